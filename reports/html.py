@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from harness.records import CheckResult, Outcome
-from harness.runner.progress import duration
+from harness.terminal import duration
 from reports.compared import BEFORE
 from reports.figures import loss_figure, state_figure
 from reports.history import LETTERS, MAX_RUNS, short_commit

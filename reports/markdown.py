@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.errors import Infrastructure
 from harness.records import Difference
-from harness.runner.progress import duration
+from harness.terminal import duration
 from reports.report import (
     COST_HEAD,
     COST_WORDS,

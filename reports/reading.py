@@ -16,7 +16,7 @@ from harness.checks.memory import peak_bytes
 from harness.history import NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, EventRecord, RunResult, RunSpec, Verdict
-from harness.runner.cost import Timeline, cost
+from harness.runner.estimates import Timeline, cost
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.checks import confirmation
 from harness.records import CaseSpec, CheckResult, Ending, Json, Outcome, Verdict
-from harness.runner.cost import MIB, Cost
+from harness.runner.estimates import MIB, Cost
 from harness.runner.retries import Attempt
 from reports.compared import LossCurve, StateMap
 from reports.history import NOTHING, Past

@@ -27,12 +27,10 @@ from harness.checks.evidence import count
 from harness.codec import Json, RecordError, dumps
 from harness.errors import one_line
 from harness.records import WHATS, Outcome, RunOutcome, RunSpec, Verdict, What
-from harness.runner.display import cell
 from harness.runner.plan import Plan
-from harness.runner.progress import COLOURS, LiveView, PlainView, View, duration
 from harness.store import SEARCH_FILE
 from harness.store.files import read_object, with_checksum, write_atomic
-from harness.typed import typed
+from harness.terminal import COLOURS, LiveView, PlainView, View, cell, duration, typed
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
 OTHER_ENVIRONMENT = (

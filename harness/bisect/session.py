@@ -51,12 +51,12 @@ from harness.provenance import MACHINE_KINDS, changes, everything, facts
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
-from harness.runner.leftovers import clear_leftovers
+from harness.runner.retries import clear_leftovers
 from harness.runner.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import LEGS, MANIFEST_FILE, RunFolder
 from harness.store.verify import DEFAULT_OUT
-from harness.typed import typed
+from harness.terminal import typed
 
 SHORT_HASH, MAX_NAME_CHARS, MOST_TOLD = 12, 120, 3
 COMMITS_FOLDER, REPLIES = "commits", "replies"

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from harness import machine
+from harness import terminal as display
 from harness.bisect.layouts import case_of_two, is_one_layout
 from harness.bisect.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisect.repro import FOLDER
@@ -16,7 +17,6 @@ from harness.bisect.session import STAGES, Search, bisect
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
-from harness.runner import display
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import select

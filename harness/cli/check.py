@@ -1,17 +1,18 @@
-"""`harness check RUN`: is a run folder as it was written, and do its verdicts stand?"""
+"""`harness check RUN`: is a run folder as it was written, and do its verdicts hold?"""
 
-import dataclasses
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
 from harness.checks import exit_code, judge
 from harness.checks.evidence import count
+from harness.cli import options
 from harness.errors import one_line
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.repeats import past_legs, runs_of
-from harness.runner.retries import beside_attempts
+from harness.runner.retries import held_against_attempts
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.verify import Inspection, inspect
 
@@ -20,10 +21,8 @@ MAX_LINES = 20
 
 
 @click.command("check")
-@click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
-)
+@click.argument("folder", type=options.PATH, metavar="RUN")
+@options.as_json
 def check_command(*, folder: Path, as_json: bool) -> int:
     """Check every file of a RUN folder against its checksum and judge every pass again.
 
@@ -32,10 +31,9 @@ def check_command(*, folder: Path, as_json: bool) -> int:
     found = judged_again(folder)
     code = code_of(found)
     if as_json:
-        plain = dataclasses.asdict(found) | {"exit_code": int(code)}
-        click.echo(json.dumps(plain, allow_nan=False))
+        click.echo(json.dumps(asdict(found) | {"exit_code": int(code)}, allow_nan=False))
         return code
-    tell_damage(found)
+    show_damage(found)
     state = f"{len(found.damage)} damaged" if found.damage else "all files as they were written"
     if found.unjudged:
         whole = state if found.damage else "no file damaged"
@@ -66,11 +64,11 @@ def judged_again(path: Path) -> Inspection:
             damage.append(f"{file}: says {stored.outcome}, but: {verdict.message}")
             stored = verdict
         verdicts.append(stored)
-    return dataclasses.replace(found, verdicts=tuple(verdicts), damage=tuple(damage))
+    return replace(found, verdicts=tuple(verdicts), damage=tuple(damage))
 
 
 def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
-    places = {getattr(case, leg).key: folder.leg_folder(case, leg) for leg in LEGS}
+    places = {getattr(case, role).key: folder.leg_folder(case, role) for role in LEGS}
     runs = [load_run_folder(places.get(spec.key) or folder.run_folder(spec.key), spec)
             for spec in runs_of(case)]  # fmt: skip
     samples, repeats = past_legs(case, runs)
@@ -81,16 +79,15 @@ def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
         return Verdict(
             case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
             message=f"its plan cannot be judged: {why}",
-            runs={leg: getattr(case, leg).key for leg in LEGS},
+            runs={role: getattr(case, role).key for role in LEGS},
         )  # fmt: skip
-    return beside_attempts(folder, case, found)
+    return held_against_attempts(folder, case, found)
 
 
-def tell_damage(found: Inspection) -> None:
+def show_damage(found: Inspection) -> None:
     """A line on stderr for each damaged file and each case without a verdict, a readable number."""
-    for word, lines, what in (
-        ("damaged", found.damage, "files"), ("no verdict", found.unjudged, "cases"),
-    ):  # fmt: skip
+    kinds = (("damaged", found.damage, "files"), ("no verdict", found.unjudged, "cases"))
+    for word, lines, what in kinds:
         for line in lines[:MAX_LINES]:
             click.echo(f"harness: {word}: {line}", err=True)
         if len(lines) > MAX_LINES:

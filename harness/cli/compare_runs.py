@@ -12,46 +12,38 @@ from rich.text import Text
 from harness import machine
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
-from harness.cli.report import build_reports, command_line
+from harness.cli import options, output
+from harness.cli.options import PATH
+from harness.cli.report import build_reports
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
-from harness.runner import display, recorded
+from harness.runner import recorded
 from harness.scenario.schema import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic
 from harness.store.verify import DEFAULT_OUT, unused
+from harness.terminal import make_console
 from harness.tolerance import ROUNDING
 
-_PATH = click.Path(path_type=Path)
-SCENARIO = "compare-runs"
-CASE = "candidate"
+SCENARIO, CASE = "compare-runs", "candidate"
 
 
 @click.command("compare-runs")
-@click.argument("reference", type=_PATH)
-@click.argument("candidate", type=_PATH)
+@click.argument("reference", type=PATH)
+@click.argument("candidate", type=PATH)
 @click.option(
-    "--control",
-    type=_PATH,
-    metavar="RUN",
+    "--control", type=PATH, metavar="RUN",
     help="A second recording of the reference, to tell nondeterminism from a defect.",
-)
-@click.option(
-    "--out",
-    type=_PATH,
-    metavar="FOLDER",
-    help="Run folder to create; by default a new one under out/.",
-)
+)  # fmt: skip
+@options.out
 @click.option(
     "--expect", default="bitwise", metavar="YAML", show_default=True,
     help="bitwise, or a tolerance as compare.expect of a scenario: '{rtol: 1e-5}'.",
 )  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
-)
+@options.as_json
 def compare_runs_command(
     *, reference: Path, candidate: Path, control: Path | None, out: Path | None, expect: str,
     as_json: bool,
@@ -62,34 +54,33 @@ def compare_runs_command(
     equal runs pass, and a difference is no verdict: the reference may not repeat itself.
     Exit codes as those of harness run.
     """
-    origin = Origin("--expect")
-    stated = decode_expect(parse_text(expect, origin), "expect")
+    stated = decode_expect(parse_text(expect, Origin("--expect")), "expect")
     if stated == ROUNDING:
         raise UsageError(
             "--expect: expected bitwise or {rtol: R}, got rounding, for which harness run makes "
             "more runs of the reference"
         )
+    for name, given in (("CANDIDATE", candidate), ("--control", control)):
+        if given is not None and given.resolve() == reference.resolve():
+            raise UsageError(f"compare-runs: expected another run as {name} than {reference}")
     places = {"reference": reference, "control": control or reference, "candidate": candidate}
-    _refuse_same(reference, candidate, control)
     runs = _runs(places)
     checks: dict[str, dict[str, Any]] = {"loss": {}, "state": {}, "finite": {}}
-    if all(_has_taps(runs[leg]) for leg in LEGS):
+    if all(any(r.start is not None and r.start.taps for r in run.ranks) for run in runs.values()):
         checks[TAPS] = {}
-    labels = {leg: _words(runs[leg], place) for leg, place in places.items()}
     case = CaseSpec(
-        id=CASE, scenario=SCENARIO, labels=labels, expect=stated, checks=checks,
+        id=CASE, scenario=SCENARIO, expect=stated, checks=checks,
+        labels={role: _words(runs[role], place) for role, place in places.items()},
         reference=runs["reference"].spec, control=runs["control"].spec,
         candidate=runs["candidate"].spec,
     )  # fmt: skip
-    folder = _make_folder(out, case, places, runs)
-    with folder:
+    with _make_folder(out, case, places, runs) as folder:
         folder.seal_case(case)
-        verdict = judge(case, *(folder.load_run(runs[leg].spec) for leg in LEGS))
+        verdict = judge(case, *(folder.load_run(runs[role].spec) for role in LEGS))
         folder.save_verdict(verdict, case)
-    reports = build_reports(folder.path)
-    code = exit_code([verdict])
-    console = display.make_console(stderr=as_json)
-    display.print_outcome(console, [verdict], 1)
+    reports, code = build_reports(folder.path), exit_code([verdict])
+    console = make_console(stderr=as_json)
+    output.print_outcome(console, [verdict], 1)
     console.print(Text(f"; run folder {folder.path}"), soft_wrap=True)
     console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
     if as_json:
@@ -101,33 +92,21 @@ def compare_runs_command(
     return code
 
 
-def _refuse_same(reference: Path, candidate: Path, control: Path | None) -> None:
-    """See that no run is to be compared with itself, which proves nothing."""
-    given = {"CANDIDATE": candidate, "--control": control}
-    for name, place in given.items():
-        if place is not None and place.resolve() == reference.resolve():
-            raise UsageError(f"compare-runs: expected another run as {name} than {reference}")
-
-
 def _runs(places: dict[str, Path]) -> dict[str, RunResult]:
-    """The runs by leg, with the steps that are due and keys that differ.
+    """The runs by role, with the steps that are due and keys that differ.
 
     Runs that state no steps are held to those that rank 0 of the reference recorded.
     """
-    runs = {leg: recorded.load(place) for leg, place in places.items()}
+    runs = {role: recorded.load(place) for role, place in places.items()}
     steps = next(
         (run.spec.config["steps"] for run in runs.values() if "steps" in run.spec.config),
         recorded.steps_on_rank_0(runs["reference"]),
     )
     numbers = {"reference": 0, "control": int(places["control"] != places["reference"])}
     return {
-        leg: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(leg, 2))
-        for leg, run in runs.items()
+        role: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(role, 2))
+        for role, run in runs.items()
     }
-
-
-def _has_taps(run: RunResult) -> bool:
-    return any(records.start is not None and records.start.taps for records in run.ranks)
 
 
 def _words(run: RunResult, place: Path) -> str:
@@ -148,29 +127,25 @@ def _make_folder(
         "id": uuid.uuid4().hex,
         "scenario": SCENARIO,
         "why": why,
-        "created": now.isoformat(timespec="seconds"),
-        "command": command_line(),
+        "created": now.isoformat(timespec="milliseconds"),
+        "command": options.command_line(),
         "device": case.candidate.device,
         **record(json.loads(dumps(machine.describe()))),
-        "runs": {leg: str(place.absolute()) for leg, place in places.items()},
+        "runs": {role: str(place.absolute()) for role, place in places.items()},
     }
-    text = f"name: {json.dumps(SCENARIO)}\nwhy: {json.dumps(why)}\n"
 
     def fill(folder: RunFolder) -> None:
-        for leg, run in runs.items():
-            _copy(places[leg], folder.run_folder(run.spec.key), run)
+        for role, run in runs.items():
+            target = folder.run_folder(run.spec.key)
+            if target.exists():
+                continue  # the reference, which is its own control
+            make_folder(target)
+            for path in sorted(places[role].iterdir()):
+                if path.name.startswith("rank") and path.is_file():
+                    link_or_copy(str(path), str(target / path.name))
+            write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
+            save_outcome(target, run.outcome)
 
     path = out or unused(DEFAULT_OUT / f"{SCENARIO}-{now:%Y%m%dT%H%M%SZ}")
+    text = f"name: {json.dumps(SCENARIO)}\nwhy: {json.dumps(why)}\n"
     return RunFolder.create(path, manifest, text, [case], fill=fill)
-
-
-def _copy(source: Path, target: Path, run: RunResult) -> None:
-    """The run's records as they are; its specification and outcome under its new key."""
-    if target.exists():
-        return  # the reference, which is its own control
-    make_folder(target)
-    for path in sorted(source.iterdir()):
-        if path.name.startswith("rank") and path.is_file():
-            link_or_copy(str(path), str(target / path.name))
-    write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
-    save_outcome(target, run.outcome)

@@ -19,11 +19,10 @@ from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.masking import Masker
 from harness.records import ExitCode, Verdict
-from harness.runner.display import cell, make_console, plain_table
 from harness.runner.plan import Plan
-from harness.runner.progress import duration, plan_line
 from harness.scenario.suite import compile_expression
 from harness.store.files import write_atomic
+from harness.terminal import cell, duration, make_console, plain_table, plan_line
 
 CLEAN_CASES = 200
 MATRIX_FILES = ("matrix.md", "matrix.json")

@@ -32,10 +32,9 @@ from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, Shift
 from harness.records import OUTCOMES, ExitCode
-from harness.runner.display import cell, make_console, plain_table
-from harness.runner.progress import COLOURS
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT
+from harness.terminal import COLOURS, cell, make_console, plain_table
 
 _PATH = click.Path(path_type=Path)
 _json = click.option(

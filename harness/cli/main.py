@@ -1,4 +1,4 @@
-"""The command line: `main` runs one command; each command's module is read when it is asked for.
+"""The command line: `main` runs one command; each command's module is read when it is needed.
 
 Every error goes through `main`: one line on stderr and the exit code of `harness.errors`. With
 `--json`, stdout holds one JSON value and everything for people goes to stderr.
@@ -10,62 +10,44 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import click
 
-from harness.cli.bisect_exit import for_git
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import ExitCode
-from harness.typed import program
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EXIT_CODES = "Exit codes: 0 passed, 1 a check failed, 2 interrupted, 3 internal, 4 usage, " \
     "5 nothing ran, 6 no verdict."  # fmt: skip
 COMPLETE = "_HARNESS_COMPLETE"
 """A shell asks for completions by it: `eval "$(_HARNESS_COMPLETE=bash_source harness)"`."""
-
-
-class _Place(NamedTuple):
-    """Where a command is."""
-
-    module: str
-    attribute: str
-    summary: str
-    """What the first line of its help says, known without reading the module."""
-
-
-SECTIONS: dict[str, dict[str, _Place]] = {
+SECTIONS = {
     "Run": {
-        "run": _Place("harness.cli.run", "run", "Run scenario files and judge every case."),
-        "rerun": _Place("harness.cli.run", "rerun", "Run one case again."),
-        "list": _Place("harness.cli.suite", "list_command", "List scenarios and their cases."),
-        "doctor": _Place("harness.cli.doctor", "doctor", "Say what this machine can run."),
+        "run": ("run:run", "Run scenario files and judge every case."),
+        "rerun": ("run:rerun", "Run one case again."),
+        "list": ("suite:list_command", "List scenarios and their cases."),
+        "doctor": ("doctor:doctor", "Say what this machine can run."),
     },
     "Look at a failure": {
-        "show": _Place("harness.cli.report", "show_command", "Show one case."),
-        "bisect": _Place("harness.cli.bisect", "bisect_command", "Find the cause of a failure."),
-        "history": _Place(
-            "harness.cli.history", "history_command", "Show earlier results of cases."
-        ),
-        "compare": _Place("harness.cli.history", "compare_command", "Compare two run folders."),
+        "show": ("report:show_command", "Show one case."),
+        "bisect": ("bisect:bisect_command", "Find the cause of a failure."),
+        "history": ("history:history_command", "Show earlier results of cases."),
+        "compare": ("history:compare_command", "Compare two run folders."),
     },
     "Run folders": {
-        "report": _Place("harness.cli.report", "report_command", "Write the reports again."),
-        "check": _Place("harness.cli.check", "check_command", "Verify every checksum."),
-        "merge": _Place("harness.cli.report", "merge_command", "Join the folders of shards."),
+        "report": ("report:report_command", "Write the reports again."),
+        "check": ("check:check_command", "Verify every checksum."),
+        "merge": ("report:merge_command", "Join the folders of shards."),
     },
     "Runs that something else starts": {
-        "wrap": _Place("harness.cli.wrap", "wrap_command", "Record a job that a command starts."),
-        "compare-runs": _Place(
-            "harness.cli.compare_runs", "compare_runs_command", "Judge two recorded runs."
-        ),
+        "wrap": ("wrap:wrap_command", "Record a job that a command starts."),
+        "compare-runs": ("compare_runs:compare_runs_command", "Judge two recorded runs."),
     },
-    "Tests of the harness": {
-        "faults": _Place("harness.cli.faults", "faults_command", "Plant known faults."),
-    },
+    "Tests of the harness": {"faults": ("faults:faults_command", "Plant known faults.")},
 }
+"""By name: module and attribute, and a summary that is known without reading the module."""
+COMMANDS = {name: place for names in SECTIONS.values() for name, (place, _) in names.items()}
 
 
 class Commands(click.Group):
@@ -73,23 +55,22 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, in the order of the help."""
-        return [name for names in SECTIONS.values() for name in names]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name."""
-        for names in SECTIONS.values():
-            if cmd_name in names:
-                place = names[cmd_name]
-                found = getattr(importlib.import_module(place.module), place.attribute)
-                assert isinstance(found, click.Command)
-                return found
-        return None
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        found = getattr(importlib.import_module(f"harness.cli.{module}"), attribute)
+        assert isinstance(found, click.Command)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One line a command, by what they are for."""
         for title, names in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, place.summary) for name, place in names.items()])
+                formatter.write_dl([(name, summary) for name, (_, summary) in names.items()])
 
 
 def _show_version(context: click.Context, option: click.Parameter, value: object) -> None:
@@ -116,48 +97,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMPLETE in os.environ:
         commands.main(args, prog_name="harness", complete_var=COMPLETE)
     try:
-        with commands.make_context(program(), list(args), obj=args) as context:
+        with commands.make_context("harness", list(args), obj=args) as context:
             code = int(commands.invoke(context) or 0)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         code = error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        code = ExitCode.USAGE
     except click.ClickException as error:
-        code = _misused(error)
+        path = getattr(getattr(error, "ctx", None), "command_path", "harness")
+        code = _say(UsageError(f"{error.format_message()} (see {path} -h)"))
     except (KeyboardInterrupt, click.Abort):
         code = _say(Interrupted("interrupted"))
     except HarnessError as error:
         code = _say(error)
-    except BrokenPipeError:
-        # The reader has left (harness list | head): nothing to tell it, and nothing to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.PASSED
     except Exception as error:  # noqa: BLE001 - the one place where our own mistakes end
         code = _internal(error)
-    return for_git(code, args)
+    if "--bisect-exit" in args:
+        from harness.cli.options import for_git
+
+        return for_git(code, args)
+    return int(code)
 
 
-def _misused(error: click.ClickException) -> int:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(error.format_message(), err=True)
-        return ExitCode.USAGE
-    path = getattr(getattr(error, "ctx", None), "command_path", program())
-    return _say(UsageError(f"{error.format_message()} (see {path} -h)"))
-
-
-def _say(error: HarnessError) -> int:
+def _say(error: HarnessError) -> ExitCode:
     # What is wrong with a value often quotes it.
     click.echo(f"harness: {Masker(os.environ).text(str(error))}", err=True)
     return error.exit_code
 
 
-def _internal(error: Exception) -> int:
+def _internal(error: Exception) -> ExitCode:
+    trace = Masker(os.environ).text(traceback.format_exc())
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="harness-", suffix=".txt", delete=False
         ) as file:
-            file.write(Masker(os.environ).text(traceback.format_exc()))
+            file.write(trace)
         where = f" (traceback: {file.name})"
     except OSError:
-        click.echo(Masker(os.environ).text(traceback.format_exc()), err=True)
+        click.echo(trace, err=True)
         where = ""
     return _say(InternalError(f"internal error: {type(error).__name__}: {error}{where}"))

@@ -1,4 +1,4 @@
-"""What tells of run folders that are there: `harness report | merge | show`."""
+"""What shows run folders that are there: `harness report | merge | show`."""
 
 import json
 import os
@@ -7,27 +7,18 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from harness.cli.check import code_of, judged_again, tell_damage
-from harness.masking import Masker
+from harness.cli import options, output
+from harness.cli.check import code_of, judged_again, show_damage
+from harness.cli.options import PATH
 from harness.records import ExitCode
-from harness.runner import display
-from harness.store import RunFolder, load_case
+from harness.store import LEGS, RunFolder, load_case
 from harness.store.merge import merge
 from harness.store.verify import DEFAULT_OUT, find_answer, inspect, unused
+from harness.terminal import make_console
 
-_PATH = click.Path(path_type=Path)
 open_report = click.option(
     "--open", "opens", is_flag=True, help="Open the report page in a browser."
 )
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
-)
-
-
-def command_line() -> list[str]:
-    """What was typed, for manifests; secrets masked."""
-    args: list[str] = click.get_current_context().find_root().obj
-    return ["harness", *Masker(os.environ).words(args)]
 
 
 def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]:
@@ -48,16 +39,13 @@ def show_page(reports: dict[str, Path]) -> None:
 
 
 @click.command("report")
-@click.argument("folder", type=_PATH, metavar="RUN")
+@click.argument("folder", type=PATH, metavar="RUN")
 @click.option(
-    "--same-as",
-    "other",
-    type=_PATH,
-    metavar="RUN",
+    "--same-as", "other", type=PATH, metavar="RUN",
     help="Fail if the results of RUN differ: report.json but for times, paths and attempts.",
-)
+)  # fmt: skip
 @open_report
-@_json
+@options.as_json
 def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bool) -> int:
     """Write the reports of a RUN folder again.
 
@@ -65,7 +53,7 @@ def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bo
     """
     built = build_reports(RunFolder.open(folder).path)
     found = inspect(folder)
-    tell_damage(found)
+    show_damage(found)
     differences = _differences(folder, built, other)
     for line in differences:
         click.echo(f"harness: not as in {other}: {line}", err=True)
@@ -91,30 +79,25 @@ def _differences(folder: Path, built: dict[str, Path], other: Path | None) -> tu
 
 
 @click.command("merge")
-@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "--out",
-    type=_PATH,
-    metavar="FOLDER",
-    help="Run folder to create; by default a new one under out/.",
-)
-@_json
+@click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
+@options.out
+@options.as_json
 def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     """Put the RUN folders of shards together into one, and report.
 
     A shard that is missing shows: its cases are errors. Exit codes as those of a run.
     """
     place = out or unused(DEFAULT_OUT / "merged")
-    with merge(folders, place, command_line()) as merged:
+    with merge(folders, place, options.command_line()) as merged:
         reports = build_reports(merged.path)
     found = judged_again(place)
     code = code_of(found)
-    console = display.make_console(stderr=as_json)
+    console = make_console(stderr=as_json)
     for note in merged.manifest["notes"]:
         console.print(Text(note), soft_wrap=True)
-    console.print(display.counts_line(found.verdicts, found.num_cases), end="")
+    console.print(output.counts_line(found.verdicts, found.num_cases), end="")
     console.print(Text(f"; run folder {merged.path}"), soft_wrap=True)
-    tell_damage(found)
+    show_damage(found)
     if as_json:
         plain = {name: str(path) for name, path in reports.items()}
         answer = {"exit_code": int(code), "folder": str(merged.path), "reports": plain}
@@ -124,8 +107,8 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
 
 @click.command("show")
 @click.argument("case")
-@click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@_json
+@click.argument("folder", type=PATH, metavar="[RUN]", required=False)
+@options.as_json
 def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     """Show one case: verdict, first difference, exits.
 
@@ -133,20 +116,13 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     whatever the verdict says; 6 if there is none that can be read.
     """
     place, spec, verdict, why = find_answer(case, folder)
-    code = ExitCode.PASSED if verdict else ExitCode.NO_VERDICT
     if as_json:
-        plain = {
-            "case": spec.to_json(),
-            "folder": str(place),
-            "verdict": verdict.to_json() if verdict else None,
-            "why": why,
-        }
+        plain = {"case": spec.to_json(), "folder": str(place), "why": why,
+                 "verdict": verdict.to_json() if verdict else None}  # fmt: skip
         click.echo(json.dumps(plain, allow_nan=False))
-        return code
-    legs = {}
-    if (place / "case.json").is_file():
-        runs = load_case(place)
-        for leg in ("reference", "control", "candidate"):
-            legs[leg] = (place / leg, getattr(runs, leg))
-    display.print_case(display.make_console(), spec, verdict, legs, why=why)
-    return code
+    else:
+        is_case = (place / "case.json").is_file()
+        held = load_case(place) if is_case else None
+        runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
+        output.print_case(make_console(), spec, verdict, runs, why=why)
+    return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT

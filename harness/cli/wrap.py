@@ -12,18 +12,18 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from types import FrameType
-from typing import Self
 
 import click
 
 from fsdp_core.config import ConfigError, tap_pattern
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import count
+from harness.cli import options
 from harness.engine.process import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
 from harness.masking import Masker
@@ -49,24 +49,18 @@ SIGNAL_CODE = 128
 @click.command("wrap", context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="RUN",
+    "--out", type=options.PATH, metavar="RUN",
     help="Folder to record in; by default a new one under out/.",
-)
+)  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Name of the new folder under out/.")
 @click.option(
-    "--steps",
-    type=click.IntRange(1),
-    metavar="N",
+    "--steps", type=click.IntRange(1), metavar="N",
     help="Steps that each rank must take; fewer are an error.",
-)
+)  # fmt: skip
 @click.option(
-    "--taps",
-    multiple=True,
-    metavar="PATTERN",
+    "--taps", multiple=True, metavar="PATTERN",
     help="Modules whose outputs and gradients are digested, as taps of a scenario.",
-)
+)  # fmt: skip
 @click.option(
     "--every", type=click.IntRange(1), default=1, metavar="N", help="Digest every Nth step only."
 )
@@ -113,7 +107,7 @@ def wrap_command(
     variables = recording(program, folder, os.environ) | {RUN_VARIABLE: job}
     seen = _run(command, os.environ | variables, folder, f"{RUN_VARIABLE}={job}")
     run = recorded.finish(folder, spec, seen, index=index, parts=parts)
-    return _tell(folder, run, seen, alone=parts == 1)
+    return _show(folder, run, seen, alone=parts == 1)
 
 
 def _name(command: tuple[str, ...]) -> str:
@@ -148,7 +142,8 @@ def _folder_of(name: str, job: str) -> Path:
 def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str) -> Part:
     """Run the command to its end, and say how it and the ranks on this machine ended."""
     started_unix_s, started_s = time.time(), time.monotonic()
-    with _Watch(folder, mark) as watch, _signals_passed_on() as passing:
+    watch = _Watch(folder, mark)
+    with _signals_passed_on() as passing:
         try:
             process = subprocess.Popen(command, env=environ)
         except OSError as error:
@@ -214,58 +209,45 @@ class _Watch:
         self._pids: dict[int, int] = {}
         self._known: set[str] = set()
         self._world_size = 0
-        self._selector = selectors.DefaultSelector()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
-        self._selector.close()
 
     def until_end(self, pid: int) -> None:
         """Watch until the process `pid`, a child, has ended."""
-        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, None)
         began_s = time.monotonic()
-        while True:
-            self._look()
-            complete = 0 < self._world_size <= len(self._known)
-            share_s = LOOK_SHARE * (time.monotonic() - began_s)
-            patience_s = min(max(share_s, FIRST_LOOK_S), LONGEST_LOOK_S)
-            events = self._selector.select(None if complete else patience_s)
-            ended = [key for key, _ in events]
-            for key in ended:
-                if key.data is not None:
-                    self._ended(key.data)
-                    self._selector.unregister(key.fileobj)
-                    os.close(key.fd)
-            if any(key.data is None for key in ended):
-                return
+        with selectors.DefaultSelector() as selector, ExitStack() as files:
+            while True:
+                for rank, file in self._look(pid):
+                    files.callback(os.close, file)
+                    selector.register(file, selectors.EVENT_READ, rank)
+                complete = 0 < self._world_size < len(self._known)
+                share_s = LOOK_SHARE * (time.monotonic() - began_s)
+                patience_s = min(max(share_s, FIRST_LOOK_S), LONGEST_LOOK_S)
+                for key, _ in selector.select(None if complete else patience_s):
+                    if key.data is None:
+                        return
+                    self._note(key.data, code_of_zombie(self._pids[key.data]))
+                    selector.unregister(key.fileobj)
 
     def last_look(self, pid: int, code: int) -> None:
         """The command, which has ended with `code`, may have been a rank itself."""
-        self._look()
-        for rank, its in self._pids.items():
-            if its == pid:
-                self._note(rank, code)
+        for _, file in self._look(pid):
+            os.close(file)
+        for rank in [rank for rank, its in self._pids.items() if its == pid]:
+            self._note(rank, code)
 
-    def _look(self) -> None:
-        """Find ranks that have begun to record."""
+    def _look(self, pid: int) -> Iterator[tuple[int | None, int]]:
+        """Ranks that have begun to record, and the command, with a file that says when they end."""
+        if "" not in self._known:
+            self._known.add("")
+            yield None, os.pidfd_open(pid)
         for path in self._folder.glob("rank*.jsonl"):
             if path.name in self._known or (start := read_start(path)) is None:
                 continue
             self._known.add(path.name)
             self._world_size = start.world_size
-            if not has_mark(start.pid, self._mark):
-                continue
-            with suppress(OSError):  # it has ended meanwhile
-                file = os.pidfd_open(start.pid)
+            if has_mark(start.pid, self._mark):
                 self._pids[start.rank] = start.pid
-                self._selector.register(file, selectors.EVENT_READ, start.rank)
-
-    def _ended(self, rank: int) -> None:
-        self._note(rank, code_of_zombie(self._pids[rank]))
+                with suppress(OSError):  # it has ended meanwhile
+                    yield start.rank, os.pidfd_open(start.pid)
 
     def _note(self, rank: int, code: int | None) -> None:
         if code is not None:
@@ -274,12 +256,12 @@ class _Watch:
             self.order.append(rank)
 
 
-def _tell(folder: Path, run: RunResult | None, part: Part, *, alone: bool) -> int:
+def _show(folder: Path, run: RunResult | None, part: Part, *, alone: bool) -> int:
     """A line on stderr of what there is now, and the exit code."""
     code = part.code if part.code >= 0 else SIGNAL_CODE - part.code
     if run is None:
         if not alone:
-            return code  # the one that ends last tells
+            return code  # the one that ends last says what there is
         click.echo(
             f"harness: recorded nothing in {folder}: no process of the command trained with torch "
             "and this environment",
@@ -290,6 +272,6 @@ def _tell(folder: Path, run: RunResult | None, part: Part, *, alone: bool) -> in
     if flaw is not None:
         click.echo(f"harness: recorded in {folder}, not whole: {flaw.message}", err=True)
         return code or ExitCode.NO_VERDICT
-    told = f"{count(run.spec.world_size, 'rank')}, {count(recorded.steps_on_rank_0(run), 'step')}"
-    click.echo(f"harness: recorded {told}: {folder}", err=True)
+    size = f"{count(run.spec.world_size, 'rank')}, {count(recorded.steps_on_rank_0(run), 'step')}"
+    click.echo(f"harness: recorded {size}: {folder}", err=True)
     return code

@@ -6,23 +6,17 @@ error         failed: no verdict is no pass
 incomparable  failed, or xfailed with --harness-incomparable=xfail
 skipped       skipped, with the reason
 
-What -m and -k leave is known before every case is an item:
-
-    -m  tiers are markers of files: a file of other tiers is left out as a whole, by its tier alone
-    -k  a file is left out as a whole if the names of its folders and cases say so; no case is made
-    select: pairwise   of what -k leaves, as `harness run -k` does
-
-Both read pytest's expressions with the words of `harness.scenario.suite`, and pytest reads them
-again. What they cannot read or decide here stays in, for pytest to decide: markers that a
-conftest.py gives to single cases may be any. Keywords that one gives are not known to -k where a
-whole file is left out.
+Expanding tens of thousands of cases takes seconds, in each worker of pytest-xdist: a file of which
+-m (by markers of the file, its tier among them) or -k (by names and labels) leave no case is left
+out as a whole. Both are read with the words of `harness.scenario.suite`, and pytest reads them
+again: it decides what cannot be decided here, as markers that a conftest.py gives to single cases.
+Of `select: pairwise`, the choice is of what -k leaves, as that of `harness run -k` is.
 """
 
-import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,8 +29,6 @@ from harness.scenario.schema import TIERS, Scenario, load_scenario
 from harness.scenario.suite import Expression, pairwise, read_expression
 
 _EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
-MAX_UNKNOWN = 6
-"""Words of unknown truth that are tried both ways; with more, nothing is decided."""
 
 
 class NotPassed(Exception):
@@ -44,12 +36,7 @@ class NotPassed(Exception):
 
 
 class ScenarioFile(pytest.File):
-    """One scenario file; collecting it only reads it.
-
-    Attributes:
-        scenario: once it was read.
-        wanted: cases that are chosen in any case: whoever wrote the file wants these.
-    """
+    """One scenario file; `wanted` are the cases that its include entries add."""
 
     scenario: Scenario
     wanted: frozenset[str] = frozenset()
@@ -57,15 +44,14 @@ class ScenarioFile(pytest.File):
     def collect(self) -> Iterator["CaseItem | LeftOut"]:
         """One item a case, in the order of the matrix; one for all of them that -m or -k leave out.
 
-        Expanding tens of thousands of cases takes seconds, in each worker of pytest-xdist.
+        Collecting reads the file and no more.
         """
         try:
             self.scenario = load_scenario(Path(os.path.relpath(self.path)))
             if self.scenario.tier:
                 self.add_marker(self.scenario.tier)
             if self.config.pluginmanager.hasplugin("timeout"):
-                # Of pytest-timeout. A run has its own limit, which does not count the wait for
-                # slots.
+                # A run has its own limit, which does not count the wait for slots.
                 self.add_marker(pytest.mark.timeout(0))
             if self.config.stash[NARROWING].leaves_out(self):
                 yield LeftOut.from_parent(self, name="all of its cases")
@@ -87,12 +73,7 @@ class LeftOut(pytest.Item):
 
 
 class CaseItem(pytest.Item):
-    """One case, run and judged with all others that were selected.
-
-    Attributes:
-        id: of the case in its file.
-        labels: the case's value of each axis.
-    """
+    """One case, run and judged with all others that were selected."""
 
     parent: ScenarioFile
 
@@ -107,18 +88,16 @@ class CaseItem(pytest.Item):
             verdict, folder = self.config.stash[ASK](self)
         except HarnessError as error:
             raise NotPassed(f"no verdict: {error}") from error
-        self.user_properties += [
-            ("outcome", verdict.outcome),
-            ("what", verdict.what),
-            ("folder", str(folder)),
-        ]
+        properties = {"outcome": verdict.outcome, "what": verdict.what, "folder": str(folder)}
+        self.user_properties += properties.items()
         if verdict.outcome == "skipped":
             raise pytest.skip.Exception(verdict.message, _use_item_location=True)
+        lines = list(_words(verdict, folder))
         may_be = self.config.getoption("harness_incomparable") == "xfail"
         if verdict.outcome == "incomparable" and may_be:
-            pytest.xfail(_first_line(verdict))
+            pytest.xfail(lines[0])
         if verdict.outcome != "passed":
-            raise NotPassed("\n".join(_words(verdict, folder)))
+            raise NotPassed("\n".join(lines))
 
     def repr_failure(  # type: ignore[override]
         self, excinfo: pytest.ExceptionInfo[BaseException]
@@ -143,13 +122,8 @@ ASK = pytest.StashKey[Callable[[CaseItem], tuple[Verdict, Path]]]()
 """On pytest's config: gives a case's verdict and its folder."""
 
 
-def _first_line(verdict: Verdict) -> str:
-    kind = f"{verdict.outcome}: {verdict.what}" if verdict.what else verdict.outcome
-    return f"{kind}: {verdict.message}"
-
-
 def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
-    yield _first_line(verdict)
+    yield ": ".join(filter(None, (verdict.outcome, verdict.what, verdict.message)))
     for check in verdict.checks:
         if check.outcome != "passed" and check.message != verdict.message:
             yield f"{check.check}: {check.outcome}: {check.message}"
@@ -161,10 +135,9 @@ def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
 
 
 class Narrowing:
-    """-m and -k of one session."""
+    """-m and -k of one session; words that pytest itself would refuse narrow nothing."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Read the options; words that pytest itself would refuse narrow nothing."""
         # As it is typed for `harness run`: in pytest's expressions no word has a `=`.
         config.option.keyword = _EQUALS.sub(":", config.getoption("keyword"))
         self._marks = _read(config.getoption("markexpr"))
@@ -178,16 +151,12 @@ class Narrowing:
         """
         if self._marks is not None:
             marks = {mark.name for mark in file.iter_markers()}
-            if _could_be(self._marks, marks, known=TIERS) == {False}:
+            is_known = marks.union(TIERS).issuperset(self._marks.words)
+            if is_known and not self._marks.holds(marks.__contains__):
                 return True
         if self._words is None:
             return False
-        text = _names(file)
-        inside = {word for word in self._words.words if word.lower() in text}
-        could_be = _could_be(self._words, inside, known=inside)
-        if could_be != {True, False}:
-            return could_be == {False}
-        cases = list(named(file.scenario))
+        text, cases = _names(file), list(named(file.scenario))
         return bool(cases) and not any(self._finds(text, *case) for case in cases)
 
     def wants(self, item: CaseItem) -> bool:
@@ -211,15 +180,9 @@ def _read(text: str) -> Expression | None:
         return None
 
 
-def _could_be(expression: Expression, true: Collection[str], *, known: Iterable[str]) -> set[bool]:
-    """The values that an expression may have; words that are neither true nor known are open."""
-    unknown = [word for word in expression.words if word not in {*true, *known}]
-    if len(unknown) > MAX_UNKNOWN:
-        return {True, False}
-    return {
-        expression.holds({*true, *itertools.compress(unknown, chosen)}.__contains__)
-        for chosen in itertools.product((False, True), repeat=len(unknown))
-    }
+def _keywords(labels: Mapping[str, str]) -> Iterator[str]:
+    """What -k finds of a case in addition to its id: `axis=value`, as pytest can read it."""
+    return (f"{axis}:{value}" for axis, value in labels.items())
 
 
 def _names(file: pytest.File) -> str:
@@ -234,16 +197,10 @@ def _names(file: pytest.File) -> str:
     return "\n".join((*names, *file.listextrakeywords(), *marks)).lower()
 
 
-def _keywords(labels: Mapping[str, str]) -> Iterator[str]:
-    """What -k finds of a case in addition to its id: `axis=value`, as pytest can read it."""
-    return (f"{axis}:{value}" for axis, value in labels.items())
-
-
 def narrow(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is not to be run: files left out, and what `select: pairwise` leaves out.
 
-    A pairwise choice is of what -k selects, as that of `harness run -k` is, and made before --lf,
-    --sw or the order of other plugins, so that it is the same in every worker and every session.
+    Before --lf, --sw or the order of other plugins, so that it is the same in every worker.
     """
     wants = config.stash[NARROWING].wants
     dropped: set[pytest.Item] = {item for item in items if isinstance(item, LeftOut)}

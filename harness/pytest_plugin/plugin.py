@@ -8,33 +8,17 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options and settings of ini files."""
-    group = parser.getgroup("harness", "scenario files of deltazero")
-    group.addoption(
-        "--harness", action="store_true", help="Collect scenario files: each case is a test."
-    )
-    group.addoption(
-        "--harness-out", metavar="FOLDER",
-        help="Where run folders go, a new or empty place; out/pytest-TIME by default.",
-    )  # fmt: skip
-    group.addoption(
-        "--harness-device", choices=["auto", "cpu", "cuda"], help="Where, over the scenarios'."
-    )
-    group.addoption(
-        "--harness-slots", type=_positive, metavar="N",
-        help="Ranks that may run at a time, whatever -n is.",
-    )  # fmt: skip
-    group.addoption(
-        "--harness-ranks-per-gpu", type=_positive, metavar="N", help="Let N ranks share a GPU."
-    )
-    group.addoption(
-        "--harness-incomparable", choices=["fail", "xfail"], default="fail",
-        help="What a case whose runs cannot be compared is to pytest.",
-    )  # fmt: skip
-    group.addoption(
-        "--harness-history",
-        metavar="FILE",
-        help="History to record in; none by default.",
-    )
+    add = parser.getgroup("harness", "scenario files of deltazero").addoption
+    add("--harness", action="store_true", help="Collect scenario files: each case is a test.")
+    add("--harness-out", metavar="FOLDER",
+        help="Where run folders go, a new or empty place; out/pytest-TIME by default.")  # fmt: skip
+    add("--harness-device", choices=["auto", "cpu", "cuda"], help="Where, over the scenarios'.")
+    add("--harness-slots", type=_positive, metavar="N",
+        help="Ranks that may run at a time, whatever -n is.")  # fmt: skip
+    add("--harness-ranks-per-gpu", type=_positive, metavar="N", help="Let N ranks share a GPU.")
+    add("--harness-incomparable", choices=["fail", "xfail"], default="fail",
+        help="What a case whose runs cannot be compared is to pytest.")  # fmt: skip
+    add("--harness-history", metavar="FILE", help="History to record in; none by default.")
     parser.addini("harness", "As --harness, for every run.", type="bool", default=False)
     parser.addini(
         "harness_files", "Patterns of scenario files.", type="args", default=["*.yaml", "*.yml"]
@@ -49,7 +33,7 @@ def _positive(text: str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the rest, if it is asked for."""
+    """Load the rest, if it is wanted."""
     if config.getoption("harness") or config.getini("harness"):
         from harness.pytest_plugin.session import register
 

@@ -3,12 +3,10 @@
     selected items -> one request -> `launch.rounds`
       -> the item whose turn it is goes on with them until its case has a verdict
 
-There is no thread and no second queue: rounds advance while an item waits, and verdicts of other
-cases are kept for their items. Of pytest-xdist's workers one gets all cases, so that slots are
-given once; if it dies, the worker that gets the rest goes on with its run folder.
-
-A session has one run folder, as `harness run FILES` has. Scenarios that cannot run together (of
-another device or engine, or of the same name) have folders of their own in it.
+Rounds advance while an item waits, and verdicts of other cases are kept for their items. Of
+pytest-xdist's workers one gets all cases, so that slots are given once; if it dies, the worker that
+gets the rest goes on with its run folder. Scenarios that cannot run together (of another device or
+engine, or of the same name) have run folders of their own in that of the session.
 """
 
 import importlib
@@ -156,16 +154,14 @@ class HarnessSession:
 
     def _rounds(self, together: _Together) -> Generator[None, None, None]:
         option = self._config.getoption
-        room = {"slots": option("harness_slots"), "ranks_per_gpu": option("harness_ranks_per_gpu")}
-        if self._is_ours(together.out):
-            request = launch.Request(resume=together.out, **room)
-        else:
-            request = launch.Request(
-                paths=tuple(together.picked), picked=together.picked, session=self._id,
-                device=option("harness_device"), **room,
-            )  # fmt: skip
+        what: dict[str, Any] = {"resume": together.out}
+        if not self._is_ours(together.out):
+            what = {"paths": tuple(together.picked), "picked": together.picked,
+                    "session": self._id, "device": option("harness_device")}  # fmt: skip
+        prepared = launch.prepare(launch.Request(
+            slots=option("harness_slots"), ranks_per_gpu=option("harness_ranks_per_gpu"), **what
+        ))  # fmt: skip
         argv = ("pytest", *map(str, self._config.invocation_params.args))
-        prepared = launch.prepare(request)
         yield from launch.rounds(prepared, together, out=together.out, exit_first=False, argv=argv)
 
     def _is_ours(self, folder: Path) -> bool:

@@ -1,54 +1,40 @@
-"""What will run, in which order, on how many slots, for how long (an estimate, and how it is made).
+"""What will run, in which order, on how many slots, for how long; and what cannot run here.
 
-A slot holds one rank: a GPU, or on the CPU one of a stated number. Runs that cases share are made
-once, in the order of `harness.runner.schedule`.
+    cases -> unique runs, those that share a reference together -> `arrange` -> `Queue`
 
-What a run takes is what the history says of runs like it. Where it says nothing, the estimate, in
-seconds, on the CPU and on CUDA, is
-
-    start      1.0 + 0.05 a rank        6.0 + 0.5 a rank
-    a step     0.05 of host time        0.02 of host time
-               + arithmetic at 5e9/s    + arithmetic at 1e14/s
-
-where arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on
-the CPU and over the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where
-that is above 1. A step that rounds at random takes `SLOWDOWN` times as long. The whole is what a
-greedy packing of these runs on the slots would take.
+A slot holds one rank: a GPU, or on the CPU one of a stated number. The widest runs come first, of
+these the longest; whenever slots are free, the first run of the order that fits starts: list
+scheduling, at most twice as long as the best order (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969;
+M. R. Garey and R. L. Graham, SIAM J. Comput. 4(2), 1975, for runs that need several slots).
+Expected seconds (`harness.runner.estimates`) order the work; no verdict depends on them.
 """
 
 import dataclasses
-import gc
+import heapq
+import itertools
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
 from fsdp_core.config import TrainConfig, built, not_built
-from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
-from harness.machine import num_cores
 from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec, each_of
-from harness.repeats import in_turn, runs_of
-from harness.runner.schedule import Job, Seconds, arrange, makespan_s
-from harness.samples import SLOWDOWN
+from harness.repeats import in_turn, runs_of, untimed_runs
+from harness.runner.estimates import Estimates, Seconds, by_size, num_parameters
 
-Device = Literal["cpu", "cuda"]
-_START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
-_STEP_S = {"cpu": 0.05, "cuda": 0.02}
-_FOREIGN_START_S = 8.0
-"""Of a program in a fresh interpreter, most of it the import of torch."""
+GIB = 1 << 30
+LEAST_BYTES = 2
+"""Of a weight or an element of a hidden state: a bound that no run is below, not an estimate."""
 _PACKAGES_OF_GPUS = (
     ("backend", "te", "transformer-engine"),
     ("engine", "megatron_fsdp", "megatron-fsdp"),
 )
 """A setting's key and value, and the package that it needs, on GPUs only."""
-GIB = 1 << 30
-LEAST_BYTES = 2
-"""Of a weight or an element of a hidden state: a bound that no run is below, not an estimate."""
-_FLOPS = {"cpu": 5e9, "cuda": 1e14}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +49,19 @@ class PlannedRun(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Json):
-    """Runs in execution order, and every case, those that cannot run here with their reason."""
+    """Runs in execution order, and every case, those that cannot run here with their reason.
+
+    Attributes:
+        estimate_s: wall time of the schedule, start-up included.
+        start_s: of it, before the first run.
+    """
 
     slots: int
     jobs: int | None
     runs: tuple[PlannedRun, ...]
     cases: tuple[CaseSpec, ...]
     estimate_s: float
+    start_s: float = 0.0
 
     @property
     def skipped(self) -> tuple[CaseSpec, ...]:
@@ -82,113 +74,155 @@ def make_plan(
     *,
     slots: int,
     jobs: int | None = None,
-    seconds: Seconds | None = None,
+    expected: Estimates | None = None,
     memory_bytes: int | None = None,
+    finished: Callable[[str], bool] | None = None,
+    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
 ) -> Plan:
-    """Plan the runs of `cases`.
+    """Plan the runs of `cases`, or of a run folder what is left of them.
 
     Args:
         cases: what to run.
         slots: ranks that may run at a time.
         jobs: runs that may run at a time; None: as many as fit on the slots.
-        seconds: what a run is expected to take; None for `default_seconds`.
+        expected: what runs are expected to take; None for what their size says.
         memory_bytes: of all devices that runs may use together; None if it is not known.
-
-    Raises:
-        UsageError: no slot, or no job.
+        finished: of a run folder, whether the run of a key need not be repeated. Its skip reasons
+            are kept: a case that was planned on a larger machine may have its verdict already, and
+            the engine refuses runs that do not fit here.
+        repeats: by case, runs that are left of a confirmation which was cut short.
     """
-    _check_counts(slots, jobs)
-    judged = tuple(_with_reason(case, slots, memory_bytes) for case in cases)
+    if finished is None:
+        cases = (_with_reason(case, slots, memory_bytes) for case in cases)
+
+    def left(key: str) -> bool:
+        return finished is None or not finished(key)
+
+    cases, expected = tuple(cases), expected or Estimates(by_size())
+    seconds, again = expected.seconds, repeats or {}
     gc.disable()  # it would walk tens of thousands of objects, none in a cycle, again and again
     try:
-        return _order(judged, slots=slots, jobs=jobs, seconds=seconds, finished=lambda key: False)
+        serves: dict[str, dict[str, None]] = {}
+        needed = ((c.id, runs_of(c)) for c in cases if not c.skip_reason)
+        for case_id, specs in (*needed, *again.items()):
+            for spec in specs:
+                serves.setdefault(spec.key, {})[case_id] = None
+        first = {spec.key: Job(spec, seconds(spec)) for specs in again.values() for spec in specs}
+        order = (*first.values(), *arrange(cases, seconds, left=left))
+        alone = [Job(spec, seconds(spec)) for spec in in_turn(cases) if left(spec.key)]
+        runs = tuple(
+            PlannedRun(key=spec.key, spec=spec, serves=tuple(serves[spec.key]), estimate_s=time_s)
+            for spec, time_s in (*order, *alone)
+        )
     finally:
         gc.enable()
-
-
-def resume_plan(
-    cases: Iterable[CaseSpec],
-    *,
-    slots: int,
-    jobs: int | None = None,
-    seconds: Seconds | None = None,
-    finished: Callable[[str], bool],
-    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
-) -> Plan:
-    """Plan what is left of `cases`, whose skip reasons stand as they were decided.
-
-    A case that was planned on a larger machine is not skipped on this one, for it may have its
-    verdict already: if runs are left that do not fit, the engine refuses the whole.
-
-    Args:
-        cases: the cases of the run folder.
-        slots: ranks that may run at a time.
-        jobs: runs that may run at a time.
-        seconds: what a run is expected to take; None for `default_seconds`.
-        finished: whether the run of a key need not be made again.
-        repeats: by case, runs that are left of a confirmation which was cut short.
-
-    Raises:
-        UsageError: no slot, or no job.
-    """
-    _check_counts(slots, jobs)
-    plan = _order(tuple(cases), slots=slots, jobs=jobs, seconds=seconds, finished=finished)
-    expected, specs = seconds or default_seconds(), dict[str, RunSpec]()
-    serves: dict[str, list[str]] = {}
-    for case_id, left in (repeats or {}).items():
-        for spec in left:
-            specs[spec.key] = spec
-            serves.setdefault(spec.key, []).append(case_id)
-    more = [
-        PlannedRun(key=key, spec=spec, serves=tuple(serves[key]), estimate_s=expected(spec))
-        for key, spec in specs.items()
-    ]
-    jobs_left = [Job(run.spec, run.estimate_s) for run in more]
-    more_s = makespan_s(jobs_left, slots=slots, jobs=jobs)
-    return dataclasses.replace(
-        plan, runs=(*more, *plan.runs), estimate_s=plan.estimate_s + more_s
+    start_s = expected.start_s if runs else 0.0
+    length_s = makespan_s(order, slots=slots, jobs=jobs) + sum(job.seconds for job in alone)
+    return Plan(
+        slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=start_s + length_s,
+        start_s=start_s,
     )  # fmt: skip
 
 
-def _check_counts(slots: int, jobs: int | None) -> None:
-    for name, value in (("slots", slots), ("jobs", jobs)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: expected an integer >= 1, got {value}")
+# ---- order
 
 
-def _order(
-    cases: tuple[CaseSpec, ...],
-    *,
-    slots: int,
-    jobs: int | None,
-    seconds: Seconds | None,
-    finished: Callable[[str], bool],
-) -> Plan:
-    serves: dict[str, list[str]] = {}
+class Job(NamedTuple):
+    """A run to be started."""
+
+    spec: RunSpec
+    seconds: float
+
+
+def arrange(
+    cases: Iterable[CaseSpec], seconds: Seconds, *, left: Callable[[str], bool] = lambda key: True
+) -> tuple[Job, ...]:
+    """The runs of `cases` in the order in which they are to start, each once, but timed repeats.
+
+    Runs that are compared with one reference stay together: one verdict does not wait for all.
+
+    Args:
+        cases: what is to be answered; those that are skipped need no run.
+        seconds: what a run is expected to take.
+        left: whether the run of a key is still to be made.
+    """
+    groups: dict[str, list[Job]] = {}
+    seen: set[str] = set()
     for case in cases:
-        if not case.skip_reason:
-            for spec in runs_of(case):
-                serves.setdefault(spec.key, []).append(case.id)
-    expected = seconds or default_seconds()
-    order = arrange(cases, expected, left=lambda key: not finished(key))
-    alone = [Job(s, expected(s)) for s in in_turn(cases) if not finished(s.key)]
-    runs = tuple(
-        PlannedRun(
-            key=job.spec.key,
-            spec=job.spec,
-            serves=tuple(dict.fromkeys(serves[job.spec.key])),
-            estimate_s=job.seconds,
-        )
-        for job in (*order, *alone)
-    )
-    length_s = makespan_s(order, slots=slots, jobs=jobs) + sum(job.seconds for job in alone)
-    return Plan(slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=length_s)
+        for spec in () if case.skip_reason else untimed_runs(case):
+            if spec.key not in seen and left(spec.key):
+                job = Job(spec, max(0.0, seconds(spec)))
+                groups.setdefault(case.reference.key, []).append(job)
+            seen.add(spec.key)
+
+    def size(group: Sequence[Job]) -> tuple[int, float]:
+        return max(job.spec.world_size for job in group), max(job.seconds for job in group)
+
+    return tuple(itertools.chain(*sorted(groups.values(), key=size, reverse=True)))
 
 
-def default_seconds() -> Seconds:
-    """What runs are expected to take where nothing is known but their size."""
-    cores = num_cores()
-    return lambda spec: estimate_s(spec, cores)
+class Queue:
+    """Runs that wait for slots, in their order."""
+
+    def __init__(self, order: Iterable[Job]) -> None:
+        self._first: deque[RunSpec] = deque()
+        self._by_width: dict[int, deque[tuple[int, RunSpec]]] = {}
+        for place, job in enumerate(order):
+            waiting = self._by_width.setdefault(job.spec.world_size, deque())
+            waiting.append((place, job.spec))
+
+    def push(self, spec: RunSpec) -> None:
+        """Queue a run that a case waits for already, before all that were ordered."""
+        self._first.append(spec)
+
+    def next(self, can_start: Callable[[RunSpec], bool]) -> RunSpec | None:
+        """Take the run to start now, None if none may.
+
+        `can_start` says whether there is room now, for every run of a width or for none.
+        """
+        if self._first and can_start(self._first[0]):
+            return self._first.popleft()
+        waiting = filter(None, self._by_width.values())
+        for held in sorted(waiting, key=lambda held: held[0][0]):
+            if can_start(held[0][1]):
+                return held.popleft()[1]
+        return None
+
+
+def makespan_s(
+    order: Sequence[Job], *, slots: int, jobs: int | None = None, under_way: Sequence[Job] = ()
+) -> float:
+    """When the last run ends if each takes what is expected, by the rules of `Queue`.
+
+    Args:
+        order: as `arrange` gives it.
+        slots: ranks that may run at a time.
+        jobs: runs that may run at a time; None for no limit.
+        under_way: runs that hold slots already, and the seconds that each has left.
+    """
+    now_s, free = 0.0, slots
+    queue, seconds = Queue(order), {job.spec.key: job.seconds for job in order}
+    running: list[tuple[float, int]] = []
+
+    def can_start(spec: RunSpec) -> bool:
+        fits = spec.world_size <= free and (jobs is None or len(running) < jobs)
+        return fits or not running
+
+    for job in under_way:
+        free -= job.spec.world_size
+        heapq.heappush(running, (job.seconds, job.spec.world_size))
+    while True:
+        while (spec := queue.next(can_start)) is not None:
+            width = min(spec.world_size, slots)
+            free -= width
+            heapq.heappush(running, (now_s + seconds[spec.key], width))
+        if not running:
+            return now_s
+        now_s, width = heapq.heappop(running)
+        free += width
+
+
+# ---- what cannot run here
 
 
 def _with_reason(case: CaseSpec, slots: int, memory_bytes: int | None) -> CaseSpec:
@@ -205,38 +239,9 @@ def _cannot_run(spec: RunSpec, slots: int, memory_bytes: int | None) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    asked = (_lacks_device, _lacks_package, _lacks_compiler)
-    if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
+    if why := _lacks_device(spec) or _lacks_package(spec) or _lacks_compiler(spec):
         return why
     return _lacks_for_builtin(spec, memory_bytes) if spec.is_builtin else ""
-
-
-def _lacks_for_builtin(spec: RunSpec, memory_bytes: int | None) -> str:
-    if memory_bytes is not None and (why := _beyond(spec, memory_bytes)):
-        return why
-    path = spec.config.get("data", {}).get("path")
-    if path is not None and not Path(path).exists():
-        return f"data.path {path} is not on this machine"
-    # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
-    error = not_built(TrainConfig.from_dict(spec.config)) if built.NOT_BUILT else None
-    return str(error) if error else ""
-
-
-def _beyond(spec: RunSpec, memory_bytes: int) -> str:
-    """Where no memory of this machine can hold the run, whatever is sharded; "" elsewhere."""
-    config, model = spec.config, spec.config["model"]
-    least = {
-        "one copy of the weights": num_parameters(model),
-        "a microbatch between two layers":
-            config["micro_batch_size"] * model["seq"] * model["hidden"],
-    }  # fmt: skip
-    for what, elements in least.items():
-        if LEAST_BYTES * elements > memory_bytes:
-            need, have = (
-                f"{size / GIB:,.0f} GiB" for size in (LEAST_BYTES * elements, memory_bytes)
-            )
-            return f"{what} needs {need} of memory, this machine has {have}"
-    return ""
 
 
 def _lacks_device(spec: RunSpec) -> str:
@@ -270,63 +275,20 @@ def _lacks_compiler(spec: RunSpec) -> str:
     return "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"
 
 
-def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float:
-    """Seconds that a run may take, by the model in the module's docstring.
-
-    Args:
-        spec: the run.
-        cores: of the machine.
-        device: where; None for where the run says.
-    """
-    config, world = spec.config, spec.world_size
-    device = device or spec.device
-    fixed, each = _START_S[device]
-    slowdown = SLOWDOWN if spec.rounding else 1.0
-    if not spec.is_builtin:
-        # Nothing is known of its size; the history knows after its first run.
-        steps_s = slowdown * int(config["steps"]) * _STEP_S[device]
-        return float(_FOREIGN_START_S + each * world + steps_s)
-    # Ranks of one replica work on the same tokens.
-    replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
-    sequences = config["microbatches"] * config["micro_batch_size"] * replicas
-    work = 6.0 * num_parameters(config["model"], active=True) * sequences * config["model"]["seq"]
-    crowd = max(1.0, world / cores) if device == "cpu" else 1.0
-    workers = cores if device == "cpu" else world
-    step = _STEP_S[device] * crowd + work / (_FLOPS[device] * workers)
-    steps_s, soak = slowdown * config["steps"] * step, spec.soak
-    if soak is not None and soak.is_open:
-        # A step replays once at least: more often, and the soak is over sooner.
-        steps_s = max(steps_s, soak.amount * (step if soak.by == "replays" else 1.0))
-    return float(fixed + each * world + steps_s)
-
-
-def num_parameters(model: Mapping[str, Any], *, active: bool = False) -> int:
-    """Parameters of the decoder, embedding and head included, norms and biases left out.
-
-    Args:
-        model: plain `ModelConfig`.
-        active: count of the experts only those that one token goes to.
-    """
-    hidden, experts, dense = model["hidden"], model["experts"], model["first_dense_layers"]
-    used = model["top_k"] if active else experts
-    branch = 3 * hidden * model["ffn"]
-    routed = hidden * (experts + 3 * (used * model["expert_ffn"] + model["shared_expert_ffn"]))
-    dense = dense if experts else model["layers"]
-    return int(
-        model["layers"] * _attention_parameters(model)
-        + dense * branch
-        + (model["layers"] - dense) * routed
-        + 2 * model["vocab_size"] * hidden
-    )
-
-
-def _attention_parameters(model: Mapping[str, Any]) -> int:
-    hidden, heads, head = model["hidden"], model["heads"], model["head_dim"]
-    if model["attention"] == "gqa":
-        return int(hidden * head * 2 * (heads + model["kv_heads"]))
-    latent, rope, value = model["kv_lora_rank"], model["qk_rope_head_dim"], model["v_head_dim"]
-    query = hidden * heads * head
-    if model["q_lora_rank"] is not None:
-        query = model["q_lora_rank"] * (hidden + heads * head)
-    keys = hidden * (latent + rope) + latent * heads * (model["qk_nope_head_dim"] + value)
-    return int(query + keys + heads * value * hidden)
+def _lacks_for_builtin(spec: RunSpec, memory_bytes: int | None) -> str:
+    config, model = spec.config, spec.config["model"]
+    if memory_bytes is not None:  # no memory of this machine can hold the run, however sharded
+        hidden = config["micro_batch_size"] * model["seq"] * model["hidden"]
+        for what, elements in (
+            ("one copy of the weights", num_parameters(model)),
+            ("a microbatch between two layers", hidden),
+        ):
+            if (need := LEAST_BYTES * elements) > memory_bytes:
+                gib, have = f"{need / GIB:,.0f} GiB", f"{memory_bytes / GIB:,.0f} GiB"
+                return f"{what} needs {gib} of memory, this machine has {have}"
+    path = config.get("data", {}).get("path")
+    if path is not None and not Path(path).exists():
+        return f"data.path {path} is not on this machine"
+    # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
+    error = not_built(TrainConfig.from_dict(config)) if built.NOT_BUILT else None
+    return str(error) if error else ""

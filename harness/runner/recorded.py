@@ -8,10 +8,9 @@
 That is the form of a run inside of a run folder, so any of those can be read here, too.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,23 +19,9 @@ from harness.engine.collective_log import place_path
 from harness.engine.evidence import last_place
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.errors import UsageError
-from harness.records import (
-    RankExit,
-    RankRecords,
-    RecordError,
-    RunOutcome,
-    RunResult,
-    RunSpec,
-    dumps,
-)
+from harness.records import RankExit, RecordError, RunOutcome, RunResult, RunSpec, dumps
 from harness.store import MANIFEST_FILE, OUTCOME_FILE, SPEC_FILE, load_run_folder, sealed_outcome
-from harness.store.files import (
-    read_object,
-    told,
-    write_atomic,
-    write_object,
-    write_once,
-)
+from harness.store.files import read_object, told, write_atomic, write_object, write_once
 from harness.store.streams import rank_path, read_rank, read_start
 
 UNKNOWN_SIZE = 0
@@ -49,8 +34,7 @@ class Part(Json):
 
     Attributes:
         code: of the command, negative for a signal.
-        exits: codes of ranks on its machine, by rank as text; those that it could not see are not
-            there.
+        exits: codes of ranks on its machine that it could see, by rank as text.
         order: ranks that failed, as it saw them end.
         stopped_by: the signal that it was asked to stop with and passed on; 0 without one.
         started_unix_s, wall_s: of the command.
@@ -64,49 +48,45 @@ class Part(Json):
     wall_s: float = 0.0
 
 
-def read_spec(folder: Path) -> RunSpec:
-    """The specification of a recorded run, completed by what its ranks say of themselves.
-
-    Raises:
-        UsageError: not a recorded run, or it recorded nothing.
-    """
+def _read_spec(folder: Path) -> RunSpec:
+    """The specification of a recorded run, completed by what its ranks say of themselves."""
     if not (folder / SPEC_FILE).is_file():
-        why = f"it has no {SPEC_FILE}"
-        if (folder / MANIFEST_FILE).is_file():
-            why = "it is a run folder: name one of its runs, RUN/runs/KEY"
+        is_run_folder = (folder / MANIFEST_FILE).is_file()
+        other = "it is a run folder: name one of its runs, RUN/runs/KEY"
+        why = other if is_run_folder else f"it has no {SPEC_FILE}"
         raise UsageError(f"{folder}: expected the folder of one recorded run; {why}")
     try:
         spec = RunSpec.from_json(read_object(folder / SPEC_FILE, sealed=False))
     except (OSError, RecordError) as error:
         raise UsageError(f"{folder / SPEC_FILE}: {told(error)}") from error
-    spec = dataclasses.replace(spec, recorded=spec.recorded or spec.key)
-    return completed(folder, spec) if spec.world_size == UNKNOWN_SIZE else spec
+    spec = replace(spec, recorded=spec.recorded or spec.key)
+    return _completed(folder, spec) if spec.world_size == UNKNOWN_SIZE else spec
 
 
-def completed(folder: Path, spec: RunSpec) -> RunSpec:
+def _completed(folder: Path, spec: RunSpec) -> RunSpec:
     """`spec` with the world size and device that the first of its ranks has recorded, if any."""
     starts = [start for path in folder.glob("rank*.jsonl") if (start := read_start(path))]
-    if starts:
-        first = min(starts, key=lambda start: start.rank)
-        device: Literal["cpu", "cuda"] = "cuda" if first.device == "cuda" else "cpu"
-        return dataclasses.replace(spec, world_size=first.world_size, device=device)
-    return spec
+    if not starts:
+        return spec
+    first = min(starts, key=lambda start: start.rank)
+    device: Literal["cpu", "cuda"] = "cuda" if first.device == "cuda" else "cpu"
+    return replace(spec, world_size=first.world_size, device=device)
 
 
 def load(folder: Path) -> RunResult:
     """A recorded run as the checks see it, in whatever state its files are.
 
     Raises:
-        UsageError: as `read_spec`; or no rank has recorded anything.
+        UsageError: not a recorded run, or no rank has recorded anything.
     """
-    spec = read_spec(folder)
+    spec = _read_spec(folder)
     if spec.world_size == UNKNOWN_SIZE:
         raise UsageError(f"{folder}: expected a recorded run, no rank of it has recorded anything")
     return load_run_folder(folder, spec)
 
 
 def with_steps(run: RunResult, steps: int) -> RunResult:
-    """The run, whose specification says no number of steps, with this one."""
+    """The run, with this number of steps if its specification says none."""
     if "steps" in run.spec.config:
         return run
     return renamed(run, config=run.spec.config | {"steps": steps})
@@ -114,9 +94,8 @@ def with_steps(run: RunResult, steps: int) -> RunResult:
 
 def renamed(run: RunResult, **changes: object) -> RunResult:
     """The run with another specification, under the key that this gives."""
-    spec = dataclasses.replace(run.spec, **changes)  # type: ignore[arg-type]
-    outcome = dataclasses.replace(run.outcome, key=spec.key)
-    return dataclasses.replace(run, spec=spec, outcome=outcome)
+    spec = replace(run.spec, **changes)  # type: ignore[arg-type]
+    return replace(run, spec=spec, outcome=replace(run.outcome, key=spec.key))
 
 
 def steps_on_rank_0(run: RunResult) -> int:
@@ -141,13 +120,13 @@ def begin(folder: Path, spec: RunSpec, *, is_joint: bool) -> None:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
     if write_once(folder / SPEC_FILE, dumps(spec) + "\n"):
         return
-    there = read_spec(folder)
-    if not is_joint or there.recorded != spec.recorded or (folder / OUTCOME_FILE).exists():
+    same = is_joint and _read_spec(folder).recorded == spec.recorded
+    if not same or (folder / OUTCOME_FILE).exists():
         raise UsageError(f"--out {folder}: expected a new or empty folder, it holds another run")
 
 
 def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -> RunResult | None:
-    """Store how the command ended; of several, the last one tells what became of the run.
+    """Store how the command ended; of several, the last one says what became of the run.
 
     Args:
         folder: of the run.
@@ -164,12 +143,10 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     """
     write_object(folder / f"part-{index}.json", part)
     seen = [folder / f"part-{number}.json" for number in range(parts)]
-    if not all(path.exists() for path in seen):
+    spec = _completed(folder, spec)
+    if not all(path.exists() for path in seen) or spec.world_size == UNKNOWN_SIZE:
         return None
-    spec = completed(folder, spec)
-    if spec.world_size == UNKNOWN_SIZE:
-        return None
-    outcome = conclude(folder, spec, [Part.from_json(read_object(path)) for path in seen])
+    outcome = _conclude(folder, spec, [Part.from_json(read_object(path)) for path in seen])
     write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")  # of all parts the same
     if not write_once(folder / OUTCOME_FILE, sealed_outcome(folder, outcome)):
         return None
@@ -179,47 +156,31 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     return load(folder)
 
 
-def conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
+def _conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
     """What became of a run, from its records and what was seen of its processes."""
     code = next((part.code for part in parts if part.code), 0)
+    command_ended = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     seen = {int(rank): known for part in parts for rank, known in part.exits.items()}
+    ranks = []
+    for rank in range(spec.world_size):
+        records = read_rank(rank_path(folder, rank), rank)
+        usual = 1 if records.error is not None else 0 if records.end is not None else code
+        exit = RankExit(rank=rank, code=seen.get(rank, usual))
+        ranks.append(RankEvidence(exit=exit, records=records, place=last_place(folder, rank)))
     order = [rank for part in parts for rank in part.order]
-    ranks = [
-        _evidence(folder, read_rank(rank_path(folder, rank), rank), seen.get(rank), code)
-        for rank in range(spec.world_size)
-    ]
     answer = classify(ranks, timed_out=False, timeout_s=0.0, failed_order=order)
     what, message, culprit, _ = answer
     if culprit is not None and ranks[culprit].silent and culprit not in seen:
         # The code is that of the command: nobody saw the rank's own.
-        message = f"rank {culprit} ended without an end record; the command {_ended(code)}"
+        message = f"rank {culprit} ended without an end record; the command {command_ended}"
     if not what and code:
         what = "crashed"
-        message = f"the command {_ended(code)} although every rank ended well"
-    stopped_by = next((part.stopped_by for part in parts if part.stopped_by), 0)
-    if what and stopped_by:
+        message = f"the command {command_ended} although every rank ended well"
+    if what and (stopped_by := next((p.stopped_by for p in parts if p.stopped_by), 0)):
         what, message = "interrupted", f"harness wrap was sent signal {stopped_by}: {message}"
     return RunOutcome(
-        key=spec.recorded,
-        what=what,
-        message=message,
-        culprit_rank=culprit,
+        key=spec.recorded, what=what, message=message, culprit_rank=culprit,
         ranks=tuple(rank.exit for rank in ranks),
         started_unix_s=min(part.started_unix_s for part in parts),
-        wall_s=max(part.wall_s for part in parts),
-        ending=ending_of(answer, ranks),
-    )
-
-
-def _ended(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-
-
-def _evidence(
-    folder: Path, records: RankRecords, seen: int | None, command_code: int
-) -> RankEvidence:
-    code = seen
-    if code is None:
-        code = 1 if records.error is not None else 0 if records.end is not None else command_code
-    exit = RankExit(rank=records.rank, code=code)
-    return RankEvidence(exit=exit, records=records, place=last_place(folder, records.rank))
+        wall_s=max(part.wall_s for part in parts), ending=ending_of(answer, ranks),
+    )  # fmt: skip

@@ -1,41 +1,50 @@
-"""Runs that are made again because the machine failed them, and what may be believed of them.
+"""Attempts: which runs are repeated, by `--resume` or at once, and what earlier ones prove.
 
-    a run ended -> a failure of the machine, by name -> less than N such attempts -> made again
-    a case passed -> steps that earlier attempts of its runs recorded -> the same bits, or no pass
+    interrupted, not_run          they say nothing of the program: `--resume` makes them
+    undecided, shared_gpu         nobody knows what ended it (`harness.engine.local`): likewise
+    killed, and not for memory    somebody did it: likewise
+    killed, anything else         only on request (`--again-killed`)
+    what the machine failed       at once, at most `launch.retries` times (`harness.infrastructure`)
 
-Every attempt is kept: its folder beside the run's, its outcome in the history and in every report.
-A check's no is never tried again, and neither is anything else that tells of the program
-(`harness.infrastructure`). An attempt that computed other bits before the machine failed it
-is evidence: the pass of the attempt after it does not stand.
+Any other outcome is final: a rank that is killed may have used too much memory, which is a failure.
+Every attempt is kept, its folder next to the run's, its outcome in history and reports. An attempt
+that computed other bits before the machine failed it is evidence: no pass after it is one.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from harness.checks import confirmation
 from harness.checks.environment import different_keys
-from harness.checks.evidence import groups_of, rank_table, state_table
+from harness.checks.judge import unequal
 from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.provenance import fingerprint
 from harness.records import (
-    DIGEST_HEX_CHARS,
     CaseSpec,
     CheckResult,
     Difference,
-    InitialRecord,
     Json,
+    RunOutcome,
     RunResult,
     RunSpec,
-    StepRecord,
     Verdict,
     What,
 )
+from harness.repeats import confirming_runs, unique_runs
 from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
 from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
-"""Of the run folder's manifest: how often a run may be made again."""
+"""Of the run folder's manifest: how often a run may be repeated."""
 CHECK_NAME = "attempts"
+TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", SHARED_GPU)
+"""Outcomes that say nothing of the program."""
+_HALF_WRITTEN = re.compile(r"\..+\.(\d+)\.tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,41 +67,105 @@ class Attempt(Json):
 
     @property
     def cause(self) -> str:
-        """What a pass after it is told with; "" for an attempt whose harness ended before it."""
+        """What a pass after it is shown with; "" for an attempt whose harness ended before it."""
         return self.signature or ("killed" if self.what == "killed" else "")
 
 
-class Retries:
-    """How often runs of one folder may still be made again."""
+def says_nothing(outcome: RunOutcome | None) -> bool:
+    """Whether an outcome, if there is one, says nothing of the program: `--resume` asks again."""
+    if outcome is None or outcome.undecided or outcome.what in TO_REPEAT:
+        return True
+    return outcome.what == "killed" and outcome.from_outside
 
-    def __init__(self, folder: RunFolder, limit: int) -> None:
-        """Allow `limit` attempts more than the first, for each run."""
-        self._folder = folder
-        self.limit = limit
 
-    def why_again(self, spec: RunSpec) -> str:
-        """The failure for which a run that has ended is made again; "" if its outcome stands."""
-        if not self.limit:
-            return ""
-        outcome, _ = read_outcome(self._folder.run_folder(spec.key), spec.key)
-        if outcome is None or not outcome.what:
-            return ""
-        failure = machine_failure(self._folder.load_run(spec))
-        earlier = earlier_attempts(self._folder, spec)
-        spent = sum(attempt.signature not in ("", SHARED_GPU) for attempt in earlier)
-        return failure if spent < self.limit else ""
+def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
+    """The failure for which a run that has ended is repeated at once; "" if it is final."""
+    outcome, _ = read_outcome(folder.run_folder(spec.key), spec.key) if limit else (None, "")
+    if outcome is None or not outcome.what:
+        return ""
+    failure = machine_failure(folder.load_run(spec))
+    earlier = earlier_attempts(folder, spec) if failure else ()
+    spent = sum(attempt.signature not in ("", SHARED_GPU) for attempt in earlier)
+    return failure if spent < limit else ""
+
+
+def is_left(folder: RunFolder, spec: RunSpec, limit: int) -> bool:
+    """Whether a run is still to be made, for the first time or again."""
+    return says_nothing(folder.finished(spec.key)) or bool(why_again(folder, spec, limit))
+
+
+def open_repeats(folder: RunFolder, limit: int) -> dict[str, list[RunSpec]]:
+    """By case, the repeats that are left to be made for a failure which is stored."""
+    found: dict[str, list[RunSpec]] = {}
+    for case in folder.cases:
+        verdict = folder.load_verdict(case.id) if case.confirm else None
+        if verdict is not None and confirmation.is_open(case, verdict):
+            specs = confirming_runs(case).values()
+            found[case.id] = [spec for spec in specs if is_left(folder, spec, limit)]
+    return found
 
 
 def stored_limit(manifest: Mapping[str, object]) -> int:
     """The limit that a run folder was made with; 0 if it says none."""
     stored = manifest.get(MANIFEST_KEY)
-    whole = isinstance(stored, int) and not isinstance(stored, bool) and stored > 0
-    return int(stored) if whole else 0  # type: ignore[call-overload]
+    return max(stored, 0) if isinstance(stored, int) and not isinstance(stored, bool) else 0
+
+
+def set_killed_aside(path: Path) -> tuple[str, ...]:
+    """Set every killed run of a folder aside, so that `--resume` makes it; their keys.
+
+    Raises:
+        UsageError: not a run folder, damaged, or in use by another harness.
+        Infrastructure: the disk refused.
+    """
+    with RunFolder.open(path) as folder:
+        repeats = (spec for case in folder.cases for spec in confirming_runs(case).values())
+        keys = dict.fromkeys([*unique_runs(folder.cases), *(spec.key for spec in repeats)])
+        outcomes = {key: folder.finished(key) for key in keys}
+        killed = [key for key, outcome in outcomes.items() if outcome and outcome.what == "killed"]
+        for key in killed:
+            folder.set_aside(key)
+    return tuple(killed)
+
+
+def clear_leftovers(folder: RunFolder) -> None:
+    """Remove what a killed harness left half-written; the folder is locked by the caller.
+
+    `.NAME.PID.tmp` was to be renamed into place, `cases/.CASE.tmp` to be sealed. Below `runs`
+    nothing is looked for, as Slurm jobs may be at work there. A disk that refuses keeps them.
+    """
+    for path in list(_leftovers(folder.path)):
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _leftovers(root: Path) -> Iterator[Path]:
+    yield from root.glob("cases/.*.tmp")
+    for place in (".", "report", "cases", "cases/*"):
+        for path in root.glob(f"{place}/.*.tmp"):
+            process = _HALF_WRITTEN.fullmatch(path.name)
+            # Reports are made without the lock: their harness may be at it.
+            if process and not Path("/proc", process[1]).exists():
+                yield path
+
+
+# ---- what earlier attempts prove
 
 
 def earlier_attempts(folder: RunFolder, spec: RunSpec) -> tuple[Attempt, ...]:
     """Every attempt of a run but the last, oldest first."""
-    return tuple(_attempt(run, number) for number, run in enumerate(_earlier_runs(folder, spec)))
+    return tuple(
+        Attempt(
+            key=run.outcome.key, number=number, what=run.outcome.what, message=run.outcome.message,
+            signature=SHARED_GPU if _is_in_doubt(run) else machine_failure(run),
+            num_steps=len({record.step for records in run.ranks for record in records.steps}),
+            wall_s=run.outcome.wall_s,
+        )
+        for number, run in enumerate(_earlier_runs(folder, spec))
+    )  # fmt: skip
 
 
 def _earlier_runs(folder: RunFolder, spec: RunSpec) -> list[RunResult]:
@@ -101,62 +174,42 @@ def _earlier_runs(folder: RunFolder, spec: RunSpec) -> list[RunResult]:
     return [load_run_folder(place, spec) for place in places]
 
 
-def _attempt(run: RunResult, number: int) -> Attempt:
-    shared = _is_in_doubt(run)
-    return Attempt(
-        key=run.outcome.key,
-        number=number,
-        what=run.outcome.what,
-        message=run.outcome.message,
-        signature=SHARED_GPU if shared else machine_failure(run),
-        num_steps=len({record.step for records in run.ranks for record in records.steps}),
-        wall_s=run.outcome.wall_s,
-    )
-
-
 def _is_in_doubt(run: RunResult) -> bool:
     return run.outcome.undecided or run.outcome.what == SHARED_GPU
 
 
-def beside_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -> Verdict:
+def held_against_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -> Verdict:
     """The verdict, unless it says passed and an earlier attempt of one of its runs says otherwise.
 
     A candidate that computed other bits has failed; a reference that did is not deterministic. Of
-    bits that were computed beside a run that spoiled the GPU, nobody can say whose they are.
+    bits that were computed while another run spoiled the GPU, nobody can say whose they are.
     """
-    if verdict.outcome != "passed":
-        return verdict
-    for leg in LEGS:
-        spec: RunSpec = getattr(case, leg)
-        earlier = _earlier_runs(folder, spec)
-        if not earlier:
-            continue
-        last = folder.load_run(spec)
-        for number, run in enumerate(earlier):
-            if _same_environment(run, last) and (place := _first_difference(run, last)) is not None:
-                return _contradicted(verdict, leg, number, place, shared=_is_in_doubt(run))
+    for role in LEGS if verdict.outcome == "passed" else ():
+        spec: RunSpec = getattr(case, role)
+        for number, run in enumerate(_earlier_runs(folder, spec)):
+            last = folder.load_run(spec)
+            place = _first_difference(run, last) if _same_environment(run, last) else None
+            if place is not None:
+                return _contradicted(verdict, role, number, place, shared=_is_in_doubt(run))
     return verdict
 
 
 def _contradicted(
-    verdict: Verdict, leg: str, number: int, place: Difference, *, shared: bool
+    verdict: Verdict, role: str, number: int, place: Difference, *, shared: bool
 ) -> Verdict:
     of = f" of {place.tensor}" if place.tensor else ""
     message = (
-        f"attempt {number} of the {leg}, which did not finish, had other {place.quantity}{of} at "
+        f"attempt {number} of the {role}, which did not finish, had other {place.quantity}{of} at "
         f"step {place.step} on rank {place.rank} than the attempt after it"
     )
-    what: What = "diverged" if leg == "candidate" else "nondeterministic_reference"
+    what: What = "diverged" if role == "candidate" else "nondeterministic_reference"
     if shared:
         what = SHARED_GPU
         message += "; it was on a GPU under MPS with runs that failed"
     answer = CheckResult(
-        check=CHECK_NAME,
-        outcome="failed" if what == "diverged" else "incomparable",
-        what=what,
-        message=message,
-        difference=place,
-    )
+        check=CHECK_NAME, outcome="failed" if what == "diverged" else "incomparable", what=what,
+        message=message, difference=place,
+    )  # fmt: skip
     return dataclasses.replace(
         verdict, outcome=answer.outcome, what=answer.what, message=message, difference=place,
         checks=(*verdict.checks, answer),
@@ -164,53 +217,16 @@ def _contradicted(
 
 
 def _same_environment(earlier: RunResult, last: RunResult) -> bool:
-    prints = [
-        {records.rank: fingerprint(records.start.environment)
-         for records in run.ranks if records.start is not None}
+    ours, theirs = (
+        {each.rank: fingerprint(each.start.environment) for each in run.ranks if each.start}
         for run in (earlier, last)
-    ]  # fmt: skip
-    shared = set(prints[0]) & set(prints[1])
-    return bool(shared) and not any(different_keys(prints[0][r], prints[1][r]) for r in shared)
+    )
+    shared = ours.keys() & theirs.keys()
+    return bool(shared) and not any(different_keys(ours[rank], theirs[rank]) for rank in shared)
 
 
 def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:
-    """In any bit of what both recorded: the state before step 0, losses, every digest group."""
-    earlier, last = aligned(earlier, last)
-    ours, theirs = state_table(earlier), state_table(last)
-    for key in (key for key in ours if key in theirs):
-        one, other = ours[key], theirs[key]
-        for quantity in ("loss", "grad_norm", *groups_of(one.digests, other.digests)):
-            left, right = _bits(one, quantity), _bits(other, quantity)
-            if left != right:
-                return _difference(last, key, quantity, left, right)
-    return None
-
-
-def _difference(
-    run: RunResult, key: tuple[int, int], quantity: str, left: str, right: str
-) -> Difference:
-    step, rank = key
-    tensor = ""
-    if quantity not in ("loss", "grad_norm"):
-        size = DIGEST_HEX_CHARS
-        place = next(
-            i for i in range(0, len(left) + 1, size) if left[i:][:size] != right[i:][:size]
-        )
-        start = rank_table(run)[rank].start
-        names = start.tensors.get(quantity, ()) if start is not None else ()
-        tensor = names[place // size] if place // size < len(names) else ""
-        left, right = left[place:][:size], right[place:][:size]
-    return Difference(
-        step=step, rank=rank, quantity=quantity, tensor=tensor, reference=left, candidate=right
-    )
-
-
-def _bits(record: StepRecord | InitialRecord, quantity: str) -> str:
-    if isinstance(record, InitialRecord):
-        return record.digests.get(quantity, "")
-    if quantity == "loss":
-        losses = (record.loss, *record.microbatch_losses)
-        return " ".join(value.bits for value in losses if value is not None)
-    if quantity == "grad_norm":
-        return "" if record.grad_norm is None else record.grad_norm.bits
-    return record.digests.get(quantity, "")
+    """In any bit of what both recorded: the state before step 0, losses, every digest."""
+    answers = [answer for answer in unequal(*aligned(earlier, last)) if answer.outcome == "failed"]
+    places = [answer.difference for answer in answers if answer.difference is not None]
+    return min(places, key=lambda place: (place.step, not place.tensor), default=None)

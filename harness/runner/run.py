@@ -1,24 +1,22 @@
 """Carrying out a plan: unique runs once, on the engine's slots, each case judged when it can be.
 
     finished runs are read, unfinished ones set aside                               (resume)
-    -> runs start as slots allow, in the order of `harness.runner.schedule`
-    -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
+    -> runs start as slots allow, in the order of `harness.runner.plan`
+    -> a run ends -> cases whose runs are all finished: seal, judge, store the verdict
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
-Everything is on disk before it is told, so a kill at any moment loses at most runs under way. A run
-whose outcome says nothing of the program (`harness.runner.again`) is made again by the next
-execution of the folder, and by this one if `retries` allow it and the failure is a known one of the
-machine; any other outcome is final and never retried.
+Everything is on disk before it is shown, so a kill at any moment loses at most runs under way.
+Which runs are repeated is the business of `harness.runner.retries`.
 """
 
-import dataclasses
 import functools
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, Protocol, Self, TypeVar, cast
@@ -30,42 +28,48 @@ from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
 from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
-from harness.runner.again import says_nothing
-from harness.runner.retries import Retries, beside_attempts
-from harness.runner.schedule import Queue, Seconds, arrange
-from harness.store import CASE_FILE, CASES_FILE, RunFolder
+from harness.runner.estimates import Seconds
+from harness.runner.plan import Plan, Queue, arrange
+from harness.runner.retries import held_against_attempts, is_left, why_again
+from harness.store import CASE_FILE, CASES_FILE, LEGS, RunFolder
 from harness.store.files import write_atomic
 from harness.store.verify import verified
 
 Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
-
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Progress(Protocol):
-    """Who is told what happens, as it happens."""
+    """Who is notified of what happens, as it happens."""
 
     def run_started(self, spec: RunSpec) -> None:
         """A run was handed to the engine."""
-        ...
 
     def run_finished(self, outcome: RunOutcome) -> None:
         """A run ended."""
-        ...
 
     def judged(self, verdict: Verdict) -> None:
         """A case has its answer, whether new or stored earlier."""
-        ...
+
+
+class View(Progress, Protocol):
+    """A progress that is shown; entered before the first call, left after the last."""
+
+    def planned(self, plan: Plan) -> None:
+        """The plan is made; runs follow."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class Silent:
-    """A progress, and a view (`harness.runner.progress`), that tells nobody."""
+    """A view that shows nothing."""
 
-    def planned(self, plan: object) -> None:
+    def planned(self, plan: Plan) -> None:
         """Nothing."""
 
     def run_started(self, spec: RunSpec) -> None:
@@ -104,10 +108,10 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
         folder: where everything is stored; locked here if it is not yet.
         cases: what to do; a case with a `skip_reason` is answered without running.
         engine: makes the runs; stays open.
-        progress: is told of every run made and every verdict, stored ones included.
-        exit_first: stop after the first verdict that is neither passed nor skipped. Runs under way
-            are killed, and the cases left have no verdict: `--resume` goes on with them.
-        retries: how often a run that the machine failed may be made again.
+        progress: is notified of every run made and every verdict, stored ones included.
+        exit_first: stop after the first verdict that is neither passed nor skipped; runs under way
+            are killed, and the cases left have no verdict.
+        retries: how often a run that the machine failed may be repeated.
         seconds: what a run is expected to take: it orders the runs.
         judge: from a case and its three runs to a verdict.
         confirm: whether to confirm differences of cases that want it.
@@ -118,8 +122,7 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
         Infrastructure: the disk or the engine failed.
     """
     folder.acquire()
-    held = Retries(folder, retries)
-    matrix = _Matrix(folder, cases, engine, progress, judge, held, seconds, confirm=confirm)
+    matrix = _Matrix(folder, cases, engine, progress, judge, retries, seconds, confirm)
     for spec in matrix.waiting.values():
         engine.check(spec)
     try:
@@ -147,7 +150,7 @@ def advance(
 
     Raises:
         Interrupted: SIGINT, SIGTERM or SIGHUP while cases are carried out.
-        HarnessError: see whose rounds they are.
+        HarnessError: as the rounds do.
     """
     with stop_on_signals():
         try:
@@ -162,9 +165,7 @@ def advance(
     return None
 
 
-def whole(
-    rounds: Callable[Args, Generator[None, None, Result]],
-) -> Callable[Args, Result]:
+def whole(rounds: Callable[Args, Generator[None, None, Result]]) -> Callable[Args, Result]:
     """A function that goes through all rounds and returns what they come to."""
 
     @functools.wraps(rounds)
@@ -189,71 +190,45 @@ def keep_trace(path: Path, error: Exception) -> str:
     return masker.text(f"{type(error).__name__}: {error}")
 
 
-def is_left(folder: RunFolder, spec: RunSpec, retries: Retries) -> bool:
-    """Whether a run is still to be made, for the first time or again."""
-    return says_nothing(folder.finished(spec.key)) or bool(retries.why_again(spec))
-
-
-def open_repeats(folder: RunFolder, retries: Retries) -> dict[str, list[RunSpec]]:
-    """By case, the repeats that are left to be made for a failure which is stored."""
-    found: dict[str, list[RunSpec]] = {}
-    for case in folder.cases:
-        verdict = folder.load_verdict(case.id) if case.confirm else None
-        if verdict is not None and confirmation.is_open(case, verdict):
-            specs = confirming_runs(case).values()
-            found[case.id] = [spec for spec in specs if is_left(folder, spec, retries)]
-    return found
-
-
+@dataclass
 class _Matrix:
     """State of one execution: which runs wait, which cases have their answer."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        cases: Sequence[CaseSpec],
-        engine: Engine,
-        progress: Progress,
-        judge: Judge,
-        retries: Retries,
-        seconds: Seconds,
-        *,
-        confirm: bool,
-    ) -> None:
-        self._folder = folder
-        self._cases = cases
-        self._engine = engine
-        self._progress = progress
-        self._judge = judge
-        self._retries = retries
-        self._confirm = confirm
-        self.verdicts: dict[str, Verdict] = {}
-        self._ended: set[str] = set()
-        self.waiting: dict[str, RunSpec] = {}
-        for key, spec in unique_runs(cases).items():
-            if is_left(folder, spec, retries):
+    folder: RunFolder
+    cases: Sequence[CaseSpec]
+    engine: Engine
+    progress: Progress
+    judge: Judge
+    retries: int
+    seconds: Seconds
+    confirm: bool
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    waiting: dict[str, RunSpec] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    under_way: set[str] = field(default_factory=set)
+    unconfirmed: dict[str, Verdict] = field(default_factory=dict)
+    of_run: dict[str, list[CaseSpec]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, spec in unique_runs(self.cases).items():
+            if is_left(self.folder, spec, self.retries):
                 self.waiting[key] = spec
             else:
-                self._ended.add(key)
-        self._num_unended = len(self.waiting)
-        self._turns = Turns(cases, self.waiting)
-        self._under_way: set[str] = set()
-        self._of_run: dict[str, list[CaseSpec]] = {}
-        self._unconfirmed: dict[str, Verdict] = {}
-        order = arrange(cases, seconds, left=self.waiting.__contains__)
-        self._queue = Queue(order)
+                self.ended.add(key)
+        self.num_unended = len(self.waiting)
+        self.turns = Turns(self.cases, self.waiting)
+        self.queue = Queue(arrange(self.cases, self.seconds, left=self.waiting.__contains__))
 
     def in_order(self) -> tuple[Verdict, ...]:
-        """The verdicts that there are, as the cases stand."""
-        return tuple(self.verdicts[case.id] for case in self._cases if case.id in self.verdicts)
+        """The verdicts that there are, in the order of the cases."""
+        return tuple(self.verdicts[case.id] for case in self.cases if case.id in self.verdicts)
 
     def rounds(self, *, exit_first: bool) -> Iterator[None]:
         """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""
-        open_cases = [case for case in self._cases if not self._answer_from_store(case)]
-        for case in open_cases:
+        touched = [case for case in self.cases if not self._answer_from_store(case)]
+        for case in touched:
             for key in {spec.key for spec in runs_of(case)}:
-                self._of_run.setdefault(key, []).append(case)
-        touched = open_cases
+                self.of_run.setdefault(key, []).append(case)
         while True:
             if not exit_first:
                 self._fill()  # before judging, which takes time: no slot waits for it
@@ -261,181 +236,159 @@ class _Matrix:
                 if case.id not in self.verdicts:
                     self._judge_if_complete(case)
             yield
-            if exit_first and any(_stops(verdict) for verdict in self.verdicts.values()):
-                self._engine.cancel()
+            found = self.verdicts.values() if exit_first else ()
+            if any(verdict.outcome not in ("passed", "skipped") for verdict in found):
+                self.engine.cancel()
                 return
-            if not self._num_unended:
+            if not self.num_unended:
                 return
             self._fill()
-            touched = [case for key in self._wait() for case in self._of_run.get(key, ())]
+            touched = [case for key in self._wait() for case in self.of_run.get(key, ())]
 
     def _fill(self) -> None:
-        if any(is_timed(self.waiting[key]) for key in self._under_way):
+        if any(is_timed(self.waiting[key]) for key in self.under_way):
             return  # it has the machine to itself, though a case may want to be confirmed
-        while (spec := self._queue.next(self._engine.can_start)) is not None:
+        while (spec := self.queue.next(self.engine.can_start)) is not None:
             self._start(spec)
-        if (spec := self._turns.next(len(self._under_way))) is not None:
+        if (spec := self.turns.next(len(self.under_way))) is not None:
             self._start(spec)
 
+    def _start(self, spec: RunSpec) -> None:
+        self.under_way.add(spec.key)
+        self.folder.set_aside(spec.key)
+        attempt = self.folder.num_attempts(spec.key)
+        self.engine.start(spec, self.folder.run_folder(spec.key), attempt=attempt)
+        self.progress.run_started(spec)
+
     def _wait(self) -> list[str]:
-        """The keys of runs that have ended by now, at least one unless it is made again."""
-        outcomes = self._engine.wait()
+        """The keys of runs that have ended by now, at least one unless it is repeated."""
+        outcomes = self.engine.wait()
         if not outcomes:
-            left = self._num_unended
+            left = self.num_unended
             raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
         ended = []
         for outcome in outcomes:
-            self._under_way.discard(outcome.key)
-            self._progress.run_finished(outcome)
+            self.under_way.discard(outcome.key)
+            self.progress.run_finished(outcome)
             spec = self.waiting[outcome.key]
-            if self._retries.why_again(spec):
-                (self._turns.put_back if is_timed(spec) else self._queue.push)(spec)
+            if why_again(self.folder, spec, self.retries):
+                (self.turns.put_back if is_timed(spec) else self.queue.push)(spec)
                 continue
-            self._num_unended -= 1
-            self._ended.add(outcome.key)
+            self.num_unended -= 1
             ended.append(outcome.key)
+        self.ended.update(ended)
         return ended
 
-    def _start(self, spec: RunSpec) -> None:
-        self._under_way.add(spec.key)
-        self._folder.set_aside(spec.key)
-        attempt = self._folder.num_attempts(spec.key)
-        self._engine.start(spec, self._folder.run_folder(spec.key), attempt=attempt)
-        self._progress.run_started(spec)
-
     def _answer_from_store(self, case: CaseSpec) -> bool:
-        """Take the stored verdict of a case whose runs need not be made again."""
+        """Take the stored verdict of a case whose runs need not be repeated."""
         if case.skip_reason:
-            if (self._folder.case_folder(case.id) / CASE_FILE).exists():
+            if (self.folder.case_folder(case.id) / CASE_FILE).exists():
                 raise UsageError(
-                    f"{self._folder.path / CASES_FILE} skips {case.id}, which was judged before: "
+                    f"{self.folder.path / CASES_FILE} skips {case.id}, which was judged before: "
                     "the plan was changed"
                 )
-            self._answer(case, _skipped(case))
+            self._answer(case, Verdict(
+                case_id=case.id, outcome="skipped", what="unsupported", message=case.skip_reason,
+                checks=(), runs={}, wall_s=0.0,
+            ))  # fmt: skip
             return True
         if not self._is_complete(case):
-            # A run of it is made again: killed in between, this verdict must not answer for it.
-            self._folder.set_case_aside(case.id)
+            # A run of it is repeated: killed in between, this verdict must not answer for it.
+            self.folder.set_case_aside(case.id)
             return False
-        verdict = self._folder.load_verdict(case.id)
+        verdict = self.folder.load_verdict(case.id)
         if verdict is None or verdict.runs != _run_keys(case) or verdict.outcome == "error":
             return False
-        if verified(self._folder, case, verdict) != verdict:
+        if verified(self.folder, case, verdict) != verdict:
             # Files were damaged since, or it was not made from them: answered anew.
             return False
-        if self._confirm and confirmation.is_open(case, verdict):
-            self._unconfirmed[case.id] = verdict
+        if self.confirm and confirmation.is_open(case, verdict):
+            self.unconfirmed[case.id] = verdict
             return False
         self.verdicts[case.id] = verdict
-        self._progress.judged(verdict)
+        self.progress.judged(verdict)
         return True
 
     def _is_complete(self, case: CaseSpec) -> bool:
-        return all(spec.key in self._ended for spec in runs_of(case))
+        return all(spec.key in self.ended for spec in runs_of(case))
 
     def _judge_if_complete(self, case: CaseSpec) -> None:
-        verdict = self._unconfirmed.get(case.id)
+        verdict = self.unconfirmed.get(case.id)
         if verdict is None:
             if not self._is_complete(case):
                 return
-            self._folder.seal_case(case)
+            self.folder.seal_case(case)
             verdict = self._judged(case)
-        if self._confirm and confirmation.is_due(case, verdict):
+        if self.confirm and confirmation.is_due(case, verdict):
             self._confirm_or_wait(case, verdict)
         else:
             self._answer(case, verdict)
+
+    def _judged(self, case: CaseSpec) -> Verdict:
+        runs = [self.folder.load_run(spec) for spec in runs_of(case)]
+        more = dict(zip(("samples", "repeats"), past_legs(case, runs), strict=True))
+        try:
+            verdict = self.judge(case, *runs[:3], **{k: v for k, v in more.items() if v})
+        except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
+            path = self.folder.case_folder(case.id) / "judge_error.txt"
+            return Verdict(
+                case_id=case.id, outcome="error", what="unsupported", checks=(),
+                message=f"the harness failed to judge: {keep_trace(path, error)} ({path})",
+                runs=_run_keys(case), wall_s=0.0,
+            )  # fmt: skip
+        verdict = held_against_attempts(self.folder, case, verdict)
+        return replace(verdict, wall_s=sum(role.outcome.wall_s for role in runs))
 
     def _confirm_or_wait(self, case: CaseSpec, verdict: Verdict) -> None:
         repeats = confirming_runs(case)
         left = [spec for spec in repeats.values() if not self._is_made(spec)]
         if not left:
             found = self._confirmed(case, verdict, repeats)
-            self._answer(case, dataclasses.replace(verdict, confirmation=found))
+            self._answer(case, replace(verdict, confirmation=found))
             return
         if verdict.confirmation is None:
             # Killed before the repeats end, the verdict is there, and says that they are missing.
-            verdict = dataclasses.replace(verdict, confirmation=confirmation.not_made(case))
-            self._folder.save_verdict(verdict, case)
-        self._unconfirmed[case.id] = verdict
+            verdict = replace(verdict, confirmation=confirmation.not_made(case))
+            self.folder.save_verdict(verdict, case)
+        self.unconfirmed[case.id] = verdict
         for spec in left:
-            self._of_run.setdefault(spec.key, []).append(case)
+            self.of_run.setdefault(spec.key, []).append(case)
 
     def _confirmed(
-        self, case: CaseSpec, verdict: Verdict, repeats: Mapping[str, RunSpec]
+        self, case: CaseSpec, verdict: Verdict, repeats: dict[str, RunSpec]
     ) -> Confirmation:
+        sides = {"reference": case.reference, "candidate": case.candidate}
         first, again = (
-            (self._folder.load_run(sides["reference"]), self._folder.load_run(sides["candidate"]))
-            for sides in ({"reference": case.reference, "candidate": case.candidate}, repeats)
+            (self.folder.load_run(of["reference"]), self.folder.load_run(of["candidate"]))
+            for of in (sides, repeats)
         )
         try:
             return confirmation.confirmation(case, verdict, first, again)
         except Exception as error:  # noqa: BLE001 - as in `_judged`
-            keep_trace(self._folder.case_folder(case.id) / "judge_error.txt", error)
-            return dataclasses.replace(confirmation.not_made(case), what="unsupported")
+            keep_trace(self.folder.case_folder(case.id) / "judge_error.txt", error)
+            return replace(confirmation.not_made(case), what="unsupported")
 
     def _is_made(self, spec: RunSpec) -> bool:
         """Whether a repeat has ended; lines it up if nobody has."""
-        if spec.key in self._ended:
+        if spec.key in self.ended or spec.key in self.waiting:
+            return spec.key in self.ended
+        if not is_left(self.folder, spec, self.retries):
+            self.ended.add(spec.key)
             return True
-        if spec.key in self.waiting:
-            return False
-        if not is_left(self._folder, spec, self._retries):
-            self._ended.add(spec.key)
-            return True
-        self._engine.check(spec)
+        self.engine.check(spec)
         self.waiting[spec.key] = spec
-        self._num_unended += 1
-        self._queue.push(spec)
+        self.num_unended += 1
+        self.queue.push(spec)
         return False
 
-    def _judged(self, case: CaseSpec) -> Verdict:
-        legs = [self._folder.load_run(spec) for spec in runs_of(case)]
-        more = dict(zip(("samples", "repeats"), past_legs(case, legs), strict=True))
-        try:
-            verdict = self._judge(case, *legs[:3], **{k: v for k, v in more.items() if v})
-        except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
-            path = self._folder.case_folder(case.id) / "judge_error.txt"
-            told = keep_trace(path, error)
-            return Verdict(
-                case_id=case.id,
-                outcome="error",
-                what="unsupported",
-                message=f"the harness failed to judge: {told} ({path})",
-                checks=(),
-                runs=_run_keys(case),
-                wall_s=0.0,
-            )
-        verdict = beside_attempts(self._folder, case, verdict)
-        return dataclasses.replace(verdict, wall_s=sum(leg.outcome.wall_s for leg in legs))
-
     def _answer(self, case: CaseSpec, verdict: Verdict) -> None:
-        self._folder.save_verdict(verdict, case)
+        self.folder.save_verdict(verdict, case)
         self.verdicts[case.id] = verdict
-        self._progress.judged(verdict)
+        self.progress.judged(verdict)
 
 
 def _run_keys(case: CaseSpec) -> dict[str, str]:
-    return {
-        "reference": case.reference.key,
-        "control": case.control.key,
-        "candidate": case.candidate.key,
-    }
-
-
-def _stops(verdict: Verdict) -> bool:
-    return verdict.outcome not in ("passed", "skipped")
-
-
-def _skipped(case: CaseSpec) -> Verdict:
-    return Verdict(
-        case_id=case.id,
-        outcome="skipped",
-        what="unsupported",
-        message=case.skip_reason,
-        checks=(),
-        runs={},
-        wall_s=0.0,
-    )
+    return {role: getattr(case, role).key for role in LEGS}
 
 
 @contextmanager
@@ -448,12 +401,12 @@ def stop_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told = False
+    stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal stopped
+        if not stopped:
+            stopped = True
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}

@@ -4,27 +4,24 @@
       -> the costliest first, each into the shard that has the least so far
 
 The cost of a run is its expected seconds times its ranks. A group stays whole: each run is made
-once, in the shard that has all cases that are compared with it, so shards can be put together
-without mixing the runs of two machines in one case. Costliest first is within 4/3 of the best cut
-(R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Applied Mathematics 17(2), 1969).
-Equal cases and equal costs give equal shards on every machine: what the machine at hand has, cores
-and GPUs, is not asked. Every case is in exactly one shard.
-
-The folder of a shard holds `shards.json`: every case of the whole matrix and the shard that it is
-in. So whoever puts shards together knows what is missing, whichever shard was lost.
+once, in the shard that has all cases that are compared with it. Costliest first is within 4/3 of
+the best cut (R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Applied Mathematics
+17(2), 1969). Equal cases give equal shards on every machine: runs are estimated by their size
+(`SHARDS_BY`), as measured times would differ from shard to shard. `shards.json` in the folder of a
+shard holds every case of the matrix and its shard, so a lost shard is noticed.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.errors import NothingSelected, UsageError, shown
-from harness.records import CaseSpec, Json
+from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import runs_of, unique_runs
-from harness.runner.schedule import Seconds
+from harness.runner.estimates import SHARDS_BY, Seconds
 from harness.store.merge import Shard, Whole
 
 MAX_SHARDS = 1000
@@ -68,18 +65,15 @@ def parse_shard(text: str) -> Shard:
 
 
 def cut(
-    cases: Sequence[CaseSpec], number: int, seconds: Seconds
+    cases: Sequence[CaseSpec], number: int, seconds: Seconds = SHARDS_BY
 ) -> tuple[tuple[CaseSpec, ...], ...]:
-    """The cases of each shard, in their order; some are empty if there are too few.
-
-    Args:
-        cases: all that there are, whether they can run here or not.
-        number: of shards.
-        seconds: what a run is expected to take.
-    """
+    """The cases of each of `number` shards, in their order; some are empty if there are few."""
     found: list[list[int]] = [[] for _ in range(number)]
     loads = [0.0] * number
-    weighed = [(-_weigh(group, cases, seconds), group) for group in _groups(cases)]
+    weighed = []
+    for group in _groups(cases):
+        runs = {spec.key: spec for place in group for spec in runs_of(cases[place])}
+        weighed.append((-_slot_s(runs.values(), seconds), group))
     for weight, group in sorted(weighed):
         # Of equal loads the one with fewer cases, so that what costs nothing is spread, too.
         lightest = min(range(number), key=lambda n: (loads[n], len(found[n]), n))
@@ -109,34 +103,23 @@ def _groups(cases: Sequence[CaseSpec]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _weigh(group: Sequence[int], cases: Sequence[CaseSpec], seconds: Seconds) -> float:
-    runs = {spec.key: spec for place in group for spec in runs_of(cases[place])}
-    return math.fsum(max(0.0, seconds(spec)) * spec.world_size for spec in runs.values())
+def _slot_s(runs: Iterable[RunSpec], seconds: Seconds) -> float:
+    return math.fsum(max(0.0, seconds(spec)) * spec.world_size for spec in runs)
 
 
-def parts(shards: Sequence[Sequence[CaseSpec]], seconds: Seconds) -> tuple[Part, ...]:
-    """What each shard would do; those without a case are left out."""
-    found = []
-    for place, cases in enumerate(shards):
-        if cases:
-            runs = unique_runs(cases)
-            slot_s = math.fsum(seconds(spec) * spec.world_size for spec in runs.values())
-            shard = Shard(index=place + 1, number=len(shards))
-            found.append(
-                Part(shard=str(shard), cases=len(cases), runs=len(runs), expected_slot_s=slot_s)
-            )
-    return tuple(found)
+def parts(cases: Sequence[CaseSpec], number: int) -> tuple[Part, ...]:
+    """What each of `number` shards would do; those without a case are left out."""
+    return tuple(
+        Part(
+            shard=f"{index}/{number}", cases=len(held), runs=len(unique_runs(held)),
+            expected_slot_s=_slot_s(unique_runs(held).values(), SHARDS_BY),
+        )
+        for index, held in enumerate(cut(cases, number), 1)
+        if held
+    )  # fmt: skip
 
 
-def fingerprint(shards: Sequence[Sequence[CaseSpec]]) -> str:
-    """Names a cut: shards that are to be merged must be of one."""
-    ids = [[case.id for case in shard] for shard in shards]
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-
-
-def take_shard(
-    cases: Sequence[CaseSpec], text: str, seconds: Seconds
-) -> tuple[tuple[CaseSpec, ...], Whole]:
+def take_shard(cases: Sequence[CaseSpec], text: str) -> tuple[tuple[CaseSpec, ...], Whole]:
     """The cases of the shard `text`, which is I/N, and the whole that it is of.
 
     Raises:
@@ -144,14 +127,14 @@ def take_shard(
         NothingSelected: the shard holds no case.
     """
     shard = parse_shard(text)
-    shards = cut(cases, shard.number, seconds)
+    shards = cut(cases, shard.number)
     chosen = shards[shard.index - 1]
     if not chosen:
-        filled = sum(map(bool, shards))
         raise NothingSelected(
             f"shard {shard} holds no case: those that share a reference stay together, so "
-            f"{len(cases)} cases fill {filled} of {shard.number} shards (harness list --shards "
-            f"{shard.number} --json names those)"
+            f"{len(cases)} cases fill {sum(map(bool, shards))} of {shard.number} shards "
+            f"(harness list --shards {shard.number} --json names those)"
         )
     ids = tuple(tuple(case.id for case in held) for held in shards)
-    return chosen, Whole(shard=shard, cut=fingerprint(shards), cases=tuple(cases), shards=ids)
+    fingerprint = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+    return chosen, Whole(shard=shard, cut=fingerprint, cases=tuple(cases), shards=ids)

@@ -149,7 +149,7 @@ def _cases(opened: Opened) -> tuple[tuple[CaseSpec, ...], dict[str, str]]:
         if (whole.cut, whole.shard.number) != (first.cut, first.shard.number):
             raise UsageError(
                 f"{folder.path} is shard {whole.shard} of another cut than {start.path}: "
-                f"expected the same scenarios, options and --costs for all shards"
+                f"expected the same scenarios, and options for all shards"
             )
         if (other := given.setdefault(whole.shard.index, folder)) is not folder:
             raise UsageError(f"{folder.path} is shard {whole.shard}, and so is {other.path}")

@@ -17,7 +17,6 @@ _ANY = (
     (re.compile(r"\b(?:look-|keep-|ask-)?w\d+-[\w+]+-r\d+-[0-9a-f]{12}(?:-[0-9a-f]{12})?"), "RUN"),
     (re.compile(r"(?<![\w.])(?:[0-9a-f]{40}|[0-9a-f]{9,12}|[0-9a-f]{7})(?![\w.])"), "COMMIT"),
     (re.compile(r"\b0x[57][0-9a-f]{11}\b"), "ADDRESS"),
-    (re.compile(rf"\b{_NUMBER} % busy"), "N % busy"),
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"), "DATE"),
     (re.compile(r"(?<![\w.])/[\w./+-]+"), "PATH"),
 )

@@ -43,7 +43,7 @@ def run_scenario(
         overrides = Overrides(sets, axes)
         prepared = prepare(
             Request(
-                scenario=path, device="cpu", slots=SLOTS, keyword=keyword or None,
+                paths=(path,), device="cpu", slots=SLOTS, keyword=keyword or None,
                 overrides=overrides,
             )
         )  # fmt: skip

@@ -15,8 +15,7 @@ from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
-from harness.runner.again import says_nothing
-from harness.runner.retries import beside_attempts, earlier_attempts
+from harness.runner.retries import earlier_attempts, held_against_attempts, says_nothing
 from harness.store import RunFolder, num_kept
 from tests.planted import stub_ranks
 from tests.planted.local_runs import until
@@ -231,5 +230,5 @@ def test_other_bits_before_the_end_are_nobodys(machine: Machine, folder: RunFold
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     passed = Verdict(case_id="case", outcome="passed", what="", message="", checks=(), runs={},
                      wall_s=0.0)  # fmt: skip
-    verdict = beside_attempts(folder, case, passed)
+    verdict = held_against_attempts(folder, case, passed)
     assert (verdict.outcome, verdict.what) == ("incomparable", "shared_gpu"), verdict.message

@@ -13,7 +13,7 @@ import time
 def main() -> int:
     """As `harness.__main__`, over stub ranks."""
     try:
-        from harness.outlet import secure_streams
+        from harness.__main__ import secure_streams
 
         secure_streams()
         from harness import cli

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PRINTS = """
 import sys
-from harness.outlet import secure_streams
+from harness.__main__ import secure_streams
 secure_streams()
 from harness.errors import Infrastructure
 file = open({path!r}, "w")

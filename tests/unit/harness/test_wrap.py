@@ -82,8 +82,10 @@ def test_ranks_that_torchrun_starts_are_recorded_with_what_they_say(lab: Path) -
 
 
 def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
-    """Every digest of both runs is equal, and a third one may serve as the control."""
+    """Every digest of both is equal, a third may be the control; a run with itself proves none."""
     a, b = str(lab / "a"), str(lab / "b")
+    assert main(["compare-runs", a, a]) == ExitCode.USAGE
+    assert main(["compare-runs", a, b, "--control", a]) == ExitCode.USAGE
     code, verdict = compared(lab, a, b)
     assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
     shutil.copytree(lab / "b", lab / "c", dirs_exist_ok=True)
@@ -125,9 +127,9 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
     capsys.readouterr()
     assert main(["compare-runs", a, planted, "--expect", "rounding"]) == ExitCode.USAGE
-    told = capsys.readouterr().err.strip()
-    assert "expected bitwise or {rtol: R}, got rounding" in told
-    assert "\n" not in told
+    said = capsys.readouterr().err.strip()
+    assert "expected bitwise or {rtol: R}, got rounding" in said
+    assert "\n" not in said
 
 
 def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
@@ -158,15 +160,6 @@ def test_a_command_that_records_nothing_is_no_success(
     assert main(words) == ExitCode.USAGE
 
 
-def test_records_of_some_ranks_only_are_told(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A world of two of which one rank records is not whole, though the command says 0."""
-    assert wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="2")) == ExitCode.NO_VERDICT
-    assert "no records of rank 1" in capsys.readouterr().err
-    assert recorded.load(alone / "run").spec.world_size == 2
-
-
 def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
     alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +177,7 @@ def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
 def test_taps_and_steps_that_were_asked_for(
     alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Taps are recorded; a run of fewer steps than --steps is not whole."""
+    """Taps are recorded; fewer steps than --steps, or a rank too few, are not whole."""
     options = ("--taps", "0:output", "--steps", "4")
     code = wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="1"), options=options)
     assert code == ExitCode.NO_VERDICT
@@ -192,6 +185,9 @@ def test_taps_and_steps_that_were_asked_for(
     start = recorded.load(alone / "run").ranks[0].start
     assert start is not None
     assert [name.partition("[")[0] for name in start.taps] == ["0:output"]
+    assert wrap(alone, "one", *script(alone, RANK="0", WORLD_SIZE="2")) == ExitCode.NO_VERDICT
+    assert "no records of rank 1" in capsys.readouterr().err
+    assert recorded.load(alone / "one").spec.world_size == 2
 
 
 def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
@@ -270,10 +266,3 @@ def test_a_signal_reaches_the_command(alone: Path) -> None:
         assert process.wait(60) == 23
     part = json.loads((alone / "run" / "part-0.json").read_text())
     assert part["stopped_by"] == signal.SIGTERM
-
-
-def test_a_run_is_not_compared_with_itself(alone: Path) -> None:
-    """It would pass and prove nothing."""
-    run = str(alone / "run")
-    assert main(["compare-runs", run, run]) == ExitCode.USAGE
-    assert main(["compare-runs", run, str(alone), "--control", run]) == ExitCode.USAGE

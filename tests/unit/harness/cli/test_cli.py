@@ -4,8 +4,6 @@ import dataclasses
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,11 @@ def test_a_matrix_that_agrees_passes(
     (folder,) = Path("out").glob("*/")
     assert folder.name.startswith("small-2")
     assert (folder / "scenario.yaml").read_text() == SCENARIO
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip().endswith("/report/index.html")
+    for _ in range(2):  # in the same second, even
+        assert main(["run", "small.yaml", "-k", "dp1-attn"]) == 0
+    assert len(list(Path("out").glob("*/"))) == 3
 
 
 def test_a_difference_fails_and_is_named(
@@ -71,25 +74,20 @@ def test_ends_become_exit_codes(
     assert run_json(capsys, "run", "small.yaml")[0] == code
 
 
-def test_exit_first_stops_and_does_not_pass(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With -x the first failure ends it; cases without a verdict are counted as such."""
-    engine.spoil = unequal
-    assert main(["run", "small.yaml", "-x"]) == 1
-    assert "without a verdict" in capsys.readouterr().out
-
-
 def test_a_missing_verdict_is_not_a_pass(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If some cases have no verdict the exit code is 6, even if all others passed."""
+    """Exit code 6 if some cases have none, even if all others passed; -x counts them, too."""
 
     def short(*args: Any, **options: Any) -> Generator[None, None, tuple[Verdict, ...]]:
         return (yield from execution(*args, **options))[1:]
 
-    monkeypatch.setattr(launch, "execution", short)
-    assert main(["run", "small.yaml"]) == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "execution", short)
+        assert main(["run", "small.yaml"]) == 6
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "-x"]) == 1
+    assert "without a verdict" in capsys.readouterr().out
 
 
 def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,39 +173,25 @@ def test_cuda_without_a_gpu_is_no_verdict(
     assert not engine.made
 
 
-@pytest.fixture
-def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs that torch is built for."""
+def test_gpus_are_slots_and_may_be_shared(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is given the GPU of each slot; a resumed run shares them without being asked."""
     gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
     here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
     monkeypatch.setattr(machine, "describe", lambda: here)
-
-
-@pytest.mark.usefixtures("_two_gpus")
-def test_gpus_are_slots(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """On CUDA there are as many slots as GPUs, and the engine is told which."""
-    code, answer = run_json(
-        capsys, "run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 2}, {dp: 4}]"
-    )
-    assert code == 0
-    assert engine.options["devices"] == ("GPU-0", "GPU-1")
+    large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 2}, {dp: 4}]")
+    code, answer = run_json(capsys, *large)
+    assert (code, engine.options["devices"]) == (0, ("GPU-0", "GPU-1"))
     assert {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"} == {
         "needs GPUs for 4 ranks, this machine has them for 2"
     }
-
-
-@pytest.mark.usefixtures("_two_gpus")
-def test_ranks_share_gpus_and_go_on_sharing(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With two ranks a GPU there are twice the slots; a resumed run has them untold."""
-    large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 4}]")
     code, answer = run_json(capsys, *large, "--ranks-per-gpu", "2", "--out", "r")
     assert (code, {v["outcome"] for v in answer["verdicts"]}) == (0, {"passed"})
-    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
+    assert engine.options["devices"] == ("GPU-0", "GPU-1") * 2
     shutil.rmtree("r/runs")
     assert run_json(capsys, "run", "--resume", "r")[0] == 0
-    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
+    assert engine.options["devices"] == ("GPU-0", "GPU-1") * 2
 
 
 def test_rerun_needs_the_case_folder_alone(
@@ -225,26 +209,19 @@ def test_rerun_needs_the_case_folder_alone(
     assert RunFolder.open(Path("again")).cases[0] == case
 
 
-def test_show_finds_the_newest_run_and_unknown_cases_are_refused(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An id alone means the newest run under out/; a wrong id lists the right ones."""
-    assert main(["run", "small.yaml"]) == 0
-    code, answer = run_json(capsys, "show", "dp1-attn")
-    assert (code, answer["verdict"]["outcome"]) == (0, "passed")
-    assert main(["show", "dp9"]) == 4
-    assert "dp1-attn" in capsys.readouterr().err
-
-
 def test_the_newest_run_is_none_that_a_search_made(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a bisection an id still means the run that it was asked of."""
+    """After a bisection an id still means the run that it was asked of; a wrong id is refused."""
     engine.spoil = unequal
     assert main(["run", "small.yaml", "--out", "out/r"]) == 1
     assert run_json(capsys, "bisect", "dp2-attn", "--until", "place")[0] == 1
     assert len(list(Path("out").glob("*/manifest.json"))) == 2
     assert run_json(capsys, "show", "dp2-attn")[1]["folder"].endswith("/out/r/cases/dp2-attn")
+    assert main(["show", "dp9"]) == 4
+    assert "dp1-attn" in capsys.readouterr().err
+    Path("out/r/cases/dp1-attn/verdict.json").write_text("{")
+    assert run_json(capsys, "show", "dp1-attn")[1]["verdict"] is None
 
 
 def test_a_red_run_says_how_to_find_the_cause(
@@ -256,24 +233,19 @@ def test_a_red_run_says_how_to_find_the_cause(
     engine.spoil = unequal
     assert main(["run", "small.yaml", "--out", "a red run"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    (told,) = (line for line in lines if line.startswith("find the cause: "))
-    command = shlex.split(told.removeprefix("find the cause: "))
+    (line,) = (line for line in lines if line.startswith("find the cause: "))
+    command = shlex.split(line.removeprefix("find the cause: "))
     assert command == ["harness", "bisect", str(Path("a red run/cases/dp1-attn").absolute())]
     assert main([*command[1:], "--until", "place"]) == 1
-
-
-def test_what_is_judged_within_a_tolerance_is_not_sent_to_bisect(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """bisect refuses it: there are no bits to follow."""
-    engine.ends = {"attn": "crashed"}
+    engine.ends = {"attn": "crashed"}  # of a tolerance there are no bits to follow
     text = Path("small.yaml").read_text().replace("expect: bitwise", "expect: {rtol: 1e-9}")
     Path("near.yaml").write_text(text)
+    capsys.readouterr()
     assert main(["run", "near.yaml"]) == 1
     assert "harness bisect" not in capsys.readouterr().out
 
 
-def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
+def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
@@ -293,6 +265,16 @@ def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
     assert len(engine.made) == made
     code, answer = run_json(capsys, "rerun", "r/cases/dp2-attn", "--out", "anew")
     assert (code, answer["verdicts"][0]["outcome"]) == (0, "passed")
+
+
+def test_a_stored_pass_whose_records_changed_is_not_taken(engine: FakeEngine) -> None:
+    """--resume answers anew from the files that there are."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    made = len(engine.made)
+    (records,) = Path("r/runs").glob("w1-attn-r0-*/rank0.jsonl")
+    records.write_text(records.read_text() + "{}\n")
+    assert main(["run", "--resume", "r"]) == 1
+    assert len(engine.made) == made
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,6 +314,10 @@ def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[st
     (tmp := Path("none")).mkdir()
     assert main(["list", "--check", str(tmp)]) == 5
     assert main(["list", "small.yaml", "-k", "zzz"]) == 5
+    code, cases = run_json(capsys, "list", "small.yaml")
+    assert (code, cases["small.yaml"][0]["id"]) == (0, "dp1-attn")
+    code, checked = run_json(capsys, "list", "--check", "small.yaml")
+    assert checked == [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}]
 
 
 def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,44 +340,3 @@ def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFix
     Path("none.yaml").write_text(SCENARIO + "exclude: [{parallel: {dp: 3}}]\n")
     assert main(["list", "--count", "none.yaml"]) == 4
     assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
-
-
-def test_list_json(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """`list --json` holds whole cases; `--check --json` one entry a file."""
-    code, cases = run_json(capsys, "list", "small.yaml")
-    assert (code, cases["small.yaml"][0]["id"]) == (0, "dp1-attn")
-    code, checked = run_json(capsys, "list", "--check", "small.yaml")
-    assert checked == [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}]
-
-
-def test_report_says_its_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """`report` builds again and says where."""
-    assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
-    capsys.readouterr()
-    assert main(["report", "r"]) == 0
-    assert capsys.readouterr().out.strip().endswith("r/report/index.html")
-
-
-def test_doctor_says_what_can_run(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """`doctor` ends well where the CPU can run, and holds the same as JSON."""
-    assert main(["doctor"]) == 0
-    assert "can run     device: cpu" in capsys.readouterr().out
-    assert run_json(capsys, "doctor")[1]["can_run"]
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    """`harness list | head` does not end in a traceback."""
-    code = (
-        "import os, sys, harness.cli as c\n"
-        "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
-        "sys.exit(c.main(['-h']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_two_runs_in_one_second_get_two_folders(engine: FakeEngine) -> None:
-    """A default folder that is taken gets a number."""
-    for _ in range(3):
-        assert main(["run", "small.yaml", "-k", "dp1-attn"]) == 0
-    assert len(list(Path("out").glob("*/"))) == 3

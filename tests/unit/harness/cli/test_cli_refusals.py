@@ -8,7 +8,8 @@ import pytest
 
 from harness.cli import main
 from harness.cli import report as report_commands
-from harness.records import RunSpec
+from harness.cli.options import for_git
+from harness.records import ExitCode, RunSpec, What
 from harness.runner import launch
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -64,15 +65,6 @@ def test_help_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Usage: harness" in capsys.readouterr().out
 
 
-def test_a_damaged_verdict_is_shown_as_none(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A verdict that does not decode is no verdict."""
-    assert main(["run", "small.yaml", "--out", "r"]) == 0
-    (Path("r") / "cases" / "dp1-attn" / "verdict.json").write_text("{")
-    assert run_json(capsys, "show", "dp1-attn", "r")[1]["verdict"] is None
-
-
 def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +94,10 @@ def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
     path.unlink()
 
 
+def interrupted(*args: object, **options: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _stopped_in_run(engine: FakeEngine, number: int) -> None:
     """Two cases are judged after four runs; somebody stops the harness in a later one."""
 
@@ -112,22 +108,10 @@ def _stopped_in_run(engine: FakeEngine, number: int) -> None:
     engine.on_start = stop
 
 
-def test_an_interrupt_ends_in_2_and_says_how_to_go_on(
+def test_an_interrupted_run_shows_and_reports_what_is_done(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM while runs are made: exit 2, the line names --resume, and resuming finishes."""
-    _stopped_in_run(engine, 5)
-    assert main(["run", "small.yaml", "--out", "r"]) == 2
-    told = f"interrupted: 2 of 4 cases are done; go on with --resume {Path('r').absolute()}"
-    assert capsys.readouterr().err == f"harness: {told}\n"
-    engine.on_start = lambda spec: None
-    assert main(["run", "--resume", "r"]) == 0
-
-
-def test_an_interrupted_run_tells_and_reports_what_is_done(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As pytest does: the failures so far, counts, the report; --json has them too."""
+    """SIGTERM while runs are made: exit 2, failures so far, counts, report, how to go on."""
     engine.spoil = unequal
     _stopped_in_run(engine, 5)
     code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
@@ -135,14 +119,19 @@ def test_an_interrupted_run_tells_and_reports_what_is_done(
     assert [v["outcome"] for v in answer["verdicts"]] == ["failed", "passed"]
     assert (answer["num_cases"], list(answer["reports"])) == (4, ["html"])
     assert main(["run", "--resume", "r"]) == 2
-    *_, counts, ends, report = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    *_, counts, ends, report = out.splitlines()
     assert counts.startswith("1 passed, 1 failed, 2 without a verdict in ")
     assert ends.startswith("interrupted: ")
     assert report.startswith("report: ")
+    where = Path("r").absolute()
+    assert err == f"harness: interrupted: 2 of 4 cases are done; go on with --resume {where}\n"
+    engine.on_start = lambda spec: None
+    assert main(["run", "--resume", "r"]) == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "words"),
     [(OSError("no space left"), "no report: OSError: no space left"), (KeyboardInterrupt(), "")],
 )
 def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
@@ -150,7 +139,7 @@ def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
-    told: str,
+    words: str,
 ) -> None:
     """A full disk, or one more Ctrl-C: the counts are told, the exit code is 2 with its line."""
     before = ""
@@ -166,7 +155,7 @@ def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     said = capsys.readouterr()
     assert "2 passed, 2 without a verdict" in before
     assert "interrupted: writing the report" in before
-    assert told in said.err
+    assert words in said.err
     assert said.err.splitlines()[-1].endswith(f"go on with --resume {Path('r').absolute()}")
 
 
@@ -174,9 +163,41 @@ def test_an_interrupt_while_planning_ends_in_2(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before anything runs is the same exit code."""
-
-    def interrupted(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(launch, "load_suite", interrupted)
     assert main(["run", "small.yaml"]) == 2
+
+
+def test_every_exit_code_has_a_meaning_for_git() -> None:
+    """Good and bad are those of a verdict; without one a commit is skipped, or the search stops."""
+    found = {code.name: for_git(code, ["run", "--bisect-exit"]) for code in ExitCode}
+    assert found == {
+        "PASSED": 0, "FAILED": 1, "INTERNAL": 125, "NOTHING_RAN": 125, "NO_VERDICT": 125,
+        "INTERRUPTED": 130, "USAGE": 132,
+    }  # fmt: skip
+    assert [for_git(code, ["run"]) for code in ExitCode] == list(ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("ends", "keyword", "code"),
+    [({}, "dp1", 0), ({"attn": "hang"}, "dp1", 1), ({"": "crashed"}, "dp1", 125),
+     ({}, "dp9", 125), ({}, "(", 132), ({}, "dp1", 130)],
+)  # fmt: skip
+def test_a_run_under_git_bisect(
+    ends: dict[str, What], keyword: str, code: int, engine: FakeEngine
+) -> None:
+    """Passed, failed, no verdict, nothing selected, misused; Ctrl-C is for all of the search."""
+    engine.ends = ends
+    if code == 130:
+        engine.on_start = interrupted
+    assert main(["run", "small.yaml", "-k", keyword, "--bisect-exit"]) == code
+
+
+def test_rerun_under_git_bisect(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same of one case; JSON tells our own code."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    engine.spoil = unequal
+    assert main(["rerun", "dp1-attn", "r", "--bisect-exit"]) == 1
+    engine.spoil, engine.ends = lambda spec, record: record, {"": "crashed"}
+    capsys.readouterr()
+    code, answer = run_json(capsys, "rerun", "dp1-attn", "r", "--bisect-exit")
+    assert (code, answer["exit_code"]) == (125, 6)

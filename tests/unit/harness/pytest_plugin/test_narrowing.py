@@ -89,7 +89,7 @@ def expected(option: str, expression: str) -> set[str]:
         ("-m", "not timeout", []),
         # Somebody's conftest.py may give cases a marker: for pytest to say.
         ("-m", "slow", list(FILES)),
-        ("-m", "slow and smoke", ["one.yaml"]),
+        ("-m", "slow and smoke", list(FILES)),
         ("-m", "not SMOKE", list(FILES)),
         ("-k", "races", ["two.yaml"]),
         ("-k", "RACES or seed=2", ["one.yaml", "two.yaml"]),
@@ -141,7 +141,7 @@ def test_a_pairwise_choice_is_that_of_harness_run(run: Run, words: str | None) -
     """With -k or without: the same cases in the same order, of those that -k leaves."""
     file = Path("scenarios/a.yaml")
     file.write_text(scenario(**PAIRS))
-    cases = prepare(Request(scenario=file, keyword=words, device="cpu")).plan.cases
+    cases = prepare(Request(paths=(file,), keyword=words, device="cpu")).plan.cases
     got = run("--harness", "--co", "-q", *(("-k", words) if words else ()))
     assert [line for line in got.outlines if "::" in line] == [f"{file}::{c.id}" for c in cases]
     assert got.outlines[-1].startswith(f"{len(cases)}/64 tests collected ({64 - len(cases)} desel")
@@ -153,7 +153,7 @@ def test_a_case_asked_for_by_its_name_is_never_chosen_away(
     """Cases beyond the pairwise choice run when they are named, and again with --lf."""
     file = Path("scenarios/a.yaml")
     file.write_text(scenario(**PAIRS))
-    chosen = {case.id for case in prepare(Request(scenario=file, device="cpu")).plan.cases}
+    chosen = {case.id for case in prepare(Request(paths=(file,), device="cpu")).plan.cases}
     beyond = [c.id for c in expand(load_scenario(file), "cpu") if c.id not in chosen]
     assert len(beyond) > 10
     nodes = [f"{file}::{case}" for case in beyond]
@@ -176,4 +176,4 @@ def test_a_pairwise_scenario_without_a_case_left_is_nothing_selected(run: Run) -
     Path("scenarios/a.yaml").write_text(scenario(**PAIRS))
     assert run("--harness", "-k", "nowhere").ret == pytest.ExitCode.NO_TESTS_COLLECTED
     with pytest.raises(NothingSelected):
-        prepare(Request(scenario=Path("scenarios/a.yaml"), keyword="nowhere", device="cpu"))
+        prepare(Request(paths=(Path("scenarios/a.yaml"),), keyword="nowhere", device="cpu"))

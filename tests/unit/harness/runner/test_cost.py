@@ -14,7 +14,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.runner.cost import Timeline, cost
+from harness.runner.estimates import Timeline, cost
 
 ONE = FloatBits.from_bits(0x3F800000)
 

@@ -1,6 +1,8 @@
-"""Contracts of harness.runner.plan."""
+"""Contracts of plans: what cannot run here, order, shards, and what is expected of the time."""
 
-from dataclasses import replace
+import dataclasses
+import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,6 @@ import pytest
 
 from fsdp_core.config import (
     ConfigError,
-    ModelConfig,
     ParallelConfig,
     TrainConfig,
     built,
@@ -16,199 +17,352 @@ from fsdp_core.config import (
     to_plain,
 )
 from fsdp_core.config.rule import Rule
-from harness.errors import UsageError
-from harness.machine import num_cores
+from harness.errors import NothingSelected, UsageError
+from harness.history import History
+from harness.history.entries import work_of
+from harness.machine import Machine
 from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.repeats import runs_of
+from harness.runner import estimates
 from harness.runner import plan as planning
-from harness.runner.plan import estimate_s, make_plan, num_parameters, resume_plan
+from harness.runner.estimates import Estimates, estimate_s, expected, expected_here, num_parameters
+from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s
+from harness.runner.shards import cut, parse_shard, parts, take_shard
 from harness.samples import NUM_SAMPLES, SLOWDOWN
+from harness.store.merge import Shard
+from tests.unit.harness.history.nights import MACHINE, night
+
+TINY = TrainConfig(steps=4).to_dict()
 
 
-def run(
-    world_size: int, *, graph: tuple[str, ...] = (), replica: int = 0, **fields: Any
-) -> RunSpec:
+def run(world_size: int, *, replica: int = 0, **fields: Any) -> RunSpec:
     """A run of so many ranks."""
-    given: dict[str, Any] = {"device": "cpu", "timeout_s": 60.0} | fields
-    config = given.pop("config", TrainConfig(graph=graph, steps=4).to_dict())
-    return RunSpec(config=config, world_size=world_size, replica=replica, **given)
+    given: dict[str, Any] = {"device": "cpu", "timeout_s": 60.0, "config": TINY} | fields
+    return RunSpec(world_size=world_size, replica=replica, **given)
 
 
 def case(name: str, world_size: int, *, graph: str = "attn", **fields: Any) -> CaseSpec:
     """A case whose runs have so many ranks."""
+    config = TrainConfig(graph=(graph,), steps=4).to_dict()
     return CaseSpec(
-        id=name,
-        scenario="s",
-        labels={},
-        reference=run(world_size, **fields),
-        control=run(world_size, replica=1, **fields),
-        candidate=run(world_size, graph=(graph,), **fields),
-        expect="bitwise",
-        checks={"loss": {}},
-    )
+        id=name, scenario="s", labels={}, expect="bitwise", checks={"loss": {}},
+        reference=run(world_size, **fields), control=run(world_size, replica=1, **fields),
+        candidate=run(world_size, **({"config": config} | fields)),
+    )  # fmt: skip
 
 
-def test_shared_runs_are_made_once() -> None:
-    """One reference and one control serve all their candidates, and the plan says whom."""
-    plan = make_plan([case("a", 2), case("b", 2, graph="full_iteration")], slots=8)
-    assert len(plan.runs) == 4
-    assert [planned.serves for planned in plan.runs] == [("a", "b"), ("a", "b"), ("a",), ("b",)]
+def named(name: str, world_size: int = 1, reference: str = "") -> CaseSpec:
+    """A case whose runs have names in place of configurations."""
+    ref = run(world_size, config={"name": reference or f"{name}-ref"})
+    return CaseSpec(
+        id=name, scenario="s", labels={}, expect="bitwise", checks={}, reference=ref,
+        control=dataclasses.replace(ref, replica=1),
+        candidate=run(world_size, config={"name": name}),
+    )  # fmt: skip
+
+
+def names(jobs: Iterable[Job]) -> list[str]:
+    return [f"{job.spec.config['name']}{'*' if job.spec.replica else ''}" for job in jobs]
+
+
+def changed(part: str, **values: Any) -> dict[str, Any]:
+    """A configuration with other values in one of its parts, or at its root."""
+    return TINY | ({part: TINY[part] | values} if part else values)
+
+
+# ---- what runs
+
+
+def test_shared_runs_are_made_once_and_the_widest_first() -> None:
+    """One reference and one control serve all candidates; cases of one stay together; as JSON."""
+    plan = make_plan([case("a", 2), case("b", 2, graph="full_iteration"), case("w", 8)], slots=8)
+    assert [planned.serves for planned in plan.runs] == [
+        ("w",), ("w",), ("w",), ("a", "b"), ("a", "b"), ("a",), ("b",),
+    ]  # fmt: skip
     assert [planned.key for planned in plan.runs] == [planned.spec.key for planned in plan.runs]
+    assert [c.id for c in plan.cases] == ["a", "b", "w"]
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_samples_of_rounding_are_shared_and_cost_more() -> None:
     """Cases of one reference share six runs that round at random, each several times as long."""
     of_two = [case("a", 2), case("b", 2, graph="full_iteration")]
-    plan = make_plan([replace(each, expect="rounding") for each in of_two], slots=8)
+    plan = make_plan([dataclasses.replace(c, expect="rounding") for c in of_two], slots=8)
     samples = [planned for planned in plan.runs if planned.spec.rounding]
     assert len(plan.runs) == 4 + NUM_SAMPLES
     assert [planned.serves for planned in samples] == [("a", "b")] * NUM_SAMPLES
     plain = next(planned for planned in plan.runs if planned.spec == of_two[0].reference)
-    fixed, step = 1.1, plain.estimate_s - 1.1
-    assert samples[0].estimate_s == pytest.approx(fixed + SLOWDOWN * step)
-    resumed = resume_plan(
-        plan.cases, slots=8, finished={planned.key for planned in samples[1:]}.__contains__
-    )
-    assert len(resumed.runs) == 5
+    fixed = 1.1
+    longer = pytest.approx(fixed + SLOWDOWN * (plain.estimate_s - fixed))
+    assert samples[0].estimate_s == longer
 
 
-def test_large_worlds_go_first_and_cases_stay_together() -> None:
-    """Runs are ordered by size, those of a case next to each other."""
-    plan = make_plan([case("a", 2), case("b", 8), case("c", 4)], slots=8)
-    assert [planned.spec.world_size for planned in plan.runs] == [8, 8, 8, 4, 4, 4, 2, 2, 2]
-    assert [planned.serves[0] for planned in plan.runs[:3]] == ["b"] * 3
-    assert [c.id for c in plan.cases] == ["a", "b", "c"]
+def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
+    """Finished runs are not planned; repeats that are left come first; nobody is skipped anew."""
+    large, small = case("a", 8), case("b", 2)
+    again = run(2, replica=-1)
+    plan = make_plan(
+        [large, small], slots=4, finished=lambda key: key == small.reference.key,
+        repeats={"b": [again]}, expected=Estimates(lambda spec: 1.0, 3.0),
+    )  # fmt: skip
+    assert [c.skip_reason for c in plan.cases] == ["", ""]
+    assert (plan.runs[0].key, plan.runs[0].serves) == (again.key, ("b",))
+    assert small.reference.key not in {planned.key for planned in plan.runs}
+    assert (len(plan.runs), plan.start_s) == (6, 3.0)
+    done = make_plan([small], slots=4, finished=lambda key: True)
+    assert (done.runs, done.estimate_s) == ((), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "reason"),
-    [
-        ("cuda", "needs GPUs for 8 ranks, this machine has them for 4"),
-        ("cpu", "needs 8 rank slots, 4 are stated (--slots)"),
-    ],
-)
-def test_a_world_too_large_is_skipped_with_the_reason(device: str, reason: str) -> None:
-    """A case that cannot run here says why, and none of its runs is planned."""
-    plan = make_plan([case("a", 8, device=device), case("b", 4, device=device)], slots=4)
-    assert [c.skip_reason for c in plan.cases] == [reason, ""]
-    assert {planned.spec.world_size for planned in plan.runs} == {4}
-    assert [c.id for c in plan.skipped] == ["a"]
+# ---- what cannot run here
+
+TEXT = TINY | {"data": {"kind": "text", "path": "/nowhere/at/all"}}
+ILLEGAL = PlantSpec(fault="illegal_access", step=1)
 
 
 @pytest.mark.parametrize(
-    ("part", "size", "what"),
+    ("fields", "reason"),
     [
-        ("model", {"hidden": 10**9}, "one copy of the weights"),
-        ("model", {"layers": 10**9}, "one copy of the weights"),
-        ("model", {"seq": 10**9}, "a microbatch between two layers"),
-        ("", {"micro_batch_size": 10**9}, "a microbatch between two layers"),
+        ({"world_size": 8, "device": "cuda"},
+         "needs GPUs for 8 ranks, this machine has them for 4"),
+        ({"world_size": 8}, "needs 8 rank slots, 4 are stated (--slots)"),
+        ({"plant": ILLEGAL}, "the fault illegal_access needs cuda, this run is on cpu"),
+        ({"config": TINY | {"stress": ["poison", "races"]}, "device": "cuda"},
+         "the stressor races needs cpu, this run is on cuda"),
+        ({"config": TINY | {"stress": ["poison", "races"]}}, ""),
+        ({"config": TINY | {"backend": "te"}}, "backend te needs a GPU, this run is on cpu"),
+        ({"config": TINY | {"backend": "te"}, "device": "cuda"},
+         "backend te needs transformer-engine, which is not installed"),
+        ({"config": TINY | {"engine": "megatron_fsdp"}, "device": "cuda"}, ""),
+        ({"config": TEXT}, "data.path /nowhere/at/all is not on this machine"),
+        ({"config": TINY | {"compile": ["attn"], "compile_backend": "inductor"}},
+         "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"),
+        ({"config": TINY | {"compile": ["attn"], "compile_backend": "aot_eager"}}, ""),
+        ({"config": changed("model", hidden=10**9)}, "one copy of the weights needs "),
+        ({"config": changed("model", layers=10**9)}, "one copy of the weights needs "),
+        ({"config": changed("model", seq=10**9)}, "a microbatch between two layers needs "),
+        ({"config": changed("", micro_batch_size=10**9)}, "a microbatch between two layers "),
     ],
-)
-def test_a_model_beyond_all_memory_is_skipped_before_anything_starts(
-    part: str, size: dict[str, int], what: str
+)  # fmt: skip
+def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
+    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What not even two bytes an element of the least that a run keeps would fit into."""
-    config = TrainConfig(steps=4).to_dict()
-    config |= {part: config[part] | size} if part else size
-    plan = make_plan([case("a", 1, config=config)], slots=4, memory_bytes=64 << 30)
-    assert plan.runs == ()
-    assert plan.cases[0].skip_reason.startswith(f"{what} needs ")
-    assert plan.cases[0].skip_reason.endswith(" GiB of memory, this machine has 64 GiB")
-    weights = 2 * num_parameters(TrainConfig().to_dict()["model"])
+    """Before anything starts, and none of its runs is planned; other cases are."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(
+        planning, "package_version", lambda name: "1" if name == "megatron-fsdp" else ""
+    )
+    cases = [case("a", **({"world_size": 1} | fields)), case("b", 4)]
+    plan = make_plan(cases, slots=4, memory_bytes=64 << 30)
+    found = plan.cases[0].skip_reason
+    assert found.startswith(reason) if reason else found == ""
+    assert {id for planned in plan.runs for id in planned.serves} == {"b", *("" if reason else "a")}
+    assert [c.id for c in plan.skipped] == (["a"] if reason else [])
+
+
+def test_memory_is_exact() -> None:
+    """Two bytes a weight fit, one byte less does not."""
+    weights = 2 * num_parameters(TINY["model"])
     assert make_plan([case("a", 1)], slots=4, memory_bytes=weights).runs
     assert not make_plan([case("a", 1)], slots=4, memory_bytes=weights - 1).runs
 
 
-def test_a_fault_that_needs_a_gpu_is_skipped_on_the_cpu() -> None:
-    """An illegal access cannot be planted without a device."""
-    plant = PlantSpec(fault="illegal_access", step=1)
-    plan = make_plan([case("a", 2, plant=plant)], slots=8)
-    assert plan.cases[0].skip_reason == "the fault illegal_access needs cuda, this run is on cpu"
-    assert plan.runs == ()
+def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
+
+    def odd(run: TrainConfig) -> ConfigError | None:
+        expected = "an even seed (others are not built so far)"
+        return ConfigError("seed", expected=expected, got=run.seed) if run.seed % 2 else None
+
+    rule = Rule("odd_seeds_are_not_built", "Odd seeds are not built so far.", odd)
+    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
+    cases = [case(str(seed), 2, config=TINY | {"seed": seed}) for seed in (7, 8)]
+    (skipped,) = make_plan(cases, slots=4).skipped
+    assert skipped.id == "7"
+    assert skipped.skip_reason.startswith("seed: expected an even seed")
+    assert skipped.skip_reason.endswith("rule: odd_seeds_are_not_built")
 
 
-def test_inductor_is_skipped_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What cannot be compiled here is skipped, with what can; nothing else is."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    configs = {
-        backend: TrainConfig(compile=("attn",), compile_backend=backend).to_dict()
-        for backend in ("inductor", "aot_eager")
-    } | {"plain": TrainConfig().to_dict()}
-    cases = [case(name, 1, config=config) for name, config in configs.items()]
-    inductor, *others = (c.skip_reason for c in make_plan(cases, slots=4).cases)
-    assert "needs a C++ compiler" in inductor
-    assert "aot_eager needs none" in inductor
-    assert others == ["", ""]
+# ---- order
 
 
-def test_races_are_skipped_on_gpus() -> None:
-    """Streams of a GPU cannot be watched, and a run that watches nothing must not pass."""
-    config = TrainConfig(stress=("poison", "races")).to_dict()
-    cases = [case(device, 1, device=device, config=config) for device in ("cpu", "cuda")]
-    plan = make_plan(cases, slots=4)
-    reason = "the stressor races needs cpu, this run is on cuda"
-    assert [c.skip_reason for c in plan.cases] == ["", reason]
+def test_wide_and_long_runs_go_first_and_groups_stay_together() -> None:
+    """A reference, its control and its candidates are neighbours; what is finished is left out."""
+    cases = [named("a", 2), named("b", 4), named("c", 4), named("a2", 2, "a-ref")]
+    order = arrange(
+        cases, lambda s: 9.0 if s.config["name"] == "c" else 1.0,
+        left=lambda key: key != cases[1].control.key,
+    )  # fmt: skip
+    assert names(order) == [
+        "c-ref", "c-ref*", "c", "b-ref", "b", "a-ref", "a-ref*", "a", "a2",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("device", "version", "reason"),
-    [
-        ("cpu", "2.9", "backend te needs a GPU, this run is on cpu"),
-        ("cuda", "", "backend te needs transformer-engine, which is not installed"),
-        ("cuda", "2.9", ""),
-    ],
-)
-def test_transformer_engine_is_needed_where_it_is_asked_for(
-    device: str, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`backend: te` is skipped, never silently replaced."""
-    monkeypatch.setattr(planning, "package_version", lambda name: version)
-    config = TrainConfig(backend="te").to_dict()
-    one = make_plan([case("a", 1, device=device, config=config)], slots=4).cases[0]
-    assert one.skip_reason == reason
+class Slots:
+    """Slots that a queue fills while a clock goes on."""
+
+    def __init__(self, order: Iterable[Job], slots: int) -> None:
+        jobs = list(order)
+        self.now, self.free, self.queue = 0.0, slots, Queue(jobs)
+        self.takes = {job.spec.key: job.seconds for job in jobs}
+        self.running: list[tuple[float, RunSpec]] = []
+
+    def fill(self) -> list[str]:
+        started = []
+        while (spec := self.queue.next(lambda s: s.world_size <= self.free)) is not None:
+            self.free -= spec.world_size
+            self.running.append((self.now + self.takes[spec.key], spec))
+            started.append(spec.config["name"])
+        return started
+
+    def wait(self) -> str:
+        self.running.sort(key=lambda entry: entry[0])
+        self.now, spec = self.running.pop(0)
+        self.free += spec.world_size
+        return str(spec.config["name"])
 
 
-def test_a_corpus_that_is_not_here_is_said_before_the_run() -> None:
-    """A missing text corpus costs no process."""
-    config = TrainConfig().to_dict()
-    config["data"] = {"kind": "text", "path": "/nowhere/at/all"}
-    plan = make_plan([case("a", 1, config=config)], slots=4)
-    assert plan.cases[0].skip_reason == "data.path /nowhere/at/all is not on this machine"
+def jobs(*given: tuple[str, int, float]) -> list[Job]:
+    return [Job(run(width, config={"name": name}), seconds) for name, width, seconds in given]
 
 
-@pytest.mark.parametrize(("slots", "jobs"), [(0, None), (-1, None), (4, 0)])
-def test_counts_below_one_are_refused(slots: int, jobs: int | None) -> None:
-    """Nothing can run on no slot: that is a mistake, not an empty plan."""
-    with pytest.raises(UsageError, match="expected an integer >= 1"):
-        make_plan([case("a", 1)], slots=slots, jobs=jobs)
+def test_the_first_run_that_fits_starts() -> None:
+    """One that does not fit yet is overtaken; one that is made again goes before all that wait."""
+    order = jobs(("a", 3, 2.0), ("b", 3, 2.0), ("c", 1, 1.0), ("d", 1, 9.0))
+    slots = Slots(order, 4)
+    assert slots.fill() == ["a", "c"]
+    assert (slots.wait(), slots.fill()) == ("c", ["d"])
+    slots.queue.push(order[0].spec)
+    assert (slots.wait(), slots.fill()) == ("a", ["a"])
 
 
-def test_the_estimate_follows_the_packing() -> None:
-    """Two runs side by side take as long as one; after each other, twice as long."""
-    pair = [case("a", 4)]
-    each = estimate_s(pair[0].reference, num_cores())
-    assert make_plan(pair, slots=12).estimate_s == pytest.approx(each)
-    assert make_plan(pair, slots=4).estimate_s == pytest.approx(3 * each)
-    assert make_plan(pair, slots=12, jobs=1).estimate_s == pytest.approx(3 * each)
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 13])
+def test_what_a_plan_takes_is_bounded_and_foreseen(slots: int) -> None:
+    """At most twice what busy slots would take, and the longest run; every run starts once."""
+    for seed in range(20):
+        draw = random.Random(1000 * slots + seed)
+        widths = [draw.randint(1, slots) if draw.random() < 0.5 else 1 for _ in range(40)]
+        took = {f"r{n}": draw.lognormvariate(1.0, 1.2) for n in range(40)}
+        cases = [named(name, width, name) for name, width in zip(took, widths, strict=True)]
+        order = arrange(cases, lambda s, took=took: took[s.config["name"]])  # type: ignore[misc]
+        machine = Slots(order, slots)
+        ended = machine.fill()
+        while machine.running:
+            machine.wait()
+            ended += machine.fill()
+        assert len(ended) == len(order) == len({job.spec.key for job in order})
+        busy_s = sum(job.spec.world_size * job.seconds for job in order)
+        assert machine.now == pytest.approx(makespan_s(order, slots=slots))
+        assert max(busy_s / slots, max(took.values())) <= machine.now * (1 + 1e-9)
+        assert machine.now <= 2 * busy_s / slots + max(took.values())
+
+
+def test_the_time_of_a_schedule() -> None:
+    """Jobs limit it; what is under way holds its slots until it ends."""
+    order = jobs(("a", 1, 1.0), ("b", 1, 2.0), ("c", 1, 3.0))
+    assert makespan_s(order, slots=8, jobs=1) == 6.0
+    assert makespan_s(order, slots=8) == 3.0
+    assert makespan_s(order[:1], slots=2, under_way=jobs(("d", 2, 5.0))) == 6.0
+    assert makespan_s([], slots=2, under_way=jobs(("d", 2, 5.0))) == 5.0
+
+
+# ---- shards
+
+
+def drawn(seed: int, num_groups: int) -> tuple[list[CaseSpec], dict[str, float]]:
+    draw = random.Random(seed)
+    cases = [
+        named(f"c{group}.{n}", width, f"r{group}")
+        for group in range(num_groups)
+        for width in [draw.choice([1, 2, 4, 8])]
+        for n in range(draw.randint(1, 6))
+    ]
+    draw.shuffle(cases)
+    return cases, {s.config["name"]: draw.lognormvariate(1, 1) for c in cases for s in runs_of(c)}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 40])
+def test_all_shards_together_are_all_cases_once(number: int) -> None:
+    """None is lost or twice, order is kept, no two make the same run, none is far the longest."""
+    cases, takes = drawn(number, 25)
+    shards = cut(cases, number, lambda s: takes[s.config["name"]])
+    assert sorted(c.id for held in shards for c in held) == sorted(c.id for c in cases)
+    for held in shards:
+        assert [c.id for c in held] == [c.id for c in cases if c in held]
+    made = [{s.key: s for c in held for s in runs_of(c)} for held in shards]
+    assert sum(map(len, made)) == len(set().union(*made))
+    assert [bool(held) for held in shards].count(True) == min(number, 25)
+
+    def slot_s(held: Iterable[RunSpec]) -> float:
+        return sum(takes[s.config["name"]] * s.world_size for s in held)
+
+    by_reference: dict[str, dict[str, RunSpec]] = {}
+    for c in cases:
+        by_reference.setdefault(c.reference.key, {}).update({s.key: s for s in runs_of(c)})
+    costs = [slot_s(held.values()) for held in made]
+    largest = max(slot_s(held.values()) for held in by_reference.values())
+    assert max(costs) <= max(4 / 3 * sum(costs) / number, largest)
+
+
+def test_cases_that_share_any_run_stay_together_and_free_ones_are_spread() -> None:
+    """A candidate that is another case's reference, too."""
+    cases = [named("b", 1, "a"), named("x", 1, "y"), named("c", 1, "b")]
+    shards = cut(cases, 3, lambda s: 1.0)
+    assert [[c.id for c in held] for held in shards] == [["b", "c"], ["x"], []]
+    free = [named(f"c{n}") for n in range(12)]
+    assert [len(held) for held in cut(free, 4, lambda s: 0.0)] == [3, 3, 3, 3]
+
+
+def test_every_machine_cuts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores and GPUs of the machine at hand are not asked; another cut has another name."""
+    cases = [case(f"c{n}", 1 + n % 4, timeout_s=float(n + 1)) for n in range(20)]
+    cuts = []
+    for cores in (1, 64):
+        monkeypatch.setattr(estimates, "num_cores", lambda cores=cores: cores)
+        cuts.append(take_shard(cases, "1/3")[1])
+    assert cuts[0] == cuts[1]
+    assert cuts[0].cut != take_shard(cases, "1/4")[1].cut
+    found = parts(cases, 3)
+    assert [part.shard for part in found] == ["1/3", "2/3", "3/3"]
+    on_gpus = parts([case(f"c{n}", 1 + n % 4, timeout_s=n + 1.0, device="cuda") for n in range(20)],
+                    3)  # fmt: skip
+    assert [p.expected_slot_s for p in on_gpus] == [p.expected_slot_s for p in found]
+
+
+def test_a_shard_is_written_i_of_n() -> None:
+    """What is not a shard is refused with what was expected; an empty one selects nothing."""
+    assert parse_shard("2/4") == Shard(index=2, number=4)
+    for text in ("0/0", "5/4", "0/4", "1/0", "1", "a/b", "-1/2", "1/2/3", " 1/2", "1/1001", ""):
+        with pytest.raises(UsageError, match="--shard"):
+            parse_shard(text)
+    with pytest.raises(NothingSelected, match="fill 1 of 2 shards"):
+        take_shard([case("a", 1)], "2/2")
+
+
+# ---- what runs take
+
+
+def test_the_plan_s_time_is_that_of_its_schedule_after_the_start_up() -> None:
+    """Two runs at a time take as long as one; after each other, twice as long; nothing more."""
+    given = Estimates(lambda spec: 2.0, start_s=5.0)
+    for slots, jobs, seconds in ((12, None, 7.0), (4, None, 11.0), (12, 1, 11.0)):
+        plan = make_plan([case("a", 4)], slots=slots, jobs=jobs, expected=given)
+        assert (plan.estimate_s, plan.start_s) == (seconds, 5.0)
 
 
 def test_more_work_is_estimated_longer() -> None:
-    """Steps, ranks and parameters each add to the estimate."""
-    small = run(2)
-    longer = run(2, config=TrainConfig(steps=400).to_dict())
-    wider = run(16)
-    deeper = run(2, config=TrainConfig(model=ModelConfig(layers=200), steps=4).to_dict())
-    base = estimate_s(small, 2)
-    assert all(estimate_s(other, 2) > base for other in (longer, wider, deeper))
-
-
-def test_parameters_are_counted_by_the_shapes() -> None:
-    """Attention, feed-forward, embedding and head of the default decoder, added by hand."""
-    model = TrainConfig().to_dict()["model"]
-    attention = 64 * 64 + 2 * (64 * 32) + 64 * 64
-    assert num_parameters(model) == 2 * (attention + 3 * 64 * 160) + 2 * 256 * 64
+    """Steps, ranks and parameters add to it; ranks of one replica share their tokens."""
+    base = estimate_s(run(2), 2)
+    more = [run(2, config=TINY | {"steps": 400}), run(16), run(2, config=changed("model",
+            layers=200))]  # fmt: skip
+    assert all(estimate_s(other, 2) > base for other in more)
+    big = model_from_preset("dense_small", {"seq": 4096})
+    fixed = estimate_s(run(8, config=TINY | {"steps": 1}), 8)
+    alone, shared = (
+        estimate_s(run(8, config=TrainConfig(model=big, parallel=p, steps=1).to_dict()), 8) - fixed
+        for p in (ParallelConfig(dp=8), ParallelConfig(pp=2, cp=2, tp=2))
+    )
+    assert alone / shared == pytest.approx(8, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -223,65 +377,87 @@ def test_presets_have_the_published_number_of_parameters(
     preset: str, norms_and_biases: int, published: int
 ) -> None:
     """The shapes of a public model give exactly the parameters that its checkpoint has."""
-    model = to_plain(model_from_preset(preset))
-    assert num_parameters(model) + norms_and_biases == published
+    assert num_parameters(to_plain(model_from_preset(preset))) + norms_and_biases == published
 
 
-def test_active_parameters_are_those_that_a_token_meets() -> None:
-    """Moonlight has 15.29B parameters beside its embeddings, of which a token meets 2.24B."""
+def test_active_parameters_and_latent_queries() -> None:
+    """Moonlight has 15.29B parameters without its embeddings, of which a token meets 2.24B."""
     model = to_plain(model_from_preset("moonlight_16b_a3b"))
     embeddings = 2 * model["vocab_size"] * model["hidden"]
     counts = [num_parameters(model, active=active) - embeddings for active in (False, True)]
     assert [round(count / 1e7) for count in counts] == [1529, 224]
+    small = to_plain(model_from_preset("mla_moe_tiny"))
+    direct = num_parameters(small | {"q_lora_rank": None})
+    assert direct - num_parameters(small) == 2 * (64 * 4 * 24 - 24 * (64 + 4 * 24))
 
 
-def test_a_latent_of_queries_counts() -> None:
-    """With q_lora_rank queries are two small matrices in place of a large one."""
-    model = to_plain(model_from_preset("mla_moe_tiny"))
-    direct = num_parameters(model | {"q_lora_rank": None})
-    assert direct - num_parameters(model) == 2 * (64 * 4 * 24 - 24 * (64 + 4 * 24))
+ESTIMATE = -7.0
 
 
-def test_ranks_of_one_replica_share_their_tokens() -> None:
-    """Eight ranks that share one batch have an eighth of the arithmetic of eight with their own."""
-    alone = ParallelConfig(dp=8), ParallelConfig(pp=2, cp=2, tp=2)
-    big = model_from_preset("dense_small", {"seq": 4096})
-    each = [
-        estimate_s(run(8, config=TrainConfig(model=big, parallel=p, steps=1).to_dict()), 8)
-        for p in alone
-    ]
-    fixed = estimate_s(run(8, config=TrainConfig(steps=1).to_dict()), 8)
-    assert (each[0] - fixed) / (each[1] - fixed) == pytest.approx(8, rel=0.01)
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[History]:
+    """A new history; what it does not know is -7 s."""
+    monkeypatch.setattr(estimates, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
+    with History.open(tmp_path / "h.sqlite", create=True) as history:
+        yield history
 
 
-def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
-
-    def odd(run: TrainConfig) -> ConfigError | None:
-        expected = "an even seed (others are not built so far)"
-        return ConfigError("seed", expected=expected, got=run.seed) if run.seed % 2 else None
-
-    rule = Rule("odd_seeds_are_not_built", "Odd seeds are not built so far.", odd)
-    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
-    config = TrainConfig(seed=7).to_dict()
-    even = TrainConfig(seed=8).to_dict()
-    plan = make_plan([case("a", 2, config=config), case("b", 2, config=even)], slots=4)
-    assert [c.id for c in plan.skipped] == ["a"]
-    assert plan.skipped[0].skip_reason.startswith("seed: expected an even seed")
-    assert plan.skipped[0].skip_reason.endswith("rule: odd_seeds_are_not_built")
+def of_preset(seed: int = 0, preset: str = "dense_tiny", **fields: Any) -> RunSpec:
+    config = {"model": {"preset": preset}, "steps": 20, "seed": seed, "graph": []}
+    return run(2, **({"config": config, "device": "cuda"} | fields))
 
 
-def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
-    """Finished runs are not planned; a case planned on a larger machine is not skipped."""
-    large, small = case("a", 8), case("b", 2)
-    plan = resume_plan([large, small], slots=4, finished=lambda key: key == small.reference.key)
-    assert [c.skip_reason for c in plan.cases] == ["", ""]
-    assert small.reference.key not in {planned.key for planned in plan.runs}
-    assert len(plan.runs) == 5
-    assert plan.estimate_s > 0
+def took(history: History, number: int, wall_s: float, **changes: Any) -> estimates.Seconds:
+    """Record that the work of `of_preset()` took so long; what is expected now."""
+    own = {"work": work_of(of_preset()), "wall_s": wall_s, **changes}
+    history.record(night(number, values=lambda run, leg: own if leg == "reference" else {}))
+    return expected(history, MACHINE, 1).seconds
 
 
-def test_a_plan_survives_json() -> None:
-    """`--dry-run --json` loses nothing."""
-    plan = make_plan([case("a", 2)], slots=8, jobs=2)
-    assert planning.Plan.from_json(plan.to_json()) == plan
+def test_equal_work_takes_the_median_of_its_newest_times(known: History) -> None:
+    """One slow run does not move it; replica and limit do not matter, the machine does."""
+    for number, wall_s in enumerate((900.0, 4.0, 90.0, 5.0)):
+        took(known, number, wall_s)
+    seconds = took(known, 4, 6.0)
+    assert seconds(of_preset()) == seconds(of_preset(replica=1, timeout_s=7.0)) == 6.0
+    assert took(known, 5, 5.0)(of_preset()) == 5.0  # 900 is no longer among the newest
+    assert expected(known, "another machine", 1).seconds(of_preset()) == ESTIMATE
+
+
+def test_similar_runs_stand_in_for_unknown_ones(known: History) -> None:
+    """Same preset, ranks and device: start-up and step time separately, for the run's own steps."""
+    known.record(night(values=lambda run, leg: {"wall_s": 4.0, "step_s": 0.1, "steps": 20}))
+    seconds = expected(known, MACHINE, 1).seconds
+    fresh = of_preset(seed=7)
+    assert seconds(fresh) == pytest.approx(2.0 + 20 * 0.1)
+    assert seconds(of_preset(config=fresh.config | {"steps": 100})) == pytest.approx(2.0 + 10.0)
+    others = (run(4, config=fresh.config, device="cuda"), of_preset(7, device="cpu"),
+              of_preset(7, "moe_tiny"))  # fmt: skip
+    assert {seconds(other) for other in others} == {ESTIMATE}
+    assert seconds(of_preset(7, rounding=1)) == pytest.approx(2.0 + 20 * 0.1 * SLOWDOWN)
+
+
+def test_runs_that_did_not_end_well_count_only_alone(known: History) -> None:
+    """A hang says how long a run takes only if it always hangs; an interruption says nothing."""
+    unknown = of_preset(preset="none")
+    own = {"work": work_of(unknown)}
+    assert took(known, 0, 1.0, what="interrupted", **own)(unknown) == ESTIMATE
+    assert took(known, 1, 60.0, what="hang", **own)(unknown) == 60.0
+    assert took(known, 2, 3.0, **own)(unknown) == 3.0
+
+
+def test_the_start_up_is_that_of_earlier_folders(known: History) -> None:
+    """From the making of a folder to its first run; a damaged history says nothing."""
+    begun = night(0)
+    created = "2031-02-03T04:05:06+00:00"
+    first_s = 1927857906.0 + 7.5
+    runs = tuple(dataclasses.replace(r, started_unix_s=first_s + n)
+                 for n, r in enumerate(begun.runs))  # fmt: skip
+    known.record(dataclasses.replace(begun, created=created, runs=runs))
+    assert expected(known, MACHINE, 1).start_s == 7.5
+    here = Machine(cores=2, memory_bytes=1, system="s", python="3.12", gpus=(), gpu_driver="",
+                   gpu_note="", versions={})  # fmt: skip
+    for text in (b"", b"no history"):
+        known.path.with_name("bad").write_bytes(text)
+        assert expected_here(known.path.with_name("bad"), here).seconds(run(2)) == ESTIMATE
+    assert expected_here(None, here).start_s > 0

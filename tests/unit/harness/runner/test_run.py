@@ -19,7 +19,6 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.repeats import unique_runs
 from harness.runner.run import advance, execute, execution
 from harness.store import RunFolder, begin_run, save_outcome
 
@@ -137,14 +136,6 @@ def go(
     return {v.case_id: v.outcome for v in verdicts}
 
 
-def test_shared_runs_are_made_once(tmp_path: Path) -> None:
-    """Three candidates of one reference cost five runs, not nine."""
-    engine = PretendEngine()
-    got = go(make_folder(tmp_path, case("a"), case("b"), case("c")), engine)
-    assert sorted(engine.started) == ["a", "b", "c", "ref", "ref*"]
-    assert got == {"a": "passed", "b": "passed", "c": "passed"}
-
-
 def test_a_case_is_judged_as_soon_as_its_runs_are_done(tmp_path: Path) -> None:
     """The first verdict does not wait for the last run, nor do slots for the first verdict."""
     notes = Notes()
@@ -155,30 +146,21 @@ def test_a_case_is_judged_as_soon_as_its_runs_are_done(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_failing_run_fails_only_its_cases(tmp_path: Path) -> None:
-    """One run's crash leaves the other cases their own verdicts."""
-    engine = PretendEngine(whats={"b": "crashed"})
-    got = go(make_folder(tmp_path, case("a"), case("b"), case("c")), engine)
-    assert got == {"a": "passed", "b": "failed", "c": "passed"}
-
-
-def test_verdicts_are_stored_with_the_time_of_their_runs(tmp_path: Path) -> None:
-    """What execute returns is on disk, in a sealed case, and counts the seconds of its legs."""
-    folder = make_folder(tmp_path, case("a"))
-    (verdict,) = execute(folder, folder.cases, PretendEngine(), Notes(), judge=pretend_judge)
-    assert folder.load_verdict("a") == verdict
-    assert verdict.wall_s == 6.0
+def test_shared_runs_are_made_once_and_never_again(tmp_path: Path) -> None:
+    """Five runs for three candidates; one crash fails its case; all is stored, with its seconds."""
+    folder = make_folder(tmp_path, case("a"), case("b"), case("c"))
+    engine = PretendEngine(whats={"b": "hang"})
+    first = go(folder, engine)
+    assert sorted(engine.started) == ["a", "b", "c", "ref", "ref*"]
+    assert first == {"a": "passed", "b": "failed", "c": "passed"}
+    stored = folder.load_verdict("a")
+    assert stored is not None
+    assert stored.wall_s == 6.0
     assert (folder.case_folder("a") / "candidate" / "outcome.json").is_file()
-
-
-def test_a_finished_matrix_is_not_run_again(tmp_path: Path) -> None:
-    """Executing a finished folder starts nothing and gives the same verdicts."""
-    folder = make_folder(tmp_path, case("a"), case("b"))
-    first = go(folder, PretendEngine(whats={"b": "hang"}))
     engine, notes = PretendEngine(), Notes()
-    assert go(folder, engine, notes) == first == {"a": "passed", "b": "failed"}
+    assert go(folder, engine, notes) == first
     assert engine.started == []
-    assert notes.lines == ["judged a passed", "judged b failed"]
+    assert notes.lines == ["judged a passed", "judged b failed", "judged c passed"]
 
 
 def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
@@ -239,24 +221,27 @@ def test_exit_first_stops_after_the_first_failure(tmp_path: Path, what: What) ->
     assert list(got) == ["a"]
     assert got["a"] != "passed"
     assert engine.num_cancels == 1
-    go(folder, PretendEngine())
+    engine = PretendEngine()
+    if what == "crashed":  # a failure that is stored stops as well as a new one
+        assert go(folder, engine, exit_first=True) == {"a": "failed"}
+        assert engine.started == []
+    go(folder, engine)
     assert [v.case_id for v in folder.verdicts()] == ["a", "b", "c"]
 
 
-def test_exit_first_looks_at_stored_failures(tmp_path: Path) -> None:
-    """Resuming with -x a folder that holds a failure starts nothing."""
-    folder = make_folder(tmp_path, case("a"), case("b"))
-    go(folder, PretendEngine(whats={"a": "crashed"}, slots=2), exit_first=True)
-    engine = PretendEngine()
-    assert go(folder, engine, exit_first=True) == {"a": "failed"}
-    assert engine.started == []
+class Impatient(PretendEngine):
+    """Is signalled once more while it kills runs: that must not cut the killing short."""
+
+    def cancel(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        super().cancel()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_kills_the_runs_and_keeps_what_is_done(tmp_path: Path, number: int) -> None:
     """Ctrl-C or SIGTERM cancels, ends as Interrupted, keeps verdicts, and restores handlers."""
     folder = make_folder(tmp_path, case("a"), case("b"))
-    engine, notes = PretendEngine(slots=2), Notes()
+    engine, notes = Impatient(slots=2), Notes()
 
     def interrupt() -> None:
         if "judged a passed" in notes.lines:
@@ -275,44 +260,29 @@ def test_a_signal_kills_the_runs_and_keeps_what_is_done(tmp_path: Path, number: 
     assert again.started == ["b"]
 
 
-def test_a_second_signal_does_not_cut_the_killing_short(tmp_path: Path) -> None:
-    """While runs are being killed, further signals are ignored."""
-    folder = make_folder(tmp_path, case("a"))
+class Forgetful(PretendEngine):
+    """Has nothing to wait for."""
 
-    class Impatient(PretendEngine):
-        def cancel(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            super().cancel()
-
-    engine = Impatient()
-    engine.before_wait = lambda: os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(Interrupted):
-        go(folder, engine)
-    assert engine.num_cancels == 1
+    def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
+        return []
 
 
-def test_an_engine_failure_cancels_and_is_told(tmp_path: Path) -> None:
-    """When the disk is full the runs under way are killed and the error comes through."""
-    engine = PretendEngine()
+class Full(PretendEngine):
+    """Cannot write."""
 
-    def full() -> None:
+    def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         raise Infrastructure("cannot write x: No space left on device")
 
-    engine.before_wait = full
-    with pytest.raises(Infrastructure, match="No space left"):
+
+@pytest.mark.parametrize(("kind", "why"), [(Full, "No space left"), (Forgetful, "3 runs are left")])
+def test_an_engine_that_fails_cancels_its_runs(
+    tmp_path: Path, kind: type[PretendEngine], why: str
+) -> None:
+    """The error comes through; runs that are missing must not end in green."""
+    engine = kind()
+    with pytest.raises(Infrastructure, match=why):
         go(make_folder(tmp_path, case("a")), engine)
     assert engine.num_cancels == 1
-
-
-def test_an_engine_that_lost_its_runs_is_an_error(tmp_path: Path) -> None:
-    """An engine that has nothing to wait for while runs are missing must not end in green."""
-
-    class Forgetful(PretendEngine):
-        def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-            return []
-
-    with pytest.raises(Infrastructure, match="3 runs are left"):
-        go(make_folder(tmp_path, case("a")), Forgetful())
 
 
 def test_a_judge_that_fails_costs_one_verdict(tmp_path: Path) -> None:
@@ -340,19 +310,6 @@ def test_two_harnesses_on_one_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="in use by another harness"):
         go(other, engine)
     assert engine.started == []
-
-
-def test_no_cases_are_no_verdicts(tmp_path: Path) -> None:
-    """An empty matrix has no verdict to be green about."""
-    assert go(make_folder(tmp_path), PretendEngine()) == {}
-
-
-def test_unique_runs_skips_what_is_skipped() -> None:
-    """The runs of a skipped case are not among those to make."""
-    assert unique_runs([case("a", skip_reason="no")]) == {}
-    assert list(unique_runs([case("a"), case("b")])) == [
-        spec("ref").key, spec("ref", replica=1).key, spec("a").key, spec("b").key,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["closed", "signal"])

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.cli import main
-from harness.cli import report as report_commands
 from harness.records import ExitCode, RunOutcome, RunSpec, StepRecord
 from harness.repeats import is_timed
 from harness.runner import launch
@@ -23,6 +23,8 @@ compare: {axis: graph, reference: eager, expect: bitwise}
 checks: {loss: {}, state: {}, throughput: {max_slowdown: 0.05}}
 launch: {device: cpu, slots: 4, timeout_s: 60}
 """
+
+Spoil = Callable[[RunSpec, StepRecord], StepRecord]
 
 
 class BusyEngine(FakeEngine):
@@ -48,11 +50,10 @@ class BusyEngine(FakeEngine):
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> BusyEngine:
-    """In the place of this machine's; nobody draws a report."""
+def busy(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> BusyEngine:
+    """In the place of this machine's."""
     made = BusyEngine()
     monkeypatch.setattr(launch, "LocalEngine", made)
-    monkeypatch.setattr(report_commands, "build_reports", lambda folder, *_: {})
     return made
 
 
@@ -66,92 +67,67 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple
     return code, json.loads(capsys.readouterr().out)
 
 
-def slow(factor: float) -> Any:
-    """Graphed steps take so much longer, on the whole of the run."""
-    return lambda spec, record: (
-        dataclasses.replace(record, step_s=record.step_s * factor)
-        if spec.config["graph"] == ["attn"] else record
-    )  # fmt: skip
-
-
 def test_timed_runs_are_alone_and_last(
-    tmp_path: Path, engine: BusyEngine, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, busy: BusyEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other runs start side by side; then each repeat starts when nothing is under way."""
     code, answer = run(tmp_path, capsys)
     assert code == ExitCode.PASSED
-    timed = [is_timed(spec) for spec, _ in engine.order]
+    timed = [is_timed(spec) for spec, _ in busy.order]
     assert timed == [False] * 8 + [True] * 36  # 2 layouts of 3 legs, 6 of each
-    assert max(beside for spec, beside in engine.order if not is_timed(spec)) > 0
-    assert all(beside == 0 for spec, beside in engine.order if is_timed(spec))
-    rounds = [spec.config["graph"] for spec, _ in engine.order[8:14]]
+    assert max(beside for spec, beside in busy.order if not is_timed(spec)) > 0
+    assert all(beside == 0 for spec, beside in busy.order if is_timed(spec))
+    rounds = [spec.config["graph"] for spec, _ in busy.order[8:14]]
     assert rounds[:3] == rounds[:2:-1]  # there and back
     for verdict in answer["verdicts"]:
         names = [check["check"] for check in verdict["checks"]]
         assert {"repeats", "throughput"} <= set(names)
 
 
+def other_bits(graph: list[str], replica: int) -> Spoil:
+    """One repeat of one leg has other weights in its step 7."""
+    return lambda spec, record: (
+        dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
+        if (spec.replica, spec.config["graph"], record.step) == (replica, graph, 7) else record
+    )  # fmt: skip
+
+
+def slow(factor: float) -> Spoil:
+    """Graphed steps take so much longer, on the whole of the run."""
+    return lambda spec, record: dataclasses.replace(
+        record, step_s=record.step_s * (factor if spec.config["graph"] == ["attn"] else 1.0)
+    )
+
+
+def noise(spec: RunSpec, record: StepRecord) -> StepRecord:
+    return dataclasses.replace(record, step_s=0.01 * (1 + int(spec.key[-3:], 16) % 7))
+
+
 @pytest.mark.parametrize(
-    ("factor", "code", "what"),
-    [(1.04, 0, ""), (1.06, 1, "throughput_regression")],
+    ("spoil", "code", "what"),
+    [
+        (slow(1.04), 0, ""),
+        (slow(1.06), 1, "throughput_regression"),
+        (noise, 6, "noisy"),
+        (other_bits(["attn"], 4), 1, "diverged"),
+        (other_bits([], 3), 6, "nondeterministic_reference"),
+    ],
 )
-def test_a_planted_slow_down_is_found(
-    tmp_path: Path, engine: BusyEngine, capsys: pytest.CaptureFixture[str], factor: float,
+def test_what_repeats_say(
+    tmp_path: Path, busy: BusyEngine, capsys: pytest.CaptureFixture[str], spoil: Spoil,
     code: int, what: str,
 ) -> None:  # fmt: skip
-    """Past the tolerance the slow graph fails, and no other."""
-    engine.spoil = slow(factor)
-    found, answer = run(tmp_path, capsys, "-k", "dp1")
-    assert found == code
-    whats = {verdict["case_id"]: verdict["what"] for verdict in answer["verdicts"]}
-    assert whats == {case: what if case.endswith("attn") else "" for case in whats}
-
-
-def test_noise_is_exit_6(
-    tmp_path: Path, engine: BusyEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where repeats scatter more than the tolerance, there is no verdict."""
-    engine.spoil = lambda spec, record: dataclasses.replace(
-        record, step_s=0.01 * (1 + int(spec.key[-3:], 16) % 7)
-    )
-    code, answer = run(tmp_path, capsys, "-k", "dp1 and attn")
+    """A slow graph fails past the tolerance, scatter is no verdict, other bits are found."""
+    busy.spoil = spoil
+    found, answer = run(tmp_path, capsys, "-k", "dp1 and attn")
     (verdict,) = answer["verdicts"]
-    assert (code, verdict["outcome"], verdict["what"]) == (6, "incomparable", "noisy")
-
-
-def test_a_repeat_with_other_bits_fails(
-    tmp_path: Path, engine: BusyEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A candidate that diverges in one repeat only is caught; a reference that does is no judge."""
-
-    def differ(graph: list[str]) -> Any:
-        def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
-            if spec.replica != 4 or spec.config["graph"] != graph or record.step != 7:
-                return record
-            return dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
-
-        return spoil
-
-    engine.spoil = differ(["attn"])
-    code, answer = run(tmp_path, capsys, "-k", "dp1 and attn")
-    assert (code, answer["verdicts"][0]["what"]) == (1, "diverged")
-    assert answer["verdicts"][0]["message"].startswith("repeat 2 of the candidate")
-
-
-def test_a_reference_with_other_bits_is_no_judge(
-    tmp_path: Path, engine: BusyEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A repeat of the reference that differs makes the case incomparable."""
-    engine.spoil = lambda spec, record: (
-        dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
-        if spec.replica == 3 and not spec.config["graph"] else record
-    )  # fmt: skip
-    code, answer = run(tmp_path, capsys, "-k", "dp1 and attn")
-    assert (code, answer["verdicts"][0]["what"]) == (6, "nondeterministic_reference")
+    assert (found, verdict["what"]) == (code, what)
+    if what == "diverged":
+        assert verdict["message"].startswith("repeat 2 of the candidate")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "words"),
     [
         (("steps: 9", "steps: 7"), "skip_steps + 3 = 8 or more to time"),
         (("max_slowdown: 0.05", "skip_steps: 2"), "3 or more, as graphs are captured"),
@@ -160,10 +136,10 @@ def test_a_reference_with_other_bits_is_no_judge(
     ],
 )
 def test_what_cannot_be_timed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], words: str
 ) -> None:
     """Before anything runs: too few steps or repeats, or warm-up among the steps that count."""
     path = tmp_path / "timed.yaml"
     path.write_text(SCENARIO.replace(*change))
     assert main(["run", str(path), "--dry-run"]) == ExitCode.USAGE
-    assert told in capsys.readouterr().err
+    assert words in capsys.readouterr().err

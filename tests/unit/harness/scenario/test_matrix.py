@@ -468,7 +468,7 @@ def test_ten_thousand_cases_are_planned_at_once_without_torch(tmp_path: Path) ->
         "from harness.scenario.schema import load_scenario\n"
         "from harness.runner.plan import make_plan\n"
         "from tests.pace import in_paces\n"
-        "from harness.runner.display import make_console, print_plan\n"
+        "from harness.terminal import make_console, print_plan\n"
         "cases = lambda: expand(load_scenario(sys.argv[1]), 'cpu')\n"
         "console = make_console(); console.file = open(sys.argv[2], 'w')\n"
         "c = []; work = lambda: c.append(make_plan(cases(), slots=8))\n"

@@ -1,9 +1,7 @@
 """Contracts of what is run together: scenarios, tiers, `-k`, pairs of values, shards, merging."""
 
 import itertools
-import json
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from harness.cli import main
 from harness.errors import UsageError
 from harness.records import CaseSpec, RunSpec
-from harness.runner.occupancy import load
 from harness.scenario.suite import num_pairs, pairwise, select
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
@@ -106,8 +103,6 @@ def test_selections_are_said_and_legs_stay(
         (("--resume", "r", "--shard", "1/2"), 4, "--resume: expected no --shard"),
         (("--resume", "r", "--tier", "pr"), 4, "--resume: expected no --tier"),
         (("scenarios/free.yaml", "scenarios/free.yaml", "scenarios/again.yaml"), 4, "the name of"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "out/history.sqlite"), 4, "does not"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "none.sqlite"), 4, "none.sqlite"),
     ],
 )  # fmt: skip
 def test_misuse_is_one_line(
@@ -233,6 +228,13 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
     assert main(["merge", "s1", "unknown", "--out", "m"]) == 0
 
 
+def test_a_list_is_cut_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards of a shard are none that `harness run` knows."""
+    file = folder / "free.yaml"
+    assert main(["list", str(file), "--shards", "2", "--shard", "1/2"]) == 4
+    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
+
+
 def test_what_does_not_go_together_is_refused(
     folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,23 +287,6 @@ def test_engines_must_agree(
     assert main(["run", "scenarios", "--engine", "local"]) == 0
 
 
-def test_how_busy_the_slots_were_is_kept(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each execution of a folder that made runs adds its figures, and the user is told."""
-    code, answer = run_json(capsys, "run", str(folder / "free.yaml"), "--out", "r", "--slots", "4")
-    assert code == 0
-    told: dict[str, Any] = answer["occupancy"]
-    assert (told["slots"], told["num_runs"], told["busy_slot_s"]) == (4, 8, 0.5 * (4 * 1 + 4 * 2))
-    assert told["share"] == told["busy_slot_s"] / (4 * told["wall_s"])
-    shutil.rmtree(next(Path("r/runs").glob("w2-attn*")))
-    assert main(["run", "--resume", "r"]) == 0
-    assert "slots" in capsys.readouterr().out
-    assert [entry.num_runs for entry in load(Path("r"))] == [8, 1]
-    Path("r/occupancy.json").write_text(json.dumps([{"slots": "x"}]))
-    assert load(Path("r")) == ()
-
-
 def test_costs_order_the_runs(
     folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,13 +294,6 @@ def test_costs_order_the_runs(
     assert main(["run", str(folder / "free.yaml")]) == 0
     plan = run_json(capsys, "run", str(folder / "free.yaml"), "--dry-run")[1]
     assert {run["estimate_s"] for run in plan["runs"]} == {0.5}
-    shutil.copy("out/history.sqlite", "costs.sqlite")
-    shards = ("list", str(folder / "free.yaml"), "--shards", "2")
-    by = ("--costs", "costs.sqlite")
-    told = [run_json(capsys, *shards, *more)[1]["include"] for more in ((), by)]
-    assert sum(part["expected_slot_s"] for part in told[0]) > 6.0
-    assert [part["expected_slot_s"] for part in told[1]] == [4 * 0.5 * 2, 4 * 0.5 * 1]
-    assert main(["run", str(folder / "free.yaml"), "--shard", "1/2", *by]) == 0
 
 
 # --- -k and pairs ---

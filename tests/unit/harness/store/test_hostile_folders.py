@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from harness import cli
+from harness.cli.output import stderr_tail
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
 from harness.masking import MASK
 from harness.records import Verdict
-from harness.runner import display, launch, occupancy
+from harness.runner import launch
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from reports.reading import history_note
@@ -29,9 +30,8 @@ SECRET = "correct-horse-battery-7"
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "report": ("rank0.stderr", tail),
     "leader": ("rank0.stderr", tail_of),
-    "show": ("rank0.stderr", display.stderr_tail),
+    "show": ("rank0.stderr", stderr_tail),
     "note": ("history_not_written.txt", lambda path: history_note(path.parent)),
-    "occupancy": ("occupancy.json", lambda path: occupancy.load(path.parent)),
     "place": ("rank0.place", read_place),
 }
 
@@ -63,7 +63,6 @@ def test_what_is_no_file_is_not_read(reader: str, kind: str, tmp_path: Path) -> 
     name, read = READERS[reader]
     kept = tmp_path / "kept"
     content = {
-        "occupancy": [{"slots": 1, "num_runs": 1, "wall_s": 1, "busy_slot_s": 1, "expected_s": 1}],
         "place": {"step": 1, "operator": "o", "label": "", "group": [0], "is_inside": True},
     }.get(reader, "root:x:0:0")
     kept.write_text(json.dumps(content))

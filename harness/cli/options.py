@@ -1,0 +1,95 @@
+"""Options that several commands take, and exit codes as `git bisect run` reads them.
+
+    ours                                       git's
+    0 passed                                     0  good
+    1 a check failed                             1  bad
+    3 internal, 5 nothing ran, 6 no verdict    125  cannot say: skip this commit
+    2 interrupted, 4 usage                   128 +  stop: the next commit would end the same
+
+A commit on which nothing ran is no good one. One whose modules cannot be imported ends with 1
+before any of this is read: let what git runs build first, or search by `harness bisect --commits`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.masking import Masker
+from harness.records import ExitCode
+from harness.scenario.schema import SELECTIONS, TIERS
+
+PATH = click.Path(path_type=Path)
+Command = Callable[..., Any]
+Option = Callable[[Command], Command]
+BISECT_EXIT = "--bisect-exit"
+CANNOT_SAY, STOP = 125, 128
+
+
+def options(*each: Option) -> Option:
+    """Several options as one decorator."""
+
+    def wrap(function: Command) -> Command:
+        for option in reversed(each):
+            function = option(function)
+        return function
+
+    return wrap
+
+
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
+keyword = click.option(
+    "-k", "keyword", metavar="EXPR",
+    help="Only cases whose id or labels match, as in pytest: 'dp2 and not attn'.",
+)  # fmt: skip
+out = click.option(
+    "--out", type=PATH, metavar="FOLDER",
+    help="Run folder to create; by default a new one under out/.",
+)  # fmt: skip
+overrides = options(
+    click.option(
+        "--set", "sets", multiple=True, metavar="KEY=YAML",
+        help="Replace a value of base, as fsdp.strategy=no_shard.",
+    ),
+    click.option(
+        "--axis", "axes", multiple=True, metavar="NAME=LIST",
+        help="Replace the values of an axis, as graph=[eager,[attn]].",
+    ),
+)  # fmt: skip
+suite = options(
+    click.option(
+        "--tier", "tiers", type=click.Choice(TIERS), multiple=True,
+        help="Only scenarios of this tier; of those under scenarios/ if no path is given.",
+    ),
+    click.option(
+        "--select", type=click.Choice(SELECTIONS),
+        help="Which cases: all, or a set that covers all pairs of values. Overrides the scenario's "
+        "select.",
+    ),
+    click.option(
+        "--shard", metavar="I/N",
+        help="Only shard I of N, for CI jobs in parallel; see harness merge.",
+    ),
+)  # fmt: skip
+bisect_exit = click.option(
+    BISECT_EXIT, is_flag=True, expose_value=False,
+    help="Exit as git bisect run expects: 0 good, 1 bad, 125 skip, above 127 stop.",
+)  # fmt: skip
+
+
+def for_git(code: int, args: Sequence[str]) -> int:
+    """The exit code of a command line: ours, or git's if that was wanted."""
+    if BISECT_EXIT not in args or code in (ExitCode.PASSED, ExitCode.FAILED):
+        return int(code)
+    stop = code in (ExitCode.INTERRUPTED, ExitCode.USAGE)
+    return STOP + int(code) if stop else CANNOT_SAY
+
+
+def command_line() -> list[str]:
+    """What was typed, for manifests; secrets masked."""
+    args: list[str] = click.get_current_context().find_root().obj
+    return ["harness", *Masker(os.environ).words(args)]

@@ -1,0 +1,496 @@
+"""Runs that are made again: which, how often, by whose code, and what earlier attempts prove."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import provenance
+from harness.cli import main
+from harness.errors import UsageError
+from harness.history import History
+from harness.history.entries import FolderEntry
+from harness.infrastructure import SIGNATURES, machine_failure, signature_of
+from harness.program.spec import codes_of
+from harness.records import (
+    Ending,
+    ErrorRecord,
+    InitialRecord,
+    RankRecords,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    StepRecord,
+    What,
+    dumps,
+    parse_record,
+)
+from harness.runner import launch
+from harness.runner.retries import clear_leftovers, earlier_attempts, stored_limit
+from harness.store import SHARDS_FILE, RunFolder, begin_run, kept_folder, merge, save_outcome
+from reports.reading import summarise
+from tests.unit.harness.fake_engine import FakeEngine, run_json
+
+TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
+BUSY = "CUDA-capable device(s) is/are busy or unavailable"
+CUDA = "AcceleratorError: CUDA error: "
+NCCL = "DistBackendError: NCCL error: unhandled system error, ncclSystemError"
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/listener.cc:61] bind: "
+FAILING = "dp2-attn"
+RUN = ("run", "small.yaml", "--out", "run", "--slots", "2", "--no-history")
+RESUME = ("run", "--resume", "run", "--no-history")
+
+
+def error(text: str, rank: int = 0, **more: Any) -> ErrorRecord:
+    """What a rank records of 'Type: words'."""
+    kind, _, message = text.partition(": ")
+    plain: dict[str, Any] = {"step": -1, "what": "crashed", "traceback": ""} | more
+    return ErrorRecord(rank=rank, type=kind, message=message, **plain)
+
+
+def outcome(what: What, message: str = "") -> RunOutcome:
+    return RunOutcome(key="k", what=what, message=message, culprit_rank=0, ranks=(),
+                      started_unix_s=0.0, wall_s=1.0)  # fmt: skip
+
+
+class FailingEngine(FakeEngine):
+    """The first `times` attempts of the candidate of dp2-attn end as `how` says after two steps.
+
+    Rank 0 records 'Type: words' as its end, unless it is said to have `recorded` nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how: dict[str, Any] = {"what": "crashed", "message": NCCL, "culprit_rank": 0}
+        self.times, self.recorded = 1, True
+        self.bits: Callable[[Any], Any] = lambda record: record
+
+    def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
+        super().start(spec, folder, attempt=attempt)
+        if spec.config["graph"] != ["attn"] or spec.world_size != 2 or attempt >= self.times:
+            return
+        ended = dataclasses.replace(self.ended.pop(), **self.how)
+        save_outcome(folder, ended)
+        for path in folder.glob("rank*.jsonl"):
+            start, *lines = path.read_text().splitlines()[:4]
+            lines = [dumps(self.bits(parse_record(line))) for line in lines]
+            if path.name == "rank0.jsonl" and self.recorded:
+                lines.append(json.dumps(error(self.how["message"]).to_json()))
+            path.write_text("\n".join([start, *lines]) + "\n")
+        self.ended.append(ended)
+
+    @property
+    def num_repeated(self) -> int:
+        return len(self.made) - len(set(self.made))
+
+
+@pytest.fixture
+def failing(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FailingEngine:
+    """In place of this machine's engine; the working folder holds the small scenario."""
+    made = FailingEngine()
+    monkeypatch.setattr(launch, "LocalEngine", made)
+    return made
+
+
+def go(retries: int) -> int:
+    return main([*RUN, "--set", f"launch.retries={retries}"])
+
+
+def signatures(folder: str = "run") -> list[str]:
+    opened = RunFolder.open(Path(folder))
+    return [attempt.signature for attempt in earlier_attempts(opened, candidate(opened))]
+
+
+def candidate(folder: RunFolder) -> RunSpec:
+    return next(case.candidate for case in folder.cases if case.id == FAILING)
+
+
+def words(folder: str = "run") -> dict[str, str]:
+    """What reports say of attempts, by case."""
+    cases = summarise(Path(folder)).cases
+    return {case.spec.id: case.attempt_words for case in cases if case.attempt_words}
+
+
+# ---- what the machine failed
+
+
+def test_a_failure_of_the_machine_is_tried_again_and_counted(
+    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It passes on its second attempt, the first is kept, in the history, too; limits hold."""
+    args = ["run", "small.yaml", "--slots", "2", "--set", "launch.retries=2", "--history", "h.db"]
+    code, done = run_json(capsys, *args, "--out", "run")
+    assert (code, {v["outcome"] for v in done["verdicts"]}) == (0, {"passed"})
+    assert (signatures(), failing.num_repeated) == (["nccl_system_error"], 1)
+    flaky = ("history", "--flaky", "--history", "h.db")
+    (entry,) = run_json(capsys, *flaky)[1]
+    found = (entry["case_id"], entry["retried"], entry["changes"])
+    assert found == (FAILING, {"nccl_system_error": 1}, 0)
+    failing.times = 9
+    assert run_json(capsys, *args, "--out", "beyond")[0] == 6
+    assert run_json(capsys, *flaky)[1][0]["retried"] == {"nccl_system_error": 3}
+    assert signatures("beyond") == ["nccl_system_error"] * 2
+    made = len(failing.made)
+    assert main(["run", "--resume", "beyond", "--no-history"]) == 6
+    assert len(failing.made) == made
+
+
+def test_without_retries_it_is_final_and_nobody_s_fault(
+    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is tried again unless the scenario says so, and a machine is no candidate's fault."""
+    code, done = run_json(capsys, *RUN)
+    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
+    assert (code, bad["outcome"], bad["what"]) == (6, "error", "crashed")
+    assert bad["message"].startswith("the machine failed (nccl_system_error): ")
+    assert failing.num_repeated == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message", "recorded"),
+    [
+        ("illegal_access", f"CUDA illegal memory access; {NCCL}", True),
+        ("oom", f"out of memory; {NCCL}", True),
+        ("stale_address", NCCL, True),
+        ("crashed", "RuntimeError: a tensor is NaN", True),
+        ("crashed", TAKEN, True),  # two steps are recorded
+        ("killed", NCCL, True),
+        # The words alone, from somebody who has no business to say them.
+        ("crashed", NCCL.replace("DistBackendError", "RuntimeError"), True),
+        ("crashed", "ValueError: uncorrectable ECC error encountered", True),
+        ("crashed", "RuntimeError: uncorrectable ECC error encountered", True),
+        ("crashed", f"rank 0 exited with code 1 after step 1: {NCCL}", False),
+        ("nan", NCCL, True),
+    ],
+)
+def test_what_a_program_did_is_final(
+    failing: FailingEngine, what: str, message: str, recorded: bool
+) -> None:
+    """No other ending is tried again, whatever words of machines it holds, or with a NaN."""
+    failing.how |= {"what": "crashed" if what == "nan" else what, "message": message}
+    failing.recorded = recorded
+    if what == "nan":
+        failing.bits = lambda record: dataclasses.replace(record, nonfinite={"grads": ("w",)})
+    assert go(5) == 1
+    assert failing.num_repeated == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "group", "tensor"),
+    [(1, "weights", "w"), (1, "samples", "tokens"), (-1, "optim", "w")],
+)
+def test_no_pass_after_an_attempt_with_other_bits(
+    failing: FailingEngine, capsys: pytest.CaptureFixture[str], step: int, group: str, tensor: str
+) -> None:
+    """Whatever group of digests it was in, the state before step 0 included; `check` says so."""
+
+    def spoilt(record: StepRecord | InitialRecord) -> StepRecord | InitialRecord:
+        at = record.step if isinstance(record, StepRecord) else -1
+        if (at, record.rank) != (step, 1):
+            return record
+        return dataclasses.replace(record, digests=record.digests | {group: "0" * 32})
+
+    failing.bits = spoilt
+    assert go(1) == 1
+    code, done = run_json(capsys, "check", "run")
+    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
+    assert (code, bad["outcome"], bad["what"]) == (1, "failed", "diverged")
+    place = bad["difference"]
+    found = (place["step"], place["rank"], place["quantity"], place["tensor"])
+    assert found == (step, 1, group, tensor)
+
+
+def ended(*errors: ErrorRecord) -> RunResult:
+    """A crashed run whose rank 0 is at fault, and what its ranks recorded as their ends."""
+    ranks = [RankRecords(rank=e.rank, start=None, steps=(), events=(), error=e, end=None,
+                         problems=()) for e in errors]  # fmt: skip
+    spec = RunSpec(config={}, device="cpu", world_size=2, timeout_s=1.0)
+    return RunResult(spec=spec, outcome=outcome("crashed"), ranks=tuple(ranks))
+
+
+QUOTING = f"DistBackendError: lost; before that, rank 1 failed: {NCCL}"
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (ended(error(NCCL)), "nccl_system_error"),
+        (ended(error(NCCL), error("E: m", rank=1, what="illegal_access")), ""),
+        (ended(error("ValueError: mine"), error(NCCL, rank=1)), ""),
+        (ended(error(QUOTING, blames=1)), ""),
+        # Before any step is what the error's own step says, though no step is on record.
+        (ended(error(CUDA + BUSY)), "device_unavailable"),
+        (ended(error(CUDA + BUSY, step=0)), "device_unavailable"),
+        (ended(error(CUDA + BUSY, step=15)), ""),
+    ],
+)
+def test_only_the_rank_at_fault_is_heard(run: RunResult, name: str) -> None:
+    """Not one that lost its network because another failed, nor one that quotes the other."""
+    assert machine_failure(run) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "text"),
+    [
+        ("port_in_use", "crashed", TAKEN),
+        ("port_in_use", "crashed", f"{GLOO}Address already in use"),
+        ("rendezvous_timeout", "crashed", "DistStoreError: 1/2 clients joined"),
+        ("rendezvous_timeout", "hang", "DistNetworkError: The client socket has timed out"),
+        ("nccl_system_error", "crashed", NCCL),
+        ("memory_error", "crashed", f"{CUDA}uncorrectable ECC error encountered"),
+        ("device_unavailable", "crashed", CUDA + BUSY),
+        ("", "crashed", f"ValueError: {BUSY}"),
+        ("", "crashed", "OSError: [Errno 98] Address already in use"),
+        ("", "crashed", "AssertionError: "),
+        ("no_process", "not_run", ""),
+        ("forkserver_died", "interrupted", ""),
+        ("node_failure", "interrupted", ""),
+    ],
+)
+def test_every_signature_is_known_by_its_exception_or_field(
+    name: str, what: What, text: str
+) -> None:
+    """What the engine saw is a field; the harness' own words say nothing."""
+    if text:
+        assert signature_of(outcome(what, "it failed"), [error(text)]) == name
+        assert signature_of(outcome(what, text)) == ""
+    else:
+        seen = dataclasses.replace(outcome(what), ending=Ending(machine=name))
+        assert signature_of(seen) == name
+        assert signature_of(dataclasses.replace(seen, what="crashed")) == ""
+        assert signature_of(outcome(what, "the forkserver died; NODE_FAIL; Errno 11")) == ""
+    assert len(SIGNATURES) == 8
+
+
+def test_a_stored_limit_is_a_count() -> None:
+    """A manifest may say anything; only a positive integer allows an attempt."""
+    values = [3, 0, -1, True, "3", None, 2.0]
+    assert [stored_limit({"retries": value}) for value in values] == [3, 0, 0, 0, 0, 0, 0]
+    assert stored_limit({}) == 0
+
+
+# ---- what --resume makes
+
+
+@pytest.mark.parametrize("from_outside", [True, False])
+def test_a_run_that_was_killed(
+    failing: FailingEngine, capsys: pytest.CaptureFixture[str], *, from_outside: bool
+) -> None:
+    """By somebody: --resume makes it, alone. By the kernel, maybe: only with --again-killed."""
+    failing.how = {"what": "killed", "message": "it died", "from_outside": from_outside}
+    assert main([*RUN]) == 1
+    made = len(failing.made)
+    plan = run_json(capsys, "run", "--resume", "run", "--dry-run")[1]
+    assert len(plan["runs"]) == from_outside
+    assert main([*RESUME]) == (0 if from_outside else 1)
+    assert failing.made[made:] == [run["key"] for run in plan["runs"]]
+    assert main([*RESUME, "--again-killed"]) == 0
+    assert len(failing.made) == made + 1
+    assert words() == {FAILING: "passed on attempt 2 (candidate: killed)"}
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_plan_of_a_resume_holds_what_the_machine_failed(
+    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A harness was stopped before its retry: the plan that is printed is what is then made."""
+    failing.on_start = lambda spec: interrupt() if spec.key in failing.made else None
+    assert go(1) == 2
+    # As if it had been stopped a moment earlier: the failed run is not yet set aside.
+    folder = RunFolder.open(Path("run"))
+    current = folder.run_folder(candidate(folder).key)
+    kept_folder(current, 0).rename(current)
+    failing.on_start = lambda spec: None
+    failing.ended.clear()
+    planned = run_json(capsys, "run", "--resume", "run", "--dry-run")[1]["runs"]
+    made = len(failing.made)
+    assert main([*RESUME]) == 0
+    assert sorted(failing.made[made:]) == sorted(run["key"] for run in planned)
+    assert candidate(folder).key in failing.made[made:]
+    assert signatures() == ["nccl_system_error"]
+
+
+def test_a_retry_that_was_cut_short_is_not_counted_and_allows_no_more(
+    failing: FailingEngine,
+) -> None:
+    """Killed in the middle of a retry, the harness makes that again, and as many as it had left."""
+    failing.times = 9
+
+    def cut_short(spec: RunSpec) -> None:
+        if spec.key in failing.made:
+            begin_run(RunFolder.open(Path("run")).run_folder(spec.key), spec)
+            raise KeyboardInterrupt
+
+    failing.on_start = cut_short
+    assert go(2) == 2
+    failing.on_start = lambda spec: None
+    failing.ended.clear()
+    for _ in range(2):
+        assert main([*RESUME]) == 6
+    assert signatures() == ["nccl_system_error", "", "nccl_system_error"]
+
+
+def test_attempts_that_ended_alike_are_counted(failing: FailingEngine) -> None:
+    """A run that was killed again and again is one cause and a number, not a line of words."""
+    failing.how = {"what": "killed", "message": "it died", "from_outside": True}
+    assert main([*RUN]) == 1
+    folder = RunFolder.open(Path("run"))
+    for _ in range(2):
+        kept = folder.set_aside(key := candidate(folder).key)
+        assert kept is not None
+        shutil.copytree(kept, folder.run_folder(key))
+    assert words() == {FAILING: "failed on attempt 3 (candidate: 2 x killed)"}
+
+
+def test_attempts_and_their_limit_are_in_the_merged_folder(
+    failing: FailingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resuming the whole allows as many; a merge that was cut short is no run folder."""
+    shard = ("--set", "launch.retries=1", "--shard", "1/2")
+    assert main([*RUN, *shard]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(merge, "_link_all", interrupt)
+        assert main(["merge", "run", "--out", "merged"]) == 2
+    assert main(["run", "--resume", "merged"]) == 4
+    assert main(["merge", "run", "--out", "merged"]) == 6
+    assert stored_limit(RunFolder.open(Path("merged")).manifest) == 1
+    assert words("merged") == {FAILING: "passed on attempt 2 (candidate: nccl_system_error)"}
+
+
+# ---- other code, packages, variables
+
+
+@pytest.fixture
+def half_done(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """A folder of which one case is half done, made by code that is called old."""
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
+    monkeypatch.setattr(provenance, "code", lambda: "old")
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "a" * 40)
+    engine.environment |= {"commit": "a" * 40}
+    assert main([*RUN]) == 0
+    with RunFolder.open(Path("run")) as folder:
+        folder.set_aside(candidate(folder).key)
+    engine.made.clear()
+    return engine
+
+
+def other_code(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "code", lambda: "new")
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
+    engine.environment = {"fingerprint": {"torch": "x", "code": "new"}, "commit": "b" * 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("code", "code old became new"), ("packages", "package torch 2.12 became 2.13"),
+     ("variables", "variable TORCHDYNAMO_DISABLE absent became 1")],
+)  # fmt: skip
+def test_what_differs_is_refused_in_one_line(
+    name: str, words: str, half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Other code, packages or variables: exit 4, nothing is run, the way out is named."""
+    if name == "code":
+        other_code(half_done, monkeypatch)
+    elif name == "packages":
+        monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.13"})
+    else:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert main([*RESUME]) == 4
+    said = capsys.readouterr().err
+    assert (said.count("\n"), words in said, "--mixed" in said) == (1, True, True)
+    assert half_done.made == []
+
+
+def test_another_commit_of_the_same_code_goes_on(
+    half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor does another GPU matter; a script next to a program's own is code of it."""
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main([*RESUME]) == 0
+    assert len(half_done.made) == 1
+    script = tmp_path / "train.py"
+    config = {"program": {"kind": "script", "target": str(script), "folder": str(tmp_path)}}
+    script.write_text("lr = 1")
+    before = codes_of([config, config])
+    (tmp_path / "model.py").write_text("layers = 2")
+    assert provenance.changes(before, codes_of([config])).startswith(f"program {script} ")
+
+
+def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(
+    half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The case with runs of both has no verdict about the code; the history knows who made what."""
+    other_code(half_done, monkeypatch)
+    code, done = run_json(capsys, "run", "--resume", "run", "--mixed", "--history", "h.sqlite")
+    assert code == 6
+    outcomes = {verdict["case_id"]: verdict["what"] for verdict in done["verdicts"]}
+    assert outcomes[FAILING] == "different_environment"
+    with History.open(Path("h.sqlite")) as history:
+        (entry,) = history.entries()
+    assert isinstance(entry, FolderEntry)
+    assert entry.commit == "a" * 40
+    made = half_done.made[0]
+    assert {run.commit for run in entry.runs if run.key == made} == {"", "b" * 40}
+    assert {case.case_id for case in entry.cases if case.commit == "b" * 40} == {FAILING}
+    assert {run.commit for run in entry.runs if run.key != made} == {""}
+    assert main(["run", "small.yaml", "--mixed"]) == 4
+    assert "expected --resume" in capsys.readouterr().err
+
+
+# ---- what a killed harness left half-written
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+    """Files of dead processes and half-sealed cases go; runs, whole files and files of the living
+    stay, so do links' targets."""
+    folder = RunFolder.create(tmp_path / "run", {}, "", [])
+    for name in ("report", "cases/a/reference", "cases/.a.tmp/reference", "runs/k"):
+        (folder.path / name).mkdir(parents=True)
+    dead, living = 2**22 + 1, os.getpid()  # the first is no process: it is beyond pid_max
+    gone = [f".verdict.json.{dead}.tmp", f"report/.index.html.{dead}.tmp",
+            f"cases/a/.verdict.json.{dead}.tmp"]  # fmt: skip
+    kept = [f"report/.report.md.{living}.tmp", f"runs/k/.node0.json.{dead}.tmp",
+            "cases/a/case.json", ".mine.tmp"]  # fmt: skip
+    for name in (*gone, *kept):
+        (folder.path / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/file").touch()
+    (folder.path / "cases/.b.tmp").symlink_to(tmp_path / "elsewhere")
+    clear_leftovers(folder)
+    assert not [name for name in gone if (folder.path / name).exists()]
+    assert [name for name in kept if not (folder.path / name).exists()] == []
+    assert {path.name for path in folder.path.glob("cases/*")} == {"a"}
+    assert (tmp_path / "elsewhere/file").exists()
+
+
+@pytest.mark.parametrize("is_shard", [True, False])
+def test_a_folder_whose_harness_died_at_once_can_be_begun_again(
+    tmp_path: Path, *, is_shard: bool
+) -> None:
+    """Killed before the manifest, which comes last, it says what to do, and that then works."""
+    path = tmp_path / "run"
+
+    def killed(folder: RunFolder) -> None:
+        (folder.path / SHARDS_FILE).touch()
+        raise KeyboardInterrupt
+
+    if is_shard:
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder.create(path, {}, "", [], fill=killed)
+    else:
+        RunFolder.create(path, {}, "", []).release()
+        (path / "manifest.json").unlink()
+    with pytest.raises(UsageError, match="start it once more, with --out"):
+        RunFolder.open(path)
+    RunFolder.create(path, {}, "", [])
+    assert RunFolder.open(path).cases == ()
