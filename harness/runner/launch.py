@@ -177,7 +177,8 @@ def prepare(request: Request) -> Prepared:
         request.slots or suite.slots(default), slurm, chosen, device, here, request.ranks_per_gpu
     )
     plan = make_plan(
-        chosen, slots=slots, jobs=1 if slurm else request.jobs, expected=expected_here(request.history, here),
+        chosen, slots=slots, jobs=1 if slurm else request.jobs,
+        expected=expected_here(request.history, here),
         memory_bytes=None if slurm else _memory_bytes(device, here),
     )  # fmt: skip
     return Prepared(
@@ -223,7 +224,8 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     retries = stored_limit(folder.manifest)
     left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec, retries)}
     plan = make_plan(
-        cases, slots=slots, jobs=1 if slurm else request.jobs, expected=expected_here(request.history, here),
+        cases, slots=slots, jobs=1 if slurm else request.jobs,
+        expected=expected_here(request.history, here),
         finished=lambda key: key not in left, repeats=open_repeats(folder, retries),
     )  # fmt: skip
     return Prepared(

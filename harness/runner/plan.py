@@ -10,6 +10,7 @@ Expected seconds (`harness.runner.estimates`) order the work; no verdict depends
 """
 
 import dataclasses
+import gc
 import heapq
 import itertools
 import os
