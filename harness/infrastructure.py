@@ -21,7 +21,7 @@ Ranks that share a GPU may bring each other down (`harness.engine.gpus`): then n
 (`SHARED_GPU`), and their times mean nothing.
 
 What a rank printed counts for nothing. An exception counts if the rank at fault recorded it, blames
-no other, and is in the table of `harness.recorder.library_errors`. A program that says the same by
+no other, and is in the table of `harness.recorder.session`. A program that says the same by
 chance is not forgiven.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.recorder.library_errors import failures_of
+from harness.recorder.session import failures_of
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
 
 SHARED_GPU: What = "shared_gpu"

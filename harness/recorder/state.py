@@ -23,10 +23,12 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
 TRANSPARENT = WRAPPED[1:]
 """Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
-HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
-"""Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
+HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+"""Attributes of a parameter in which engines keep its gradient; the first that is not None."""
 ORIGINAL = "orig_param"
 """Attribute of a parameter that an engine (megatron-fsdp) trains in place of this one."""
+MAIN = "main_param"
+"""Attribute of a parameter that names the one trained in its place (megatron-core)."""
 
 
 @dataclass
@@ -45,8 +47,7 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._params: dict[int, tuple[weakref.ref[Tensor], Root | None, str]] = {}
-        self._modules: dict[int, tuple[weakref.ref[nn.Module], Root, str]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Root | None, str]] = {}
         self._roots: list[Root] = []
         self._unnamed = 0
         self.is_settled = False
@@ -63,14 +64,12 @@ class Names:
         if len(held) > 1:
             gc.collect()  # a wrapper that nobody has any more must not count as a root
             held = _holding(places)
-        found = [module for root in self._roots if (module := root.module()) is not None]
-        known = {id(module) for module in found}
+        found = self.roots
         compiled: list[tuple[nn.Module, nn.Module]] = []
         for outer in (*roots, *held):
-            module = _unwrapped(outer)
-            compiled += [(part, module) for part in _around(outer) if WRAPPED[0] in part._modules]
-            if id(module) not in known:
-                known.add(id(module))
+            *around, module = _around(outer)
+            compiled += [(part, module) for part in around if WRAPPED[0] in part._modules]
+            if not any(module is each for each in found):
                 found.append(module)
         inside = {id(part) for module in found for part in module.modules() if part is not module}
         learned: set[int] = set()
@@ -78,26 +77,24 @@ class Names:
             if id(module) not in inside:
                 self._learn(self._root(module), module, learned)
         for outer, module in compiled:
-            if id(module) in self._modules:
-                _, root, path = self._modules[id(module)]
-                self._modules[id(outer)] = (weakref.ref(outer), root, path)
-        self._settle(inside)
+            if (known := self._known.get(id(module))) is not None:
+                self._known[id(outer)] = (weakref.ref(outer), *known[1:])
+        if not self.is_settled:
+            self._settle(inside)
 
     def _root(self, module: nn.Module) -> Root:
         for root in self._roots:
             if root.module() is module:
                 return root
-        self._roots.append(Root(weakref.ref(module), _kind(module)))
+        root = Root(weakref.ref(module), _kind(module))
         if self.is_settled:
-            kinds = [root.kind for root in self._roots[:-1]]
-            number = kinds.count(self._roots[-1].kind)
-            self._roots[-1].prefix = self._roots[-1].kind + (str(number) if number else "")
-        return self._roots[-1]
+            number = [each.kind for each in self._roots].count(root.kind)
+            root.prefix = root.kind + (str(number) if number else "")
+        self._roots.append(root)
+        return root
 
     def _settle(self, inside: set[int]) -> None:
         """No prefix for a single root; the names of their classes, numbered, for several."""
-        if self.is_settled:
-            return
         held = ((root, root.module()) for root in self._roots)
         self._roots = [root for root, it in held if it is not None and id(it) not in inside]
         kinds = [root.kind for root in self._roots]
@@ -108,37 +105,38 @@ class Names:
     def _learn(self, root: Root, inner: nn.Module, learned: set[int]) -> None:
         for path, module in inner.named_modules():
             if not any(name in module._modules for name in TRANSPARENT):
-                self._modules[id(module)] = (weakref.ref(module), root, _clean(path))
+                self._known[id(module)] = (weakref.ref(module), root, _clean(path))
         for path, param in inner.named_parameters(remove_duplicate=False):
             if id(param) not in learned and not (self.is_settled and self.knows(param)):
                 learned.add(id(param))
-                self._params[id(param)] = (weakref.ref(param), root, _clean(path))
-            main = getattr(param, "main_param", None)  # megatron-core's optimizers train that one
-            if isinstance(main, Tensor):
-                self._params[id(main)] = (weakref.ref(main), root, _clean(path))
+                self._known[id(param)] = (weakref.ref(param), root, _clean(path))
+            if isinstance(main := getattr(param, MAIN, None), Tensor):
+                self._known[id(main)] = (weakref.ref(main), root, _clean(path))
 
-    def knows(self, param: Tensor) -> bool:
-        """Whether the parameter has a name."""
-        known = self._params.get(id(param))
-        return known is not None and known[0]() is param
+    def knows(self, held: Any) -> bool:
+        """Whether a parameter or a module has a name."""
+        known = self._known.get(id(held))
+        return known is not None and known[0]() is held
 
     def of(self, param: Tensor) -> str:
         """The parameter's name; `unnamed.N` for one that no module holds."""
         if not self.knows(param):
             original = getattr(param, ORIGINAL, None)
             if original is not None and self.knows(original):
-                _, root, path = self._params[id(original)]
+                _, *named = self._known[id(original)]
             else:
-                root, path = None, f"unnamed.{self._unnamed}"
+                named = [None, f"unnamed.{self._unnamed}"]
                 self._unnamed += 1
-            self._params[id(param)] = (weakref.ref(param), root, path)
-        _, root, path = self._params[id(param)]
-        return path if root is None else _join(root.prefix, path)
+            self._known[id(param)] = (weakref.ref(param), *named)  # type: ignore[assignment]
+        return self._name(param)
 
     def of_module(self, module: nn.Module) -> str | None:
         """The module's path, "" for a root; None if it is not known."""
-        known = self._modules.get(id(module))
-        return _join(known[1].prefix, known[2]) if known and known[0]() is module else None
+        return self._name(module) if self.knows(module) else None
+
+    def _name(self, held: Any) -> str:
+        _, root, path = self._known[id(held)]
+        return path if root is None else _join(root.prefix, path)
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -146,21 +144,18 @@ class Names:
         return [module for root in self._roots if (module := root.module()) is not None]
 
     def buffers(self) -> Named:
-        """Buffers of all roots, and parameters that are frozen."""
-        found: Named = []
-        for root in self.roots:
-            for module in root.modules():
-                path = self.of_module(module)
-                if path is None:
-                    continue
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found += plain(_join(path, name), buffer)
-        return found
+        """Buffers of all roots."""
+        named = ((self.of_module(each), each) for root in self.roots for each in root.modules())
+        return [
+            each
+            for path, module in named
+            if path is not None
+            for name, buffer in module._buffers.items()
+            for each in plain(_join(path, name), buffer)
+        ]
 
     def frozen(self, trained: Iterable[Tensor]) -> Named:
         """Parameters of all roots that no optimizer has, nor another in their place."""
-        trained = list(trained)
         seen = {id(each) for param in trained for each in (param, getattr(param, ORIGINAL, param))}
         return [
             each
@@ -173,29 +168,19 @@ class Names:
 
 def _holding(place: Mapping[int, int]) -> list[nn.Module]:
     """Outermost modules that hold one of the parameters, in the order of those."""
-
-    def first(module: nn.Module) -> int:
-        return min((place.get(id(p), len(place)) for p in module.parameters()), default=len(place))
-
-    found = [(first(module), type(module).__qualname__, module) for module in _outermost()]
-    ordered = sorted((each for each in found if each[0] < len(place)), key=lambda each: each[:2])
-    return [module for *_, module in ordered]
-
-
-def _outermost() -> list[nn.Module]:
-    """Modules that are part of no other, in no order."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    parts = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in parts and "_modules" in vars(module)]
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper such as DDP wraps: its only child, called `module`, where it has no more."""
-    return list(_around(module))[-1]
+    parts = {id(child) for each in modules for child in vars(each).get("_modules", {}).values()}
+    found = []
+    for module in modules:
+        if id(module) not in parts and "_modules" in vars(module):
+            first = min((place.get(id(p), len(place)) for p in module.parameters()), default=None)
+            if first is not None and first < len(place):
+                found.append((first, type(module).__qualname__, module))
+    return [module for *_, module in sorted(found, key=lambda each: each[:2])]
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's wrappers, from the outermost on, and what they wrap."""
+    """A module's wrappers, such as DDP, from the outermost on, and what they wrap."""
     yield module
     while len(module._modules) == 1 and not module._parameters:
         ((name, inner),) = module._modules.items()
@@ -256,12 +241,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 def gradient(param: Tensor) -> Any:
     """A parameter's gradient, wherever its engine keeps it; None if it has none."""
-    if (found := param.grad) is not None:
-        return found
-    for holder in HOLDERS_OF_GRADIENTS:
-        if (found := getattr(param, holder, None)) is not None:
-            return found
-    return None
+    held = (getattr(param, holder, None) for holder in HOLDERS_OF_GRADIENTS)
+    return next((each for each in held if each is not None), None)
 
 
 def parameters(optimizer: Any) -> list[Tensor]:
@@ -283,11 +264,8 @@ def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, d
             if key != "params":
                 _take(f"{prefix}group{number}.{key}", value, tensors, plain_numbers)
     for param in parameters(optimizer):
-        held = optimizer.state.get(param)
-        if isinstance(held, Mapping):
-            name = names.of(param)
-            for key, value in held.items():
-                _take(f"{name}.{key}", value, tensors, plain_numbers)
+        if isinstance(held := optimizer.state.get(param), Mapping):
+            _take(names.of(param), held, tensors, plain_numbers)
     return tensors, plain_numbers
 
 
@@ -296,11 +274,9 @@ def _take(name: str, value: Any, tensors: Named, plain_numbers: dict[str, bytes]
         tensors += plain(name, value)
     elif _is_number(value):
         plain_numbers[name] = repr(value).encode()
-    elif isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            _take(f"{name}.{place}", each, tensors, plain_numbers)
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
+    elif isinstance(value, list | tuple | Mapping):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in pairs:
             _take(f"{name}.{key}", each, tensors, plain_numbers)
 
 
@@ -320,8 +296,8 @@ def random_states(wanted: Container[str]) -> dict[str, bytes]:
     states = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    states["python"] = repr(random.getstate()).encode() if "python" in wanted else b""
-    states["numpy"] = b""
+    python = repr(random.getstate()).encode() if "python" in wanted else b""
+    states |= {"python": python, "numpy": b""}
     if "numpy" in wanted:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()

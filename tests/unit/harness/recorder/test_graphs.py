@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from harness.recorder.graph_memory import Uncounted
-from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress
+from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress, Uncounted
 
 
 class Graph:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.recorder.library_errors import TABLE, failures_of
+from harness.recorder.session import TABLE, failures_of
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
 MET = {

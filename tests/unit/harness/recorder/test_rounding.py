@@ -3,8 +3,6 @@
 import contextlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_core.rounding import RandomRounding
 from harness.recorder import record
-from harness.recorder.rounding import Rounding
+from harness.recorder.hooks import Rounding
 from harness.records import RankRecords
 from tests.unit.harness.recorder.recorded import losses, recorded
 
@@ -89,11 +87,9 @@ def test_without_a_module_the_first_backward_pass_begins(tmp_path: Path) -> None
 def test_where_the_mode_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's environment may lack the rest of the project."""
     monkeypatch.setitem(sys.modules, "fsdp_core.rounding", None)
-    session: Any = SimpleNamespace(rounding=1, rank=0)
     with pytest.raises(RuntimeError, match=r"needs fsdp_core\.rounding"):
-        Rounding(session)
-    session.rounding = 0
-    Rounding(session).begin()
+        Rounding(1, 0)
+    Rounding(0, 0).begin()
     assert not rounds()
 
 
@@ -123,7 +119,7 @@ def test_each_rank_rounds_by_itself() -> None:
     """With one seed they would err alike, and sums over ranks would have too little spread."""
     found = []
     for rank in (0, 1, 1):
-        mode = Rounding(SimpleNamespace(rounding=1, rank=rank))  # type: ignore[arg-type]
+        mode = Rounding(1, rank)
         mode.begin()
         found.append((torch.full((64,), 1 / 3) * 1.1).tolist())
         mode.end()
