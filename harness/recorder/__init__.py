@@ -18,7 +18,7 @@ autograd see steps, losses, gradients and state.
     session      one rank's file of records, how the process begins and ends, what errors mean
     hooks        all that is hooked in torch, taps and random rounding included
     observer     when a step begins and ends; digests, written without waiting for the device
-    state        which tensors there are, by name
+    state        which tensors there are, by name; memory
     graphs       CUDA graphs that the program captures: replays, addresses, their memory
     capture      torch.cuda's graphs for programs, and in their place the host's without a GPU
     collectives  which collective the rank is in, for whoever has to explain a hang

@@ -97,14 +97,14 @@ class Notes:
         """
         for method, name in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
-                patch(method, functools.partial(self._noting, name), dist.ProcessGroup)
+                patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
         for method in BETWEEN_TWO:
             patch(method, self._between, dist.ProcessGroup)
         patch("wait", self._inside, dist.Work)
         modules = (dist, dist.distributed_c10d, dist.device_mesh)
-        patch("destroy_process_group", lambda original: self._after(self._end, original), *modules)
+        patch("destroy_process_group", self._end, *modules)
         # Not earlier: torch has threads of its own from here on.
-        patch("init_process_group", lambda original: self._after(self._listen, original), *modules)
+        patch("init_process_group", self._listen, *modules)
 
         def leaving(*, has_failed: bool) -> None:
             self._settle()
@@ -113,18 +113,12 @@ class Notes:
 
         return leaving
 
-    def _after(self, first: Callable[[], None], original: Callable[..., Any]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first()
-            return original(*args, **kwargs)
-
-        return call
-
-    def _end(self) -> None:
+    def _end(self, original: Any, *args: Any, **kwargs: Any) -> None:
         self._settle()
         # DDP's reducer has the last reference else: as a model is freed, gloo's destructor
         # waits, with Python's lock, for a thread that needs it to free what it worked on.
         self._kept.update(each for each in _groups() if "gloo" in dist.get_backend(each))
+        original(*args, **kwargs)
 
     def _settle(self) -> None:
         """Note how many collectives each group has entered, those that C++ called included."""
@@ -140,49 +134,37 @@ class Notes:
 
     # --- as it goes ----------------------------------------------------------------------------
 
-    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        inside = self._inside(original)
+    def _enter(self, name: str, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        ranks, key, group_name = _named(group)
+        number = self._number(group, key)
+        number = 1 + (self._entered.get(key, 0) if number is None else number)
+        # The innermost module at work, by the stack: a hook a call would cost every program.
+        label, step = self._module(sys._getframe(1)), self._observer.under_way()
+        self._entered[key] = number
+        self._marks[key, number] = label, step
+        if len(self._marks) > MOST_MARKS:
+            del self._marks[next(iter(self._marks))]
+        self._last = {
+            "operator": name, "label": label, "group": ranks, "name": group_name,
+            "sizes": _sizes(args) if name in SIZED else "",
+        }  # fmt: skip
+        return self._inside(original, group, *args, **kwargs)
 
-        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            ranks, key, group_name = _named(group)
-            number = self._number(group, key)
-            number = 1 + (self._entered.get(key, 0) if number is None else number)
-            # The innermost module at work, by the stack: a hook a call would cost every program.
-            label, step = self._module(sys._getframe(1)), self._observer.under_way()
-            self._entered[key] = number
-            self._marks[key, number] = label, step
-            if len(self._marks) > MOST_MARKS:
-                del self._marks[next(iter(self._marks))]
-            sizes = _sizes(args) if name in SIZED else ""
-            self._last = {
-                "operator": name, "label": label, "group": ranks, "name": group_name,
-                "sizes": sizes,
-            }  # fmt: skip
-            return inside(group, *args, **kwargs)
+    def _between(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _counted(group)
+        result = original(group, *args, **kwargs)
+        after = _counted(group)
+        if before is not None and after is not None:
+            _, key, _ = _named(group)
+            self._between_two[key] = self._between_two.get(key, 0) + after - before
+        return result
 
-        return collective
-
-    def _between(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def between_two(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = _counted(group)
-            result = original(group, *args, **kwargs)
-            after = _counted(group)
-            if before is not None and after is not None:
-                _, key, _ = _named(group)
-                self._between_two[key] = self._between_two.get(key, 0) + after - before
-            return result
-
-        return between_two
-
-    def _inside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._write(is_inside=True)
-            result = original(*args, **kwargs)
-            # Not after an exception: who waited in vain has not come back from it.
-            self._write(is_inside=False)
-            return result
-
-        return call
+    def _inside(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._write(is_inside=True)
+        result = original(*args, **kwargs)
+        # Not after an exception: who waited in vain has not come back from it.
+        self._write(is_inside=False)
+        return result
 
     def _number(self, group: Any, key: str) -> int | None:
         """How many collectives of a group this rank has entered; None if nobody counts."""
@@ -206,10 +188,13 @@ class Notes:
 
     # --- once it is asked ----------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _listen(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Wait at the pipe, where the leader has made one: it is asked once, if ever."""
-        if not self._ask.is_fifo() or not self._observer.session.is_mine:
-            return
+        if self._ask.is_fifo() and self._observer.session.is_mine:
+            self._wait_to_be_asked()
+        original(*args, **kwargs)
+
+    def _wait_to_be_asked(self) -> None:
         # For both ends: who only reads would wait here for the other side to come.
         fd = os.open(self._ask, os.O_RDWR | os.O_CLOEXEC)
         self._ask = Path()

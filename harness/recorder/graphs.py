@@ -34,11 +34,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.recorder.capture import HostGraph
 from harness.recorder.session import patch
+from harness.recorder.state import (
+    Range,
+    fill,
+    in_private_memory,
+    memory_of,
+    scramble,
+    within,
+    without,
+)
 
 Named = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Lists tensors by name as the program has them now; parameters as they are, DTensor included."""
-Range = tuple[int, int]
-"""First byte, and the byte past the last one."""
 
 STRESSORS = ("poison", "scramble")
 TREES = "torch.compile's cudagraph trees"
@@ -53,15 +60,12 @@ _NOT_USERS = (
 )  # fmt: skip
 _USES_NO_DATA = frozenset({"aten::record_stream", "aten::is_pinned", "aten::set_"})
 _MOST_FRAMES = 3
-_SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
 
 
 class StaleGraphAddress(RuntimeError):
     """A graph was about to be replayed over memory that is not what it captured.
 
-    Attributes:
-        names: tensors at fault; what has no name is described by size and first use.
-        deltazero_what: how the recorder's error record calls it.
+    `names`: tensors at fault; what has no name is described by size and first use.
     """
 
     deltazero_what = "stale_address"
@@ -73,15 +77,9 @@ class StaleGraphAddress(RuntimeError):
 
 @dataclass(eq=False)
 class GraphInfo:
-    """One CUDA graph.
+    """One CUDA graph: who captured it last and where in the program; replays of all captures.
 
-    Attributes:
-        index: in order of first capture.
-        maker: who captured it, such as `torch.cuda.make_graphed_callables backward 2`.
-        place: `file:line` of the program that had it captured last.
-        captures, replays: how often; replays of all captures.
-        externals: storages outside of its memory pool that the last capture uses, as far as seen.
-        optimizer_steps: steps of optimizers inside the last capture.
+    `externals`: storages outside of its memory pool that the last capture uses, as far as seen.
     """
 
     index: int
@@ -93,28 +91,25 @@ class GraphInfo:
     optimizer_steps: int = 0
 
 
+@dataclass(eq=False)
 class _Graph:
-    """What is kept of one `CUDAGraph` object; `real`: it is one of a GPU's."""
+    """What is kept of one capture into a `CUDAGraph` object; `real`: it is one of a GPU's."""
 
-    def __init__(self, info: GraphInfo, *, real: bool) -> None:
-        self.info, self.real = info, real
-        self.sight: Sight | None = None
-        self.before: list[Range] = []
-        self.parameters: list[tuple[Any, str]] = []
-        self.forward: _Graph | None = None
-        self.nodes: set[int] = set()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the capture."""
-        self.ledger: Ledger | None = None
-        self.static: set[int] = set()
-        self.designed: dict[int, int] | None = None
-        self.results: list[Made] = []
-        self.scratch: list[Range] = []
-        self.pool: Any = None
-        self.device = torch.device("cpu")
-        self.reported: set[str] = set()
+    info: GraphInfo
+    real: bool
+    sight: "Sight | None" = None
+    before: list[Range] = field(default_factory=list)
+    parameters: list[tuple[Any, str]] = field(default_factory=list)
+    forward: "_Graph | None" = None
+    nodes: set[int] = field(default_factory=set)
+    ledger: "Ledger | None" = None
+    static: set[int] = field(default_factory=set)
+    designed: dict[int, int] | None = None
+    results: list["Memory"] = field(default_factory=list)
+    scratch: list[Range] = field(default_factory=list)
+    pool: Any = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - never changed
+    reported: set[str] = field(default_factory=set)
 
 
 class GraphWatch:
@@ -154,7 +149,6 @@ class GraphWatch:
         self._turn = 0
 
     def install(self) -> None:
-        """Begin to watch; a second call does nothing."""
         if self._undo:
             return
         watched: dict[str, Callable[..., None]] = {
@@ -163,7 +157,7 @@ class GraphWatch:
         }  # fmt: skip
         for kind in self._graphs:
             for name, ours in watched.items():
-                self._undo.append(patch(name, _method(ours), kind))
+                self._undo.append(patch(name, ours, kind))
         self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def uninstall(self) -> None:
@@ -196,15 +190,13 @@ class GraphWatch:
         begin(graph, *args, **kwargs)
         sight.own.begin()
         with sight.own:
-            kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
-            if kept is None:
-                kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place), real=real)
-                self._infos.append(kept.info)
-                setattr(graph, _ATTRIBUTE, kept)
-            kept.clear()
-            kept.before, kept.sight = before, sight
-            kept.info.maker, kept.info.place, kept.info.optimizer_steps = maker.name, maker.place, 0
+            if (held := getattr(graph, _ATTRIBUTE, None)) is None:
+                self._infos.append(GraphInfo(len(self._infos), maker.name, maker.place))
+            info = self._infos[-1] if held is None else held.info
+            info.maker, info.place, info.optimizer_steps = maker.name, maker.place, 0
+            kept = _Graph(info, real, sight, before)
             kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
+            setattr(graph, _ATTRIBUTE, kept)
             leaves = (t for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad)
             kept.parameters = [(weakref.ref(t), "") for t in leaves]
             self._open.append(kept)
@@ -257,7 +249,7 @@ class GraphWatch:
     def _reset(self, reset: Any, graph: Any) -> None:
         reset(graph)
         if (kept := getattr(graph, _ATTRIBUTE, None)) is not None:
-            kept.clear()
+            setattr(graph, _ATTRIBUTE, _Graph(kept.info, kept.real))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
@@ -315,7 +307,7 @@ class GraphWatch:
                 continue
             if _gradient_address(parameter) in kept.static:
                 name = name or f"parameter of shape {tuple(parameter.shape)}"
-                self._tell_once("static_gradient", kept, parameter=name)
+                self._tell("static_gradient", kept, parameter=name)
 
     def _look_at_activations(self, kept: _Graph, forward: _Graph) -> None:
         """Report a backward whose forward was replayed again since: it reads the later one's."""
@@ -323,18 +315,14 @@ class GraphWatch:
         if node is not None:
             forward.nodes.add(id(node))
             if len(forward.nodes) > 1:
-                self._tell_once("static_activation", kept, forward=forward.info.index)
-
-    def _tell_once(self, finding: str, kept: _Graph, **detail: Any) -> None:
-        key = f"{finding} {detail}"
-        if key not in kept.reported:
-            kept.reported.add(key)
-            self._tell(finding, kept, **detail)
+                self._tell("static_activation", kept, forward=forward.info.index)
 
     def _tell(self, finding: str, kept: _Graph, **detail: Any) -> None:
-        info = kept.info
-        about = {"graph": info.index, "maker": info.maker, "place": info.place}
-        self._report(finding, {**about, "replay": info.replays, **detail})
+        if (key := f"{finding} {detail}") not in kept.reported:
+            kept.reported.add(key)
+            info = kept.info
+            about = {"graph": info.index, "maker": info.maker, "place": info.place}
+            self._report(finding, {**about, "replay": info.replays, **detail})
 
     # ---- stressors
 
@@ -360,9 +348,8 @@ class GraphWatch:
                 other.scratch = without(other.scratch, blocks)
 
     def _stress(self, kept: _Graph) -> None:
-        if not (self._poisons or self._scrambles):
-            return
-        if kept.real and torch.cuda.is_current_stream_capturing():
+        is_asked = self._poisons or self._scrambles
+        if not is_asked or (kept.real and torch.cuda.is_current_stream_capturing()):
             return
         with modes._disable_current_modes(), torch.no_grad():
             if self._poisons:
@@ -375,18 +362,6 @@ class GraphWatch:
             if self._scrambles and kept.real:
                 self._turn += 1
                 scramble((53 * self._turn + 1) & 0xFF)
-
-
-def _method(ours: Callable[..., None]) -> Callable[[Any], Callable[..., None]]:
-    """What takes the place of a method: ours, which is given it, the graph and the arguments."""
-
-    def replacing(original: Any) -> Callable[..., None]:
-        def method(graph: Any, *args: Any, **kwargs: Any) -> None:
-            ours(original, graph, *args, **kwargs)
-
-        return method
-
-    return replacing
 
 
 @dataclass
@@ -427,13 +402,14 @@ class _Maker:
         for kind, key in (
             ("forward", "fwd_graphs"), ("backward", "bwd_graphs"), ("backward_dw", "bwd_dw_graphs"),
         ):  # fmt: skip
-            for number, each in enumerate(variables.get(key, ())):
-                if each is graph:
-                    name = f"{library}.make_graphed_callables {kind} {number}"
-                    surfaces = variables.get("per_callable_static_input_surfaces", ())
-                    inputs = surfaces[number] if number < len(surfaces) else ()
-                    forward = variables["fwd_graphs"][number] if kind == "backward" else None
-                    return cls(name, place, list(tensors_in(inputs)), forward)
+            held = [id(each) for each in variables.get(key, ())]
+            if id(graph) in held:
+                number = held.index(id(graph))
+                name = f"{library}.make_graphed_callables {kind} {number}"
+                surfaces = variables.get("per_callable_static_input_surfaces", ())
+                inputs = surfaces[number] if number < len(surfaces) else ()
+                forward = variables["fwd_graphs"][number] if kind == "backward" else None
+                return cls(name, place, list(tensors_in(inputs)), forward)
         return None
 
 
@@ -447,38 +423,25 @@ def _gradient_address(parameter: torch.Tensor) -> int:
 
 
 @dataclass(eq=False)
-class _Memory:
-    """A storage, by weak reference."""
+class Memory:
+    """A storage, by weak reference; `pointers`: of the tensors on it that a capture used.
+
+    `tensor`, `computed`: of one that an operator of it allocated; whether it wrote all of it.
+    """
 
     address: int
     nbytes: int
     storage: Any
+    first_use: str = ""
+    pointers: set[int] = field(default_factory=set)
+    name: str = ""
+    tensor: Any = None
+    computed: bool = False
+    version: int = 0
 
     @property
     def range(self) -> Range:
         return self.address, self.address + self.nbytes
-
-
-@dataclass(eq=False)
-class Use(_Memory):
-    """A storage that a capture did not make; `pointers`: of the tensors on it that were used."""
-
-    first_use: str
-    pointers: set[int] = field(default_factory=set)
-    name: str = ""
-
-    @property
-    def described(self) -> str:
-        return self.name or f"storage of {self.nbytes} bytes ({self.first_use})"
-
-
-@dataclass(eq=False)
-class Made(_Memory):
-    """Memory that an operator of a capture allocated; `computed`: and wrote, all of it."""
-
-    tensor: Any
-    computed: bool
-    version: int = 0
 
 
 class Uncounted:
@@ -496,12 +459,11 @@ class Uncounted:
         self._threshold: tuple[int, int, int] | None = None
 
     def begin(self) -> None:
-        """A capture begins; a threshold of 0 collects nothing anyway."""
+        # A threshold of 0 collects nothing anyway.
         self._threshold = gc.get_threshold() if gc.get_threshold()[0] else None
         gc.callbacks.append(self._collected)
 
     def end(self) -> None:
-        """It is over: the threshold is the program's."""
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._collected)
         if self._threshold is not None:
@@ -534,8 +496,8 @@ class Sight(TorchDispatchMode):
 
     def __init__(self, *, real: bool) -> None:
         super().__init__()
-        self.uses: dict[int, Use] = {}
-        self.made: dict[int, Made] = {}
+        self.uses: dict[int, Memory] = {}
+        self.made: dict[int, Memory] = {}
         self.former: dict[int, int] = {}  # ranges that were made, given back and made anew
         self.own = Uncounted()
         self._real = real
@@ -543,7 +505,6 @@ class Sight(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled under it."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -575,15 +536,14 @@ class Sight(TorchDispatchMode):
         address = storage.data_ptr()
         if not address or address in self.made:
             return
-        use = self.uses.get(address)
-        if use is None:
+        if address not in self.uses:
             lines = " < ".join(user_lines(sys._getframe(1)))
             node = torch._C._current_autograd_node()
             place = lines or (f"of {node.name()}" if node is not None else "an unknown place")
             first_use = f"first used by {by} at {place}"
-            use = Use(address, storage.nbytes(), weakref.ref(storage), first_use)
-            self.uses[address] = use
-        use.pointers.add(tensor.data_ptr())
+            reference = weakref.ref(storage)
+            self.uses[address] = Memory(address, storage.nbytes(), reference, first_use)
+        self.uses[address].pointers.add(tensor.data_ptr())
 
     def _make(self, tensor: torch.Tensor, *, computed: bool) -> None:
         storage = tensor.untyped_storage()
@@ -596,11 +556,11 @@ class Sight(TorchDispatchMode):
             return
         if known is not None:
             self.former[address] = max(known.range[1], self.former.get(address, 0))
-        references = weakref.ref(storage), weakref.ref(tensor)
-        self.made[address] = Made(address, storage.nbytes(), *references, computed)
+        made = Memory(address, storage.nbytes(), weakref.ref(storage), computed=computed)
+        made.tensor = weakref.ref(tensor)
+        self.made[address] = made
 
     def take_off(self) -> None:
-        """Leave the stack of modes, also if the program has put others on top since."""
         if self not in modes._get_current_dispatch_mode_stack():
             return
         above = []
@@ -615,14 +575,14 @@ class Sight(TorchDispatchMode):
 class Ledger:
     """Addresses that a graph relies on: of named tensors, else of storages."""
 
-    def __init__(self, uses: Iterable[Use], named: Named) -> None:
+    def __init__(self, uses: Iterable[Memory], named: Named) -> None:
         by_pointer: dict[int, tuple[str, torch.Tensor]] = {}
         by_storage: dict[int, str] = {}
         for name, tensor in local_parts(named):
             if tensor.numel():
                 by_pointer.setdefault(tensor.data_ptr(), (name, tensor))
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), name)
-        entries: list[tuple[Any, int, str, Use]] = []
+        entries: list[tuple[Any, int, str, Memory]] = []
         for use in uses:
             use.name = by_storage.get(use.address, "")
             found = [(p, *by_pointer[p]) for p in sorted(use.pointers) if p in by_pointer]
@@ -631,7 +591,7 @@ class Ledger:
                 entries.append((use.storage, use.address, "", use))
         self._keep(entries)
 
-    def _keep(self, entries: list[tuple[Any, int, str, Use]]) -> None:
+    def _keep(self, entries: list[tuple[Any, int, str, Memory]]) -> None:
         self._entries = entries
         self._references = [entry[0] for entry in entries]
         self._addresses = [entry[1] for entry in entries]
@@ -655,14 +615,15 @@ class Ledger:
                 why = _moved(address, heir.data_ptr())
                 ref = weakref.ref(heir)
             elif storage is None:
-                if _in_private_memory(use.address):
+                if in_private_memory(use.address):
                     continue  # of another graph, which still holds its pool
                 why = "freed since the capture"
             else:
                 why = _moved(use.address, storage.data_ptr())
                 ref, address = use.storage, use.address
             if why:
-                stale.append((name or use.described, why))
+                described = f"storage of {use.nbytes} bytes ({use.first_use})"
+                stale.append((name or use.name or described, why))
             kept.append((ref, address, name, use))
         self._keep(kept)
         return stale
@@ -682,10 +643,9 @@ def user_lines(frame: FrameType | None) -> list[str]:
     return found
 
 
-def _opens_itself(kind: type) -> bool:
+def _opens_itself(kind: Any) -> bool:
     """Whether operators on a tensor class become operators on the tensors that it holds."""
-    dispatch: object = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is not torch._C._disabled_torch_dispatch_impl
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def _kind(func: Any) -> tuple[bool, bool, bool]:
@@ -723,73 +683,3 @@ def _moved(captured: int, now: int) -> str:
     if now == captured:
         return ""
     return f"captured at {captured:#x}, now " + (f"at {now:#x}" if now else "freed")
-
-
-def memory_of(pool: Any) -> tuple[list[Range], list[Range]]:
-    """Segments of a graph memory pool, and what is allocated in them. No device work."""
-    segments: list[Range] = []
-    blocks: list[Range] = []
-    for segment in torch.cuda.memory_snapshot(pool, include_traces=False):
-        if tuple(segment["segment_pool_id"]) == tuple(pool):
-            segments.append((segment["address"], segment["address"] + segment["total_size"]))
-            blocks += [
-                (block["address"], block["address"] + block["size"])
-                for block in segment["blocks"]
-                if block["state"] != "inactive"
-            ]
-    return segments, blocks
-
-
-def _in_private_memory(address: int) -> bool:
-    """Whether an address lies in a pool that graphs still hold."""
-    return torch.cuda.is_initialized() and any(
-        segment["address"] <= address < segment["address"] + segment["total_size"]
-        for segment in torch.cuda.memory_snapshot(include_traces=False)
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
-
-
-def within(address: int, ranges: Iterable[Range]) -> bool:
-    """Whether an address lies in one of the ranges."""
-    return any(first <= address < end for first, end in ranges)
-
-
-def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
-    """The union of ranges less the holes."""
-    found: list[Range] = []
-    edges = sorted((point, side, step) for side, group in enumerate((ranges, holes))
-                   for first, end in group for point, step in ((first, 1), (end, -1)))  # fmt: skip
-    depth, last = [0, 0], 0
-    for point, side, step in edges:
-        if depth[0] and not depth[1] and point > last:
-            start = found.pop()[0] if found and found[-1][1] == last else last
-            found.append((start, point))
-        depth[side] += step
-        last = point
-    return found
-
-
-def fill(address: int, nbytes: int, device: torch.device) -> None:
-    """Write NaN of every floating-point type over raw memory, on the current stream."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(0xFF)
-
-
-def scramble(byte: int) -> None:
-    """Take the free blocks that the current stream may have, write them, and give them back."""
-    stream, sizes = torch.cuda.current_stream(), []
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
-        place = segment["device"], segment["stream"], tuple(segment["segment_pool_id"])
-        if place == (stream.device_index, stream.cuda_stream, (0, 0)):
-            least = _SMALL_BYTES if segment["segment_type"] == "large" else 0
-            sizes += [
-                block["size"]
-                for block in segment["blocks"]
-                if block["state"] == "inactive" and block["size"] > least
-            ]
-    with contextlib.suppress(torch.OutOfMemoryError):
-        held = [
-            torch.full((size,), byte, dtype=torch.uint8, device=stream.device)
-            for size in sorted(sizes, reverse=True)
-        ]
-        del held

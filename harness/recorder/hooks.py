@@ -69,7 +69,7 @@ def install(session: Session) -> Observer:
         rounding.refuse_captures()
         for name in ("begin", "enter"):
             # What the first backward pass or a script's first step begins is begun by then.
-            setattr(observer, name, _then(getattr(observer, name), rounding.begin))
+            patch(name, rounding.begins, observer)
     if dist.is_available() and session.world_size > 1:
         session.leaving = Notes(observer).install()
 
@@ -87,14 +87,6 @@ def install(session: Session) -> Observer:
     observer.add_taps = Taps(observer).add
     observer.add_taps(session.config.get("taps", ()))
     return observer
-
-
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
-
-    return both
 
 
 # --- what a script says itself -----------------------------------------------------------------
@@ -186,26 +178,20 @@ def _hook_seeds(observer: Observer) -> None:
         def key(state: Any) -> tuple[str, int]:
             return kind, hash(pickle.dumps(state))  # a tuple, with an array in it if it is NumPy's
 
-        def taking(original: Callable[..., Any]) -> Callable[..., Any]:
-            def take(*args: Any, **kwargs: Any) -> Any:
-                state = original(*args, **kwargs)
-                if kind not in observer.seeded:
-                    taken.add(key(state))
-                return state
+        def take(original: Any, *args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            if kind not in observer.seeded:
+                taken.add(key(state))
+            return state
 
-            return take
+        def seed(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind not in observer.seeded and not (args and key(args[0]) in taken):
+                observer.seeded.add(kind)
+            return original(*args, **kwargs)
 
-        def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
-            def seed(*args: Any, **kwargs: Any) -> Any:
-                if kind not in observer.seeded and not (args and key(args[0]) in taken):
-                    observer.seeded.add(kind)
-                return original(*args, **kwargs)
-
-            return seed
-
-        patch(get, taking, owner)
+        patch(get, take, owner)
         for name in ("seed", put):
-            patch(name, seeding, owner)
+            patch(name, seed, owner)
 
     hook("python", random, "getstate", "setstate")
     with contextlib.suppress(ImportError):
@@ -215,13 +201,10 @@ def _hook_seeds(observer: Observer) -> None:
 
 
 def _hook_optimizers(observer: Observer) -> None:
-    def making(original: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if observer.session.is_mine:
-                observer.made(self)
-
-        return made
+    def made(original: Any, self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if observer.session.is_mine:
+            observer.made(self)
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_quiet(observer):
@@ -242,7 +225,7 @@ def _hook_optimizers(observer: Observer) -> None:
         if not _is_quiet(observer):
             observer.after(optimizer)
 
-    patch("__init__", making, Optimizer)
+    patch("__init__", made, Optimizer)
     torch_optimizer.register_optimizer_step_pre_hook(before)
     torch_optimizer.register_optimizer_step_post_hook(after)
 
@@ -266,99 +249,77 @@ def _hook_first_forward(observer: Observer) -> None:
 def _hook_losses(observer: Observer) -> None:
     depth = [0]  # checkpointing calls it again from inside
 
-    def noting_losses(original: Callable[..., None]) -> Callable[..., None]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            graph = observer.capturing()
-            if depth[0] or (graph is None and _is_quiet(observer)):
-                return original(tensors, *args, **kwargs)
-            roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            if graph is None:
-                observer.backward()
-            for root in roots:
-                if isinstance(root, Tensor):
-                    observer.loss(root, graph)
-            depth[0] += 1
-            observer.is_in_backward = True
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                depth[0] -= 1
-                observer.is_in_backward = bool(depth[0])
+    def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = observer.capturing()
+        if depth[0] or (graph is None and _is_quiet(observer)):
+            return original(tensors, *args, **kwargs)
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if graph is None:
+            observer.backward()
+        for root in roots:
+            if isinstance(root, Tensor):
+                observer.loss(root, graph)
+        depth[0] += 1
+        observer.is_in_backward = True
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+            observer.is_in_backward = bool(depth[0])
 
-        return backward
-
-    patch("backward", noting_losses, torch.autograd)
+    patch("backward", backward, torch.autograd)
 
 
 def _hook_norms(observer: Observer) -> None:
-    def noting_result(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def norm_of(*args: Any, **kwargs: Any) -> Tensor:
-            norm = original(*args, **kwargs)
-            graph = observer.capturing()
-            if graph is not None or not _is_quiet(observer):
-                observer.norm(norm, graph)
-            return norm
+    def norm_of(original: Any, *args: Any, **kwargs: Any) -> Any:
+        norm, graph = original(*args, **kwargs), observer.capturing()
+        if graph is not None or not _is_quiet(observer):
+            observer.norm(norm, graph)
+        return norm
 
-        return norm_of
-
-    def noting_argument(original: Callable[..., None]) -> Callable[..., None]:
-        def clip(
-            parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kw: Any
-        ) -> None:
-            if not _is_quiet(observer):
-                observer.norm(total_norm)
-            original(parameters, max_norm, total_norm, *args, **kw)
-
-        return clip
+    def clip(original: Any, params: Any, most: float, norm: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_quiet(observer):
+            observer.norm(norm)
+        original(params, most, norm, *args, **kwargs)
 
     for name in ("clip_grad_norm_", "get_total_norm"):
-        patch(name, noting_result, nn.utils, nn.utils.clip_grad)
+        patch(name, norm_of, nn.utils, nn.utils.clip_grad)
     # For programs that call it: clip_grad_norm_ has its own name for it.
-    patch("clip_grads_with_norm_", noting_argument, nn.utils)
+    patch("clip_grads_with_norm_", clip, nn.utils)
 
 
 def _hook_scaler(observer: Observer) -> None:
-    def noting_skips(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            taken = observer.num_taken
-            result = original(self, optimizer, *args, **kwargs)
-            # The optimizer's own hooks have counted the step if it was taken.
-            if observer.num_taken == taken and not _is_quiet(observer):
-                observer.skip("GradScaler found a gradient that is not finite")
-            return result
+    def step(original: Any, self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        taken = observer.num_taken
+        result = original(self, optimizer, *args, **kwargs)
+        # The optimizer's own hooks have counted the step if it was taken.
+        if observer.num_taken == taken and not _is_quiet(observer):
+            observer.skip("GradScaler found a gradient that is not finite")
+        return result
 
-        return step
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
+        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        if not hasattr(owner.scale, _SCALES):
+            patch("scale", _scale, owner)
+            setattr(owner.scale, _SCALES, True)
 
-    def making(original: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            # Where its class has it: FSDP's scaler scales by itself, and is imported later.
-            owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
-            if not hasattr(owner.scale, _SCALES):
-                patch("scale", _scaling, owner)
-                setattr(owner.scale, _SCALES, True)
-
-        return made
-
-    patch("step", noting_skips, torch.amp.GradScaler)
-    patch("__init__", making, torch.amp.GradScaler)
+    patch("step", step, torch.amp.GradScaler)
+    patch("__init__", made, torch.amp.GradScaler)
 
 
-def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`scale`, whose results know their losses: an infinite one is right where its loss is not."""
-
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if not torch.compiler.is_compiling():
-            single = isinstance(outputs, Tensor)
-            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
-            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
-                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
-                if are_tensors and loss.numel() == 1 and result is not loss:
-                    setattr(result, UNSCALED, loss.detach())
-        return scaled
-
-    return scale
+def _scale(original: Any, self: Any, outputs: Any) -> Any:
+    """Results know their losses: an infinite one is right where its loss is not."""
+    scaled = original(self, outputs)
+    if not torch.compiler.is_compiling():
+        single = isinstance(outputs, Tensor)
+        many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+        for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+            are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+            if are_tensors and loss.numel() == 1 and result is not loss:
+                setattr(result, UNSCALED, loss.detach())
+    return scaled
 
 
 def _watch_graphs(observer: Observer) -> GraphWatch:
@@ -592,8 +553,9 @@ class Rounding:
                 raise CannotRound(message) from error
             self._mode = RandomRounding(seed * RANKS + rank)
 
-    def begin(self) -> None:
-        """Round at random from now on."""
+    def begins(self, original: Callable[[], None]) -> None:
+        """Round at random from now on, after what else begins."""
+        original()
         if self._mode is not None and self._thread is None:
             self._thread = threading.current_thread()
             self._mode.__enter__()
@@ -624,15 +586,12 @@ class Rounding:
     def refuse_captures(self) -> None:
         """See that the program captures no graph, whose replays would round as usual."""
 
-        def refusing(_: Any) -> Any:
-            def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-                message = "replays of a graph do not round at random: expected an eager reference"
-                raise CannotRound(message)
-
-            return capture_begin
+        def capture_begin(*args: Any, **kwargs: Any) -> None:
+            message = "replays of a graph do not round at random: expected an eager reference"
+            raise CannotRound(message)
 
         for kind in (torch.cuda.CUDAGraph, HostGraph):
-            patch("capture_begin", refusing, kind)
+            patch("capture_begin", capture_begin, kind)
 
 
 def _num_compiled() -> int:

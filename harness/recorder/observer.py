@@ -13,12 +13,10 @@ import contextlib
 import functools
 import hashlib
 import re
-import resource
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from harness.recorder.state import (
     Names,
     cuda_is_used,
     gradient,
+    memory,
     optimizer_state,
     parameters,
     plain,
@@ -43,7 +42,6 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
-PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
 """In place of the digest of a random generator that no two runs could have alike."""
@@ -74,17 +72,11 @@ class Part:
 
 
 @dataclass
-class Static:
-    """Where the replays of a graph write a step's losses and norm."""
-
-    capture: int
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Tensor | None = None
-
-
-@dataclass
 class Step:
-    """What has been observed of one step so far; `told`: losses that the script gives."""
+    """What has been observed of one step so far; `told`: losses that the script gives.
+
+    Of a graph, by the number of its capture: where its replays write losses and norm.
+    """
 
     index: int
     is_explicit: bool = False
@@ -149,7 +141,6 @@ class Observer:
         self._keeper = None if session.keep is None else Keeper(session, session.keep)
         self._only_lines = session.program.get("record") == "lines"
         self._optimizers: list[weakref.ref[Any]] = []
-        self._holders: list[weakref.ref[Any]] = []
         self._stepping: list[
             tuple[Any, list[Any]]
         ] = []  # with those that it holds and have stepped
@@ -157,7 +148,7 @@ class Observer:
         self._step_in_backward: Step | None = None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
-        self._static: dict[int, Static] = {}
+        self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
         self._written: dict[str, list[str]] = {}
         self._written_taps: list[str] = []
@@ -209,29 +200,17 @@ class Observer:
         In the capture of a graph it is where each replay will write the loss. Of a step whose
         losses the script has told, those are recorded in place of the roots.
         """
-        loss, step = _as_tensor(getattr(loss, UNSCALED, loss)), self._here()
-        if loss.numel() != 1 or not loss.is_floating_point():
-            return
-        loss = loss.detach().reshape(())
-        if graph is not None:
-            self._static_of(graph).losses.append(loss)
-        else:
-            (step.told if is_told else step.losses).append(_to_host(loss))
+        loss = _as_tensor(getattr(loss, UNSCALED, loss))
+        if loss.numel() == 1 and loss.is_floating_point():
+            loss, step = loss.detach().reshape(()), self._here(graph)
+            held = step.told if is_told else step.losses
+            held.append(_to_host(loss) if graph is None else loss)
 
     @guarded
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
         norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
-        if graph is None:
-            self._here().norm = _to_host(norm)
-        else:
-            self._static_of(graph).norm = norm
-
-    def _static_of(self, graph: GraphInfo) -> Static:
-        held = self._static.get(graph.index)
-        if held is None or held.capture != graph.captures:
-            held = self._static[graph.index] = Static(graph.captures)
-        return held
+        self._here(graph).norm = _to_host(norm) if graph is None else norm
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors by name, for whoever has to say what lies at an address."""
@@ -255,8 +234,7 @@ class Observer:
         step = self._at_work = self._open()
         step.place_of(optimizer)
         self._stepping.append((optimizer, []))
-        if not self._only_holds(optimizer):
-            self._observe_gradients(step, [optimizer])
+        self._observe_gradients(step, [optimizer])
 
     @guarded
     def after(self, optimizer: Any) -> None:
@@ -273,34 +251,22 @@ class Observer:
         self._at_work = None
         step = self._open()
         step.stepped.add(id(optimizer))
-        inner = self._has_stepped(step, optimizer)
-        if inner is not None:
+        if (inner := self._has_stepped(optimizer)) is not None:
             self._step_is_over(step, [*inner, optimizer])
         # The state before step 0 is final now; by it the run's leader knows that steps are taken.
         self._drain(wait=False)
 
-    def _has_stepped(self, step: Step, optimizer: Any) -> list[Any] | None:
+    def _has_stepped(self, optimizer: Any) -> list[Any] | None:
         """Those that it holds and that have stepped in its step; None if another holds it."""
-        places = [i for i, (each, _) in enumerate(self._stepping) if each is optimizer]
-        if not places:
+        place = next((i for i, (it, _) in enumerate(self._stepping) if it is optimizer), None)
+        if place is None:
             return []
-        inner = self._stepping[places[0]][1]
-        del self._stepping[places[0] :]
-        held = {id(param) for each in inner for param in parameters(each)}
-        is_holder = all(id(param) in held for param in parameters(optimizer))
-        was_holder = self._only_holds(optimizer)
-        if was_holder and not is_holder:
-            self._observe_gradients(step, [optimizer])
-        if inner and is_holder and not was_holder:
-            self._holders.append(weakref.ref(optimizer))
-        if self._stepping:
-            self._stepping[-1][1].extend([*inner, optimizer])
-            return None
-        return inner
-
-    def _only_holds(self, optimizer: Any) -> bool:
-        """Whether, when it stepped last, others did that have all its parameters."""
-        return any(ref() is optimizer for ref in self._holders)
+        inner = self._stepping[place][1]
+        del self._stepping[place:]
+        if not self._stepping:
+            return inner
+        self._stepping[-1][1].extend([*inner, optimizer])
+        return None
 
     def _close_if_stepped(self, optimizer: Any = None) -> None:
         """End a step without lines of the script, in which that optimizer, or any, has stepped."""
@@ -402,9 +368,13 @@ class Observer:
 
     # --- observing ---------------------------------------------------------------------------
 
-    def _here(self) -> Step:
-        """Where losses and taps go: to the open step, or to the one that is to come."""
+    def _here(self, graph: GraphInfo | None = None) -> Step:
+        """Where losses and taps go: to the open step, the one that is to come, or a graph's."""
         step = self.current
+        if graph is not None:
+            if graph.index not in self._static or self._static[graph.index].index != graph.captures:
+                self._static[graph.index] = Step(graph.captures)
+            return self._static[graph.index]
         return step if step is not None and (step.is_explicit or not step.stepped) else self.pending
 
     def _open(self) -> Step:
@@ -422,8 +392,7 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer, params in self._each_once(optimizers):
-            held = ((self.names.of(param), gradient(param)) for param in params)
-            named = [each for name, found in held for each in plain(name, found)]
+            named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
 
     def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
@@ -649,14 +618,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def memory() -> tuple[int, int]:
-    """Bytes in use and the most so far: of torch on the GPU, else of the process."""
-    if cuda_is_used():
-        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
-    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _hashed(section: str, values: Mapping[str, bytes]) -> list[Part]:

@@ -39,18 +39,20 @@ SCHEMA = 1
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 
 
-def patch(name: str, make: Callable[[Any], Any], *owners: Any) -> Callable[[], None]:
-    """Put `make(original)` in the place of an attribute of the first owner; undone by the result.
+def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], None]:
+    """Call `around(original, *args)` in the place of an attribute of the first owner.
 
-    What the other owners have under any name, if it is the original, is replaced as well. What
-    others have patched since is not undone.
+    What the other owners have under any name, if it is the original, is replaced as well. The
+    result undoes the first one, unless others have patched it since.
     """
     first, *others = owners
     original = getattr(first, name)
-    ours = functools.wraps(original)(make(original))
-    held = (
-        (each, key) for each in others for key, value in vars(each).items() if value is original
-    )
+
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    held = [(each, key) for each in others for key in vars(each) if vars(each)[key] is original]
     for owner, key in [(first, name), *held]:
         setattr(owner, key, ours)
 
@@ -257,15 +259,12 @@ def _begin_with_the_first_optimizer(folder: Path) -> None:
     if program.get("determinism") == "enforce":
         enforce_determinism(seed=0)
 
-    def making(original: Any) -> Any:
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            # Once it has begun, there is a hook that ends here again.
-            init = original if begin(trains=True) is None else Optimizer.__init__
-            init(self, *args, **kwargs)
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        # Once it has begun, there is a hook that ends here again.
+        init = original if begin(trains=True) is None else Optimizer.__init__
+        init(self, *args, **kwargs)
 
-        return made
-
-    patch("__init__", making, Optimizer)
+    patch("__init__", made, Optimizer)
 
 
 def tell_stacks() -> None:

@@ -4,21 +4,29 @@ A parameter is named by its module's path from the outermost module that holds i
 wrappers add (`module.` of DDP, `_orig_mod.` of torch.compile). Modules are found among the objects
 that the garbage collector tracks, as optimizers are made, when parameters are still where the
 program put them: later a sharding engine may have replaced them for the time of a forward pass.
+
+At the end: memory in use, that of a graph's pool, and what stressors of graphs do to it.
 """
 
+import contextlib
 import gc
 import numbers
 import random
+import resource
 import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Named = list[tuple[str, Tensor]]
+Range = tuple[int, int]
+"""First byte of some memory, and the byte past the last one."""
+PAGE_BYTES = 4096
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
 TRANSPARENT = WRAPPED[1:]
@@ -302,3 +310,81 @@ def random_states(wanted: Container[str]) -> dict[str, bytes]:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states
+
+
+# --- memory
+
+_SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
+
+
+def memory() -> tuple[int, int]:
+    """Bytes in use and the most so far: of torch on the GPU, else of the process."""
+    if cuda_is_used():
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def memory_of(pool: Any) -> tuple[list[Range], list[Range]]:
+    """Segments of a graph memory pool, and what is allocated in them. No device work."""
+    segments: list[Range] = []
+    blocks: list[Range] = []
+    for segment in torch.cuda.memory_snapshot(pool, include_traces=False):
+        if tuple(segment["segment_pool_id"]) == tuple(pool):
+            segments.append(_range(segment))
+            blocks += [_range(each) for each in segment["blocks"] if each["state"] != "inactive"]
+    return segments, blocks
+
+
+def _range(held: Any) -> Range:
+    return held["address"], held["address"] + held.get("total_size", held.get("size"))
+
+
+def in_private_memory(address: int) -> bool:
+    """Whether an address lies in a pool that graphs still hold."""
+    return torch.cuda.is_initialized() and any(
+        within(address, [_range(segment)])
+        for segment in torch.cuda.memory_snapshot(include_traces=False)
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def within(address: int, ranges: Iterable[Range]) -> bool:
+    """Whether an address lies in one of the ranges."""
+    return any(first <= address < end for first, end in ranges)
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
+    """The union of ranges less the holes."""
+    found: list[Range] = []
+    edges = sorted((point, side, step) for side, group in enumerate((ranges, holes))
+                   for first, end in group for point, step in ((first, 1), (end, -1)))  # fmt: skip
+    depth, last = [0, 0], 0
+    for point, side, step in edges:
+        if depth[0] and not depth[1] and point > last:
+            start = found.pop()[0] if found and found[-1][1] == last else last
+            found.append((start, point))
+        depth[side] += step
+        last = point
+    return found
+
+
+def fill(address: int, nbytes: int, device: torch.device) -> None:
+    """Write NaN of every floating-point type over raw memory, on the current stream."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(0xFF)
+
+
+def scramble(byte: int) -> None:
+    """Take the free blocks that the current stream may have, write them, and give them back."""
+    stream, sizes = torch.cuda.current_stream(), list[int]()
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        place = segment["device"], segment["stream"], tuple(segment["segment_pool_id"])
+        if place == (stream.device_index, stream.cuda_stream, (0, 0)):
+            least = _SMALL_BYTES if segment["segment_type"] == "large" else 0
+            free = (block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+            sizes += [size for size in free if size > least]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        sizes.sort(reverse=True)
+        held = [torch.full((n,), byte, dtype=torch.uint8, device=stream.device) for n in sizes]
+        del held
