@@ -180,9 +180,11 @@ def element_of(dtype: torch.dtype) -> Callable[[float], None]:
 
 
 def sparse_place(value: float) -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    nn.init.ones_(model[0].weight)
-    step_of(model, torch.tensor([3, int(value)]), SGD(model.parameters(), 0.0))
+    embedding = nn.Embedding(4, 2, sparse=True)
+    nn.init.ones_(embedding.weight)
+    step_of(
+        nn.Sequential(embedding), torch.tensor([3, int(value)]), SGD(embedding.parameters(), 0.0)
+    )
 
 
 def sparse_value(value: float) -> None:
@@ -191,12 +193,12 @@ def sparse_value(value: float) -> None:
 
 
 def frozen_weight(value: float) -> None:
-    model = model_of()
-    optimizer = SGD(model[1].parameters(), 0.1)
-    nn.init.constant_(model[0].bias, value)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    model = nn.Sequential(first, second)
+    optimizer = SGD(second.parameters(), 0.1)
+    nn.init.constant_(first.bias, value)
     model(torch.zeros(3)).sum().backward()
-    model[1].weight.grad = torch.ones(1, 3)
-    model[1].bias.grad = torch.ones(1)
+    second.weight.grad = torch.ones(1, 3)  # not what the frozen one gives
     optimizer.step()
 
 
