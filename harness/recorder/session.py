@@ -293,26 +293,17 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader = _TorchLoader(spec.loader)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # from here on it is that of its class
+            loader.exec_module(module)
+            begin()
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _TorchLoader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._inner
-        begin()
 
 
 # --- what exceptions mean ----------------------------------------------------------------------
