@@ -248,7 +248,8 @@ class GraphWatch:
 
     def _reset(self, reset: Any, graph: Any) -> None:
         reset(graph)
-        if (kept := getattr(graph, _ATTRIBUTE, None)) is not None:
+        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+        if kept is not None and kept.sight is None:  # else a capture is under way
             setattr(graph, _ATTRIBUTE, _Graph(kept.info, kept.real))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
