@@ -6,14 +6,14 @@ that hung is: only its own ranks know why they did not meet.
 What ended a run decides. A run whose records hold a NaN, or in which some rank saw an illegal
 access, ran out of memory or refused its graph is the program's. What a rank printed counts for
 nothing: an exception counts if the rank at fault recorded it, blames no other, and is in the table
-of `harness.recorder.library_errors`.
+of `harness.recorder.session`.
 """
 
 import errno
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from harness.recorder.library_errors import failures_of
+from harness.recorder.session import failures_of
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
 
 SHARED_GPU: What = "shared_gpu"

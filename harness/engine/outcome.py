@@ -37,7 +37,7 @@ from harness.engine.collective_log import Fault, Place, find_mismatch, find_miss
 from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
-from harness.recorder.library_errors import failures_of
+from harness.recorder.session import failures_of
 from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, RunOutcome, What
 
 OUTSIDE_SIGNALS = frozenset(

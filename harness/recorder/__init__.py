@@ -11,41 +11,35 @@ In a training script, two lines are enough; outside of the harness both do nothi
             recorder.grad_norm(norm); optimizer.step()
         recorder.state("ema", ema)
 
-Without them a run under the harness is recorded all the same (`harness.recorder.hooks`): global
-hooks of torch's optimizers and of autograd see steps, losses, gradients and state.
+Without them a run under the harness is recorded all the same: hooks of torch's optimizers and of
+autograd see steps, losses, gradients and state.
 
-    __init__   this file: the interface for scripts, which imports nothing heavy
-    site       a folder for PYTHONPATH, whose sitecustomize starts the recorder in a new interpreter
-    session    the run's folder, one rank's file of records, how the process ends
-    hooks      what is hooked in torch, and when a step begins and ends
-    observer   digests of a step's tensors, on their device, written without waiting for it
-    state      which tensors there are, by name
-    graphs     CUDA graphs that the program captures: replays, stale addresses
-    capture    torch.cuda's graphs for programs, and in their place the host's where there is no GPU
+    site         a folder for PYTHONPATH, whose sitecustomize starts the recorder in an interpreter
+    session      one rank's file of records, how the process begins and ends, what errors mean
+    hooks        all that is hooked in torch, taps and random rounding included
+    observer     when a step begins and ends; digests, written without waiting for the device
+    state        which tensors there are, by name; memory
+    graphs       CUDA graphs that the program captures: replays, addresses, their memory
+    capture      torch.cuda's graphs for programs, and in their place the host's without a GPU
     collectives  which collective the rank is in, for whoever has to explain a hang
-    rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `harness.provenance` with `masking`, `fsdp_core.graph.digest` and its three parts,
-and torch are all that recording needs; a capture without a GPU needs
-`fsdp_core.graph.host` as well, and a run that rounds at random `fsdp_core.rounding` and
-`fsdp_core.device`.
+These files, `harness.provenance` and `masking`, `fsdp_core.graph.digest` and its
+three parts, and torch are all that recording needs; a capture without a GPU needs
+`fsdp_core.graph.host` too, random rounding `fsdp_core.rounding` and `fsdp_core.device`.
 """
 
 import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 FOLDER_VARIABLE = "DELTAZERO_RECORD"
 """Names the run's folder; where it is not set nothing is recorded."""
 RUN_VARIABLE = "DELTAZERO_RUN"
 """The key of the run, for the start record."""
 UNRECORDED = 74
-"""Exit code of a rank whose records found no space on the disk, so that none can say why it ended.
-
-It is the number that sysexits.h gives to errors of input and output.
-"""
+"""Exit code of a rank whose records found no space: that of sysexits.h for input and output."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -66,24 +60,23 @@ def write_all(fd: int, data: bytes) -> None:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        told = f"cannot write records: {error.strerror}"
-        raise RecordsUnwritable(error.errno, told) from error
+        why = f"cannot write records: {error.strerror}"
+        raise RecordsUnwritable(error.errno, why) from error
 
 
-class Recorder(Protocol):
-    """What a script may tell the recorder. None of it waits for the device."""
+class Recorder:
+    """What a script may say; this one does nothing. Nothing of it waits for the device."""
 
-    def step(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
         """Everything inside is one step; its state is recorded as it ends."""
-        ...
+        yield
 
     def microbatch(self, loss: Any) -> None:
         """The loss of one microbatch, one number or a tensor of it, in the order of the step."""
-        ...
 
     def grad_norm(self, norm: Any) -> None:
         """The norm of the step's gradients, a tensor of one element or a number."""
-        ...
 
     def state(self, group: str, tensors: Mapping[str, Any]) -> None:
         """Further named tensors to digest at the end of each step, as a group of that name.
@@ -91,27 +84,9 @@ class Recorder(Protocol):
         Raises:
             ValueError: a group that the recorder fills itself.
         """
-        ...
 
     def skipped(self, why: str) -> None:
         """The optimizer does not take this step."""
-        ...
-
-
-class _Off:
-    """Stands in outside of the harness."""
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        yield
-
-    def microbatch(self, loss: Any) -> None: ...
-
-    def grad_norm(self, norm: Any) -> None: ...
-
-    def state(self, group: str, tensors: Mapping[str, Any]) -> None: ...
-
-    def skipped(self, why: str) -> None: ...
 
 
 def record(
@@ -138,10 +113,7 @@ def record(
 
         enforce_determinism()
     if FOLDER_VARIABLE not in os.environ:
-        return _Off()
+        return Recorder()
     from harness.recorder.hooks import recorder_for_script
 
-    return (
-        recorder_for_script(model, optimizer, (taps,) if isinstance(taps, str) else tuple(taps))
-        or _Off()
-    )
+    return recorder_for_script(model, optimizer, (taps,) if isinstance(taps, str) else tuple(taps))

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from harness.recorder.observer import Observer
+from harness.recorder.session import patch
 
 SIZE_BYTES = 1 << 14
 COLLECTIVES = {
@@ -61,122 +62,104 @@ MOST_RECENT = 32
 """Collectives that a rank names when it is asked, where `SIZE_BYTES` has room for them."""
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
-OF_TORCH = str(Path(torch.__file__).parent)
-OF_RECORDER = str(Path(__file__).parent)
+OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+"""How paths of files begin that are no program's."""
 REDUCER = "DistributedDataParallel's reducer"
 SIZED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 """Collectives in which every rank has a tensor of one size."""
+Entry = dict[str, Any]
+"""A collective of torch's flight recorder."""
 
 
 class Notes:
-    """Keeps one rank's place, and tells it when it is asked."""
+    """Keeps one rank's place, and says it when it is asked."""
 
-    def __init__(self, observer: Observer, folder: Path) -> None:
-        self._observer, rank = observer, observer.session.rank
-        self._ask, self._answer = folder / f"rank{rank}.ask", folder / f"rank{rank}.answer"
+    def __init__(self, observer: Observer) -> None:
+        self._observer, session = observer, observer.session
+        place, self._ask, self._answer = (
+            session.folder / f"rank{session.rank}.{kind}" for kind in ("place", "ask", "answer")
+        )
         self._entered: dict[str, int] = {}
         self._between_two: dict[str, int] = {}
         self._marks: dict[tuple[str, int], tuple[str, int]] = {}
         self._last: dict[str, Any] = {"operator": "", "label": "", "group": [], "name": ""}
         self._is_inside = False
         self._kept: set[Any] = set()
-        path = folder / f"rank{rank}.place"
-        path.write_bytes(bytes(SIZE_BYTES))
-        with path.open("r+b") as file:
+        place.write_bytes(bytes(SIZE_BYTES))
+        with place.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
 
-    def install(self) -> None:
-        """Wrap the collectives of every process group, and wait to be asked where they are."""
-        for method, name in COLLECTIVES.items():
-            if (original := getattr(dist.ProcessGroup, method, None)) is not None:
-                setattr(dist.ProcessGroup, method, self._noting(original, name))
-        for method in BETWEEN_TWO:
-            original = getattr(dist.ProcessGroup, method)
-            setattr(dist.ProcessGroup, method, self._between(original))
-        dist.Work.wait = self._waiting(dist.Work.wait)  # type: ignore[method-assign]
-        for name, also in self._changes():
-            ours = also(getattr(dist, name))
-            for place in (dist, dist.distributed_c10d, dist.device_mesh):
-                if hasattr(place, name):
-                    setattr(place, name, ours)
+    def install(self) -> Callable[..., None]:
+        """Wrap the collectives of every process group, and wait to be asked where they are.
 
-    def settle(self) -> None:
+        Returns:
+            What is to be called as the process leaves: others may wait for what it has not entered.
+        """
+        for method, name in COLLECTIVES.items():
+            if hasattr(dist.ProcessGroup, method):
+                patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
+        for method in BETWEEN_TWO:
+            patch(method, self._between, dist.ProcessGroup)
+        patch("wait", self._inside, dist.Work)
+        modules = (dist, dist.distributed_c10d, dist.device_mesh)
+        patch("destroy_process_group", self._end, *modules)
+        # Not earlier: torch has threads of its own from here on.
+        patch("init_process_group", self._listen, *modules)
+
+        def leaving(*, has_failed: bool) -> None:
+            self._settle()
+            if has_failed:
+                self._say(or_last=True)
+
+        return leaving
+
+    def _end(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        # DDP's reducer has the last reference else: as a model is freed, gloo's destructor
+        # waits, with Python's lock, for a thread that needs it to free what it worked on.
+        self._kept.update(each for each in _groups() if "gloo" in dist.get_backend(each))
+        original(*args, **kwargs)
+
+    def _settle(self) -> None:
         """Note how many collectives each group has entered, those that C++ called included."""
+        self._count()
+        if self._entered:
+            self._write(is_inside=self._is_inside)
+
+    def _count(self) -> None:
         for group in _groups():
             _, key, _ = _named(group)
             if (number := self._number(group, key)) is not None:
                 self._entered[key] = number
-        if self._entered:
-            self._write(is_inside=self._is_inside)
-
-    def _changes(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
-        """Functions that make and end process groups, with what is done there."""
-
-        def before_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-                self.settle()
-                # DDP's reducer has the last reference else: as a model is freed, gloo's destructor
-                # waits, with Python's lock, for a thread that needs it to free what it worked on.
-                self._kept.update(each for each in _groups() if "gloo" in dist.get_backend(each))
-                return original(*args, **kwargs)
-
-            return destroy_process_group
-
-        def after_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def init_process_group(*args: Any, **kwargs: Any) -> Any:
-                # Not earlier: torch has threads of its own from here on.
-                self._listen()
-                return original(*args, **kwargs)
-
-            return init_process_group
-
-        return ("destroy_process_group", before_the_end), ("init_process_group", after_the_start)
 
     # --- as it goes ----------------------------------------------------------------------------
 
-    def _noting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            ranks, key, group_name = _named(group)
-            number = self._number(group, key)
-            number = 1 + (self._entered.get(key, 0) if number is None else number)
-            label, step = self._module(), self._observer.under_way()
-            self._entered[key] = number
-            self._marks[key, number] = label, step
-            if len(self._marks) > MOST_MARKS:
-                del self._marks[next(iter(self._marks))]
-            sizes = _sizes(args) if name in SIZED else ""
-            self._last = {
-                "operator": name, "label": label, "group": ranks, "name": group_name,
-                "sizes": sizes,
-            }  # fmt: skip
-            return self._inside(original, group, *args, **kwargs)
+    def _enter(self, name: str, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        ranks, key, group_name = _named(group)
+        number = self._number(group, key)
+        number = 1 + (self._entered.get(key, 0) if number is None else number)
+        # The innermost module at work, by the stack: a hook a call would cost every program.
+        label, step = self._module(sys._getframe(1)), self._observer.under_way()
+        self._entered[key] = number
+        self._marks[key, number] = label, step
+        if len(self._marks) > MOST_MARKS:
+            del self._marks[next(iter(self._marks))]
+        self._last = {
+            "operator": name, "label": label, "group": ranks, "name": group_name,
+            "sizes": _sizes(args) if name in SIZED else "",
+        }  # fmt: skip
+        return self._inside(original, group, *args, **kwargs)
 
-        return collective
+    def _between(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _counted(group)
+        result = original(group, *args, **kwargs)
+        after = _counted(group)
+        if before is not None and after is not None:
+            _, key, _ = _named(group)
+            self._between_two[key] = self._between_two.get(key, 0) + after - before
+        return result
 
-    def _between(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def between_two(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = _counted(group)
-            result = original(group, *args, **kwargs)
-            after = _counted(group)
-            if before is not None and after is not None:
-                _, key, _ = _named(group)
-                self._between_two[key] = self._between_two.get(key, 0) + after - before
-            return result
-
-        return between_two
-
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._inside(original, work, *args, **kwargs)
-
-        return wait
-
-    def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _inside(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._write(is_inside=True)
         result = original(*args, **kwargs)
         # Not after an exception: who waited in vain has not come back from it.
@@ -188,17 +171,13 @@ class Notes:
         counted = _counted(group)
         return None if counted is None else counted - self._between_two.get(key, 0)
 
-    def _module(self) -> str:
-        """The innermost module at work, by the stack: a hook a call would cost every program."""
-        for owner, _ in _owners(sys._getframe(2)):
-            if isinstance(owner, nn.Module):
-                return self._observer.names.of_module(owner) or ""
-        return ""
+    def _module(self, frame: FrameType | None) -> str:
+        modules = (owner for owner, _ in _owners(frame) if isinstance(owner, nn.Module))
+        return next(filter(None, map(self._observer.names.of_module, modules)), "")
 
     def _write(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside
-        session = self._observer.session
-        if not session.is_mine:
+        if not self._observer.session.is_mine:
             return
         place = self._last | {
             "step": self._observer.under_way(), "is_inside": is_inside, "entered": self._entered,
@@ -209,10 +188,13 @@ class Notes:
 
     # --- once it is asked ----------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _listen(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Wait at the pipe, where the leader has made one: it is asked once, if ever."""
-        if not self._ask.is_fifo() or not self._observer.session.is_mine:
-            return
+        if self._ask.is_fifo() and self._observer.session.is_mine:
+            self._wait_to_be_asked()
+        original(*args, **kwargs)
+
+    def _wait_to_be_asked(self) -> None:
         # For both ends: who only reads would wait here for the other side to come.
         fd = os.open(self._ask, os.O_RDWR | os.O_CLOEXEC)
         self._ask = Path()
@@ -220,28 +202,22 @@ class Notes:
         def listen() -> None:
             os.read(fd, 1)
             os.close(fd)
-            self.answer()
+            self._say()
 
         threading.Thread(target=listen, name="deltazero", daemon=True).start()
 
-    def answer(self, *, or_last: bool = False) -> None:
+    def _say(self, *, or_last: bool = False) -> None:
         """Write where this rank is, as far as anything knows.
 
         `or_last`: one that failed is in no collective any more, but the last may be what failed.
         """
+        self._count()
         place = self._last | ({} if or_last else self._at_work()) | {
             "step": self._observer.under_way(), "is_inside": self._is_inside,
+            "entered": dict(self._entered),
         }  # fmt: skip
-        for group in _groups():
-            _, key, _ = _named(group)
-            if (number := self._number(group, key)) is not None:
-                self._entered[key] = number
-        place |= {"entered": dict(self._entered)}
         with suppress(Exception):  # whatever a version of torch has there: the rest is known
-            entries = [entry for entry in _recorded() if not entry["is_p2p"]]
-            place |= self._open_one(entries, place, or_last=or_last) | {
-                "recent": self._recent(entries, place)
-            }
+            place |= self._recorded(place, or_last=or_last)
         half = self._answer.with_suffix(".tmp")
         half.write_text(fitting(place))
         half.replace(self._answer)
@@ -249,48 +225,48 @@ class Notes:
     def _at_work(self) -> dict[str, str]:
         """Module, phase and line of the main thread."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        module = phase = at = ""
+        phase = at = ""
         for owner, where in _owners(frame):
-            if isinstance(owner, nn.Module) and not module:
-                module = self._observer.names.of_module(owner) or ""
-                phase = phase or "forward"
-            elif isinstance(owner, Optimizer):
-                phase = phase or "optimizer"
-            code = where.f_code
-            at = at or _line(code.co_filename, where.f_lineno, code.co_name)
+            if isinstance(owner, nn.Module | Optimizer) and not phase:
+                phase = "forward" if isinstance(owner, nn.Module) else "optimizer"
+            at = at or _line(where.f_code.co_filename, where.f_lineno, where.f_code.co_name)
         phase = "backward" if self._observer.is_in_backward else phase
-        return {"module": module, "phase": phase, "at": at}
+        return {"module": self._module(frame), "phase": phase, "at": at}
 
-    def _recent(self, entries: list[dict[str, Any]], place: dict[str, Any]) -> list[dict[str, Any]]:
-        """The last collectives, over or not: NCCL's host goes on after one that cannot end."""
-        latest = sorted(entries, key=lambda entry: int(entry["time_created_ns"]))[-MOST_RECENT:]
+    def _recorded(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
+        """The first collective that is not over, by torch's flight recorder, and the last ones.
+
+        NCCL's host goes on after one that cannot end.
+        """
+        dumps = (getattr(torch._C._distributed_c10d, name, None) for name in RECORDERS)
+        entries: list[Entry] = [
+            entry
+            for dump in dumps
+            if dump is not None
+            for entry in pickle.loads(dump()).get("entries", ())
+            if not entry["is_p2p"]
+        ]
+        entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         kept = ("key", "number", "operator", "step", "sizes", "called_at")
-        described = (self._described(entry, entries, place) for entry in latest)
-        return [{name: each[name] for name in kept} for each in described]
-
-    def _open_one(
-        self, entries: list[dict[str, Any]], place: dict[str, Any], *, or_last: bool
-    ) -> dict[str, Any]:
-        """The first collective that is not over, by torch's flight recorder; {} without one."""
+        latest = [self._described(entry, entries, place) for entry in entries[-MOST_RECENT:]]
+        recent = {"recent": [{name: each[name] for name in kept} for each in latest]}
         still_open = (e for e in entries if not e.get("retired") and e["state"] != "completed")
-        entry = min(still_open, key=lambda e: int(e["time_created_ns"]), default=None)
+        entry = next(still_open, None)
         is_open = entry is not None
-        if entry is None and (or_last or self._is_inside):
-            entry = max(entries, key=lambda e: int(e["time_created_ns"]), default=None)
-        if entry is None or (
-            self._is_inside and not is_open and _operator(entry) != place["operator"]
-        ):
-            return {}
+        if entry is None and entries and (or_last or self._is_inside):
+            entry = entries[-1]
+        is_other = entry is not None and _operator(entry) != place["operator"]
+        if entry is None or (self._is_inside and not is_open and is_other):
+            return recent
         described = self._described(entry, entries, place)
-        key, number = described["key"], described["number"]
-        return {
-            **{name: described[name] for name in described if name not in ("key", "number")},
+        key, number = described.pop("key"), described.pop("number")
+        return described | recent | {
             "is_inside": is_open or self._is_inside, "entered": place["entered"] | {key: number},
             "called_at": described["called_at"] or place.get("at", ""),
         }  # fmt: skip
 
     def _described(
-        self, entry: dict[str, Any], entries: list[dict[str, Any]], place: dict[str, Any]
+        self, entry: Entry, entries: list[Entry], place: dict[str, Any]
     ) -> dict[str, Any]:
         """A collective of the flight recorder, by its number in its group."""
         name = str(entry["process_group"][0])
@@ -303,20 +279,18 @@ class Notes:
         operator = _operator(entry)
         label, step = self._marks.get((key, number), ("", place["step"]))
         frames = entry.get("frames") or []
-        called_at = next(
-            filter(None, (_line(f["filename"], f["line"], f["name"]) for f in frames)), ""
-        )
+        lines = (_line(frame["filename"], frame["line"], frame["name"]) for frame in frames)
         # Nothing of Python lies between a backward pass and what C++ calls in it.
         is_of_engine = (
             frames[0]["name"] == "_engine_run_backward"
             if frames
-            else (place.get("phase") == "backward")
+            else place.get("phase") == "backward"
         )
         if not label and is_of_engine and _is_ddp(group):
             label = REDUCER
         return {
             "operator": operator, "label": label, "group": ranks, "name": group_name, "step": step,
-            "key": key, "number": number, "called_at": called_at,
+            "key": key, "number": number, "called_at": next(filter(None, lines), ""),
             "sizes": str(entry["input_sizes"]) if operator in SIZED else "",
         }  # fmt: skip
 
@@ -333,14 +307,7 @@ def fitting(place: dict[str, Any]) -> str:
     return text
 
 
-def _recorded() -> Iterator[dict[str, Any]]:
-    for name in RECORDERS:
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            yield from pickle.loads(dump()).get("entries", ())
-
-
-def _operator(entry: dict[str, Any]) -> str:
+def _operator(entry: Entry) -> str:
     name = str(entry["profiling_name"]).rpartition(":")[2]
     return RECORDED.get(name, name)
 
@@ -381,14 +348,17 @@ def _is_ddp(group: Any) -> bool:
 
 
 def _owners(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:
-    """Frames from the innermost on, each with its `self`."""
+    """Frames from the innermost on, each with its `self`.
+
+    Before Python 3.13 asking a frame for its variables keeps what they held until it is asked
+    again: the program's own loop, which is no method, keeps no loss or batch for longer.
+    """
     while frame is not None:
-        yield frame.f_locals.get("self"), frame
+        is_method = frame.f_code.co_varnames[:1] == ("self",)
+        yield frame.f_locals.get("self") if is_method else None, frame
         frame = frame.f_back
 
 
 def _line(path: str, line: int, name: str) -> str:
     """A line of the program's own as text; "" for torch's and the recorder's."""
-    if path.startswith((OF_TORCH, OF_RECORDER, "<frozen")):
-        return ""
-    return f"{Path(path).name}:{line} in {name}"
+    return "" if path.startswith(OUTSIDE) else f"{Path(path).name}:{line} in {name}"

@@ -7,7 +7,8 @@ Host graphs (`harness.recorder.capture`) are watched in the same way.
     replay          compare the ledger, look at gradients, disturb memory if asked to, replay, count
 
 Findings are reported. A ledger that no longer holds is also raised (`StaleGraphAddress`), because a
-replay would read and write memory that is somebody else's by now. Only weak references are held.
+replay would read and write memory that is somebody else's by now. Only weak references are held,
+and all of it is host work, but for the stressors' fills.
 
 What no operator shows (Triton kernels, library calls) enters a ledger if the maker of the graph
 lists its inputs: both `make_graphed_callables` do. torch.compile's trees compare the addresses of
@@ -15,32 +16,36 @@ their static inputs themselves and record again, and they know which outputs liv
 counted, not checked.
 """
 
+import contextlib
+import gc
+import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch as modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.recorder.capture import HostGraph
-from harness.recorder.graph_memory import (
-    Ledger,
-    Made,
-    Named,
+from harness.recorder.session import patch
+from harness.recorder.state import (
     Range,
-    Sight,
     fill,
+    in_private_memory,
     memory_of,
     scramble,
-    tensors_in,
-    user_lines,
     within,
     without,
 )
+
+Named = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""Lists tensors by name as the program has them now; parameters as they are, DTensor included."""
 
 STRESSORS = ("poison", "scramble")
 TREES = "torch.compile's cudagraph trees"
@@ -49,15 +54,18 @@ _CONTEXTS = {
     "torch/cuda/graphs.py": "torch.cuda.graph",
     "harness/recorder/capture.py": "harness.recorder.capture.graph",
 }
-_METHODS = ("capture_begin", "capture_end", "replay", "reset")
+_NOT_USERS = (
+    "<frozen", *(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, __file__)),
+    contextlib.__file__,
+)  # fmt: skip
+_USES_NO_DATA = frozenset({"aten::record_stream", "aten::is_pinned", "aten::set_"})
+_MOST_FRAMES = 3
 
 
 class StaleGraphAddress(RuntimeError):
     """A graph was about to be replayed over memory that is not what it captured.
 
-    Attributes:
-        names: tensors at fault; what has no name is described by size and first use.
-        deltazero_what: how the recorder's error record calls it.
+    `names`: tensors at fault; what has no name is described by size and first use.
     """
 
     deltazero_what = "stale_address"
@@ -69,15 +77,9 @@ class StaleGraphAddress(RuntimeError):
 
 @dataclass(eq=False)
 class GraphInfo:
-    """One CUDA graph.
+    """One CUDA graph: who captured it last and where in the program; replays of all captures.
 
-    Attributes:
-        index: in order of first capture.
-        maker: who captured it, such as `torch.cuda.make_graphed_callables backward 2`.
-        place: `file:line` of the program that had it captured last.
-        captures, replays: how often; replays of all captures.
-        externals: storages outside of its memory pool that the last capture uses, as far as seen.
-        optimizer_steps: steps of optimizers inside the last capture.
+    `externals`: storages outside of its memory pool that the last capture uses, as far as seen.
     """
 
     index: int
@@ -89,28 +91,25 @@ class GraphInfo:
     optimizer_steps: int = 0
 
 
+@dataclass(eq=False)
 class _Graph:
-    """What is kept of one `CUDAGraph` object; `real`: it is one of a GPU's."""
+    """What is kept of one capture into a `CUDAGraph` object; `real`: it is one of a GPU's."""
 
-    def __init__(self, info: GraphInfo, *, real: bool) -> None:
-        self.info, self.real = info, real
-        self.sight: Sight | None = None
-        self.before: list[Range] = []
-        self.parameters: list[tuple[Any, str]] = []
-        self.forward: _Graph | None = None
-        self.nodes: set[int] = set()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the capture."""
-        self.ledger: Ledger | None = None
-        self.static: set[int] = set()
-        self.designed: dict[int, int] | None = None
-        self.results: list[Made] = []
-        self.scratch: list[Range] = []
-        self.pool: Any = None
-        self.device = torch.device("cpu")
-        self.reported: set[str] = set()
+    info: GraphInfo
+    real: bool
+    sight: "Sight | None" = None
+    before: list[Range] = field(default_factory=list)
+    parameters: list[tuple[Any, str]] = field(default_factory=list)
+    forward: "_Graph | None" = None
+    nodes: set[int] = field(default_factory=set)
+    ledger: "Ledger | None" = None
+    static: set[int] = field(default_factory=set)
+    designed: dict[int, int] | None = None
+    results: list["Memory"] = field(default_factory=list)
+    scratch: list[Range] = field(default_factory=list)
+    pool: Any = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - never changed
+    reported: set[str] = field(default_factory=set)
 
 
 class GraphWatch:
@@ -146,52 +145,26 @@ class GraphWatch:
         self._infos: list[GraphInfo] = []
         self._open: list[_Graph] = []
         self._captured: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._patches: list[tuple[type, str, Any, Any]] = []
-        self._hook: Any = None
+        self._undo: list[Callable[[], None]] = []
         self._turn = 0
 
     def install(self) -> None:
-        """Begin to watch; a second call does nothing."""
-        if self._patches:
+        if self._undo:
             return
+        watched: dict[str, Callable[..., None]] = {
+            "capture_begin": self._begin, "capture_end": self._end, "replay": self._replay,
+            "reset": self._reset,
+        }  # fmt: skip
         for kind in self._graphs:
-            for name, patch in self._watched(*(getattr(kind, each) for each in _METHODS)).items():
-                self._patches.append((kind, name, getattr(kind, name), patch))
-                setattr(kind, name, patch)
-        self._hook = register_optimizer_step_post_hook(self._stepped)
-
-    def _watched(self, begin: Any, end: Any, replay: Any, reset: Any) -> dict[str, Any]:
-        """What takes the place of a class's methods."""
-
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-            self._begin(graph, begin, args, kwargs)
-
-        def capture_end(graph: Any) -> None:
-            self._end(graph, end)
-
-        def watched_replay(graph: Any) -> None:
-            kept = getattr(graph, _ATTRIBUTE, None)
-            if kept is None:
-                replay(graph)
-            else:
-                self._replay(graph, kept, replay)
-
-        def watched_reset(graph: Any) -> None:
-            reset(graph)
-            if (kept := getattr(graph, _ATTRIBUTE, None)) is not None:
-                kept.clear()
-
-        patches = (capture_begin, capture_end, watched_replay, watched_reset)
-        return dict(zip(_METHODS, patches, strict=True))
+            for name, ours in watched.items():
+                self._undo.append(patch(name, ours, kind))
+        self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def uninstall(self) -> None:
         """Stop to watch. What others have patched since stays."""
-        for kind, name, original, patch in self._patches:
-            if getattr(kind, name) is patch:
-                setattr(kind, name, original)
-        self._patches = []
-        if self._hook is not None:
-            self._hook.remove()
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def capturing(self) -> GraphInfo | None:
         """The graph whose capture is under way, None if none is."""
@@ -203,7 +176,7 @@ class GraphWatch:
 
     # ---- captures
 
-    def _begin(self, graph: Any, begin: Any, args: Any, kwargs: Any) -> None:
+    def _begin(self, begin: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
         maker = _Maker.of(graph, sys._getframe(2))
         if maker is None:
             begin(graph, *args, **kwargs)
@@ -217,21 +190,19 @@ class GraphWatch:
         begin(graph, *args, **kwargs)
         sight.own.begin()
         with sight.own:
-            kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
-            if kept is None:
-                kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place), real=real)
-                self._infos.append(kept.info)
-                setattr(graph, _ATTRIBUTE, kept)
-            kept.clear()
-            kept.before, kept.sight = before, sight
-            kept.info.maker, kept.info.place, kept.info.optimizer_steps = maker.name, maker.place, 0
+            if (held := getattr(graph, _ATTRIBUTE, None)) is None:
+                self._infos.append(GraphInfo(len(self._infos), maker.name, maker.place))
+            info = self._infos[-1] if held is None else held.info
+            info.maker, info.place, info.optimizer_steps = maker.name, maker.place, 0
+            kept = _Graph(info, real, sight, before)
             kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
+            setattr(graph, _ATTRIBUTE, kept)
             leaves = (t for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad)
             kept.parameters = [(weakref.ref(t), "") for t in leaves]
             self._open.append(kept)
             sight.__enter__()
 
-    def _end(self, graph: Any, end: Any) -> None:
+    def _end(self, end: Any, graph: Any) -> None:
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
         sight = kept.sight if kept is not None else None
         if kept is None or sight is None:
@@ -246,7 +217,7 @@ class GraphWatch:
             sight.own.end()
         self._enter(graph, kept, sight)
 
-    def _enter(self, graph: Any, kept: _Graph, sight: Sight) -> None:
+    def _enter(self, graph: Any, kept: _Graph, sight: "Sight") -> None:
         """After a capture: its ledger, and which memory is its own."""
         info = kept.info
         segments: list[Range] = []
@@ -261,7 +232,13 @@ class GraphWatch:
             alive = [made for made in sight.made.values() if made.storage() is not None]
             kept.static = {first for first, _ in set(blocks) - set(kept.before)}
             kept.static |= {made.address for made in alive}
-            self._enter_gradients(kept)
+            # Whose gradients may lie in the graph's memory, and whose do since the capture.
+            leaves = [(n, t) for n, t in self._named() if t.is_leaf and t.requires_grad]
+            names = {id(tensor): name for name, tensor in leaves}
+            own = [ref() for ref, _ in kept.parameters]
+            parameters = [t for t in own if t is not None] or [t for _, t in leaves]
+            kept.parameters = [(weakref.ref(t), names.get(id(t), "")) for t in parameters]
+            kept.designed = {id(t): _gradient_address(t) for t in parameters}
             if self._poisons:
                 self._enter_poison(kept, sight, segments, blocks)
                 if isinstance(graph, HostGraph):
@@ -269,14 +246,11 @@ class GraphWatch:
         kept.before = []
         self._report("graph_captured", dict(vars(info)))
 
-    def _enter_gradients(self, kept: _Graph) -> None:
-        """Whose gradients may lie in the graph's memory, and whose do since the capture."""
-        leaves = [(n, t) for n, t in self._named() if t.is_leaf and t.requires_grad]
-        names = {id(tensor): name for name, tensor in leaves}
-        own = [ref() for ref, _ in kept.parameters]
-        parameters = [t for t in own if t is not None] or [t for _, t in leaves]
-        kept.parameters = [(weakref.ref(t), names.get(id(t), "")) for t in parameters]
-        kept.designed = {id(t): _gradient_address(t) for t in parameters}
+    def _reset(self, reset: Any, graph: Any) -> None:
+        reset(graph)
+        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+        if kept is not None and kept.sight is None:  # else a capture is under way
+            setattr(graph, _ATTRIBUTE, _Graph(kept.info, kept.real))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
@@ -285,11 +259,15 @@ class GraphWatch:
 
     # ---- replays
 
-    def _replay(self, graph: Any, kept: _Graph, replay: Any) -> None:
+    def _replay(self, replay: Any, graph: Any) -> None:
+        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+        if kept is None:
+            replay(graph)
+            return
         info = kept.info
         if kept.ledger is not None:
-            if not kept.ledger.holds():
-                self._refuse(kept, kept.ledger)
+            if not kept.ledger.holds() and (found := kept.ledger.stale(self._named)):
+                self._refuse(kept, found)
             kept.nodes.clear()  # a forward; a backward has none of its own
             if kept.parameters:
                 self._look_at_gradients(kept)
@@ -301,10 +279,7 @@ class GraphWatch:
         for callback in self.on_replayed:
             callback(info)
 
-    def _refuse(self, kept: _Graph, ledger: Ledger) -> None:
-        found = ledger.stale(self._named)
-        if not found:
-            return
+    def _refuse(self, kept: _Graph, found: list[tuple[str, str]]) -> None:
         tensors = [f"{name}: {why}" for name, why in found[:8]]
         self._tell("stale_address", kept, tensors=tensors, count=len(found))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -333,7 +308,7 @@ class GraphWatch:
                 continue
             if _gradient_address(parameter) in kept.static:
                 name = name or f"parameter of shape {tuple(parameter.shape)}"
-                self._tell_once("static_gradient", kept, parameter=name)
+                self._tell("static_gradient", kept, parameter=name)
 
     def _look_at_activations(self, kept: _Graph, forward: _Graph) -> None:
         """Report a backward whose forward was replayed again since: it reads the later one's."""
@@ -341,23 +316,19 @@ class GraphWatch:
         if node is not None:
             forward.nodes.add(id(node))
             if len(forward.nodes) > 1:
-                self._tell_once("static_activation", kept, forward=forward.info.index)
-
-    def _tell_once(self, finding: str, kept: _Graph, **detail: Any) -> None:
-        key = f"{finding} {detail}"
-        if key not in kept.reported:
-            kept.reported.add(key)
-            self._tell(finding, kept, **detail)
+                self._tell("static_activation", kept, forward=forward.info.index)
 
     def _tell(self, finding: str, kept: _Graph, **detail: Any) -> None:
-        info = kept.info
-        about = {"graph": info.index, "maker": info.maker, "place": info.place}
-        self._report(finding, {**about, "replay": info.replays, **detail})
+        if (key := f"{finding} {detail}") not in kept.reported:
+            kept.reported.add(key)
+            info = kept.info
+            about = {"graph": info.index, "maker": info.maker, "place": info.place}
+            self._report(finding, {**about, "replay": info.replays, **detail})
 
     # ---- stressors
 
     def _enter_poison(
-        self, kept: _Graph, sight: Sight, segments: list[Range], blocks: list[Range]
+        self, kept: _Graph, sight: "Sight", segments: list[Range], blocks: list[Range]
     ) -> None:
         # What was there when the capture began may be read before it is written again.
         earlier = [*kept.before, *(use.range for use in sight.uses.values())]
@@ -378,11 +349,10 @@ class GraphWatch:
                 other.scratch = without(other.scratch, blocks)
 
     def _stress(self, kept: _Graph) -> None:
-        if not (self._poisons or self._scrambles):
+        is_asked = self._poisons or self._scrambles
+        if not is_asked or (kept.real and torch.cuda.is_current_stream_capturing()):
             return
-        if kept.real and torch.cuda.is_current_stream_capturing():
-            return
-        with _disable_current_modes(), torch.no_grad():
+        with modes._disable_current_modes(), torch.no_grad():
             if self._poisons:
                 for first, end in kept.scratch:
                     fill(first, end - first, kept.device)
@@ -412,9 +382,12 @@ class _Maker:
         while frame is not None:
             code = frame.f_code
             if code.co_filename.endswith("cudagraph_trees.py"):
-                return (
-                    cls(TREES, place, _static_inputs(frame)) if code.co_name == "_record" else None
-                )
+                if code.co_name != "_record":
+                    return None
+                # Parameters and the like that a recording of the trees relies on.
+                held, inputs = frame.f_locals["self"].wrapped_function, frame.f_locals["inputs"]
+                static = [inputs[index] for index in held.static_input_idxs]
+                return cls(TREES, place, [*static, *held.constants])
             if code.co_name in ("make_graphed_callables", "_make_graphed_callables"):
                 found = cls._of_callables(graph, frame, place)
                 if found is not None:
@@ -430,24 +403,284 @@ class _Maker:
         for kind, key in (
             ("forward", "fwd_graphs"), ("backward", "bwd_graphs"), ("backward_dw", "bwd_dw_graphs"),
         ):  # fmt: skip
-            for number, each in enumerate(variables.get(key, ())):
-                if each is graph:
-                    name = f"{library}.make_graphed_callables {kind} {number}"
-                    surfaces = variables.get("per_callable_static_input_surfaces", ())
-                    inputs = surfaces[number] if number < len(surfaces) else ()
-                    forward = variables["fwd_graphs"][number] if kind == "backward" else None
-                    return cls(name, place, list(tensors_in(inputs)), forward)
+            held = [id(each) for each in variables.get(key, ())]
+            if id(graph) in held:
+                number = held.index(id(graph))
+                name = f"{library}.make_graphed_callables {kind} {number}"
+                surfaces = variables.get("per_callable_static_input_surfaces", ())
+                inputs = surfaces[number] if number < len(surfaces) else ()
+                forward = variables["fwd_graphs"][number] if kind == "backward" else None
+                return cls(name, place, list(tensors_in(inputs)), forward)
         return None
-
-
-def _static_inputs(frame: FrameType) -> list[Any]:
-    """Parameters and the like that a recording of the trees relies on."""
-    variables = frame.f_locals
-    function, inputs = variables["self"].wrapped_function, variables["inputs"]
-    return [*(inputs[index] for index in function.static_input_idxs), *function.constants]
 
 
 def _gradient_address(parameter: torch.Tensor) -> int:
     """Where the gradient's storage lies; 0 without one."""
     found = list(tensors_in(parameter.grad))
     return found[0].untyped_storage().data_ptr() if found else 0
+
+
+# ---- the memory of graphs: what a capture uses and makes, and whether it is still there
+
+
+@dataclass(eq=False)
+class Memory:
+    """A storage, by weak reference; `pointers`: of the tensors on it that a capture used.
+
+    `tensor`, `computed`: of one that an operator of it allocated; whether it wrote all of it.
+    """
+
+    address: int
+    nbytes: int
+    storage: Any
+    first_use: str = ""
+    pointers: set[int] = field(default_factory=set)
+    name: str = ""
+    tensor: Any = None
+    computed: bool = False
+    version: int = 0
+
+    @property
+    def range(self) -> Range:
+        return self.address, self.address + self.nbytes
+
+
+class Uncounted:
+    """Inside of it, what the watch allocates brings no garbage collection nearer, and none runs.
+
+    A graph that the collector destroys breaks the capture that is under way (pytorch #195397): what
+    a program does there by itself is to be seen, and what its watch allocates should not cause it.
+    So the collector stays as the program has it, with a threshold that is higher by the watch's own
+    objects until they leave the young generation. What torch allocates to call it is counted.
+    """
+
+    def __init__(self) -> None:
+        self._ours = self._count = 0
+        self._was_on = False
+        self._threshold: tuple[int, int, int] | None = None
+
+    def begin(self) -> None:
+        # A threshold of 0 collects nothing anyway.
+        self._threshold = gc.get_threshold() if gc.get_threshold()[0] else None
+        gc.callbacks.append(self._collected)
+
+    def end(self) -> None:
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._collected)
+        if self._threshold is not None:
+            gc.set_threshold(*self._threshold)
+        self._threshold, self._ours = None, 0
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+        self._count = gc.get_count()[0]
+
+    def __exit__(self, *error: object) -> None:
+        if self._threshold is not None:
+            self._ours = max(self._ours + gc.get_count()[0] - self._count, 0)
+            first, *others = self._threshold
+            gc.set_threshold(first + self._ours, *others)
+        if self._was_on:
+            gc.enable()
+
+    def _collected(self, phase: str, info: object) -> None:
+        if phase == "start" and self._threshold is not None:
+            self._ours = 0
+            gc.set_threshold(*self._threshold)
+
+
+class Sight(TorchDispatchMode):
+    """Lists the storages that operators use and make, until it is taken off."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, real: bool) -> None:
+        super().__init__()
+        self.uses: dict[int, Memory] = {}
+        self.made: dict[int, Memory] = {}
+        self.former: dict[int, int] = {}  # ranges that were made, given back and made anew
+        self.own = Uncounted()
+        self._real = real
+        self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_opens_itself, types)):
+            return NotImplemented  # the wrapper opens itself up first
+        kwargs = kwargs or {}
+        if self._real and not torch.cuda.is_current_stream_capturing():
+            return func(*args, **kwargs)
+        with self.own:
+            if func not in self._kinds:
+                self._kinds[func] = _kind(func)
+            uses, makes, computes = self._kinds[func]
+            if uses:
+                for tensor in tensors_in((args, kwargs)):
+                    self.use(tensor, str(func))
+        out = func(*args, **kwargs)
+        if makes:
+            with self.own:
+                for tensor in tensors_in(out):
+                    self._make(tensor, computed=computes)
+        return out
+
+    def use(self, tensor: torch.Tensor, by: str) -> None:
+        """Enter what the capture uses, whether or not an operator showed it."""
+        # Copies read pinned memory of the host at each replay; other host memory is read once.
+        if self._real and not (tensor.is_cuda or tensor.is_pinned()):
+            return
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if not address or address in self.made:
+            return
+        if address not in self.uses:
+            lines = " < ".join(user_lines(sys._getframe(1)))
+            node = torch._C._current_autograd_node()
+            place = lines or (f"of {node.name()}" if node is not None else "an unknown place")
+            first_use = f"first used by {by} at {place}"
+            reference = weakref.ref(storage)
+            self.uses[address] = Memory(address, storage.nbytes(), reference, first_use)
+        self.uses[address].pointers.add(tensor.data_ptr())
+
+    def _make(self, tensor: torch.Tensor, *, computed: bool) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if not address or (self._real and not tensor.is_cuda):
+            return
+        # By identity: memory that was used and given back may be made something else of.
+        use, known = self.uses.get(address), self.made.get(address)
+        if any(each is not None and each.storage() is storage for each in (use, known)):
+            return
+        if known is not None:
+            self.former[address] = max(known.range[1], self.former.get(address, 0))
+        made = Memory(address, storage.nbytes(), weakref.ref(storage), computed=computed)
+        made.tensor = weakref.ref(tensor)
+        self.made[address] = made
+
+    def take_off(self) -> None:
+        if self not in modes._get_current_dispatch_mode_stack():
+            return
+        above = []
+        while (mode := modes._pop_mode()) is not self:
+            above.append(mode)
+        modes._push_mode(self)
+        self.__exit__(None, None, None)
+        for mode in reversed(above):
+            modes._push_mode(mode)
+
+
+class Ledger:
+    """Addresses that a graph relies on: of named tensors, else of storages."""
+
+    def __init__(self, uses: Iterable[Memory], named: Named) -> None:
+        by_pointer: dict[int, tuple[str, torch.Tensor]] = {}
+        by_storage: dict[int, str] = {}
+        for name, tensor in local_parts(named):
+            if tensor.numel():
+                by_pointer.setdefault(tensor.data_ptr(), (name, tensor))
+                by_storage.setdefault(tensor.untyped_storage().data_ptr(), name)
+        entries: list[tuple[Any, int, str, Memory]] = []
+        for use in uses:
+            use.name = by_storage.get(use.address, "")
+            found = [(p, *by_pointer[p]) for p in sorted(use.pointers) if p in by_pointer]
+            entries += [(weakref.ref(tensor), p, name, use) for p, name, tensor in found]
+            if not found:
+                entries.append((use.storage, use.address, "", use))
+        self._keep(entries)
+
+    def _keep(self, entries: list[tuple[Any, int, str, Memory]]) -> None:
+        self._entries = entries
+        self._references = [entry[0] for entry in entries]
+        self._addresses = [entry[1] for entry in entries]
+
+    def holds(self) -> bool:
+        """Whether all is alive and where it was; this is what a replay costs."""
+        try:
+            return [ref().data_ptr() for ref in self._references] == self._addresses
+        except AttributeError:  # None: something died
+            return False
+
+    def stale(self, named: Named) -> list[tuple[str, str]]:
+        """What is at fault and why; entries whose memory is the right one all the same are kept."""
+        now = dict(local_parts(named))
+        stale, kept = [], []
+        for ref, address, name, use in self._entries:
+            target, storage, heir = ref(), use.storage(), now.get(name)
+            if target is not None:
+                why = _moved(address, target.data_ptr())
+            elif heir is not None:
+                why = _moved(address, heir.data_ptr())
+                ref = weakref.ref(heir)
+            elif storage is None:
+                if in_private_memory(use.address):
+                    continue  # of another graph, which still holds its pool
+                why = "freed since the capture"
+            else:
+                why = _moved(use.address, storage.data_ptr())
+                ref, address = use.storage, use.address
+            if why:
+                described = f"storage of {use.nbytes} bytes ({use.first_use})"
+                stale.append((name or use.name or described, why))
+            kept.append((ref, address, name, use))
+        self._keep(kept)
+        return stale
+
+
+def user_lines(frame: FrameType | None) -> list[str]:
+    """`file:line` of the innermost frames that belong to the program."""
+    found: list[str] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_USERS) and "transformer_engine/" not in file:
+            path = Path(file)
+            inside = path.is_relative_to(Path.cwd())
+            short = path.relative_to(Path.cwd()) if inside else Path(*path.parts[-2:])
+            found.append(f"{short}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
+
+
+def _opens_itself(kind: Any) -> bool:
+    """Whether operators on a tensor class become operators on the tensors that it holds."""
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def _kind(func: Any) -> tuple[bool, bool, bool]:
+    """Whether an operator uses data of its arguments, makes results, and writes all of them."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return True, True, False
+    name = schema.name
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    aliases = [result.alias_info is not None for result in schema.returns]
+    if name in _USES_NO_DATA or (aliases and all(aliases) and not writes):
+        return False, False, False  # a view
+    like = name.startswith("aten::new_") or name.endswith("_like")
+    return not like, True, "empty" not in name and not any(aliases)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Plain dense tensors in nested lists."""
+    if isinstance(values, torch.Tensor):
+        local = getattr(values, "_local_tensor", values)
+        if local.layout is torch.strided and not _opens_itself(type(local)):
+            yield local
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from tensors_in(value)
+
+
+def local_parts(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of this rank's part of each tensor."""
+    return ((name, tensor) for name, value in named() for tensor in tensors_in(value))
+
+
+def _moved(captured: int, now: int) -> str:
+    """Why a tensor is at fault; empty if it is where it was."""
+    if now == captured:
+        return ""
+    return f"captured at {captured:#x}, now " + (f"at {now:#x}" if now else "freed")

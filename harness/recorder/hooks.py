@@ -1,48 +1,51 @@
 """What is hooked in torch so that a program is recorded without a line changed.
 
     Optimizer.__init__             names of parameters, before an engine replaces them
-    Module.__call__                the first one in training, which records the initial state
+    Module.__call__                the first one in training, which records the initial state; taps
     torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
     GradScaler.scale, step         losses before they are scaled; steps that it skips
-
-A run that is to round at random does so from the first training forward pass on
-(`harness.recorder.rounding`); observing it does not.
+    random, numpy.random           whether the program has seeded them
+    CUDAGraph, ProcessGroup        `harness.recorder.graphs`, `harness.recorder.collectives`
 
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
 
 import contextlib
-import functools
 import pickle
 import random
+import re
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
 )
+from torch.utils.checkpoint import CheckpointFunction
 
-from harness.recorder.capture import is_capturing
+from fsdp_core.graph.digest import NUM_COLUMNS, Digester
+from harness.recorder import Recorder
+from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, UNSCALED, Observer
-from harness.recorder.rounding import Rounding
-from harness.recorder.session import Session, begin
-from harness.recorder.state import Named, cuda_is_used, plain
-from harness.recorder.taps import Keeper, Taps, module_of
+from harness.recorder.session import Session, begin, patch
+from harness.recorder.state import cuda_is_used, plain
 
 SUMMARY_EVENT = "cuda_graphs"
-HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
-LINES = ("enter", "leave")
 TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _SCALES = "_harness_scales"
@@ -53,87 +56,44 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    rounding = Rounding(session)
-    for name in (*HOOKED, *(LINES if session.rounding else ())):
-        setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
-    session.finish, session.under_way = observer.finish, observer.under_way
+    rounding = Rounding(session.rounding, session.rank)
+    observer.aside = rounding.aside
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
-    _hook_autograd(observer)
+    _hook_losses(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
-    _watch_graphs(observer)
+    watch = _watch_graphs(observer)
     if session.rounding:
-        _round_at_random(observer, rounding)
+        rounding.refuse_captures()
+        for name in ("begin", "enter"):
+            # What the first backward pass or a script's first step begins is begun by then.
+            patch(name, rounding.begins, observer)
     if dist.is_available() and session.world_size > 1:
-        _note_collectives(observer)
+        session.leaving = Notes(observer).install()
+
+    def finish() -> Mapping[str, Any]:
+        with rounding.aside():
+            graphs = watch.summary()
+            if graphs["graphs"]:
+                observer.event(SUMMARY_EVENT, graphs)
+            facts = observer.finish()
+        rounding.end()
+        return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
+
+    session.finish, session.under_way = finish, observer.under_way
     session.module_at_work = lambda error: module_of(error, observer)
-    taps = Taps(observer, lambda: _is_quiet(observer))
-    taps.add(session.config.get("taps", ()))
-    observer.add_taps = taps.add
-    if session.keep is not None:
-        keeper = Keeper(observer, session.keep)
-        observer.keep, observer.written = keeper.take, keeper.write
+    observer.add_taps = Taps(observer).add
+    observer.add_taps(session.config.get("taps", ()))
     return observer
 
 
-def _note_collectives(observer: Observer) -> None:
-    session, notes = observer.session, Notes(observer, observer.session.folder)
-    notes.install()
-
-    def leaving(*, has_failed: bool) -> None:
-        # Others may wait for what this rank has not entered.
-        notes.settle()
-        if has_failed:
-            notes.answer(or_last=True)
-
-    session.leaving = leaving
+# --- what a script says itself -----------------------------------------------------------------
 
 
-def _round_at_random(observer: Observer, rounding: Rounding) -> None:
-    begin, enter, finish = observer.begin, observer.enter, observer.session.finish
-
-    def begins() -> None:
-        begin()
-        rounding.begin()
-
-    def enters() -> None:
-        enter()
-        rounding.begin()
-
-    def finishes() -> Mapping[str, Any]:
-        with rounding.aside():
-            facts = finish()
-        rounding.end()
-        return facts
-
-    rounding.refuse_captures()
-    # What the first backward pass or a script's first step begins is begun by then.
-    observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
-    observer.session.finish = finishes
-
-
-def _guarded(
-    method: Callable[..., None], session: Session, rounding: Rounding
-) -> Callable[..., None]:
-    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> None:
-        try:
-            with rounding.aside():
-                method(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            session.broken(error)
-
-    return call
-
-
-def recorder_for_script(
-    model: Any, optimizer: Any, taps: tuple[str, ...]
-) -> "ScriptRecorder | None":
-    """The recorder that a script's own lines speak to; None in a process that does not record.
+def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Recorder:
+    """The recorder that a script's own lines speak to; in a process that does not record, none.
 
     Raises:
         ValueError: one of `taps` is no pattern.
@@ -141,11 +101,15 @@ def recorder_for_script(
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:
-        return None
+        return Recorder()
     if taps:
         _active.add_taps(taps)
         _active.event(TAPS_EVENT, {"patterns": list(taps)})
-    return ScriptRecorder(_active, _each(model), _each(optimizer))
+    models: list[nn.Module] = _each(model)
+    _active.names.scan([p for each in models for p in each.parameters()], roots=models)
+    for each in _each(optimizer):
+        _active.add(each)
+    return _ScriptRecorder(_active)
 
 
 def _each(value: Any) -> list[Any]:
@@ -156,57 +120,41 @@ def _each(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-class ScriptRecorder:
-    """See `harness.recorder.Recorder`."""
-
-    def __init__(self, observer: Observer, models: list[nn.Module], optimizers: list[Any]) -> None:
-        self._observer, self._own = observer, dict[str, Mapping[str, Any]]()
-        observer.names.scan([p for each in models for p in each.parameters()], roots=models)
-        for each in optimizers:
-            observer.add(each)
+class _ScriptRecorder(Recorder):
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.grad_norm, self.skipped = observer.norm, observer.skip  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """See `Recorder.step`."""
         self._observer.enter()
         yield
         self._observer.leave()
 
     def microbatch(self, loss: Any) -> None:
-        """See `Recorder.microbatch`."""
         self._observer.loss(loss, is_told=True)
 
-    def grad_norm(self, norm: Any) -> None:
-        """See `Recorder.grad_norm`."""
-        self._observer.norm(norm)
-
     def state(self, group: str, tensors: Mapping[str, Any]) -> None:
-        """See `Recorder.state`."""
         if group in GROUPS:
             raise ValueError(f"Expected a group of the script's own, got {group!r}.")
-        self._own[group] = tensors
-
-        def gather() -> Named:
-            held = self._own[group].items()
-            return [each for name, tensor in held for each in plain(name, tensor)]
-
-        self._observer.own[group] = gather
-
-    def skipped(self, why: str) -> None:
-        """See `Recorder.skipped`."""
-        self._observer.skip(why)
+        self._observer.own[group] = lambda: [
+            each for name, tensor in tensors.items() for each in plain(name, tensor)
+        ]
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Inside nothing is recorded; for whoever measures what recording costs."""
-    observer = _active
-    if observer is not None:
-        observer.close()
-        observer.is_paused = True
+    if _active is None:
+        yield
+        return
+    _active.close()
+    _active.is_paused = True
     yield
-    if observer is not None:
-        observer.is_paused = False
+    _active.is_paused = False
+
+
+# --- hooks -------------------------------------------------------------------------------------
 
 
 def _is_quiet(observer: Observer) -> bool:
@@ -226,52 +174,37 @@ def _hook_seeds(observer: Observer) -> None:
     """
     taken: set[tuple[str, int]] = set()
 
-    def taking(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get(*args: Any, **kwargs: Any) -> Any:
+    def hook(kind: str, owner: Any, get: str, put: str) -> None:
+        def key(state: Any) -> tuple[str, int]:
+            return kind, hash(pickle.dumps(state))  # a tuple, with an array in it if it is NumPy's
+
+        def take(original: Any, *args: Any, **kwargs: Any) -> Any:
             state = original(*args, **kwargs)
-            if name not in observer.seeded:
-                taken.add((name, _hash_of_state(state)))
+            if kind not in observer.seeded:
+                taken.add(key(state))
             return state
 
-        return get
-
-    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            is_seeded = name in observer.seeded
-            if not is_seeded and (not args or (name, _hash_of_state(args[0])) not in taken):
-                observer.seeded.add(name)
+        def seed(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind not in observer.seeded and not (args and key(args[0]) in taken):
+                observer.seeded.add(kind)
             return original(*args, **kwargs)
 
-        return seed
+        patch(get, take, owner)
+        for name in ("seed", put):
+            patch(name, seed, owner)
 
-    owners: list[tuple[str, Any, str, str]] = [("python", random, "getstate", "setstate")]
+    hook("python", random, "getstate", "setstate")
     with contextlib.suppress(ImportError):
         import numpy
 
-        owners.append(("numpy", numpy.random, "get_state", "set_state"))
-    for name, owner, get, put in owners:
-        setattr(owner, get, taking(getattr(owner, get), name))
-        for function in ("seed", put):
-            setattr(owner, function, seeding(getattr(owner, function), name))
-
-
-def _hash_of_state(state: Any) -> int:
-    """Hash of a generator's state: a tuple, with an array in it if it is NumPy's."""
-    return hash(pickle.dumps(state))
+        hook("numpy", numpy.random, "get_state", "set_state")
 
 
 def _hook_optimizers(observer: Observer) -> None:
-    original = Optimizer.__init__
-
-    @functools.wraps(original)
-    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def made(original: Any, self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if observer.session.is_mine:
             observer.made(self)
-
-    Optimizer.__init__ = made  # type: ignore[method-assign]
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_quiet(observer):
@@ -292,8 +225,9 @@ def _hook_optimizers(observer: Observer) -> None:
         if not _is_quiet(observer):
             observer.after(optimizer)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    patch("__init__", made, Optimizer)
+    torch_optimizer.register_optimizer_step_pre_hook(before)
+    torch_optimizer.register_optimizer_step_post_hook(after)
 
 
 def _hook_first_forward(observer: Observer) -> None:
@@ -309,15 +243,13 @@ def _hook_first_forward(observer: Observer) -> None:
 
     # A compiled module's wrapper is seen as well, which is what is wanted.
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are glo")
-    handle = register_module_forward_pre_hook(before)
+    handle = torch_modules.register_module_forward_pre_hook(before)
 
 
-def _hook_autograd(observer: Observer) -> None:
-    original = torch.autograd.backward
+def _hook_losses(observer: Observer) -> None:
     depth = [0]  # checkpointing calls it again from inside
 
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         graph = observer.capturing()
         if depth[0] or (graph is None and _is_quiet(observer)):
             return original(tensors, *args, **kwargs)
@@ -335,10 +267,62 @@ def _hook_autograd(observer: Observer) -> None:
             depth[0] -= 1
             observer.is_in_backward = bool(depth[0])
 
-    torch.autograd.backward = backward
+    patch("backward", backward, torch.autograd)
 
 
-def _watch_graphs(observer: Observer) -> None:
+def _hook_norms(observer: Observer) -> None:
+    def norm_of(original: Any, *args: Any, **kwargs: Any) -> Any:
+        norm, graph = original(*args, **kwargs), observer.capturing()
+        if graph is not None or not _is_quiet(observer):
+            observer.norm(norm, graph)
+        return norm
+
+    def clip(original: Any, params: Any, most: float, norm: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_quiet(observer):
+            observer.norm(norm)
+        original(params, most, norm, *args, **kwargs)
+
+    for name in ("clip_grad_norm_", "get_total_norm"):
+        patch(name, norm_of, nn.utils, nn.utils.clip_grad)
+    # For programs that call it: clip_grad_norm_ has its own name for it.
+    patch("clip_grads_with_norm_", clip, nn.utils)
+
+
+def _hook_scaler(observer: Observer) -> None:
+    def step(original: Any, self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        taken = observer.num_taken
+        result = original(self, optimizer, *args, **kwargs)
+        # The optimizer's own hooks have counted the step if it was taken.
+        if observer.num_taken == taken and not _is_quiet(observer):
+            observer.skip("GradScaler found a gradient that is not finite")
+        return result
+
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
+        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        if not hasattr(owner.scale, _SCALES):
+            patch("scale", _scale, owner)
+            setattr(owner.scale, _SCALES, True)
+
+    patch("step", step, torch.amp.GradScaler)
+    patch("__init__", made, torch.amp.GradScaler)
+
+
+def _scale(original: Any, self: Any, outputs: Any) -> Any:
+    """Results know their losses: an infinite one is right where its loss is not."""
+    scaled = original(self, outputs)
+    if not torch.compiler.is_compiling():
+        single = isinstance(outputs, Tensor)
+        many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+        for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+            are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+            if are_tensors and loss.numel() == 1 and result is not loss:
+                setattr(result, UNSCALED, loss.detach())
+    return scaled
+
+
+def _watch_graphs(observer: Observer) -> GraphWatch:
     """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
     session = observer.session
     stress = tuple(session.config.get("stress", ()))
@@ -351,93 +335,266 @@ def _watch_graphs(observer: Observer) -> None:
 
     watch.on_replayed.append(replayed)
     watch.install()
-
-    def finish() -> Mapping[str, Any]:
-        graphs = watch.summary()
-        if graphs["graphs"]:
-            observer.event(SUMMARY_EVENT, graphs)
-        facts = observer.finish()
-        return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
-
-    session.finish = finish
+    return watch
 
 
-def _hook_norms(observer: Observer) -> None:
-    def observed(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(original)
-        def norm_of(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-            norm = original(tensors, *args, **kwargs)
-            graph = observer.capturing()
-            if graph is not None or not _is_quiet(observer):
-                observer.norm(norm, graph)
-            return norm
+# --- taps --------------------------------------------------------------------------------------
 
-        return norm_of
-
-    for name in ("clip_grad_norm_", "get_total_norm"):
-        original = getattr(nn.utils, name)
-        _replace(original, observed(original), (nn.utils, nn.utils.clip_grad))
-    clip_with = nn.utils.clip_grads_with_norm_
-
-    @functools.wraps(clip_with)
-    def clip_grads_with_norm_(
-        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        if not _is_quiet(observer):
-            observer.norm(total_norm)
-        clip_with(parameters, max_norm, total_norm, *args, **kwargs)
-
-    # For programs that call it: clip_grad_norm_ has its own name for it.
-    _replace(clip_with, clip_grads_with_norm_, (nn.utils,))
+INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
+ROOT = "(root)"
+"""Name of a module that is part of no other, where it is the only one."""
+_FOLD = 0x01000193
+"""Odd, so that what was folded stays in all bits; as in `fsdp_core.graph.taps`."""
+_PATTERN = re.compile(r"([\w*]+(?:\.[\w*]+)*)(?::(input|output|gradient))?")
+"""As `fsdp_core.config.tap_pattern`, which takes more files than a script's environment has."""
 
 
-def _hook_scaler(observer: Observer) -> None:
-    original = torch.amp.GradScaler.step
+class Taps:
+    """Digests the calls of the modules that patterns mean: `layers.*.attn:output`.
 
-    @functools.wraps(original)
-    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        taken = observer.num_taken
-        result = original(self, optimizer, *args, **kwargs)
-        # The optimizer's own hooks have counted the step if it was taken.
-        if observer.num_taken == taken and not _is_quiet(observer):
-            observer.skip("GradScaler found a gradient that is not finite")
-        return result
+        input      tensors in the arguments of a call, together
+        output     tensors in what it returns, together
+        gradient   of its first output that gets one
 
-    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
-    made = torch.amp.GradScaler.__init__
+    Calls without gradients and calls that a backward pass makes again, as checkpointing does, are
+    passed over. A reentrant checkpoint makes its first pass without gradients, and those of its
+    second one: both are seen as one call, of torch's `CheckpointFunction`, not of other libraries'.
+    """
 
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
-        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
-        if not hasattr(owner.scale, _SCALES):
-            owner.scale = _scaling(owner.scale)
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._patterns: list[tuple[re.Pattern[str], str]] = []
+        self._kinds: dict[str, frozenset[str]] = {}
+        self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
+        self._calls: dict[str, int] = {}
+        self._step: object = None
+        # Passes of reentrant checkpoints: whether it is the first, and rows of gradients, which go
+        # from the first to the second.
+        self._passes: list[tuple[bool, deque[str]]] = []
 
-    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+    def add(self, patterns: Iterable[str]) -> None:
+        """Digest what these mean, too; the first ones hook every module of the process.
+
+        Raises:
+            ValueError: one is no pattern.
+        """
+        added = [_pattern(text) for text in patterns]
+        if added and not self._patterns:
+            torch_modules.register_module_forward_pre_hook(self._before)
+            torch_modules.register_module_forward_hook(self._after)
+            self._hook_checkpoints()
+        self._patterns += added
+        self._kinds.clear()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        name, kinds = self._asked(module)
+        if INPUT in kinds:
+            self._digest(self._row(name, INPUT), list(_tensors(args)))
+
+    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
+        name, kinds = self._asked(module)
+        if OUTPUT in kinds:
+            self._digest(self._row(name, OUTPUT), list(_tensors(result)))
+        if GRADIENT in kinds:
+            is_first = self._is_first
+            wants = Tensor.is_floating_point if is_first else lambda each: each.requires_grad
+            first = next(filter(wants, _tensors(result)), None)
+            if first is None or (row := self._gradient_row(name)) is None:
+                return
+            if is_first:
+                self._passes[-1][1].append(row)
+            else:
+                first.register_hook(lambda gradient: self._digest(row, [gradient]))
+
+    @property
+    def _is_first(self) -> bool:
+        return bool(self._passes) and self._passes[-1][0]
+
+    def _gradient_row(self, name: str) -> str | None:
+        """The row is the call's, in the order of the forward passes."""
+        again = next((rows for is_first, rows in reversed(self._passes) if not is_first), None)
+        if again is None:
+            return self._row(name, GRADIENT)
+        is_its = bool(again) and again[0].rpartition("[")[0] == f"{name}:{GRADIENT}"
+        return again.popleft() if is_its else None
+
+    def _hook_checkpoints(self) -> None:
+        apply, forward = vars(torch.autograd.Function)["apply"], CheckpointFunction.forward
+        backward = CheckpointFunction.backward
+        with_gradients = [False]  # inside of `forward` nobody can tell
+
+        def applied(cls: Any, *args: Any) -> Any:
+            with_gradients[0] = torch.is_grad_enabled()
+            return apply.__get__(None, cls)(*args)
+
+        def first(ctx: Any, *args: Any) -> Any:
+            if not with_gradients[0]:  # an evaluation, or part of another's first pass
+                return forward(ctx, *args)
+            ctx._harness_rows = deque[str]()
+            return self._pass(True, ctx._harness_rows, forward, ctx, *args)
+
+        def second(ctx: Any, *gradients: Any) -> Any:
+            rows = deque(getattr(ctx, "_harness_rows", ()))
+            return self._pass(False, rows, backward, ctx, *gradients)
+
+        CheckpointFunction.apply = classmethod(applied)  # type: ignore[assignment]
+        CheckpointFunction.forward = staticmethod(first)  # type: ignore[method-assign]
+        CheckpointFunction.backward = staticmethod(second)  # type: ignore[method-assign]
+
+    def _pass(self, is_first: Any, rows: deque[str], function: Any, *args: Any) -> Any:
+        self._passes.append((is_first, rows))
+        try:
+            return function(*args)
+        finally:
+            self._passes.pop()
+
+    def _asked(self, module: nn.Module) -> tuple[str, frozenset[str]]:
+        observer = self._observer
+        is_again = observer.is_in_backward and not self._passes
+        if is_again or _is_quiet(observer) or not (self._is_first or torch.is_grad_enabled()):
+            return "", frozenset()
+        if (name := observer.names.of_module(module)) is None:
+            return "", frozenset()
+        name = name or ROOT
+        if name not in self._kinds:
+            meant = (kind for pattern, kind in self._patterns if pattern.fullmatch(name))
+            self._kinds[name] = frozenset(meant)
+        kinds = self._kinds[name]
+        return name, kinds & {GRADIENT} if observer.is_in_backward else kinds
+
+    def _row(self, name: str, kind: str) -> str:
+        step = self._observer.step_of_calls()
+        if step is not self._step:
+            self._step, self._calls = step, {}
+        tap = f"{name}:{kind}"
+        number = self._calls[tap] = self._calls.get(tap, -1) + 1
+        return f"{tap}[{number}]"
+
+    def _digest(self, row: str, tensors: Sequence[Tensor]) -> None:
+        held = [each for tensor in tensors for _, each in plain("", tensor)]
+        if len({each.device for each in held}) != 1 or _is_quiet(self._observer):
+            return
+        kind = tuple((each.shape, each.dtype, each.device) for each in held)
+        if kind not in self._digests:
+            self._digests[kind] = _planned(held)
+        digester, rows, weights = self._digests[kind]
+        digester(held, rows)
+        self._observer.tap(row, (rows * weights).sum(0, dtype=torch.int32), held)
 
 
-def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`scale`, whose results know their losses: an infinite one is right where its loss is not."""
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if not torch.compiler.is_compiling():
-            single = isinstance(outputs, Tensor)
-            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
-            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
-                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
-                if are_tensors and loss.numel() == 1 and result is not loss:
-                    setattr(result, UNSCALED, loss.detach())
-        return scaled
-
-    setattr(scale, _SCALES, True)
-    return scale
+def _planned(tensors: Sequence[Tensor]) -> tuple[Digester, Tensor, Tensor]:
+    """A digester, its rows, and by what each row is multiplied as they become one."""
+    device, number = tensors[0].device, len(tensors)
+    factors = [pow(_FOLD, number - 1 - place, 1 << 32) for place in range(number)]
+    signed = [(factor ^ 0x8000_0000) - 0x8000_0000 for factor in factors]
+    rows = torch.zeros(number, NUM_COLUMNS, dtype=torch.int32, device=device)
+    return Digester(tensors), rows, torch.tensor(signed, dtype=torch.int32, device=device)[:, None]
 
 
-def _replace(original: Callable[..., Any], ours: Callable[..., Any], places: Iterable[Any]) -> None:
-    for place in places:
-        for name, value in list(vars(place).items()):
-            if value is original:
-                setattr(place, name, ours)
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _pattern(text: str) -> tuple[re.Pattern[str], str]:
+    if (parts := _PATTERN.fullmatch(text)) is None:
+        expected = "a module's dotted name, * and ** in it, and :input, :output or :gradient"
+        raise ValueError(f"taps: expected {expected}, got {text!r}")
+    levels = (re.escape(part).replace(r"\*", "[^.]*") for part in parts[1].split("**"))
+    return re.compile(".*".join(levels)), parts[2] or OUTPUT
+
+
+def module_of(error: BaseException, observer: Observer) -> str:
+    """Name of the innermost module at work where an error was raised, "" if there was none."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            name = observer.names.of_module(owner) or name
+        trace = trace.tb_next
+    return name
+
+
+# --- rounding at random ------------------------------------------------------------------------
+
+RANKS = 1 << 20
+"""Seeds of a run's ranks are next to each other, those of runs further away."""
+
+
+class CannotRound(RuntimeError):
+    """The program does not round at random all the time."""
+
+    deltazero_what = "unsupported"
+
+
+class Rounding:
+    """A program that rounds at random: a sample of how far rounding takes it.
+
+    It begins with the first training forward, or the first step that the script tells; what the
+    recorder does is outside of it. The mode of torch's dispatcher sees operators of its thread and
+    of its backward passes, and keeps torch.compile out; what was compiled before it began, and what
+    a CUDA graph replays, would not round at random: such a run is not judged.
+
+    Args:
+        seed: of the run; 0 for one that rounds as usual, for which nothing is done.
+
+    Raises:
+        CannotRound: the mode cannot be imported here.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._mode: Any = None
+        self._thread: threading.Thread | None = None
+        self._num_compiled = _num_compiled()
+        if seed:
+            try:
+                from fsdp_core.rounding import RandomRounding
+            except ImportError as error:
+                message = f"a run that rounds at random needs fsdp_core.rounding: {error}"
+                raise CannotRound(message) from error
+            self._mode = RandomRounding(seed * RANKS + rank)
+
+    def begins(self, original: Callable[[], None]) -> None:
+        """Round at random from now on, after what else begins."""
+        original()
+        if self._mode is not None and self._thread is None:
+            self._thread = threading.current_thread()
+            self._mode.__enter__()
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside operators round as usual."""
+        return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
+
+    def end(self) -> None:
+        """Round as usual again.
+
+        Raises:
+            CannotRound: the program did not round at random all the time.
+        """
+        # A run that never began has no step: it is no sample.
+        if self._mode is None or self._thread is None:
+            return
+        if threading.current_thread() is self._thread:
+            modes = _get_current_dispatch_mode_stack()
+            if self._mode not in modes:
+                raise CannotRound("another dispatch mode of the program ended random rounding")
+            if modes[-1] is self._mode:
+                self._mode.__exit__(None, None, None)
+        self._mode = None
+        if _num_compiled() > self._num_compiled:
+            raise CannotRound("what torch.compile made before training does not round at random")
+
+    def refuse_captures(self) -> None:
+        """See that the program captures no graph, whose replays would round as usual."""
+
+        def capture_begin(*args: Any, **kwargs: Any) -> None:
+            message = "replays of a graph do not round at random: expected an eager reference"
+            raise CannotRound(message)
+
+        for kind in (torch.cuda.CUDAGraph, HostGraph):
+            patch("capture_begin", capture_begin, kind)
+
+
+def _num_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -9,13 +9,14 @@ optimizer steps that has stepped already. What is digested is read when it is va
 on the stream that is current there.
 """
 
+import contextlib
+import functools
 import hashlib
-import resource
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from harness.recorder.state import (
     Names,
     cuda_is_used,
     gradient,
+    memory,
     optimizer_state,
     parameters,
     plain,
@@ -40,38 +42,45 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
-PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
 """In place of the digest of a random generator that no two runs could have alike."""
 
 
 @dataclass
-class Rows:
-    """Digests of named tensors of one group: int32 [n, 5] on the host, perhaps still on its way."""
+class Part:
+    """Digests of one section of a group.
 
+    Attributes:
+        rows: of tensors: int32 [n, 5] on the host, perhaps still on its way; or
+        hashed: of what is no tensor, in hex.
+    """
+
+    section: str
     names: Sequence[str]
-    rows: Tensor
-    section: str = ""
+    rows: Tensor | None = None
+    hashed: Sequence[str] = ()
 
-
-@dataclass
-class Static:
-    """Where the replays of a graph write a step's losses and norm."""
-
-    capture: int
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Tensor | None = None
+    def read(self) -> Iterator[tuple[str, tuple[str, int]]]:
+        """Names, digests in hex, and whether not all is finite."""
+        flags: Sequence[int] = [0] * len(self.hashed)
+        texts = self.hashed
+        if self.rows is not None:
+            text, flags = digest_hex(self.rows)
+            texts = [text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS)]
+        return zip(self.names, zip(texts, flags, strict=True), strict=True)
 
 
 @dataclass
 class Step:
-    """What has been observed of one step so far."""
+    """What has been observed of one step so far; `told`: losses that the script gives.
+
+    Of a graph, by the number of its capture: where its replays write losses and norm.
+    """
 
     index: int
     is_explicit: bool = False
-    groups: dict[str, list[Rows]] = field(default_factory=dict)
-    host: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    groups: dict[str, list[Part]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
@@ -92,18 +101,24 @@ class Step:
         """Its place among the optimizers of this step: one that is made anew has the old one's."""
         return self.places.setdefault(id(optimizer), len(self.places))
 
-    def put(self, group: str, section: str, parts: Iterable[Rows]) -> None:
+    def put(self, group: str, section: str, parts: Iterable[Part]) -> None:
         """Add digests to a group; those of the same section replace what it had."""
         others = [each for each in self.groups.get(group, ()) if each.section != section]
         self.groups[group] = [*others, *parts]
 
 
-@dataclass
-class Stepping:
-    """An optimizer that is in its step; `inner`: those that it holds and that have stepped."""
+def guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
-    optimizer: Any
-    inner: list[Any] = field(default_factory=list)
+    @functools.wraps(method)
+    def call(self: "Observer", *args: Any, **kwargs: Any) -> None:
+        try:
+            with self.aside():
+                method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self.session.broken(error)
+
+    return call
 
 
 class Observer:
@@ -112,39 +127,42 @@ class Observer:
     def __init__(self, session: Session) -> None:
         self.session, self.names = session, Names()
         self.every = int(session.program.get("every", 1))
-        self._optimizers: list[weakref.ref[Any]] = []
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
         self.num_taken = 0
-        self._at_work: Step | None = None
-        self._stepping: list[Stepping] = []
-        self._holders: list[weakref.ref[Any]] = []
-        self._only_lines = session.program.get("record") == "lines"
-        self._step_in_backward: Step | None = None
-        self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
-        self.written: Callable[[int], None] = lambda _: None
+        self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
-        self._next = 0
-        self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
-        self._queue: list[Step] = []
-        self._written: dict[str, tuple[str, ...]] = {}
-        self._written_taps: tuple[str, ...] = ()
-        self._last_mark: Any = None
+        self.capturing: Callable[[], GraphInfo | None] = lambda: None
         self.seeded = {"cpu", "cuda"}
         if session.program.get("determinism") == "enforce":
             self.seeded |= {"python", "numpy"}
-        self.capturing: Callable[[], GraphInfo | None] = lambda: None
-        self._static: dict[int, Static] = {}
+        self._keeper = None if session.keep is None else Keeper(session, session.keep)
+        self._only_lines = session.program.get("record") == "lines"
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._stepping: list[
+            tuple[Any, list[Any]]
+        ] = []  # with those that it holds and have stepped
+        self._at_work: Step | None = None
+        self._step_in_backward: Step | None = None
+        self._next = 0
+        self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
+        self._static: dict[int, Step] = {}
+        self._queue: list[Step] = []
+        self._written: dict[str, list[str]] = {}
+        self._written_taps: list[str] = []
+        self._last_mark: Any = None
 
     # --- what happens in the program --------------------------------------------------------
 
+    @guarded
     def made(self, optimizer: Any) -> None:
         """An optimizer was made: this is when its parameters are found under their names."""
         self.names.scan(parameters(optimizer))
         self.add(optimizer)
 
+    @guarded
     def begin(self) -> None:
         """Record the state before the first step, once."""
         if self.has_begun:
@@ -153,20 +171,28 @@ class Observer:
         if not self.names.is_settled:
             self.names.is_settled = True
             self.session.startup_s = time.monotonic() - self.session.started_s
-            self.event("environment", _environment())
+            # Facts of the device and torch's switches are known only now.
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            gpu = of_gpu(torch) if cuda_is_used() else {}
+            self.event("environment", {"deterministic": is_deterministic, **gpu})
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
         self._queue.append(first)
 
+    @guarded
     def backward(self) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
-        self.begin()
-        self.has_trained = True
-        self._close_if_stepped()
+        self._train()
         self._stepping.clear()  # of a step that an error has ended
         self._step_in_backward = self._here()
 
+    def _train(self) -> None:
+        self.begin()
+        self.has_trained = True
+        self._close_if_stepped()
+
+    @guarded
     def loss(self, loss: Any, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
@@ -174,28 +200,17 @@ class Observer:
         In the capture of a graph it is where each replay will write the loss. Of a step whose
         losses the script has told, those are recorded in place of the roots.
         """
-        loss, step = _as_tensor(getattr(loss, UNSCALED, loss)), self._here()
-        if loss.numel() != 1 or not loss.is_floating_point():
-            return
-        loss = loss.detach().reshape(())
-        if graph is not None:
-            self._static_of(graph).losses.append(loss)
-        else:
-            (step.told if is_told else step.losses).append(_to_host(loss))
+        loss = _as_tensor(getattr(loss, UNSCALED, loss))
+        if loss.numel() == 1 and loss.is_floating_point():
+            loss, step = loss.detach().reshape(()), self._here(graph)
+            held = step.told if is_told else step.losses
+            held.append(_to_host(loss) if graph is None else loss)
 
+    @guarded
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
         norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
-        if graph is None:
-            self._here().norm = _to_host(norm)
-        else:
-            self._static_of(graph).norm = norm
-
-    def _static_of(self, graph: GraphInfo) -> Static:
-        held = self._static.get(graph.index)
-        if held is None or held.capture != graph.captures:
-            held = self._static[graph.index] = Static(graph.captures)
-        return held
+        self._here(graph).norm = _to_host(norm) if graph is None else norm
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors by name, for whoever has to say what lies at an address."""
@@ -206,6 +221,7 @@ class Observer:
             yield from optimizer_state(optimizer, self.names, "")[0]
         yield from self.names.buffers()
 
+    @guarded
     def before(self, optimizer: Any) -> None:
         """An optimizer is about to step.
 
@@ -217,10 +233,10 @@ class Observer:
         self._close_if_stepped(optimizer)
         step = self._at_work = self._open()
         step.place_of(optimizer)
-        self._stepping.append(Stepping(optimizer))
-        if not self._only_holds(optimizer):
-            self._observe_gradients(step, [optimizer])
+        self._stepping.append((optimizer, []))
+        self._observe_gradients(step, [optimizer])
 
+    @guarded
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped; of several in one another the outermost ends the step.
 
@@ -235,34 +251,22 @@ class Observer:
         self._at_work = None
         step = self._open()
         step.stepped.add(id(optimizer))
-        inner = self._has_stepped(step, optimizer)
-        if inner is not None and not step.is_explicit:
-            self._observe_state(step, [*inner, optimizer])
-            self._mark(step)
+        if (inner := self._has_stepped(optimizer)) is not None:
+            self._step_is_over(step, [*inner, optimizer])
         # The state before step 0 is final now; by it the run's leader knows that steps are taken.
         self._drain(wait=False)
 
-    def _has_stepped(self, step: Step, optimizer: Any) -> list[Any] | None:
+    def _has_stepped(self, optimizer: Any) -> list[Any] | None:
         """Those that it holds and that have stepped in its step; None if another holds it."""
-        places = [i for i, each in enumerate(self._stepping) if each.optimizer is optimizer]
-        if not places:
+        place = next((i for i, (it, _) in enumerate(self._stepping) if it is optimizer), None)
+        if place is None:
             return []
-        inner = self._stepping[places[0]].inner
-        del self._stepping[places[0] :]
-        held = {id(param) for each in inner for param in parameters(each)}
-        is_holder = all(id(param) in held for param in parameters(optimizer))
-        if self._only_holds(optimizer) and not is_holder:
-            self._observe_gradients(step, [optimizer])
-        if inner and is_holder and not self._only_holds(optimizer):
-            self._holders.append(weakref.ref(optimizer))
-        if self._stepping:
-            self._stepping[-1].inner += [*inner, optimizer]
-            return None
-        return inner
-
-    def _only_holds(self, optimizer: Any) -> bool:
-        """Whether, when it stepped last, others did that have all its parameters."""
-        return any(ref() is optimizer for ref in self._holders)
+        inner = self._stepping[place][1]
+        del self._stepping[place:]
+        if not self._stepping:
+            return inner
+        self._stepping[-1][1].extend([*inner, optimizer])
+        return None
 
     def _close_if_stepped(self, optimizer: Any = None) -> None:
         """End a step without lines of the script, in which that optimizer, or any, has stepped."""
@@ -272,30 +276,33 @@ class Observer:
         if step.stepped if optimizer is None else id(optimizer) in step.stepped:
             self.close()
 
+    @guarded
     def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
-        self.begin()
-        self.has_trained = True
-        self._close_if_stepped()
+        self._train()
         step = self._open()
         step.stepped.add(-1)
         if (static := self._static.get(graph)) is not None:
             step.losses += map(_to_host, static.losses)
             step.norm = None if static.norm is None else _to_host(static.norm)
         self._observe_gradients(step, self.optimizers)
-        if not step.is_explicit:
-            self._observe_state(step, self.optimizers)
-            self._mark(step)
+        self._step_is_over(step, self.optimizers)
 
+    @guarded
     def skip(self, why: str) -> None:
         """The optimizer does not take this step."""
         step = self._open()
         step.skipped = why or "skipped"
         if not step.is_explicit:
             step.stepped.add(-1)
-            self._observe_state(step, self.optimizers)
+            self._step_is_over(step, self.optimizers)
+
+    def _step_is_over(self, step: Step, optimizers: Sequence[Any]) -> None:
+        if not step.is_explicit:
+            self._observe_state(step, optimizers)
             self._mark(step)
 
+    @guarded
     def enter(self) -> None:
         """The script says that a step begins."""
         self.begin()
@@ -304,6 +311,7 @@ class Observer:
             self.close()
         self._open().is_explicit = True
 
+    @guarded
     def leave(self) -> None:
         """The script says that it is over."""
         step = self._open()
@@ -318,8 +326,8 @@ class Observer:
         """A row of a tap: digest of what went through a module, on its device."""
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
-        if self.keep is not None:
-            self.keep(self._next if step.index < 0 else step.index, name, tensors)
+        if self._keeper is not None:
+            self._keeper.take(self._next if step.index < 0 else step.index, name, tensors)
 
     @property
     def is_outside(self) -> bool:
@@ -328,9 +336,8 @@ class Observer:
 
     def step_of_calls(self) -> Step:
         """The step that calls of modules belong to now."""
-        if self.is_in_backward and self._step_in_backward is not None:
-            return self._step_in_backward
-        return self._here()
+        inside = self._step_in_backward if self.is_in_backward else None
+        return self._here() if inside is None else inside
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
         """Write a named fact, with the step that is under way or to come."""
@@ -343,31 +350,31 @@ class Observer:
         """
         if not (self.has_begun or self.has_trained):
             return -1
-        held = (self._at_work, self._step_in_backward if self.is_in_backward else None)
-        if (
-            inside := next((step.index for step in held if step and step.index >= 0), None)
-        ) is not None:
-            return inside
+        for inside in (self._at_work, self._step_in_backward if self.is_in_backward else None):
+            if inside is not None and inside.index >= 0:
+                return inside.index
         if (step := self.current) is not None and (step.is_explicit or not step.stepped):
             return step.index
         due = self.session.config.get("steps")
-        has_more = self.pending.losses or self.pending.told or self.pending.taps
-        if isinstance(due, int) and 0 < due <= self._next and not has_more:
-            return self._next - 1
-        return self._next
+        has_more = self.pending.microbatches or self.pending.taps
+        is_last = isinstance(due, int) and 0 < due <= self._next and not has_more
+        return self._next - is_last
 
     def finish(self) -> Mapping[str, Any]:
         """Write what is left; facts for the end record."""
-        if self.current is not None:
-            self.close()
+        self.close()
         self._drain(wait=True)
-        return {"peak_bytes": memory()[1], "replays": 0}
+        return {"peak_bytes": memory()[1]}
 
     # --- observing ---------------------------------------------------------------------------
 
-    def _here(self) -> Step:
-        """Where losses and taps go: to the open step, or to the one that is to come."""
+    def _here(self, graph: GraphInfo | None = None) -> Step:
+        """Where losses and taps go: to the open step, the one that is to come, or a graph's."""
         step = self.current
+        if graph is not None:
+            if graph.index not in self._static or self._static[graph.index].index != graph.captures:
+                self._static[graph.index] = Step(graph.captures)
+            return self._static[graph.index]
         return step if step is not None and (step.is_explicit or not step.stepped) else self.pending
 
     def _open(self) -> Step:
@@ -385,12 +392,8 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer, params in self._each_once(optimizers):
-            named: Named = []
-            for param in params:
-                if (found := gradient(param)) is not None:
-                    named += plain(self.names.of(param), found)
-            section = f"grads{step.place_of(optimizer)}"
-            step.put("grads", section, self._digest(step, "grads", section, named))
+            named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
+            self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
 
     def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
         """Optimizers with those of their parameters that none before them has."""
@@ -409,21 +412,20 @@ class Observer:
             weights = [each for p in params for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
-            at = f"weights{number}"
-            step.put("weights", at, self._digest(step, "weights", at, weights))
-            at = f"optim{number}"
-            step.put("optim", at, self._digest(step, "optim", at, tensors))
-            step.host.setdefault("optim", {})[at] = _hashed(numbers)
+            self._digest(step, "weights", f"weights{number}", weights)
+            self._digest(step, "optim", f"optim{number}", tensors)
+            step.put("optim", f"numbers{number}", _hashed(f"numbers{number}", numbers))
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
-            step.put(group, group, self._digest(step, group, group, tensors))
-        states = _hashed(random_states(self.seeded))
-        rng = {name: each if name in self.seeded else UNSEEDED for name, each in states.items()}
-        step.host["rng"] = {"rng": rng}
+            self._digest(step, group, group, tensors)
+        (states,) = _hashed("rng", random_states(self.seeded))
+        held = zip(states.names, states.hashed, strict=True)
+        states.hashed = [each if name in self.seeded else UNSEEDED for name, each in held]
+        step.put("rng", "rng", [states])
 
     def _know(self, optimizer: Any) -> None:
         self.add(optimizer)
@@ -441,17 +443,17 @@ class Observer:
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
+    def _digest(self, step: Step, group: str, section: str, named: Named) -> None:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
-        for each in named:
-            by_device.setdefault(each[1].device, []).append(each)
-        if self.keep is not None:
-            for name, *tensor in named:
-                self.keep(step.index, f"{group}:{name}", tensor)
-        return [self._rows(section, device, here) for device, here in by_device.items()]
+        for name, tensor in named:
+            by_device.setdefault(tensor.device, []).append((name, tensor))
+            if self._keeper is not None:
+                self._keeper.take(step.index, f"{group}:{name}", [tensor])
+        parts = [self._rows(section, device, here) for device, here in by_device.items()]
+        step.put(group, section, parts)
 
-    def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
+    def _rows(self, section: str, device: torch.device, named: Named) -> Part:
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
         out = torch.empty(len(named), NUM_COLUMNS, dtype=torch.int32, device=device)
         known = self._plans.get((section, device))
@@ -463,7 +465,7 @@ class Observer:
             digester = Digester(tensors, names)
             self._plans[section, device] = (names, digester)
             digester(tensors, out)
-        return Rows(names, _to_host(out), section)
+        return Part(section, names, _to_host(out))
 
     def _mark(self, step: Step) -> None:
         """Where the step ends, for its time and for whoever waits until it is on the host."""
@@ -476,7 +478,7 @@ class Observer:
     # --- writing -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The open step is over."""
+        """The open step, if there is one, is over."""
         step, self.current = self.current, None
         if step is None:
             return
@@ -496,64 +498,104 @@ class Observer:
             self._write(self._queue.pop(0))
 
     def _write(self, step: Step) -> None:
-        names, digests, nonfinite = self._as_text(step)
-        taps = tuple(name for name, _ in step.taps)
-        changed = {g: list(n) for g, n in names.items() if self._written.get(g) != tuple(n)}
+        names: dict[str, list[str]] = {}
+        digests: dict[str, str] = {}
+        nonfinite: dict[str, list[str]] = {}
+        for group, parts in step.groups.items():
+            found = _found(group, parts)
+            names[group] = list(found)
+            digests[group] = "".join(text for text, _ in found.values())
+            if bad := [name for name, (_, flag) in found.items() if flag]:
+                nonfinite[group] = bad
+        taps = [name for name, _ in step.taps]
+        changed = {group: n for group, n in names.items() if self._written.get(group) != n}
         if changed or taps != self._written_taps:
-            self.session.write("names", step=step.index, tensors=changed, taps=list(taps))
-            self._written |= {group: tuple(held) for group, held in changed.items()}
+            self.session.write("names", step=step.index, tensors=changed, taps=taps)
+            self._written |= changed
             self._written_taps = taps
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
+            rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(step.taps))
             self.session.write(
                 "step", step=step.index, loss=_mean(step.microbatches),
                 microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
                 nonfinite=nonfinite, step_s=self._seconds(step), live_bytes=step.live_bytes,
-                peak_bytes=step.peak_bytes, skipped=step.skipped,
-                taps="".join(_tap_text(rows, place) for place, (_, rows) in enumerate(step.taps)),
+                peak_bytes=step.peak_bytes, skipped=step.skipped, taps="".join(rows),
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark
-        self.written(step.index)
-
-    def _as_text(
-        self, step: Step
-    ) -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[str]]]:
-        """Per group: names, digests in hex, names of tensors that are not finite."""
-        names: dict[str, list[str]] = {}
-        digests: dict[str, str] = {}
-        nonfinite: dict[str, list[str]] = {}
-        for group, parts in step.groups.items():
-            looked: list[tuple[str, tuple[str, int]]] = []
-            for part in parts:
-                text, flags = digest_hex(part.rows)
-                rows = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
-                own = part.names if group == "optim" else _unique(part.names)
-                looked += zip(own, zip(rows, flags, strict=True), strict=True)
-            if group == "optim":  # each optimizer has a state of its own for a parameter they share
-                each = _unique(name for name, _ in looked)
-                looked = [(name, row) for name, (_, row) in zip(each, looked, strict=True)]
-            # Optimizers may share a parameter, or one only hold another: the last look counts.
-            found = dict(looked)
-            names[group] = list(found)
-            digests[group] = "".join(text for text, _ in found.values())
-            if bad := [name for name, (_, flag) in found.items() if flag]:
-                nonfinite[group] = bad
-        for group, sections in step.host.items():
-            hashed = [each for section in sections.values() for each in section.items()]
-            known = names.setdefault(group, [])
-            # As above: numbers of two optimizers for one parameter, or a number and a tensor.
-            known += _unique((*known, *(name for name, _ in hashed)))[len(known) :]
-            digests[group] = digests.get(group, "") + "".join(digest for _, digest in hashed)
-        return names, digests, nonfinite
+        if self._keeper is not None:
+            self._keeper.write(step.index)
 
     def _seconds(self, step: Step) -> float:
         before, now = self._last_mark, step.mark
         if isinstance(now, torch.cuda.Event):
             return 1e-3 * before.elapsed_time(now) if isinstance(before, torch.cuda.Event) else 0.0
         return now - before if isinstance(before, float) else 0.0
+
+
+class Keeper:
+    """Copies the tensors that a run is asked to keep, and writes them: `harness.store.contents`.
+
+    Args:
+        keep: `KeepSpec` as JSON: the step, and names such as `grads:layers.0.weight`.
+    """
+
+    def __init__(self, session: Session, keep: Mapping[str, Any]) -> None:
+        self._session, self._step = session, keep["step"]
+        self._left, self._held = int(keep["max_bytes"]), list[tuple[str, int, Tensor]]()
+        texts = (".*".join(map(re.escape, name.split("*"))) for name in keep["names"])
+        self._names = re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
+
+    def take(self, step: int, name: str, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors of that name, if they are asked for in this step.
+
+        Raises:
+            ValueError: more bytes than the run allows.
+        """
+        if step != self._step or not self._names.fullmatch(name):
+            return
+        for part, tensor in enumerate(tensors):
+            self._left -= tensor.nbytes
+            if self._left < 0:
+                raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")
+            self._held.append((name, part, tensor.detach().to("cpu", copy=True).contiguous()))
+
+    def write(self, step: int) -> None:
+        """Write the file once the step to keep is over."""
+        if step != self._step:
+            return
+        from harness.store.contents import KeptTensor, write_contents
+
+        entries = []
+        for name, part, tensor in self._held:
+            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            about = KeptTensor(
+                name=name, part=part, dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape), as_digested=True,
+            )  # fmt: skip
+            entries.append((about, data))
+        session = self._session
+        write_contents(session.folder, session.key, session.rank, step, entries)
+
+
+def _found(group: str, parts: Sequence[Part]) -> dict[str, tuple[str, int]]:
+    """Digests of a group and whether they are not finite, by names that are unique."""
+    ordered = sorted(parts, key=lambda part: part.rows is None)
+    if group == "optim":
+        # Each optimizer has a state of its own for a parameter they share, and numbers for it.
+        looked = [each for part in ordered for each in part.read()]
+        return dict(
+            zip(_unique(name for name, _ in looked), (row for _, row in looked), strict=True)
+        )
+    # Optimizers may share a parameter, or one only hold another: the last look counts.
+    found: dict[str, tuple[str, int]] = {}
+    for part in ordered:
+        rows = (row for _, row in part.read())
+        found |= zip(_unique(part.names), rows, strict=True)
+    return found
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -578,27 +620,10 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _environment() -> dict[str, Any]:
-    """Facts of the device and torch's switches, known only once the program has begun."""
-    found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    if cuda_is_used():
-        found |= of_gpu(torch)
-    return found
-
-
-def memory() -> tuple[int, int]:
-    """Bytes in use and the most so far: of torch on the GPU, else of the process."""
-    if cuda_is_used():
-        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
-    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _hashed(values: Mapping[str, bytes]) -> dict[str, str]:
+def _hashed(section: str, values: Mapping[str, bytes]) -> list[Part]:
     """128 bits of BLAKE2b as hex: what lies on the host and is no tensor."""
-    return {
-        name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in values.items()
-    }
+    hashed = [hashlib.blake2b(data, digest_size=16).hexdigest() for data in values.values()]
+    return [Part(section, list(values), hashed=hashed)]
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -625,7 +650,3 @@ def _mean(losses: Sequence[Tensor]) -> Mapping[str, Any] | None:
     mean = torch.stack([loss.double() for loss in losses]).mean()
     is_wide = any(loss.dtype == torch.float64 for loss in losses)
     return _float_bits(mean if is_wide else mean.float())
-
-
-def _tap_text(rows: Tensor, place: int) -> str:
-    return digest_hex(rows[None])[0] + f"{place:08x}"

@@ -3,26 +3,28 @@
     interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
 
 Only the first process that a rank starts records: its children inherit the variables, but not the
-file. What is written here is read by `harness.store.streams`; the kinds of records are described in
-`harness.records`, which is not imported, so that a script's environment needs none of the harness.
+file. `harness.store.streams` reads what is written here; `harness.records` describes it, and is not
+imported, so that a script's environment needs none of the harness.
+
+At the end: what exceptions of libraries mean, by type, and by words where the type does not say it.
 """
 
 import atexit
 import faulthandler
 import functools
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 from harness.provenance import about_rank, of_program, of_rank
 from harness.recorder import (
@@ -32,43 +34,41 @@ from harness.recorder import (
     RecordsUnwritable,
     write_all,
 )
-from harness.recorder.library_errors import failures_of
 
 SCHEMA = 1
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
-SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 
 
-class RecordFile:
-    """Appends JSON lines; each is one write."""
+def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], None]:
+    """Call `around(original, *args)` in the place of an attribute of the first owner.
 
-    def __init__(self, path: Path) -> None:
-        """Make the file.
+    What the other owners have under any name, if it is the original, is replaced as well. The
+    result undoes the first one, unless others have patched it since.
+    """
+    first, *others = owners
+    original = getattr(first, name)
 
-        Raises:
-            FileExistsError: another process of this rank records.
-        """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o644)
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
 
-    def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Write one record.
+    held = [(each, key) for each in others for key in vars(each) if vars(each)[key] is original]
+    for owner, key in [(first, name), *held]:
+        setattr(owner, key, ours)
 
-        Raises:
-            RecordsUnwritable: the disk has no room for the whole line.
-            OSError: it could not be written for another reason.
-        """
-        plain = dict(record) | {"kind": kind}
-        write_all(self._fd, (_line(plain) + "\n").encode())
+    def undo() -> None:
+        if getattr(first, name) is ours:
+            setattr(first, name, original)
 
-
-def _line(plain: Mapping[str, Any]) -> str:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return undo
 
 
 class Session:
-    """One rank's recording. `program` is what the run's specification says of the program."""
+    """One rank's recording. `program` is what the run's specification says of the program.
+
+    Raises:
+        FileExistsError: another process of this rank records.
+    """
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         spec = json.loads((folder / "spec.json").read_text())
@@ -78,16 +78,15 @@ class Session:
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
         self.rounding = int(spec.get("rounding", 0))
-        self.file = RecordFile(folder / f"rank{rank}.jsonl")
-        self.pid = os.getpid()
-        self.step = -1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(folder / f"rank{rank}.jsonl", flags, 0o644)
+        self.pid, self.step = os.getpid(), -1
         self.has_failed = self.has_ended = False
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
         self.finish: Callable[[], Mapping[str, Any]] = dict
-        self.started_s = time.monotonic() - _age_s()
-        self.startup_s = 0.0
+        self.started_s, self.startup_s = time.monotonic() - _age_s(), 0.0
 
     @property
     def is_mine(self) -> bool:
@@ -95,32 +94,31 @@ class Session:
         return os.getpid() == self.pid and not (self.has_failed or self.has_ended)
 
     def write(self, kind: str, **record: Any) -> None:
-        """Write a record of this rank; a process that this one forked writes nothing."""
-        if self.is_mine:
-            try:
-                self.file.write(kind, {"rank": self.rank, **record})
-            except RecordsUnwritable as error:
-                # Whatever is raised in a hook becomes the program's: a full disk is not.
-                sys.stderr.write(f"recorder: {error}\n")
-                sys.stderr.flush()
-                os._exit(UNRECORDED)
+        """Write a record of this rank, in one write; a process that it forked writes nothing."""
+        if not self.is_mine:
+            return
+        plain = {"rank": self.rank, **record, "kind": kind}
+        line = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        try:
+            write_all(self._fd, (line + "\n").encode())
+        except RecordsUnwritable as error:
+            # Whatever is raised in a hook becomes the program's: a full disk is not.
+            sys.stderr.write(f"recorder: {error}\n")
+            sys.stderr.flush()
+            os._exit(UNRECORDED)
 
     def start(self, torch: Any) -> None:
         """Write the start record, and see to it that the end of the process is recorded."""
         cuda = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        fingerprint = of_rank(torch) | of_program(self.program.get("packages", {}))
         self.write(
             "start", schema=SCHEMA, run=self.key, world_size=self.world_size, pid=os.getpid(),
             device="cuda" if cuda else "cpu", tensors={}, taps=[], tap_stages=[],
-            environment={
-                "fingerprint": of_rank(torch) | of_program(self.program.get("packages", {})),
-                **about_rank(),
-            },
+            environment={"fingerprint": fingerprint, **about_rank()},
         )  # fmt: skip
         before = sys.excepthook
 
-        def excepthook(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
+        def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
             self.fail(error)
             before(kind, error, trace)
 
@@ -137,25 +135,26 @@ class Session:
             self.finish()
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
-        text = "".join(traceback.format_exception(error))
-        self.write(
-            "error", step=step, what=classify(error), type=type(error).__name__,
-            message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
-            module=self.module_at_work(error), tensors=_names(error),
+        tensors = getattr(error, "names", ()) if hasattr(error, "deltazero_what") else ()
+        self._error(
+            error, step=step, what=classify(error), message=str(error),
+            module=self.module_at_work(error), tensors=tensors,
         )  # fmt: skip
-        self.has_failed = True
 
     def broken(self, error: Exception) -> None:
         """The recorder itself failed: the program goes on, and its run is not judged."""
         if self.is_mine:
-            text = "".join(traceback.format_exception(error))
-            sys.stderr.write(text)
-            self.write(
-                "error", step=self.under_way(), what="unsupported", type=type(error).__name__,
-                message=f"the recorder could not observe the program: {error}"[:MESSAGE_CHARS],
-                traceback=text[-TRACEBACK_CHARS:], module="",
-            )  # fmt: skip
-            self.has_failed = True
+            traceback.print_exception(error)
+            message = f"the recorder could not observe the program: {error}"
+            self._error(
+                error, step=self.under_way(), what="unsupported", message=message, module=""
+            )
+
+    def _error(self, error: BaseException, *, message: str, **about: Any) -> None:
+        text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
+        about |= {"message": message[:MESSAGE_CHARS], "traceback": text}
+        self.write("error", type=type(error).__name__, **about)
+        self.has_failed = True
 
     def end(self) -> None:
         """Write the end record; a program that recorded no step has none."""
@@ -168,10 +167,8 @@ class Session:
             self.broken(error)
             return
         if self.step >= 0:
-            self.write(
-                "end", steps=self.step + 1, startup_s=self.startup_s,
-                wall_s=time.monotonic() - self.started_s, **facts,
-            )  # fmt: skip
+            wall_s = time.monotonic() - self.started_s
+            self.write("end", steps=self.step + 1, startup_s=self.startup_s, wall_s=wall_s, **facts)
         self.has_ended = True
 
 
@@ -185,21 +182,6 @@ def _age_s() -> float:
         return 0.0
 
 
-def _names(error: BaseException) -> tuple[str, ...]:
-    """The tensors that an error of the recorder names."""
-    return tuple(getattr(error, "names", ())) if hasattr(error, "deltazero_what") else ()
-
-
-def classify(error: BaseException) -> str:
-    """What an exception means, by its type; by CUDA's own words where the type says nothing."""
-    if what := getattr(error, "deltazero_what", ""):
-        return str(what)
-    meant = failures_of(type(error).__name__, str(error))
-    if "out_of_memory" in meant or isinstance(error, MemoryError):
-        return "oom"
-    return "illegal_access" if "illegal_access" in meant else "crashed"
-
-
 def enforce_determinism(seed: int | None = None) -> None:
     """Ask for deterministic kernels, and seed every default generator if a seed is given."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -210,24 +192,24 @@ def enforce_determinism(seed: int | None = None) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    if seed is None:
-        return
-    import random
+    if seed is not None:
+        import random
 
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """This process's rank and their number, as torchrun says; None if it does not."""
-    return _numbers(environ, *TORCHRUN_VARIABLES)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
 
 
-def _numbers(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    found = environ.get(rank, ""), environ.get(size, "")
-    return (int(found[0]), int(found[1])) if all(map(str.isdigit, found)) else None
+# --- when recording begins ---------------------------------------------------------------------
+
+_has_begun = False
+
+
+def rank_and_size(names: tuple[str, str] = ("RANK", "WORLD_SIZE")) -> tuple[int, int] | None:
+    """This process's rank and their number, as torchrun's variables say; None if they do not."""
+    rank, size = (os.environ.get(name, "") for name in names)
+    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
 
 
 def _found_by_itself() -> tuple[int, int]:
@@ -238,10 +220,7 @@ def _found_by_itself() -> tuple[int, int]:
         return found
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return _numbers(os.environ, *SRUN_VARIABLES) or (0, 1)
-
-
-_has_begun = False
+    return rank_and_size(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) or (0, 1)
 
 
 def begin(*, trains: bool = False) -> Session | None:
@@ -274,22 +253,18 @@ def begin(*, trains: bool = False) -> Session | None:
 
 
 def _begin_with_the_first_optimizer(folder: Path) -> None:
-    import torch
+    from torch.optim import Optimizer
 
     program = json.loads((folder / "spec.json").read_text())["config"]["program"]
     if program.get("determinism") == "enforce":
         enforce_determinism(seed=0)
-    optimizer_type = torch.optim.Optimizer
-    original = optimizer_type.__init__
 
-    @functools.wraps(original)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        if begin(trains=True) is not None:
-            optimizer_type.__init__(self, *args, **kwargs)  # by now a hook that ends here again
-        else:
-            original(self, *args, **kwargs)
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        # Once it has begun, there is a hook that ends here again.
+        init = original if begin(trains=True) is None else Optimizer.__init__
+        init(self, *args, **kwargs)
 
-    optimizer_type.__init__ = made  # type: ignore[method-assign]
+    patch("__init__", made, Optimizer)
 
 
 def tell_stacks() -> None:
@@ -313,33 +288,102 @@ def begin_when_torch_is_imported() -> None:
 class _TorchFinder(importlib.abc.MetaPathFinder):
     """Finds torch as the others do, and starts the session once it is imported."""
 
-    def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader = _TorchLoader(spec.loader)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # from here on it is that of its class
+            loader.exec_module(module)
+            begin()
+
+        loader.exec_module = exec_module
         return spec
 
 
-class _TorchLoader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader) -> None:
-        self._inner = inner
+# --- what exceptions mean ----------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+DISTRIBUTED = (
+    "DistError", "DistBackendError", "DistNetworkError", "DistStoreError",
+    "RendezvousTimeoutError", "RendezvousConnectionError",
+)  # fmt: skip
+"""Types that torch.distributed raises for NCCL, the store and the network."""
+_GLOO = re.compile(r"\[(?:enforce fail at )?[^\]\s]*/gloo/[^\]\s]+:\d+\] ")
+"""How what gloo throws begins: the place in its sources."""
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._inner
-        begin()
+class LibraryError(NamedTuple):
+    """An entry of the one table in which words of other people's messages decide anything.
+
+    Attributes:
+        phrases: in lower case; one of them is in the type and the message.
+        source: whose exceptions count: torch.distributed's and gloo's, CUDA's, or any.
+        types: that say it by themselves.
+    """
+
+    name: str
+    phrases: tuple[str, ...]
+    source: Literal["any", "distributed", "cuda"] = "any"
+    types: tuple[str, ...] = ()
+
+
+TABLE = (
+    LibraryError("peer_lost", (
+        "connection closed by peer", "connection reset by peer", "broken pipe",
+        "connection refused", "connection was likely closed", "remote process exited",
+        "socket timeout", "timed out waiting", "wait timeout after",
+        "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
+    )),
+    LibraryError("mismatched", ("collective mismatch", "match expected size")),
+    LibraryError("illegal_access", ("illegal memory access", "cuda_error_illegal_address")),
+    LibraryError("out_of_memory", ("cuda out of memory", "cuda_error_out_of_memory"),
+                 types=("OutOfMemoryError", "MemoryError")),
+    LibraryError("no_host_memory", ("can't allocate memory",)),
+    LibraryError("no_group", (
+        "could not resolve the process group", "process group has not been initialized",
+        "invalid process group specified",
+    )),
+    LibraryError("port_in_use", ("address already in use", "eaddrinuse"), "distributed"),
+    LibraryError("rendezvous_timeout", (
+        "clients joined", "timed out waiting for clients", "client socket has timed out",
+    ), "distributed", ("RendezvousTimeoutError", "RendezvousConnectionError")),
+    LibraryError("nccl_system_error", ("ncclsystemerror", "nccl error: unhandled system error"),
+                 "distributed"),
+    LibraryError("device_unavailable", ("cuda-capable device(s) is/are busy or unavailable",),
+                 "cuda"),
+    LibraryError("memory_error", ("uncorrectable ecc error encountered",), "cuda"),
+    LibraryError("of_device", ("cuda", "nccl", "cublas", "cudnn"), types=("AcceleratorError",)),
+)  # fmt: skip
+
+
+def failures_of(kind: str, message: str) -> frozenset[str]:
+    """Names of what an exception means; none for most of them.
+
+    Args:
+        kind: name of its type; "" for what a process printed as it died.
+        message: its text.
+    """
+    text = f"{kind}: {message}".lower()
+    is_cuda = kind in ("AcceleratorError", "RuntimeError") and message.startswith("CUDA error: ")
+    is_gloo = kind == "RuntimeError" and _GLOO.match(message) is not None
+    met = {"any": True, "cuda": is_cuda, "distributed": kind in DISTRIBUTED or is_gloo}
+    return frozenset(
+        name
+        for name, phrases, source, types in TABLE
+        if kind in types or (met[source] and any(phrase in text for phrase in phrases))
+    )
+
+
+def classify(error: BaseException) -> str:
+    """What an exception means, by its type; by CUDA's own words where the type says nothing."""
+    if what := getattr(error, "deltazero_what", ""):
+        return str(what)
+    meant = failures_of(type(error).__name__, str(error))
+    if "out_of_memory" in meant or isinstance(error, MemoryError):
+        return "oom"
+    return "illegal_access" if "illegal_access" in meant else "crashed"

@@ -4,29 +4,39 @@ A parameter is named by its module's path from the outermost module that holds i
 wrappers add (`module.` of DDP, `_orig_mod.` of torch.compile). Modules are found among the objects
 that the garbage collector tracks, as optimizers are made, when parameters are still where the
 program put them: later a sharding engine may have replaced them for the time of a forward pass.
+
+At the end: memory in use, that of a graph's pool, and what stressors of graphs do to it.
 """
 
+import contextlib
 import gc
 import numbers
 import random
+import resource
 import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Named = list[tuple[str, Tensor]]
+Range = tuple[int, int]
+"""First byte of some memory, and the byte past the last one."""
+PAGE_BYTES = 4096
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
 TRANSPARENT = WRAPPED[1:]
 """Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
-HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
-"""Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
+HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+"""Attributes of a parameter in which engines keep its gradient; the first that is not None."""
 ORIGINAL = "orig_param"
 """Attribute of a parameter that an engine (megatron-fsdp) trains in place of this one."""
+MAIN = "main_param"
+"""Attribute of a parameter that names the one trained in its place (megatron-core)."""
 
 
 @dataclass
@@ -45,8 +55,7 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._params: dict[int, tuple[weakref.ref[Tensor], Root | None, str]] = {}
-        self._modules: dict[int, tuple[weakref.ref[nn.Module], Root, str]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Root | None, str]] = {}
         self._roots: list[Root] = []
         self._unnamed = 0
         self.is_settled = False
@@ -63,14 +72,12 @@ class Names:
         if len(held) > 1:
             gc.collect()  # a wrapper that nobody has any more must not count as a root
             held = _holding(places)
-        found = [module for root in self._roots if (module := root.module()) is not None]
-        known = {id(module) for module in found}
+        found = self.roots
         compiled: list[tuple[nn.Module, nn.Module]] = []
         for outer in (*roots, *held):
-            module = _unwrapped(outer)
-            compiled += [(part, module) for part in _around(outer) if WRAPPED[0] in part._modules]
-            if id(module) not in known:
-                known.add(id(module))
+            *around, module = _around(outer)
+            compiled += [(part, module) for part in around if WRAPPED[0] in part._modules]
+            if not any(module is each for each in found):
                 found.append(module)
         inside = {id(part) for module in found for part in module.modules() if part is not module}
         learned: set[int] = set()
@@ -78,26 +85,24 @@ class Names:
             if id(module) not in inside:
                 self._learn(self._root(module), module, learned)
         for outer, module in compiled:
-            if id(module) in self._modules:
-                _, root, path = self._modules[id(module)]
-                self._modules[id(outer)] = (weakref.ref(outer), root, path)
-        self._settle(inside)
+            if (known := self._known.get(id(module))) is not None:
+                self._known[id(outer)] = (weakref.ref(outer), *known[1:])
+        if not self.is_settled:
+            self._settle(inside)
 
     def _root(self, module: nn.Module) -> Root:
         for root in self._roots:
             if root.module() is module:
                 return root
-        self._roots.append(Root(weakref.ref(module), _kind(module)))
+        root = Root(weakref.ref(module), _kind(module))
         if self.is_settled:
-            kinds = [root.kind for root in self._roots[:-1]]
-            number = kinds.count(self._roots[-1].kind)
-            self._roots[-1].prefix = self._roots[-1].kind + (str(number) if number else "")
-        return self._roots[-1]
+            number = [each.kind for each in self._roots].count(root.kind)
+            root.prefix = root.kind + (str(number) if number else "")
+        self._roots.append(root)
+        return root
 
     def _settle(self, inside: set[int]) -> None:
         """No prefix for a single root; the names of their classes, numbered, for several."""
-        if self.is_settled:
-            return
         held = ((root, root.module()) for root in self._roots)
         self._roots = [root for root, it in held if it is not None and id(it) not in inside]
         kinds = [root.kind for root in self._roots]
@@ -108,37 +113,38 @@ class Names:
     def _learn(self, root: Root, inner: nn.Module, learned: set[int]) -> None:
         for path, module in inner.named_modules():
             if not any(name in module._modules for name in TRANSPARENT):
-                self._modules[id(module)] = (weakref.ref(module), root, _clean(path))
+                self._known[id(module)] = (weakref.ref(module), root, _clean(path))
         for path, param in inner.named_parameters(remove_duplicate=False):
             if id(param) not in learned and not (self.is_settled and self.knows(param)):
                 learned.add(id(param))
-                self._params[id(param)] = (weakref.ref(param), root, _clean(path))
-            main = getattr(param, "main_param", None)  # megatron-core's optimizers train that one
-            if isinstance(main, Tensor):
-                self._params[id(main)] = (weakref.ref(main), root, _clean(path))
+                self._known[id(param)] = (weakref.ref(param), root, _clean(path))
+            if isinstance(main := getattr(param, MAIN, None), Tensor):
+                self._known[id(main)] = (weakref.ref(main), root, _clean(path))
 
-    def knows(self, param: Tensor) -> bool:
-        """Whether the parameter has a name."""
-        known = self._params.get(id(param))
-        return known is not None and known[0]() is param
+    def knows(self, held: Any) -> bool:
+        """Whether a parameter or a module has a name."""
+        known = self._known.get(id(held))
+        return known is not None and known[0]() is held
 
     def of(self, param: Tensor) -> str:
         """The parameter's name; `unnamed.N` for one that no module holds."""
         if not self.knows(param):
             original = getattr(param, ORIGINAL, None)
             if original is not None and self.knows(original):
-                _, root, path = self._params[id(original)]
+                _, *named = self._known[id(original)]
             else:
-                root, path = None, f"unnamed.{self._unnamed}"
+                named = [None, f"unnamed.{self._unnamed}"]
                 self._unnamed += 1
-            self._params[id(param)] = (weakref.ref(param), root, path)
-        _, root, path = self._params[id(param)]
-        return path if root is None else _join(root.prefix, path)
+            self._known[id(param)] = (weakref.ref(param), *named)  # type: ignore[assignment]
+        return self._name(param)
 
     def of_module(self, module: nn.Module) -> str | None:
         """The module's path, "" for a root; None if it is not known."""
-        known = self._modules.get(id(module))
-        return _join(known[1].prefix, known[2]) if known and known[0]() is module else None
+        return self._name(module) if self.knows(module) else None
+
+    def _name(self, held: Any) -> str:
+        _, root, path = self._known[id(held)]
+        return path if root is None else _join(root.prefix, path)
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -146,21 +152,18 @@ class Names:
         return [module for root in self._roots if (module := root.module()) is not None]
 
     def buffers(self) -> Named:
-        """Buffers of all roots, and parameters that are frozen."""
-        found: Named = []
-        for root in self.roots:
-            for module in root.modules():
-                path = self.of_module(module)
-                if path is None:
-                    continue
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found += plain(_join(path, name), buffer)
-        return found
+        """Buffers of all roots."""
+        named = ((self.of_module(each), each) for root in self.roots for each in root.modules())
+        return [
+            each
+            for path, module in named
+            if path is not None
+            for name, buffer in module._buffers.items()
+            for each in plain(_join(path, name), buffer)
+        ]
 
     def frozen(self, trained: Iterable[Tensor]) -> Named:
         """Parameters of all roots that no optimizer has, nor another in their place."""
-        trained = list(trained)
         seen = {id(each) for param in trained for each in (param, getattr(param, ORIGINAL, param))}
         return [
             each
@@ -173,29 +176,19 @@ class Names:
 
 def _holding(place: Mapping[int, int]) -> list[nn.Module]:
     """Outermost modules that hold one of the parameters, in the order of those."""
-
-    def first(module: nn.Module) -> int:
-        return min((place.get(id(p), len(place)) for p in module.parameters()), default=len(place))
-
-    found = [(first(module), type(module).__qualname__, module) for module in _outermost()]
-    ordered = sorted((each for each in found if each[0] < len(place)), key=lambda each: each[:2])
-    return [module for *_, module in ordered]
-
-
-def _outermost() -> list[nn.Module]:
-    """Modules that are part of no other, in no order."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    parts = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in parts and "_modules" in vars(module)]
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper such as DDP wraps: its only child, called `module`, where it has no more."""
-    return list(_around(module))[-1]
+    parts = {id(child) for each in modules for child in vars(each).get("_modules", {}).values()}
+    found = []
+    for module in modules:
+        if id(module) not in parts and "_modules" in vars(module):
+            first = min((place.get(id(p), len(place)) for p in module.parameters()), default=None)
+            if first is not None and first < len(place):
+                found.append((first, type(module).__qualname__, module))
+    return [module for *_, module in sorted(found, key=lambda each: each[:2])]
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's wrappers, from the outermost on, and what they wrap."""
+    """A module's wrappers, such as DDP, from the outermost on, and what they wrap."""
     yield module
     while len(module._modules) == 1 and not module._parameters:
         ((name, inner),) = module._modules.items()
@@ -256,12 +249,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 def gradient(param: Tensor) -> Any:
     """A parameter's gradient, wherever its engine keeps it; None if it has none."""
-    if (found := param.grad) is not None:
-        return found
-    for holder in HOLDERS_OF_GRADIENTS:
-        if (found := getattr(param, holder, None)) is not None:
-            return found
-    return None
+    held = (getattr(param, holder, None) for holder in HOLDERS_OF_GRADIENTS)
+    return next((each for each in held if each is not None), None)
 
 
 def parameters(optimizer: Any) -> list[Tensor]:
@@ -283,11 +272,8 @@ def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, d
             if key != "params":
                 _take(f"{prefix}group{number}.{key}", value, tensors, plain_numbers)
     for param in parameters(optimizer):
-        held = optimizer.state.get(param)
-        if isinstance(held, Mapping):
-            name = names.of(param)
-            for key, value in held.items():
-                _take(f"{name}.{key}", value, tensors, plain_numbers)
+        if isinstance(held := optimizer.state.get(param), Mapping):
+            _take(names.of(param), held, tensors, plain_numbers)
     return tensors, plain_numbers
 
 
@@ -296,11 +282,9 @@ def _take(name: str, value: Any, tensors: Named, plain_numbers: dict[str, bytes]
         tensors += plain(name, value)
     elif _is_number(value):
         plain_numbers[name] = repr(value).encode()
-    elif isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            _take(f"{name}.{place}", each, tensors, plain_numbers)
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
+    elif isinstance(value, list | tuple | Mapping):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in pairs:
             _take(f"{name}.{key}", each, tensors, plain_numbers)
 
 
@@ -320,9 +304,87 @@ def random_states(wanted: Container[str]) -> dict[str, bytes]:
     states = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    states["python"] = repr(random.getstate()).encode() if "python" in wanted else b""
-    states["numpy"] = b""
+    python = repr(random.getstate()).encode() if "python" in wanted else b""
+    states |= {"python": python, "numpy": b""}
     if "numpy" in wanted:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states
+
+
+# --- memory
+
+_SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
+
+
+def memory() -> tuple[int, int]:
+    """Bytes in use and the most so far: of torch on the GPU, else of the process."""
+    if cuda_is_used():
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def memory_of(pool: Any) -> tuple[list[Range], list[Range]]:
+    """Segments of a graph memory pool, and what is allocated in them. No device work."""
+    segments: list[Range] = []
+    blocks: list[Range] = []
+    for segment in torch.cuda.memory_snapshot(pool, include_traces=False):
+        if tuple(segment["segment_pool_id"]) == tuple(pool):
+            segments.append(_range(segment))
+            blocks += [_range(each) for each in segment["blocks"] if each["state"] != "inactive"]
+    return segments, blocks
+
+
+def _range(held: Any) -> Range:
+    return held["address"], held["address"] + held.get("total_size", held.get("size"))
+
+
+def in_private_memory(address: int) -> bool:
+    """Whether an address lies in a pool that graphs still hold."""
+    return torch.cuda.is_initialized() and any(
+        within(address, [_range(segment)])
+        for segment in torch.cuda.memory_snapshot(include_traces=False)
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def within(address: int, ranges: Iterable[Range]) -> bool:
+    """Whether an address lies in one of the ranges."""
+    return any(first <= address < end for first, end in ranges)
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
+    """The union of ranges less the holes."""
+    found: list[Range] = []
+    edges = sorted((point, side, step) for side, group in enumerate((ranges, holes))
+                   for first, end in group for point, step in ((first, 1), (end, -1)))  # fmt: skip
+    depth, last = [0, 0], 0
+    for point, side, step in edges:
+        if depth[0] and not depth[1] and point > last:
+            start = found.pop()[0] if found and found[-1][1] == last else last
+            found.append((start, point))
+        depth[side] += step
+        last = point
+    return found
+
+
+def fill(address: int, nbytes: int, device: torch.device) -> None:
+    """Write NaN of every floating-point type over raw memory, on the current stream."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(0xFF)
+
+
+def scramble(byte: int) -> None:
+    """Take the free blocks that the current stream may have, write them, and give them back."""
+    stream, sizes = torch.cuda.current_stream(), list[int]()
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        place = segment["device"], segment["stream"], tuple(segment["segment_pool_id"])
+        if place == (stream.device_index, stream.cuda_stream, (0, 0)):
+            least = _SMALL_BYTES if segment["segment_type"] == "large" else 0
+            free = (block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+            sizes += [size for size in free if size > least]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        sizes.sort(reverse=True)
+        held = [torch.full((n,), byte, dtype=torch.uint8, device=stream.device) for n in sizes]
+        del held

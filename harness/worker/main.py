@@ -39,7 +39,7 @@ from harness.program.launch import run_program
 from harness.program.spec import program_of
 from harness.provenance import package_version
 from harness.recorder import UNRECORDED, RecordsUnwritable
-from harness.recorder.library_errors import failures_of
+from harness.recorder.session import failures_of
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,

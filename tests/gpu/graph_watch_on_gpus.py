@@ -1,5 +1,6 @@
 """Programs that capture graphs as users do, with a watch on them: what it says, and the bits."""
 
+import gc
 import importlib
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,9 @@ def observed(
     """Runs a program under a watch: its result, findings, graphs, and what was raised as stale."""
     events: list[tuple[str, dict[str, Any]]] = []
     watch = GraphWatch(lambda name, detail: events.append((name, detail)), named, stress)
+    # Graphs of `make_graphed_callables` are in a cycle, through the class of their function: those
+    # of an earlier case in this process break a capture in which the collector frees them.
+    gc.collect()
     watch.install()
     result, stale = None, ""
     try:

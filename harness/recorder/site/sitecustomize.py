@@ -9,18 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-_here = Path(__file__).resolve().parent
-
-
-def _run_next() -> None:
-    others = [path for path in sys.path if Path(path or ".").resolve() != _here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-
-
-_run_next()
+_others = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+_next = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _next is not None and _next.loader is not None:
+    _next.loader.exec_module(importlib.util.module_from_spec(_next))
 if "DELTAZERO_RECORD" in os.environ:
     from harness.recorder import session
 

@@ -15,11 +15,35 @@ from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it: once here, not in each child
+from torch import nn
 
 from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
 from harness.store.streams import rank_path, read_rank
 
 Program = Callable[[], object]
+PARAMS = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+def model_of() -> nn.Sequential:
+    """Two layers, whose parameters are `PARAMS`."""
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def train(model: nn.Module, *optimizers: Any, steps: int = 1, microbatches: int = 1) -> None:
+    """A plain loop: all optimizers step together."""
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro in range(microbatches):
+            model(torch.full((2, 3), 1.0 + step + micro / 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def plain() -> None:
+    """Two steps of Adam."""
+    model = model_of()
+    train(model, torch.optim.Adam(model.parameters()), steps=2)
 
 
 def record_folder(
@@ -102,6 +126,18 @@ def digests(records: RankRecords, group: str, step: int) -> dict[str, str]:
     chunks = [text[i : i + DIGEST_HEX_CHARS] for i in range(0, len(text), DIGEST_HEX_CHARS)]
     found = dict(zip(names(records, group), chunks, strict=True))
     return {name: digest for name, digest in found.items() if digest != ABSENT}
+
+
+def changed(first: RankRecords, second: RankRecords, step: int) -> set[str]:
+    """What two runs hold with other digests in a step, as `group:name`."""
+    record = first.initial if step < 0 else first.steps[step]
+    assert record is not None
+    return {
+        f"{group}:{name}"
+        for group in record.digests
+        for name in digests(first, group, step).keys() | digests(second, group, step).keys()
+        if digests(first, group, step).get(name) != digests(second, group, step).get(name)
+    }
 
 
 def all_digests(records: RankRecords) -> list[dict[str, str]]:

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from harness.recorder.graph_memory import Uncounted
-from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress
+from harness.recorder.capture import HostGraph, make_graphed_callables
+from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress, Uncounted
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 class Graph:
@@ -37,7 +42,10 @@ class Watched:
         self.events: list[tuple[str, dict[str, Any]]] = []
         named = model.named_parameters if model is not None else lambda: ()
         self.watch = GraphWatch(
-            lambda name, detail: self.events.append((name, detail)), named, stress, (Graph,)
+            lambda name, detail: self.events.append((name, detail)),
+            named,
+            stress,
+            (Graph, HostGraph),
         )
 
     def findings(self) -> list[str]:
@@ -54,6 +62,9 @@ class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
 
 
 @contextlib.contextmanager
@@ -338,41 +349,11 @@ def test_optimizer_steps_inside_of_a_capture(inside: bool) -> None:
 # ---- gradients
 
 
-def graphed(weight: nn.Parameter, *, clone: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`x * weight` as `make_graphed_callables` graphs it."""
-
-    def make_graphed_callables() -> Callable[[torch.Tensor], torch.Tensor]:
-        static_x, static_dy = torch.zeros(4), torch.zeros(4)
-        fwd_graphs, bwd_graphs = [Graph()], [Graph()]
-        per_callable_static_input_surfaces = [(static_x, weight)]
-        out, grad = [], []
-        fwd_graphs[0].capture_begin()
-        out.append(static_x * weight.detach())
-        fwd_graphs[0].capture_end()
-        bwd_graphs[0].capture_begin()
-        grad.append(static_dy * static_x)
-        bwd_graphs[0].capture_end()
-        forward = lambda: out[0].copy_(static_x * weight.detach())  # noqa: E731
-        backward = lambda: grad[0].copy_(static_dy * static_x)  # noqa: E731
-        fwd_graphs[0].body, bwd_graphs[0].body = forward, backward
-        del per_callable_static_input_surfaces
-
-        class Graphed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-                static_x.copy_(x)
-                fwd_graphs[0].replay()
-                return out[0].detach()
-
-            @staticmethod
-            def backward(ctx: Any, dy: torch.Tensor) -> Any:
-                static_dy.copy_(dy)
-                bwd_graphs[0].replay()
-                return None, grad[0].clone() if clone else grad[0].detach()
-
-        return lambda x: Graphed.apply(x, weight)
-
-    return make_graphed_callables()
+def graphed(model: Scale) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model as `make_graphed_callables` graphs it; gradients that it returns are cloned."""
+    function: Any = make_graphed_callables(model, (torch.zeros(4),))
+    model.weight.register_hook(lambda gradient: gradient.clone())
+    return function  # type: ignore[no-any-return]
 
 
 def gradient_of(model: Scale) -> torch.Tensor:
@@ -380,31 +361,11 @@ def gradient_of(model: Scale) -> torch.Tensor:
     return model.weight.grad
 
 
-@pytest.mark.parametrize("clone", [True, False])
-def test_accumulation_into_a_static_gradient(clone: bool) -> None:
-    """Found where the gradient is wrong (pytorch #181723), and not where clones are returned."""
-    model = Scale()
-    inputs = [torch.full((4,), float(i)) for i in (1, 2, 5)]
-    with watching(model) as watched:
-        function = graphed(model.weight, clone=clone)
-        for x in inputs:
-            function(x).sum().backward()
-    right = torch.equal(gradient_of(model), torch.full((4,), 8.0))
-    assert right == clone
-    if clone:
-        assert watched.findings() == []
-    else:
-        found = watched.only("static_gradient")
-        assert found["parameter"] == "weight"
-        assert found["maker"] == "torch.cuda.make_graphed_callables backward 0"
-        assert found["replay"] == 1
-
-
 def test_a_static_gradient_that_is_dropped_in_time_is_right() -> None:
     """One microbatch a step, and no gradient is left when the next one comes."""
     model = Scale()
     with watching(model) as watched:
-        function = graphed(model.weight, clone=False)
+        function: Any = make_graphed_callables(model, (torch.zeros(4),))
         for _ in range(3):
             function(torch.ones(4)).sum().backward()
             model.weight.grad = None
@@ -465,7 +426,7 @@ def test_a_backward_after_a_later_forward() -> None:
     """Its activations are those of the later one: the gradient is wrong, and it is reported."""
     model = Scale()
     with watching(model) as watched:
-        function = graphed(model.weight, clone=True)
+        function = graphed(model)
         first, second = (function(torch.full((4,), float(i))) for i in (1, 5))
         (first.sum() + second.sum()).backward()
     assert not torch.equal(gradient_of(model), torch.full((4,), 6.0))
@@ -476,7 +437,7 @@ def test_forwards_without_a_backward_are_right() -> None:
     """As an evaluation has them; and one backward twice, of two losses."""
     model = Scale()
     with watching(model) as watched:
-        function = graphed(model.weight, clone=True)
+        function = graphed(model)
         function(torch.ones(4))
         held = []  # so that no two have the same identity
         for _ in range(2):

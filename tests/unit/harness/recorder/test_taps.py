@@ -169,3 +169,35 @@ def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     }  # fmt: skip
     assert held["first:input[0]", 1].data == struct.pack("<6f", *[2.0] * 6)
     assert held["first:input[0]", 1].about.shape == (2, 3)
+
+
+class Pair(nn.Module):
+    """Returns two tensors, in one order or the other."""
+
+    def __init__(self, *, swapped: bool) -> None:
+        super().__init__()
+        self.layer, self.swapped = nn.Linear(3, 3), swapped
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.layer(x), x * 2
+        return (two, one) if self.swapped else (one, two)
+
+
+def of_pair(*, swapped: bool) -> Callable[[], None]:
+    def run() -> None:
+        model: Any = nn.ModuleDict({"pair": Pair(swapped=swapped)})
+        optimizer = SGD(model.parameters(), 0.1)
+        sum(each.sum() for each in model["pair"](torch.ones(2, 3))).backward()
+        optimizer.step()
+
+    return run
+
+
+def test_the_order_of_a_modules_results_counts(tmp_path: Path) -> None:
+    """Two tensors of one shape that change places are another result."""
+    plain, swapped = (
+        taps(recorded(of_pair(swapped=it), tmp_path / str(it), taps=("pair",)), 0)
+        for it in (False, True)
+    )
+    assert plain.keys() == swapped.keys() != set()
+    assert plain != swapped

@@ -1,29 +1,113 @@
-"""A program whose run is to round at random: when it does, and what ends such a run."""
+"""Random states: whose seeds count, and a program whose run is to round at random."""
 
 import contextlib
+import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_core.rounding import RandomRounding
 from harness.recorder import record
-from harness.recorder.rounding import Rounding
+from harness.recorder.hooks import Rounding
 from harness.records import RankRecords
-from tests.unit.harness.recorder.recorded import losses, recorded
+from tests.unit.harness.recorder.recorded import (
+    all_digests,
+    changed,
+    losses,
+    model_of,
+    plain,
+    recorded,
+    train,
+)
+
+GENERATORS: dict[str, tuple[Any, ...]] = {
+    "python": (random, "random", "seed", "getstate", "setstate"),
+    "numpy": (np.random, "rand", "seed", "get_state", "set_state"),
+}
+
+
+def call(name: str, place: int, *args: Any) -> Any:
+    """A function of a generator by its place: draw 1, seed 2, get 3, put 4; as it is hooked now."""
+    owner, *names = GENERATORS[name]
+    return getattr(owner, names[place - 1])(*args)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_counts_once_the_program_seeds_it(name: str, tmp_path: Path) -> None:
+    """What a program leaves to the clock makes no two runs differ; its own seeds do, at once."""
+
+    def program(number: int, *, seeds: bool) -> None:
+        if seeds:
+            call(name, 2, number)
+        else:
+            for _ in range(number):
+                call(name, 1)
+        plain()
+
+    runs = [
+        recorded(lambda: program(number, seeds=seeds), tmp_path / f"{seeds}{number}")  # noqa: B023
+        for seeds in (False, True)
+        for number in (1, 2)
+    ]
+    assert changed(runs[0], runs[1], -1) == set()
+    assert changed(runs[2], runs[3], -1) == changed(runs[2], runs[3], 1) == {f"rng:{name}"}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_state_that_is_put_back_is_no_seed(name: str, tmp_path: Path) -> None:
+    """As torch.compile does where it compiles; one from elsewhere, a checkpoint's, is one."""
+    held = call(name, 3)
+
+    def program(*, from_elsewhere: bool) -> None:
+        before = call(name, 3)
+        model = model_of()
+        call(name, 1)
+        call(name, 4, held if from_elsewhere else before)
+        train(model, SGD(model.parameters(), 0.1))
+
+    found = []
+    for number, elsewhere in enumerate((False, False, True)):
+        call(name, 1)  # a fork has its parent's numbers
+        run = recorded(lambda: program(from_elsewhere=elsewhere), tmp_path / str(number))  # noqa: B023
+        found.append(all_digests(run))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_enforced_determinism_seeds_every_generator(tmp_path: Path) -> None:
+    """Two processes with other generators begin with the same weights and random states."""
+
+    def program() -> None:
+        random.random()
+        np.random.rand()
+        plain()
+
+    runs = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        runs.append(recorded(program, tmp_path / f"{seed}", seed=seed, determinism="enforce"))
+    assert all_digests(runs[0]) == all_digests(runs[1])
+    (event,) = [each for each in runs[0].events if each.name == "environment"]
+    assert event.detail["deterministic"] is True
+
+
+# --- rounding at random ------------------------------------------------------------------------
 
 
 def rounds() -> bool:
     return any(isinstance(mode, RandomRounding) for mode in _get_current_dispatch_mode_stack())
 
 
-def train(*, seed: int = 1, lines: bool = False, steps: int = 3) -> None:
+def train_rounded(*, seed: int = 1, lines: bool = False, steps: int = 3) -> None:
     """A model of one layer; before its first forward pass nothing rounds at random."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -39,7 +123,7 @@ def train(*, seed: int = 1, lines: bool = False, steps: int = 3) -> None:
 
 
 def run(folder: Path, seed: int, *, lines: bool = False) -> RankRecords:
-    return recorded(lambda: train(seed=seed, lines=lines), folder, rounding=seed)
+    return recorded(lambda: train_rounded(seed=seed, lines=lines), folder, rounding=seed)
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["hooks", "lines"])
@@ -64,7 +148,7 @@ def test_another_mode_that_ends_it_is_seen(tmp_path: Path) -> None:
 
     def program() -> None:
         with FlopCounterMode(display=False):
-            train(steps=1)
+            train_rounded(steps=1)
 
     records = recorded(program, tmp_path, rounding=1)
     assert records.error is not None
@@ -89,11 +173,9 @@ def test_without_a_module_the_first_backward_pass_begins(tmp_path: Path) -> None
 def test_where_the_mode_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's environment may lack the rest of the project."""
     monkeypatch.setitem(sys.modules, "fsdp_core.rounding", None)
-    session: Any = SimpleNamespace(rounding=1, rank=0)
     with pytest.raises(RuntimeError, match=r"needs fsdp_core\.rounding"):
-        Rounding(session)
-    session.rounding = 0
-    Rounding(session).begin()
+        Rounding(1, 0)
+    Rounding(0, 0).begins(lambda: None)
     assert not rounds()
 
 
@@ -123,8 +205,8 @@ def test_each_rank_rounds_by_itself() -> None:
     """With one seed they would err alike, and sums over ranks would have too little spread."""
     found = []
     for rank in (0, 1, 1):
-        mode = Rounding(SimpleNamespace(rounding=1, rank=rank))  # type: ignore[arg-type]
-        mode.begin()
+        mode = Rounding(1, rank)
+        mode.begins(lambda: None)
         found.append((torch.full((64,), 1 / 3) * 1.1).tolist())
         mode.end()
     assert found[1] == found[2]

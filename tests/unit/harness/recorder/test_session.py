@@ -1,0 +1,349 @@
+"""How a recorded process begins and ends: imports, exit codes, errors and what they mean."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from harness.recorder import UNRECORDED, record
+from harness.recorder import session as recording
+from harness.recorder.observer import Observer
+from harness.recorder.session import TABLE, failures_of
+from harness.store.streams import rank_path, read_rank
+from tests.unit.harness.recorder.recorded import (
+    digests,
+    model_of,
+    plain,
+    record_folder,
+    recorded,
+    train,
+)
+
+# --- how it ends -------------------------------------------------------------------------------
+
+
+class Lost(nn.Module):
+    """Fails in its second call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise KeyError("lost")
+        return x
+
+
+class Refuses(SGD):
+    """Fails in its second step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        number = self.__dict__["number"] = self.__dict__.get("number", 0) + 1
+        if number == 2:
+            raise KeyError("lost")
+        super().step()
+
+
+def failing(where: str) -> None:
+    model = (
+        model_of() if where != "module" else nn.Sequential(nn.Linear(3, 3), nn.Sequential(Lost()))
+    )
+    optimizer = (Refuses if where == "optimizer" else SGD)(model.parameters(), 0.1)
+    if where == "before":
+        raise KeyError("lost")
+    if where == "forward":
+        model(torch.ones(2, 7))
+    if where == "lines":
+        recorder = record(model, optimizer)
+        for index in range(2):
+            with recorder.step():
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                if index == 1:
+                    raise KeyError("lost")
+    train(model, optimizer, steps=2)
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "module"),
+    [
+        ("before", -1, ""), ("forward", 0, "0"), ("optimizer", 1, ""), ("lines", 1, ""),
+        ("after", 1, ""), ("module", 1, "1.0"),
+    ],
+)  # fmt: skip
+def test_an_error_is_of_the_step_and_module_at_work(
+    where: str, step: int, module: str, tmp_path: Path
+) -> None:
+    """Before the first forward pass there is none; after the last step that is due it is that."""
+    records = recorded(lambda: failing(where), tmp_path, code=1)
+    assert records.error is not None
+    assert records.end is None
+    found = records.error
+    assert (found.step, found.module, found.what) == (step, module, "crashed")
+    assert found.type == ("RuntimeError" if where == "forward" else "KeyError")
+    assert found.message in found.traceback
+
+
+def raising(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal_access"),
+        (ValueError("no"), "crashed"),
+    ],
+)
+def test_what_an_error_means(error: Exception, what: str, tmp_path: Path) -> None:
+    """By its type, or by CUDA's own words."""
+    found = recorded(lambda: raising(error), tmp_path, code=1).error
+    assert found is not None
+    assert (found.what, found.type) == (what, type(error).__name__)
+
+
+def test_a_program_that_exits_by_itself_is_no_error(tmp_path: Path) -> None:
+    """`sys.exit(3)` leaves whole records; the exit code is the engine's to judge."""
+
+    def program() -> None:
+        plain()
+        sys.exit(3)
+
+    records = recorded(program, tmp_path, code=3)
+    assert (records.error, len(records.steps)) == (None, 2)
+    assert records.end is not None
+    assert (records.end.steps, records.end.startup_s > 0) == (2, True)
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    """What a child trains is not in its parent's records, and its end is not the parent's."""
+
+    def program() -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        train(model, optimizer)
+        pid = os.fork()
+        if pid == 0:
+            train(model, optimizer, steps=3)
+            # The same rank has a process that records.
+            os._exit(5 if recording.begin() is None else 6)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 5
+        train(model, optimizer)
+
+    records = recorded(program, tmp_path)
+    assert [step.step for step in records.steps] == [0, 1]
+    assert not records.problems
+
+
+class Foreign:
+    """Trains without torch.optim."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.model.parameters():
+            assert param.grad is not None
+            param.sub_(param.grad)
+
+
+def test_an_optimizer_that_is_not_torchs_records_no_step(tmp_path: Path) -> None:
+    """A run without a step of torch's optimizers has neither steps nor an end record."""
+
+    def program() -> None:
+        model = model_of()
+        train(model, Foreign(model), steps=2)
+
+    records = recorded(program, tmp_path)
+    assert records.start is not None
+    assert records.initial is None or digests(records, "weights", -1) == {}
+    assert (records.steps, records.end, records.error) == ((), None, None)
+
+
+class Broken(dict[str, Tensor]):
+    """A group of state that cannot be read."""
+
+    def items(self) -> Any:
+        """No tensors."""
+        raise RuntimeError("no such state")
+
+
+@pytest.mark.parametrize("where", ["at the end", "in a step", "in lines"])
+def test_a_recorder_that_fails_gives_no_whole_run(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program goes on and ends well; its records have the error, and no end."""
+    if where == "at the end":
+        monkeypatch.setattr(Observer, "finish", lambda _: Broken().items())
+
+    def program() -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        if where != "at the end":
+            record().state("own", Broken())
+        if where == "in lines":
+            with record().step():
+                train(model, optimizer)
+        train(model, optimizer, steps=2)
+
+    records = recorded(program, tmp_path)
+    assert records.error is not None
+    assert (records.error.what, records.error.type) == ("unsupported", "RuntimeError")
+    assert records.end is None
+
+
+def on_a_full_disk() -> None:
+    """Train with the file of records on a disk without space."""
+    (fd,) = [
+        int(entry.name) for entry in Path("/proc/self/fd").iterdir()
+        if entry.is_symlink() and entry.readlink().name == "rank0.jsonl"
+    ]  # fmt: skip
+    os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
+    plain()
+
+
+def test_whose_a_full_disk_is(tmp_path: Path) -> None:
+    """Records without space end with an exit code of their own; a program's own is its failure."""
+    records = recorded(on_a_full_disk, tmp_path / "ours", code=UNRECORDED)
+    assert (records.error, records.end) == (None, None)
+    own = recorded(lambda: Path("/dev/full").write_text("a checkpoint"), tmp_path / "own", code=1)
+    assert own.error is not None
+    assert (own.error.what, own.error.type) == ("crashed", "OSError")
+
+
+def test_a_rank_file_is_as_the_readers_want_it(tmp_path: Path) -> None:
+    """Read back, the file has no problem; a line that is not whole is one."""
+    recorded(plain, tmp_path)
+    path = rank_path(tmp_path, 0)
+    assert read_rank(path, 0).problems == ()
+    path.write_bytes(path.read_bytes().replace(b'"step":1,', b"", 1))
+    (problem,) = read_rank(path, 0).problems
+    assert "missing required field `step`" in problem
+
+
+# --- how it begins -----------------------------------------------------------------------------
+
+IMPORTS = """
+import sys
+before = set(sys.modules)
+import harness.recorder.session
+assert "torch" not in sys.modules
+print(*sorted(m for m in set(sys.modules) - before if m.split(".")[0] == "harness"))
+names = sorted(m.split(".")[0] for m in set(sys.modules) - before)
+foreign = set(names) - sys.stdlib_module_names - {"harness"}
+assert not foreign, foreign
+import harness.recorder.hooks
+print(*sorted(m for m in sys.modules if m.split(".")[0] in ("harness", "fsdp_core")))
+"""
+
+
+def test_recording_needs_only_its_own_files() -> None:
+    """A program's environment needs none of the harness' dependencies, but torch."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    light, whole = (line.split() for line in run.stdout.splitlines())
+    facts = {"harness", "harness.provenance", "harness.masking"}
+    assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
+    parts = ("capture", "collectives", "graphs", "hooks", "observer", "session", "state")
+    digest = ("digest", "digest_torch", "digest_words")
+    expected = facts | {"harness.recorder", "fsdp_core", "fsdp_core.graph"}
+    expected |= {f"harness.recorder.{part}" for part in parts}
+    expected |= {f"fsdp_core.graph.{part}" for part in digest}
+    assert set(whole) == expected
+
+
+OUTSIDE = """
+import sys
+from harness.recorder import record
+recorder = record(object(), object(), taps="*")
+for _ in range(2):
+    with recorder.step():
+        recorder.microbatch(1); recorder.grad_norm(1.0); recorder.skipped("x")
+    recorder.state("ema", {})
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+
+
+def test_outside_of_the_harness_the_lines_do_nothing(tmp_path: Path) -> None:
+    """Without the harness' variables a script's lines write nothing and import nothing."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("DELTAZERO")}
+    subprocess.run(
+        [sys.executable, "-c", OUTSIDE],
+        env=environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())},
+        cwd=tmp_path, check=True, timeout=60,
+    )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_without_its_number_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without RANK and WORLD_SIZE there is no rank to record."""
+    monkeypatch.setenv("DELTAZERO_RECORD", str(record_folder(tmp_path)))
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.optim.Optimizer.__init__
+    try:
+        assert recording.begin() is None
+    finally:
+        torch.optim.Optimizer.__init__ = before  # type: ignore[method-assign]
+    assert not list(tmp_path.glob("rank*"))
+
+
+# --- what exceptions mean ----------------------------------------------------------------------
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+MET = {
+    "peer_lost": ("RuntimeError", GLOO + "Connection closed by peer [127.0.0.1]:1"),
+    "mismatched": ("RuntimeError", "Received data size doesn't match expected size"),
+    "illegal_access": ("AcceleratorError", "CUDA error: an illegal memory access was encountered"),
+    "out_of_memory": ("OutOfMemoryError", "Tried to allocate 2 GiB"),
+    "no_host_memory": ("RuntimeError", "DefaultCPUAllocator: can't allocate memory"),
+    "no_group": ("RuntimeError", "Could not resolve the process group registered under the name 0"),
+    "port_in_use": ("DistNetworkError", "EADDRINUSE, address already in use"),
+    "rendezvous_timeout": ("DistStoreError", "Timed out after 61 seconds: 1/2 clients joined."),
+    "nccl_system_error": ("DistBackendError", "NCCL error: unhandled system error"),
+    "device_unavailable": (
+        "AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    ),
+    "memory_error": ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered"),
+    "of_device": ("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+}  # fmt: skip
+OTHERS = [
+    ("RendezvousTimeoutError", "", "rendezvous_timeout"),
+    ("MemoryError", "", "out_of_memory"),
+    ("RuntimeError", GLOO + "bind: Address already in use", "port_in_use"),
+    ("", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal_access"),
+]
+
+
+def test_an_entry_is_met_by_what_its_library_raises() -> None:
+    """By type, by the words of that type, or by what a dying process printed; each has a test."""
+    assert [each.name for each in TABLE] == list(MET)
+    for kind, message, name in [(*met, name) for name, met in MET.items()] + OTHERS:
+        assert name in failures_of(kind, message), name
+    assert failures_of("ValueError", "expected 3 layers, got 2") == frozenset()
+
+
+@pytest.mark.parametrize("name", [each.name for each in TABLE if each.source != "any"])
+def test_a_program_that_says_the_same_is_not_forgiven(name: str) -> None:
+    """What excuses a run counts only from the library's own types, or with its place in front."""
+    words = MET[name][1]
+    assert name not in failures_of("ValueError", words)
+    assert name not in failures_of("RuntimeError", f"as they say: {words}")

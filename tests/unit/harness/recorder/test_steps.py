@@ -1,0 +1,484 @@
+"""What a step is, and its losses and norms: with hooks alone, and with a script's own lines."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from harness.checks import exact
+from harness.recorder import record
+from harness.records import FloatBits, RunOutcome, RunResult, RunSpec
+from tests.unit.harness.recorder.recorded import (
+    PARAMS,
+    all_digests,
+    changed,
+    digests,
+    losses,
+    model_of,
+    names,
+    recorded,
+    train,
+)
+
+
+def together() -> None:
+    model = model_of()
+    train(model, *(SGD(part.parameters(), 0.1) for part in model), steps=2)
+
+
+def in_turn() -> None:
+    parts = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [SGD(part.parameters(), 0.1) for part in parts]
+    for _ in range(2):
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            train(part, optimizer)
+
+
+def twice() -> None:
+    model = model_of()
+    optimizer = SGD(model.parameters(), 0.1)
+    train(model, optimizer)
+    optimizer.step()
+
+
+def accumulated() -> None:
+    model = model_of()
+    train(model, Adam(model.parameters()), steps=2, microbatches=3)
+
+
+def lbfgs() -> None:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def roots_of_one_pass() -> None:
+    model = model_of()
+    optimizer = SGD(model.parameters(), 0.1)
+    torch.autograd.backward(tuple(model(torch.ones(2, 3)).flatten()))
+    optimizer.step()
+
+
+def initial_state(with_forward: bool = False) -> None:
+    """Optimizer state is made before training; a pass forward does not count as training."""
+    model = model_of()
+    optimizer = Adam(model.parameters())
+    if with_forward:
+        model(torch.ones(3))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    train(model, optimizer, steps=2)
+
+
+def initial_state_after_a_forward() -> None:
+    initial_state(True)
+
+
+def checkpointed() -> None:
+    """A reentrant checkpoint calls backward from inside of one."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), 0.1)
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "microbatches"),
+    [
+        (together, [1, 1]), (in_turn, [1, 1, 1, 1]), (twice, [1, 0]), (accumulated, [3, 3]),
+        (lbfgs, [3, 3]), (roots_of_one_pass, [2]), (initial_state, [1, 1]), (checkpointed, [1]),
+        (initial_state_after_a_forward, [1, 1]),
+    ],
+)  # fmt: skip
+def test_steps_and_their_losses(
+    program: Callable[[], None], microbatches: list[int], tmp_path: Path
+) -> None:
+    """A step ends at the backward pass after it, or as the same optimizer steps again."""
+    records = recorded(program, tmp_path)
+    assert not records.problems
+    assert [step.step for step in records.steps] == list(range(len(microbatches)))
+    assert [len(step.microbatch_losses) for step in records.steps] == microbatches
+    for number in range(len(microbatches)):
+        assert digests(records, "grads", number).keys() <= set(names(records, "weights"))
+        assert len(digests(records, "grads", number)) in (2, 4)
+    is_made = "0.weight.exp_avg" in digests(records, "optim", -1)
+    assert is_made == (program in (initial_state, initial_state_after_a_forward))
+
+
+def test_a_step_holds_losses_in_order_and_their_mean(tmp_path: Path) -> None:
+    """In float32, as the program has them."""
+    (first, _) = recorded(accumulated, tmp_path).steps
+    torch.manual_seed(0)
+    model = model_of()
+    expected = [model(torch.full((2, 3), 1 + i / 8)).square().mean().item() for i in range(3)]
+    assert losses(first) == expected
+    assert first.loss is not None
+    mean = float(torch.tensor(expected, dtype=torch.float32).double().mean())
+    assert first.loss.bits == struct.pack(">f", mean).hex()
+
+
+def test_a_second_step_has_the_gradients_that_it_used(tmp_path: Path) -> None:
+    """Though no backward pass made them anew."""
+    records = recorded(twice, tmp_path)
+    assert digests(records, "grads", 0) == digests(records, "grads", 1)
+
+
+def test_a_closure_makes_one_step_with_the_gradients_that_it_left(tmp_path: Path) -> None:
+    """As the same calls outside of the optimizer's step do."""
+
+    def program(with_closure: bool) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+
+    inside, outside = (recorded(lambda: program(it), tmp_path / str(it)) for it in (True, False))  # noqa: B023
+    assert len(inside.steps) == 3
+    assert all_digests(inside) == all_digests(outside)
+    assert list(map(losses, inside.steps)) == list(map(losses, outside.steps))
+
+
+# --- a script's own lines ----------------------------------------------------------------------
+
+
+def test_what_the_scripts_own_lines_say(tmp_path: Path) -> None:
+    """A step in lines holds the losses, the norm and the groups that they give, and no others."""
+
+    def program() -> None:
+        model, ema, told = model_of(), {"average": torch.zeros(2)}, torch.zeros(())
+        optimizers = [SGD(part.parameters(), 0.1) for part in model]
+        recorder = record(model, optimizers)
+        recorder.state("ema", ema)
+        for step in range(2):
+            with recorder.step():
+                for micro in range(2):
+                    model(torch.ones(3)).sum().backward()
+                    recorder.microbatch(told.fill_(micro))  # which is written again
+                recorder.grad_norm(5.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+                ema["average"] += 1
+                if step:
+                    recorder.skipped("by hand")
+
+    records = recorded(program, tmp_path)
+    assert list(map(losses, records.steps)) == [[0.0, 1.0], [0.0, 1.0]]
+    assert [step.grad_norm.value for step in records.steps if step.grad_norm] == [5.0, 5.0]
+    assert [step.skipped for step in records.steps] == ["", "by hand"]
+    assert len({digests(records, "ema", step)["average"] for step in (-1, 0, 1)}) == 3
+    assert digests(records, "grads", 1).keys() == set(PARAMS)
+
+
+def test_losses_without_step_replace_those_of_backward(tmp_path: Path) -> None:
+    """In every step: no loss is counted twice."""
+
+    def program() -> None:
+        model = model_of()
+        optimizer, recorder = SGD(model.parameters(), 0.1), record()
+        for step in range(2):
+            for micro in range(2):
+                model(torch.ones(3)).sum().backward()
+                recorder.microbatch(torch.tensor(10.0 * step + micro))
+            optimizer.step()
+
+    assert list(map(losses, recorded(program, tmp_path).steps)) == [[0.0, 1.0], [10.0, 11.0]]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(lambda: record().state("weights", {}), "'weights'")]
+    + [(lambda it=it: record(taps=it), repr(it)) for it in ("a:inputs", "a:", "", "a b", ".a")],
+)  # fmt: skip
+def test_a_line_that_is_wrong_is_refused(
+    line: Callable[[], Any], words: str, tmp_path: Path
+) -> None:
+    """A script's mistake ends it where it is made."""
+    error = recorded(line, tmp_path, code=1).error
+    assert error is not None
+    assert error.type == "ValueError"
+    assert words in error.message
+
+
+def test_lines_only_means_that_nothing_else_is_a_step(tmp_path: Path) -> None:
+    """With `record: lines` an optimizer's step outside of `step()` is none."""
+
+    def program() -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        recorder = record(model, optimizer)
+        train(model, optimizer, steps=3)
+        with recorder.step():
+            train(model, optimizer)
+        train(model, optimizer, steps=2)
+
+    (step,) = recorded(program, tmp_path, record="lines").steps
+    assert len(step.microbatch_losses) == 1
+
+
+def test_every_leaves_out_the_digests_of_other_steps(tmp_path: Path) -> None:
+    """With `every: 3` steps 0 and 3 have digests, and the initial state; all have losses."""
+
+    def program() -> None:
+        model = model_of()
+        train(model, Adam(model.parameters()), steps=5)
+
+    records = recorded(program, tmp_path, every=3)
+    held = [bool(digests(records, "weights", step)) for step in range(-1, 5)]
+    assert held == [True, True, False, False, True, False]
+    assert all(step.loss is not None for step in records.steps)
+
+
+# --- losses and norms --------------------------------------------------------------------------
+
+VALUES: dict[str, tuple[Callable[[float], Any], str]] = {
+    "float64": (lambda value: torch.tensor(value, dtype=torch.float64), ">d"),
+    "a Python float": (float, ">d"),
+    "a NumPy float64": (np.float64, ">d"),
+    "float32": (torch.tensor, ">f"),
+    "a NumPy float32": (np.float32, ">d"),
+}
+_INT = 2**24 + 1
+
+
+@pytest.mark.parametrize("value", [1 + 2.0**-50, 1e300, float("nan"), float(_INT)])
+@pytest.mark.parametrize("kind", VALUES)
+def test_losses_and_norms_have_the_bits_that_the_program_had(
+    kind: str, value: float, tmp_path: Path
+) -> None:
+    """Nothing is rounded before it is compared: 64 bits stay 64 bits, and finite stays finite."""
+    make, form = VALUES[kind]
+    value = float(torch.tensor(value)) if "32" in kind else value
+
+    def program() -> None:
+        recorder = record(model_of())
+        with recorder.step():
+            recorder.microbatch(make(value))
+            recorder.grad_norm(make(value))
+
+    (step,) = recorded(program, tmp_path).steps
+    for found in (step.loss, *step.microbatch_losses, step.grad_norm):
+        assert found is not None
+        assert found.bits == struct.pack(form, value).hex()
+        assert found.value == (value if np.isfinite(value) else None)
+
+
+def of_roots(dtype: torch.dtype, *values: float) -> Callable[[], None]:
+    """A step of backward passes of roots with these values."""
+
+    def run() -> None:
+        model = nn.Linear(3, 1).to(dtype)
+        optimizer = SGD(model.parameters(), 0.0)
+        root = model(torch.ones(3, dtype=dtype)).sum() * 0
+        for value in values:
+            (root + value).backward(retain_graph=True)
+        (root.float() + 1).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "chars"),
+    [(torch.float64, 1 + 2.0**-50, 16), (torch.bfloat16, 0.1, 8), (torch.bfloat16, np.nan, 8)],
+)
+def test_a_root_is_not_rounded(
+    dtype: torch.dtype, value: float, chars: int, tmp_path: Path
+) -> None:
+    """Hooks record what lines would; the mean is in the wider of two formats; NaN has no value."""
+    (step,) = recorded(of_roots(dtype, value), tmp_path).steps
+    first = float(torch.tensor(value, dtype=dtype))
+    expected = [first if np.isfinite(value) else None, 1.0]
+    assert losses(step) == expected
+    assert [len(loss.bits) for loss in step.microbatch_losses] == [chars, 8]
+    assert step.loss is not None
+    assert step.loss.value == ((first + 1) / 2 if np.isfinite(value) else None)
+    assert step.loss.finite == np.isfinite(value)
+    assert step.grad_norm is not None
+    assert len(step.grad_norm.bits) == chars
+
+
+def imported_by_name(params: Any) -> None:
+    from torch.nn.utils import clip_grad_norm_
+
+    clip_grad_norm_(params, 0.5)
+
+
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "by module": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.5),
+    "of a generator": lambda params: torch.nn.utils.clip_grad_norm_(iter(list(params)), 0.5),
+    "by its file": lambda params: torch.nn.utils.clip_grad.clip_grad_norm_(params, 0.5),
+    "by two calls": lambda params: torch.nn.utils.clip_grads_with_norm_(
+        params, 0.5, torch.nn.utils.get_total_norm([p.grad for p in params])
+    ),
+    "imported after the start": imported_by_name,
+    "in lines, a number": lambda _: record().grad_norm(7),
+    "in lines, an int": lambda _: record().grad_norm(np.int64(7)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_the_norm_is_that_of_clipping(clip: Callable[[Any], Any], tmp_path: Path) -> None:
+    """The norm before clipping is recorded, however the program calls torch for it."""
+
+    def program() -> None:
+        model = nn.Linear(3, 1, bias=False)
+        optimizer = SGD(model.parameters(), 0.1)
+        model(torch.tensor([2.0, 3.0, 6.0])).sum().backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+
+    (step,) = recorded(program, tmp_path).steps
+    assert step.grad_norm is not None
+    assert step.grad_norm.value == 7.0
+
+
+# --- scalers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_step_that_a_scaler_skips(explicit: bool, num_optimizers: int, tmp_path: Path) -> None:
+    """Only the step that no optimizer took is recorded as skipped, and its weights stay."""
+
+    def program() -> None:
+        model = model_of()
+        optimizers = [SGD(part.parameters(), 0.1) for part in model][:num_optimizers]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        recorder = record(model, optimizers)
+
+        def step(factor: float) -> None:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3)).sum()).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad *= factor
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+
+        for factor in (1.0, float("inf"), 1.0):
+            if explicit:
+                with recorder.step():
+                    step(factor)
+            else:
+                step(factor)
+
+    records = recorded(program, tmp_path)
+    assert [bool(step.skipped) for step in records.steps] == [False, True, False]
+    assert digests(records, "weights", 0) == digests(records, "weights", 1)
+    assert digests(records, "weights", 1) != digests(records, "weights", 2)
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """Scales by itself, as FSDP's does."""
+
+    def scale(self, outputs: Any) -> Any:
+        super().scale(torch.ones(1))  # makes the scale
+        return outputs * self._scale
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, OwnScaler])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_scaled_loss_is_recorded_as_it_was(scaler: Any, factor: float, tmp_path: Path) -> None:
+    """A scale that is too large is no infinite loss; a loss that is infinite before it is one."""
+
+    def program() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = SGD(model.parameters(), 0.1)
+        made = scaler("cpu", init_scale=2.0**127, backoff_factor=1e-30)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = model(torch.ones(3)).sum()
+            made.scale(((out - out.detach()) * 4 + 3.0) * factor).backward()
+            made.step(optimizer)
+            made.update()
+
+    records = recorded(program, tmp_path)
+    first, second = records.steps
+    assert (bool(first.skipped), bool(second.skipped)) == (True, factor > 1)
+    assert [each.bits for each in first.microbatch_losses] == [
+        struct.pack(">f", 3.0 * factor).hex()
+    ]
+    spec = RunSpec(config={"program": {}, "steps": 2}, device="cpu", world_size=1, timeout_s=1.0)
+    outcome = RunOutcome(key=spec.key, what="", message="", culprit_rank=None,
+                         started_unix_s=0.0, wall_s=1.0, ranks=())  # fmt: skip
+    run = RunResult(spec=spec, outcome=outcome, ranks=(records,))
+    answer = exact.finite(run, run)
+    assert answer.outcome == ("failed" if factor > 1 else "passed")
+    assert answer.difference is None or answer.difference.quantity == "loss"
+
+
+def test_losses_that_are_scaled_together_are_each_their_own(tmp_path: Path) -> None:
+    """A list of losses comes back as a list, of which each may be a root."""
+
+    def program() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        outputs = [model(torch.ones(3)).sum() * 0 + value for value in (1.0, 2.0)]
+        for loss in scaler.scale(outputs):
+            loss.backward(retain_graph=True)
+        scaler.step(optimizer)
+
+    (step,) = recorded(program, tmp_path).steps
+    assert losses(step) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_tensors_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    """A single element is enough."""
+
+    def program() -> None:
+        model = nn.Linear(3, 1, bias=False)
+        optimizer = SGD(model.parameters(), 0.0)
+        model(torch.tensor([1.0, value, 1.0])).sum().backward()
+        optimizer.step()
+
+    (step,) = recorded(program, tmp_path).steps
+    assert step.nonfinite["grads"] == ("weight",)
+    assert isinstance(step.loss, FloatBits)
+    assert not step.loss.finite
+
+
+def test_two_runs_of_a_program_are_equal(tmp_path: Path) -> None:
+    """Nothing of the process, such as addresses, is in what is compared."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        train(model, Adam(model.parameters()), steps=2)
+
+    first, second = (recorded(program, tmp_path / name) for name in "ab")
+    assert all_digests(first) == all_digests(second)
+    assert changed(first, second, 1) == set()
+    assert [(s.loss, s.grad_norm, s.nonfinite) for s in first.steps] == [
+        (s.loss, s.grad_norm, s.nonfinite) for s in second.steps
+    ]
