@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.checks.environment import stated_leaves
+from harness.checks.evidence import stated_leaves
 from harness.codec import Json
 from harness.history.entries import work_of
 from harness.provenance import Facts, Kind, different, facts, fingerprint, flat, told

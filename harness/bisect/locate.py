@@ -24,8 +24,15 @@ from harness.bisect.aligned import Legs, module_of
 from harness.bisect.divergence import where_they_part
 from harness.bisect.found import Location, Near
 from harness.checks.complete import find_flaw
-from harness.checks.environment import different_leaves, quantity_of, stated_leaves
-from harness.checks.evidence import rank_table, shared_pairs, show_ranks, step_table
+from harness.checks.evidence import (
+    different_leaves,
+    quantity_of,
+    rank_table,
+    shared_pairs,
+    show_ranks,
+    stated_leaves,
+    step_table,
+)
 from harness.errors import cut, one_line
 from harness.faults.fault import Phase
 from harness.infrastructure import has_lost_its_groups

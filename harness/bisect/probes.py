@@ -268,4 +268,4 @@ def num_steps(pair: Sequence[RunResult], step: int) -> int:
 
 def look_spec(spec: RunSpec, **config: Any) -> RunSpec:
     """The same run with another configuration, and no soak."""
-    return dataclasses.replace(spec, config=spec.config | config, soak=None, explain=False)
+    return dataclasses.replace(spec, config=spec.config | config, soak=None)

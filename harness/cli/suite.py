@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from harness.checks import table
 from harness.checks.evidence import count as counted
-from harness.checks.registry import table
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.runner.shards import MAX_SHARDS, cut, parts, refuse_changed, take_shard

@@ -18,9 +18,9 @@ from harness.history import History, machine_kind
 from harness.history.entries import work_of
 from harness.machine import Machine, num_cores
 from harness.records import RunSpec, dumps
+from harness.repeats import SLOWDOWN
 from harness.runner.plan import estimate_s
 from harness.runner.schedule import Seconds
-from harness.samples import SLOWDOWN
 
 CORES = 8
 """Of the machine that shards are cut for: the same for every shard, whoever cuts."""

@@ -32,9 +32,8 @@ from harness.machine import num_cores
 from harness.plant_spec import each_of
 from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec
-from harness.repeats import in_turn, runs_of
+from harness.repeats import SLOWDOWN, in_turn, runs_of
 from harness.runner.schedule import Job, Seconds, arrange, makespan_s
-from harness.samples import SLOWDOWN
 
 Device = Literal["cpu", "cuda"]
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}

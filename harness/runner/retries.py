@@ -13,8 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.checks.environment import different_keys
-from harness.checks.evidence import groups_of, rank_table, state_table
+from harness.checks.evidence import different_leaves, groups_of, rank_table, state_table
 from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.provenance import fingerprint
 from harness.records import (
@@ -170,7 +169,7 @@ def _same_environment(earlier: RunResult, last: RunResult) -> bool:
         for run in (earlier, last)
     ]  # fmt: skip
     shared = set(prints[0]) & set(prints[1])
-    return bool(shared) and not any(different_keys(prints[0][r], prints[1][r]) for r in shared)
+    return bool(shared) and not any(different_leaves(prints[0][r], prints[1][r]) for r in shared)
 
 
 def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:

@@ -31,7 +31,7 @@ from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.plant_spec import PlantSpec, each_of, joined
 from harness.records import CaseSpec, RunSpec
-from harness.samples import refusal
+from harness.repeats import refusal
 from harness.scenario.case_id import Assignment, Choice, unique_ids
 from harness.scenario.decode import dotted
 from harness.scenario.schema import Rule, Scenario
@@ -298,7 +298,6 @@ class _Maker:
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
                 plant=plant,
-                explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
                 soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
                 kernels=self.scenario.launch.kernels,
                 stall_s=self.scenario.launch.stall_s,

@@ -25,12 +25,12 @@ from functools import partial
 from typing import Any, Literal
 
 from fsdp_core.config import STRESSORS
+from harness.checks import CHECKS, Option, defaults
 from harness.checks.memory import (
     FORMULA_NAMES,
     FormulaError,
     names_in,
 )
-from harness.checks.registry import CHECKS, Option, defaults
 from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario.decode import (
     Taker,

@@ -156,7 +156,7 @@ MUTATIONS = [
          "(ref.device, ref.world_size) != (control.device, ref"),
     ),
     *_of(
-        "checks/registry.py",
+        "checks/__init__.py",
         "checks/test_within checks/test_judge checks/test_registry",
         ("finite_within_a_tolerance", "exact.finite(runs.reference, runs.candidate),",
          "exact.finite(runs.reference, runs.candidate), is_exact=True,"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from harness.checks import complete
 from harness.checks.complete import Flaw, find_flaw, launches
+from harness.checks.evidence import Runs
 from harness.checks.judge import judge
 from harness.records import EndRecord, ErrorRecord, EventRecord, GraphUse, RankExit, RunResult
 from tests.unit.harness.checks.conftest import Edits, Lab, flaw_of, place_of
@@ -454,7 +455,7 @@ def replayed(lab: Any, edit: Any, replays: dict[int, int]) -> Any:
 
 
 def answer(lab: Any, candidate: Any, least: dict[str, int] = LEAST) -> Any:
-    return complete.graphs(candidate, least)
+    return complete.graphs(Runs(case=None, reference=None, control=None, candidate=candidate), least)
 
 
 @pytest.mark.parametrize("least", [LEAST, {"min_replays": 4}, {"min_replays": 0}, {}])

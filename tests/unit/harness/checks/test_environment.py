@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import environment, judge
+from harness.checks import evidence, judge
 from tests.unit.harness.checks.conftest import place_of
 
 
@@ -18,7 +18,7 @@ def test_host_facts_beside_the_fingerprint_do_not_matter(lab: Any, edit: Any) ->
     """Only the fingerprint is compared where there is one."""
     reference, _, candidate = lab.legs()
     values = candidate.ranks[0].start.environment | {"host": "b", "pid": 7}
-    answer = environment.alike(reference, moved(candidate, edit, 0, values), "candidate")
+    answer = evidence.alike(reference, moved(candidate, edit, 0, values), "candidate")
     assert answer.outcome == "passed"
     assert answer.check == "environment:candidate"
 
@@ -37,7 +37,7 @@ def test_any_key_makes_it_incomparable(lab: Any, edit: Any, values: dict[str, An
     """Another value, a lost key, a new key and another type each count, on any rank."""
     reference, _, candidate = lab.legs()
     moved_run = moved(candidate, edit, 1, {"fingerprint": values})
-    answer = environment.alike(reference, moved_run, "candidate")
+    answer = evidence.alike(reference, moved_run, "candidate")
     assert (answer.outcome, answer.what) == ("incomparable", "different_environment")
     where = place_of(answer)
     assert where.rank == 1
@@ -73,7 +73,7 @@ def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
         target = (reference, candidate)[run]
         edited = moved(target, edit, 0, {"fingerprint": {"flags": inner}})
         reference, candidate = (edited, candidate) if run == 0 else (reference, edited)
-    assert environment.alike(reference, candidate, "candidate").outcome == "passed"
+    assert evidence.alike(reference, candidate, "candidate").outcome == "passed"
 
 
 def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> None:
@@ -81,7 +81,7 @@ def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> N
     reference, _, candidate = lab.legs()
     left = {"environment": {"A": "1", "B": "2"}, "torch": "2.12"}
     right = {"environment": {"A": "1", "B": "2", "C": "3"}, "torch": "2.12"}
-    answer = environment.alike(
+    answer = evidence.alike(
         moved(reference, edit, 1, {"fingerprint": left}),
         moved(candidate, edit, 1, {"fingerprint": right}),
         "candidate",
@@ -96,8 +96,8 @@ def test_malformed_environment(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     left = moved(reference, edit, 0, {"fingerprint": "x" * 500})
     right = moved(candidate, edit, 0, {"fingerprint": "y" * 500})
-    answer = environment.alike(left, right, "candidate")
+    answer = evidence.alike(left, right, "candidate")
     assert answer.outcome == "incomparable"
     assert len(answer.message) < 400
     headless = edit.rank(candidate, 0, start=None)
-    assert environment.alike(reference, headless, "candidate").outcome == "passed"
+    assert evidence.alike(reference, headless, "candidate").outcome == "passed"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.layouts import Dense, dense_coordinates
-from harness.checks import exact, judge
+from harness.checks import exact, judge, within
 from harness.checks.evidence import step_table
-from harness.checks.exact import NEVER, first_steps, same_data
+from harness.checks.exact import same_data
 from harness.records import COPIES, DIGEST_GROUPS, SAMPLES, FloatBits, RunResult
 from tests.unit.harness.checks.conftest import flaw_of, place_of
 
@@ -26,7 +26,7 @@ def flipped(value: FloatBits, bit: int) -> FloatBits:
 def test_equal_runs_pass(lab: Any) -> None:
     """Equal bits pass, and the answer says over how many pairs."""
     reference, _, candidate = lab.legs()
-    answer = exact.loss(reference, candidate)
+    answer = within.loss(reference, candidate)
     assert answer.outcome == "passed"
     assert answer.figures["pairs"] == lab.steps * lab.world_size
 
@@ -46,14 +46,14 @@ def test_bits_decide(lab: Any, edit: Any, left: int, right: int, ulps: int | Non
     reference, _, candidate = lab.legs()
     a, b = FloatBits.from_bits(left), FloatBits.from_bits(right)
     reference = edit.step(reference, 1, 2, grad_norm=a)
-    answer = exact.loss(reference, edit.step(candidate, 1, 2, grad_norm=b))
+    answer = within.loss(reference, edit.step(candidate, 1, 2, grad_norm=b))
     assert answer.outcome == "failed"
     where = place_of(answer)
     assert (where.step, where.rank) == (2, 1)
     assert where.ulps == ulps
     assert f"0x{a.bits}" in where.reference
     assert f"0x{b.bits}" in where.candidate
-    same = exact.loss(reference, edit.step(candidate, 1, 2, grad_norm=a))
+    same = within.loss(reference, edit.step(candidate, 1, 2, grad_norm=a))
     assert same.outcome == "passed"
 
 
@@ -64,7 +64,7 @@ def test_loss_before_norm_then_rank(lab: Any, edit: Any) -> None:
     candidate = edit.step(candidate, 0, 2, grad_norm=flipped(step.grad_norm, 0))
     candidate = edit.step(candidate, 1, 2, loss=flipped(candidate.ranks[1].steps[2].loss, 0))
     candidate = edit.step(candidate, 0, 3, loss=flipped(candidate.ranks[0].steps[3].loss, 0))
-    answer = exact.loss(reference, candidate)
+    answer = within.loss(reference, candidate)
     where = place_of(answer)
     assert (where.step, where.rank, where.quantity, where.ulps) == (2, 1, "loss", 1)
     assert "3 of 8 (step, rank) pairs differ, on ranks 0 and 1" in answer.message
@@ -75,7 +75,7 @@ def test_microbatch_losses_that_cancel(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     losses = candidate.ranks[0].steps[1].microbatch_losses
     candidate = edit.step(candidate, 0, 1, microbatch_losses=losses[::-1])
-    answer = exact.loss(reference, candidate)
+    answer = within.loss(reference, candidate)
     where = place_of(answer)
     assert where.quantity == "microbatch_losses[0]"
 
@@ -85,10 +85,10 @@ def test_malformed_input(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     for rank in (0, 1):
         candidate = edit.rank(candidate, rank, steps=())
-    assert exact.loss(reference, candidate).what == "not_run"
+    assert within.loss(reference, candidate).what == "not_run"
     short = edit.step(reference, 0, 1, microbatch_losses=())
     for left, right in ((reference, short), (short, reference)):
-        answer = exact.loss(left, right)
+        answer = within.loss(left, right)
         assert answer.outcome == "failed"
         where = place_of(answer)
         assert "missing" in (where.reference, where.candidate)
@@ -99,7 +99,7 @@ def test_a_norm_that_only_one_run_has_differs(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     bare = edit.step(candidate, 1, 3, grad_norm=None)
     for left, right in ((reference, bare), (bare, reference)):
-        answer = exact.loss(left, right)
+        answer = within.loss(left, right)
         assert answer.outcome == "failed"
         where = place_of(answer)
         assert (where.quantity, where.step) == ("grad_norm", 3)
@@ -113,7 +113,7 @@ def test_runs_without_any_loss_compare_nothing(lab: Any, edit: Any) -> None:
             for step in range(lab.steps):
                 run = edit.step(run, rank, step, loss=None, microbatch_losses=(), grad_norm=None)
         runs[place] = run
-    answer = exact.loss(runs[0], runs[2])
+    answer = within.loss(runs[0], runs[2])
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
@@ -135,7 +135,7 @@ def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.Data
     else:
         name = quantity
         changes = {name: flipped(getattr(record, name), bit)}
-    answer = exact.loss(reference, edit.step(candidate, rank, step, **changes))
+    answer = within.loss(reference, edit.step(candidate, rank, step, **changes))
     assert answer.outcome == "failed"
     where = place_of(answer)
     assert (where.step, where.rank, where.quantity) == (step, rank, name)
@@ -591,7 +591,7 @@ def test_a_difference_is_seen_on_any_rank(wide: Any, edit: Any, rank: int) -> No
     reference, control, candidate = wide.legs()
     digest = edit.digest(candidate, rank, 2, "optim", 3)
     other = edit.step(candidate, rank, 2, grad_norm=FloatBits.from_bits(0x7F800000))
-    for check, run in ((exact.state, digest), (exact.loss, other), (exact.finite, other)):
+    for check, run in ((exact.state, digest), (within.loss, other), (exact.finite, other)):
         answer = check(reference, run)
         assert answer.outcome == "failed"
         where = place_of(answer)

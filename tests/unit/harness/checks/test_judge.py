@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks import CHECKS, environment, exact, exit_code, judge
+from harness.checks import CHECKS, Check, evidence, exact, exit_code, judge
 from harness.checks.complete import find_flaw
-from harness.checks.environment import cause_of
-from harness.checks.registry import Check
+from harness.checks.judge import cause_of
 from harness.program.spec import ProgramSpec
 from harness.records import (
     ABSENT,
@@ -671,7 +670,7 @@ def test_only_what_a_scenario_states_may_differ(
     base: dict[str, Any] = {"torch": "2", "environment": {}, "packages": {}, "cuda": "12"}
     reference = run_of(STEPS, fingerprint=base)
     candidate = run_of(STEPS, fingerprint=base | leaf, **about)
-    assert environment.alike(reference, candidate, "candidate").outcome == outcome
+    assert evidence.alike(reference, candidate, "candidate").outcome == outcome
 
 
 def test_facts_of_the_device_count_though_they_come_late() -> None:
@@ -679,8 +678,8 @@ def test_facts_of_the_device_count_though_they_come_late() -> None:
     reference = run_of(STEPS, events={"device": "A", "deterministic": True})
     same = run_of(STEPS, events={"device": "A", "deterministic": False})
     other = run_of(STEPS, events={"device": "B", "deterministic": True})
-    assert environment.alike(reference, same, "candidate").outcome == "passed"
-    answer = environment.alike(reference, other, "candidate")
+    assert evidence.alike(reference, same, "candidate").outcome == "passed"
+    answer = evidence.alike(reference, other, "candidate")
     assert answer.outcome == "incomparable"
     where = place_of(answer)
     assert where.quantity == "environment.device"

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 
 from harness.checks import memory
+from harness.checks.evidence import Runs
 from harness.checks.memory import evaluate, names_in
 from harness.records import EventRecord, RunResult
+
+
+def peak(reference: Any, candidate: Any, options: Any) -> Any:
+    case = type('C', (), {})()
+    return memory.peak_memory(Runs(case=case, reference=reference, control=reference, candidate=candidate), options)
 
 
 def with_peak(run: Any, edit: Any, rank: int, peak: int) -> Any:
@@ -20,7 +26,7 @@ def with_peak(run: Any, edit: Any, rank: int, peak: int) -> Any:
 def test_equal_peaks_pass_at_ratio_one(lab: Any) -> None:
     """Equal peaks pass at a limit of exactly 1."""
     reference, _, candidate = lab.legs()
-    answer = memory.peak_memory(reference, candidate, {"max_ratio": 1})
+    answer = peak(reference, candidate, {"max_ratio": 1})
     assert answer.outcome == "passed"
     assert answer.figures["ratio"] == 1.0
 
@@ -30,14 +36,14 @@ def test_worst_rank_decides(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     reference = with_peak(reference, edit, 0, 10_000)
     candidate = with_peak(with_peak(candidate, edit, 0, 10_000), edit, 1, 4003)
-    answer = memory.peak_memory(reference, candidate, {"max_ratio": 2.0})
+    answer = peak(reference, candidate, {"max_ratio": 2.0})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert answer.figures["rank"] == 1
     assert answer.figures["ratio"] == pytest.approx(4003 / 2001)
     assert answer.figures["reference_peak_bytes"] == 2001
     assert answer.figures["candidate_peak_bytes"] == 4003
     candidate = with_peak(candidate, edit, 1, 4002)
-    assert memory.peak_memory(reference, candidate, {"max_ratio": 2.0}).outcome == "passed"
+    assert peak(reference, candidate, {"max_ratio": 2.0}).outcome == "passed"
 
 
 def test_peak_is_the_highest_of_steps_and_end(lab: Any, edit: Any) -> None:
@@ -48,17 +54,17 @@ def test_peak_is_the_highest_of_steps_and_end(lab: Any, edit: Any) -> None:
         candidate, 0, end=dataclasses.replace(candidate.ranks[0].end, peak_bytes=9999)
     )
     for run in (one_step, at_end):
-        assert memory.peak_memory(reference, run, {"max_ratio": 2.0}).outcome == "failed"
+        assert peak(reference, run, {"max_ratio": 2.0}).outcome == "failed"
 
 
 def test_absolute_limit(lab: Any) -> None:
     """`max_bytes` is inclusive, and both limits together must both hold."""
     reference, _, candidate = lab.legs()
-    assert memory.peak_memory(reference, candidate, {"max_bytes": 2001}).outcome == "passed"
-    assert memory.peak_memory(reference, candidate, {"max_bytes": 2000}).what == "memory_regression"
+    assert peak(reference, candidate, {"max_bytes": 2001}).outcome == "passed"
+    assert peak(reference, candidate, {"max_bytes": 2000}).what == "memory_regression"
     both = {"max_bytes": 2000, "max_ratio": 2.0}
-    assert memory.peak_memory(reference, candidate, both).outcome == "failed"
-    passed = memory.peak_memory(reference, candidate, {"max_bytes": 2001, "max_ratio": 2.0})
+    assert peak(reference, candidate, both).outcome == "failed"
+    passed = peak(reference, candidate, {"max_bytes": 2001, "max_ratio": 2.0})
     assert passed.outcome == "passed"
     assert "limit 2;" in passed.message
 
@@ -70,12 +76,12 @@ def test_unmeasured_peaks_never_pass(lab: Any, edit: Any) -> None:
     absent = dataclasses.replace(reference, ranks=reference.ranks[:1])
     bare = edit.rank(reference, 1, steps=(), end=None)
     for broken in (zero, absent, bare):
-        assert memory.peak_memory(broken, candidate, {"max_ratio": 2.0}).outcome == "error"
+        assert peak(broken, candidate, {"max_ratio": 2.0}).outcome == "error"
     for limits in ({"max_ratio": 2.0}, {"max_bytes": 10**9}):
-        answer = memory.peak_memory(reference, with_peak(candidate, edit, 1, 0), limits)
+        answer = peak(reference, with_peak(candidate, edit, 1, 0), limits)
         assert (answer.outcome, answer.what) == ("failed", "corrupt_record")
     nobody = dataclasses.replace(candidate, ranks=())
-    assert memory.peak_memory(reference, nobody, {"max_ratio": 2.0}).outcome == "error"
+    assert peak(reference, nobody, {"max_ratio": 2.0}).outcome == "error"
 
 
 def with_live(run: Any, edit: Any, rank: int, live: list[int]) -> Any:
@@ -101,9 +107,9 @@ def test_growth_is_what_stays(lab: Any, edit: Any, live: list[int], growth: int)
     candidate = with_live(with_live(candidate, edit, 0, [30] * 16), edit, 1, live)
     limits = {"max_growth_bytes": max(growth, 1)}
     assert memory.growth_bytes(candidate.ranks[1]) == growth
-    assert memory.peak_memory(reference, candidate, limits).outcome == "passed"
+    assert peak(reference, candidate, limits).outcome == "passed"
     if growth > 1:
-        answer = memory.peak_memory(reference, candidate, {"max_growth_bytes": growth - 1})
+        answer = peak(reference, candidate, {"max_growth_bytes": growth - 1})
         assert (answer.outcome, answer.what) == ("failed", "memory_regression")
         assert (answer.figures["growth_rank"], answer.figures["growth_bytes"]) == (1, growth)
 
@@ -111,7 +117,7 @@ def test_growth_is_what_stays(lab: Any, edit: Any, live: list[int], growth: int)
 def test_growth_of_a_short_run_is_no_verdict(lab: Any) -> None:
     """Seven steps have no quarters to compare."""
     reference, _, candidate = type(lab)(steps=7).legs()
-    answer = memory.peak_memory(reference, candidate, {"max_growth_bytes": 10})
+    answer = peak(reference, candidate, {"max_growth_bytes": 10})
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
@@ -145,8 +151,8 @@ def test_a_formula_is_a_limit(lab: Any, formula: str, limit: float) -> None:
     # What the candidate says of itself does not count.
     fits = noted(candidate, peak=int(limit), at_rest=dict.fromkeys(KEPT, 10**9))
     past = noted(candidate, peak=int(limit) + 1, at_rest=dict.fromkeys(KEPT, 10**9))
-    assert memory.peak_memory(reference, fits, {"max_bytes": formula}).outcome == "passed"
-    answer = memory.peak_memory(reference, past, {"max_bytes": formula})
+    assert peak(reference, fits, {"max_bytes": formula}).outcome == "passed"
+    answer = peak(reference, past, {"max_bytes": formula})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert f"limit {limit:.0f}" in answer.message
 
@@ -162,7 +168,7 @@ def test_a_formula_without_a_value_gives_no_verdict(lab: Any, formula: str, kept
     """The reference did not say what it keeps, or the formula comes to nothing."""
     reference, _, candidate = lab.legs()
     reference = noted(reference, at_rest=kept)
-    answer = memory.peak_memory(reference, candidate, {"max_bytes": formula})
+    answer = peak(reference, candidate, {"max_bytes": formula})
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
@@ -187,7 +193,7 @@ def test_a_peak_is_explained_to_a_part_or_16_mib(
     """1 %, or 16 MiB of a small peak; too much explained is as wrong as too little."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, peak=peak, explained=told(peak, rest))
-    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
+    answer = peak(reference, candidate, {"max_unexplained": 0.01})
     assert answer.outcome == outcome
     assert answer.figures["rest_bytes"] == rest
     assert ("a.py:f" in answer.message) == (outcome == "failed")
@@ -204,7 +210,7 @@ def test_a_rank_that_does_not_tell_gives_no_verdict(lab: Any, explained: Any) ->
     """No explanation, or one that does not add up, is not a small rest."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, explained=explained)
-    assert memory.peak_memory(reference, candidate, {"max_unexplained": 0.01}).outcome == "error"
+    assert peak(reference, candidate, {"max_unexplained": 0.01}).outcome == "error"
 
 
 def test_the_rank_with_the_largest_part_unexplained_decides(lab: Any) -> None:
@@ -213,7 +219,7 @@ def test_the_rank_with_the_largest_part_unexplained_decides(lab: Any) -> None:
     large = noted(candidate, peak=100_000 * MIB, explained=told(100_000 * MIB, 900 * MIB))
     small = noted(candidate, peak=5_000 * MIB, explained=told(5_000 * MIB, 500 * MIB))
     candidate = dataclasses.replace(candidate, ranks=(large.ranks[0], small.ranks[1]))
-    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
+    answer = peak(reference, candidate, {"max_unexplained": 0.01})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert "peak of rank 1" in answer.message
 
@@ -222,7 +228,7 @@ def test_what_was_not_seen_as_it_came_has_no_owner(lab: Any) -> None:
     """An explanation of less than the rank's recorded peak leaves the difference unexplained."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, peak=10_000 * MIB, explained=told(2_000 * MIB, 0))
-    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
+    answer = peak(reference, candidate, {"max_unexplained": 0.01})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert answer.figures["unexplained_bytes"] == 8_000 * MIB
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import CHECKS
-from harness.checks.registry import defaults, refusal, table
+from harness.checks import CHECKS, defaults, refusal, table
 from harness.cli import main
 from harness.records import ExitCode
 

@@ -10,18 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks import judge
+from harness.checks import judge, memory
 from harness.checks.complete import find_flaw
-from harness.checks.evidence import error
-from harness.checks.soak import (
+from harness.checks.evidence import Runs, error
+from harness.checks.memory import (
     LEVEL,
     WINDOWS,
     chance_of_trend,
-    rate_bound,
     slope_of,
-    soak,
     theil_sen,
-    withdrawn,
     without_jumps,
 )
 from harness.infrastructure import HOST_KEY, SHARED_HOST
@@ -33,6 +30,10 @@ KIB = 1 << 10
 STEPS, BASE = 96, 64
 REPLAYS = (STEPS - 2) * 2 * 2 * 2
 """Of a layer each of two microbatches, forward and backward."""
+
+
+def soak(reference, candidate, options):
+    return memory.soak(Runs(case=None, reference=reference, control=reference, candidate=candidate), options)
 
 
 @pytest.fixture(scope="session")

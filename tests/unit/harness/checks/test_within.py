@@ -20,7 +20,7 @@ from harness.records import (
     StepRecord,
     Verdict,
 )
-from harness.samples import NUM_SAMPLES, samples_of
+from harness.repeats import NUM_SAMPLES, samples_of
 from harness.tolerance import Close
 from tests.unit.harness.checks.conftest import Lab, edit_outcome, edit_rank, edit_step, place_of
 

@@ -7,9 +7,9 @@ import pytest
 from harness.history import History
 from harness.history.entries import work_of
 from harness.records import RunSpec
+from harness.repeats import SLOWDOWN
 from harness.runner.expectations import expected
 from harness.runner.schedule import Seconds
-from harness.samples import SLOWDOWN
 from tests.unit.harness.history.nights import MACHINE, night
 
 ESTIMATE = -7.0

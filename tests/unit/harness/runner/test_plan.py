@@ -19,9 +19,9 @@ from fsdp_core.config.rule import Rule
 from harness.errors import UsageError
 from harness.machine import num_cores
 from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.repeats import NUM_SAMPLES, SLOWDOWN
 from harness.runner import plan as planning
 from harness.runner.plan import estimate_s, make_plan, num_parameters, resume_plan
-from harness.samples import NUM_SAMPLES, SLOWDOWN
 
 
 def run(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.errors import NothingSelected, ScenarioError
 from harness.plant_spec import PlantSpec, each_of
 from harness.records import CaseSpec
-from harness.samples import NUM_SAMPLES, samples_of
+from harness.repeats import NUM_SAMPLES, samples_of
 from harness.scenario.case_id import MAX_ID_CHARS
 from harness.scenario.matrix import count, named
 from harness.scenario.schema import load_scenario
