@@ -194,10 +194,11 @@ def _plan_flaw(runs: Runs) -> CheckResult | None:
     same = ref.config == control.config or bool(ref.recorded and control.recorded)
     if not same or (ref.device, ref.world_size) != (control.device, control.world_size):
         return error("plan", "not_run", "the control is not a second run of the reference")
-    sizes = [("ranks", ref.world_size, candidate.world_size)]
-    for name in ("steps", "microbatches"):
-        sizes.append((name, ref.config.get(name), candidate.config.get(name)))
-    for name, left, right in sizes:
+    for name, left, right in (
+        ("ranks", ref.world_size, candidate.world_size),
+        ("steps", ref.config.get("steps"), candidate.config.get("steps")),
+        ("microbatches", ref.config.get("microbatches"), candidate.config.get("microbatches")),
+    ):
         if left != right:
             message = f"the reference has {left} {name}, the candidate {right}: "
             return error("plan", "unsupported", message + "they cannot be compared one by one")

@@ -236,7 +236,8 @@ def names_in(text: str) -> frozenset[str]:
     Raises:
         FormulaError: not a formula, or never a number > 0.
     """
-    tree, draw, why = _parse(text), random.Random(text), None
+    tree, draw = _parse(text), random.Random(text)
+    why: FormulaError | None = None
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names = sorted({node.id for node in nodes if id(node) not in called} - set(UNITS))
@@ -302,6 +303,8 @@ def _value(node: ast.expr, values: Mapping[str, float]) -> float:
             func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as args, keywords=[]
         ):
             return (min if name == "min" else max)(_value(each, values) for each in args)
+        case _:
+            pass
     expected = "numbers, names, + - * /, brackets, min and max of several"
     raise FormulaError(expected, repr(ast.unparse(node)))
 

@@ -141,7 +141,7 @@ def _compare(
     # Equal infinities are outside of a tolerance: `finite` says so, too.
     beyond = [gap for gap in gaps if not gap[0] <= 1]
     differing = {gap[1][:2] for gap in beyond}
-    figures = {
+    figures: dict[str, float] = {
         "pairs": len(pairs), "differing_pairs": len(differing), "values": len(gaps),
         "beyond": len(beyond),
     }  # fmt: skip

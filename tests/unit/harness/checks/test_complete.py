@@ -293,7 +293,8 @@ def once(layer: int, direction: str) -> Callable[[GraphUse], GraphUse]:
          ("layers.0 attn", "replays.forward", 4, 8)),
         (("full_iteration",), only(lambda use: use.direction == "gradients"),
          ("full_iteration", "captures.optimizer", 1, 0)),
-        (("full_iteration",), replays(lambda use: 1), ("full_iteration", "replays.gradients", 2, 1)),
+        (("full_iteration",), replays(lambda use: 1),
+         ("full_iteration", "replays.gradients", 2, 1)),
     ],
 )  # fmt: skip
 def test_what_ran_eagerly_is_named(graph: Any, change: Any, told: Any) -> None:

@@ -166,7 +166,7 @@ def with_case(**changes: Any) -> Verdict:
     "checks", [{}, {"los": {}}, {"loss": {}, "peak_memory": {}}, {"loss": {"rtol": 1}}]
 )
 def test_nothing_passes_unasked(checks: Any) -> None:
-    """No checks, an unknown one, or one without a limit give no verdict; a failure outranks that."""
+    """No checks, an unknown one, or one without a limit give no verdict."""
     assert with_case(checks=checks).outcome == "error"
     if checks:
         bad = judge(
@@ -254,7 +254,8 @@ def of(outcome: Any) -> Verdict:
 @pytest.mark.parametrize(
     ("outcomes", "code"),
     [([], 5), (["skipped"], 5), (["passed"], 0), (["passed", "skipped"], 0),
-     (["passed", "error"], 6), (["skipped", "incomparable"], 6), (["passed", "error", "failed"], 1)],
+     (["passed", "error"], 6), (["skipped", "incomparable"], 6),
+     (["passed", "error", "failed"], 1)],
 )  # fmt: skip
 def test_exit_codes(outcomes: list[str], code: int) -> None:
     """The exit code of a set of verdicts is as the design's table says."""

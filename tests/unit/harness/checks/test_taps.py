@@ -189,8 +189,8 @@ GONE = ("layers.0.attn:output", "layers.1.attn:output")
     ("patterns", "gone", "steps", "told"),
     [
         # Steps before the capture are eager in both runs: they are no evidence of graphs.
-        (BOTH, (GONE, ()), range(2, 4), "at step 3 layers.0.attn:output ran in the candidate alone"),
-        (BOTH, ((), GONE), range(2, 4), "at step 3 layers.0.attn:output ran in the reference alone"),
+        (BOTH, (GONE, ()), range(2, 4), "step 3 layers.0.attn:output ran in the candidate alone"),
+        (BOTH, ((), GONE), range(2, 4), "step 3 layers.0.attn:output ran in the reference alone"),
         (BOTH, (GONE, GONE), range(4), "ran in neither run"),
         (BOTH[::-1], (GONE, GONE), range(4), "ran in neither run"),
         (BOTH, ((), GONE[:1]), range(2, 4), ""), (BOTH, ((), GONE), range(2), ""),
