@@ -7,7 +7,8 @@
               means (the longest of 20 steps left out), of the growths from the first third of the
               steps to the last
     interval  between order statistics of the pairs: it misses the median of their distribution in
-              at most 1 of 20 cases, in 1 of 40 on each side, whatever the noise
+              at most 1 of 20 cases, in 1 of 40 on each side, whatever the noise; a candidate as
+              slow as the tolerance allows fails in 1 of 20, by its median or its mean
 
     passed        the intervals of median and mean are below `max_slowdown`
     failed        one of them is above

@@ -117,7 +117,7 @@ EXPECTED: dict[str, str] = {
     "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
     "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
-    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes or max_unexplained, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes, max_unexplained",  # noqa: E501
+    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes",  # noqa: E501
     "plant_chance_over_one": "@:3: base.plant.chance: expected a number > 0, at most 1, got 1.5",
     "plant_chance_zero": "@:3: base.plant.chance: expected a number > 0, got 0",
     "plant_fault_twice": "@:3: base.plant: expected each fault once, got ulp 2 times",
