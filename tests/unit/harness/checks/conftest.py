@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -207,23 +207,22 @@ def configured(run: RunResult, **config: Any) -> RunResult:
 # --- answers ----------------------------------------------------------------------------------
 
 
-def ask(
-    name: str, reference: RunResult, candidate: RunResult, case: CaseSpec | None = None,
-    *, samples: Sequence[RunResult] = (), repeats: Sequence[RunResult] = (), **options: Any,
-) -> CheckResult:  # fmt: skip
-    """What a registered check says."""
+def ask(name: str, *about: Any, **options: Any) -> CheckResult:
+    """What a registered check says of reference, candidate and, if need be, a case."""
+    reference, candidate, *case = about
+    more = {key: options.pop(key) for key in ("samples", "repeats") if key in options}
     runs = Runs(
-        case=case or LAB.case(), reference=reference, control=reference, candidate=candidate,
-        samples=samples, repeats=repeats,
+        case=case[0] if case else LAB.case(), reference=reference, control=reference,
+        candidate=candidate, **more,
     )  # fmt: skip
     return CHECKS[name].run(runs, options)
 
 
-def verdict_of(
-    reference: RunResult, control: RunResult, candidate: RunResult, **case: Any
-) -> Verdict:
-    """Of the runs, with a case that names them."""
-    specs = {"reference": reference.spec, "control": control.spec, "candidate": candidate.spec}
+def verdict_of(*runs: RunResult, **case: Any) -> Verdict:
+    """Of reference, control and candidate, with a case that names them."""
+    names = ("reference", "control", "candidate")
+    specs = {name: run.spec for name, run in zip(names, runs, strict=True)}
+    reference, control, candidate = runs
     return judge(LAB.case(**(specs | case)), reference, control, candidate)
 
 

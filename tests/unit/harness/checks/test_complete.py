@@ -249,7 +249,7 @@ def graphed(graph: tuple[str, ...], change: Callable[[GraphUse], Any], **config:
     run = LAB.run(LAB.spec(graph=graph, **config))
     changed = (change(use) for use in run.ranks[1].end.graphs)  # type: ignore[union-attr]
     uses = tuple(use for use in changed if use is not None)
-    return of("end", 1, graphs=uses, replays=launches(uses))(run)
+    return edit_rank(run, 1, end={"graphs": uses, "replays": launches(uses)})
 
 
 @pytest.mark.parametrize(

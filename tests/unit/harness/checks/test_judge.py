@@ -188,7 +188,7 @@ def test_state_and_finite_run_without_being_asked() -> None:
 def test_a_check_that_did_not_run_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its reason, whole runs have no verdict without its answer."""
     for outcome in ("skipped", "error", "incomparable"):
-        answer = CheckResult(check="loss", outcome=outcome, what="not_run", message="")  # type: ignore[arg-type]
+        answer = CheckResult(check="loss", outcome=outcome, what="not_run", message="")
         found = Check(run=lambda *_, answer=answer: answer, doc="")
         monkeypatch.setitem(CHECKS, "loss", found)
         assert with_case().outcome == ("incomparable" if outcome == "incomparable" else "error")

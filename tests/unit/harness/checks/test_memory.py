@@ -270,6 +270,7 @@ def test_a_bound_needs_every_other_answer() -> None:
     bad = edit_step(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
     assert said(verdict_of(OURS, AGAIN, bad, **CHECKS)) == ("failed", "nonfinite")
     assert said(ask("soak", OURS, bad)) == ("failed", "nonfinite")
+    more: dict[str, Any]
     for run, more in ((flip(SOAKED, 1, 5, "grads"), {}), (SOAKED, {"peak_memory": {}})):
         verdict = verdict_of(OURS, AGAIN, run, checks=CHECKS["checks"] | more)
         assert "no failure" not in verdict.message
@@ -330,7 +331,8 @@ def test_a_leak_is_found_beside_other_things() -> None:
     rare = [20 * 64 * KIB * (n // 20) for n in range(2000)]
     saw = [leak[n] + 16 * MIB * (n % 37) / 37 for n in range(2000)]
     jumps = ([leak[n] + 256 * MIB * (n >= at) for n in range(2000)] for at in range(0, 2000, 100))
-    for found in (warm, rare, saw, *jumps):
+    every: list[Any] = [warm, rare, saw, *jumps]
+    for found in every:
         assert slope_of(found).grows()
 
 

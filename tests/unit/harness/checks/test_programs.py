@@ -194,11 +194,12 @@ def test_why_a_program_does_not_repeat_itself(about: dict[str, Any], kind: str) 
     control = run_of(**about)
     verdict = verdict_of(run_of(**OTHER), control)
     assert said(verdict) == ("incomparable", "nondeterministic_reference")
-    cause = cause_of(*aligned(REFERENCE, control), verdict.difference)
+    ours, again = aligned(REFERENCE, control)
+    cause = cause_of(ours, again, verdict.difference)
     assert cause.kind == kind
     assert str(cause) in verdict.message
     assert "determinism: enforce" in verdict.message
-    enforced = {"determinism": "enforce"}
+    enforced: dict[str, Any] = {"determinism": "enforce"}
     verdict = verdict_of(run_of(**enforced, **OTHER), run_of(**about, **enforced), **enforced)
     assert "enforced already" in verdict.message
 

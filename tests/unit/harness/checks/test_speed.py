@@ -218,7 +218,7 @@ def rates(noise: str, slower: float) -> dict[str, float]:
             for turn, leg in enumerate(((0, 1), (1, 0))[number % 2]):
                 seconds = math.exp(NOISES[noise](draw, 2 * number + turn))
                 legs[leg].append([seconds * (slower if leg else 1.0)])
-        found[judge(*legs, 0.05).outcome] += 1 / TRIALS
+        found[judge(legs[0], legs[1], 0.05).outcome] += 1 / TRIALS
     return found
 
 

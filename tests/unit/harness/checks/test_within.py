@@ -279,6 +279,11 @@ class Case:
         return judge(self.case, *self.legs, samples=self.samples)
 
 
+def table(errors: Any) -> Change:
+    """By step and place."""
+    return lambda step, rank, place: float(errors[step, place])
+
+
 def even(sigma: float = SIGMA) -> list[Change]:
     """Six samples whose standard deviation is `sigma` and whose mean is the reference."""
     gap = sigma * math.sqrt((NUM_SAMPLES - 1) / NUM_SAMPLES)
@@ -348,7 +353,7 @@ def test_right_programs_are_refused_no_more_often_than_stated(
     for _ in range(trials):
         errors = draw.normal(0, 1e-3, (NUM_SAMPLES + 2, lab.steps, 4))
         errors = errors.cumsum(1) if walks else errors
-        made: list[Change] = [lambda s, r, p, each=each: float(each[s, p]) for each in errors]
+        made = [table(each) for each in errors]
         alarms += Case(made[0], made[2:], made[1], lab).judged().outcome != "passed"
     deviation = math.sqrt(trials * stated * (1 - stated))
     assert alarms <= trials * stated + 4 * deviation
