@@ -4,7 +4,7 @@
                                            `about_rank` is told: commit, host
     of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
 
-What reads them: the gates of a verdict (`harness.checks.environment`), `--resume` (`deciding`), the
+What reads them: the gates of a verdict (`harness.checks.evidence`), `--resume` (`deciding`), the
 history (`for_history`), the bisector (`facts`). Values of variables have no
 secrets, a host is a hash of its name. Needs nothing but the standard library, so that the recorder
 can use it in a program's own environment.

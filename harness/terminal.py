@@ -23,7 +23,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from harness.checks import confirmation, soak
+from harness.checks import CHECKS, confirmation
 from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import Outcome, RunOutcome, RunSpec, Verdict
@@ -149,7 +149,8 @@ def verdict_text(verdict: Verdict) -> Text:
     if verdict.confirmation is not None:
         line.append(f"; {one_line(confirmation.words(verdict.confirmation))}")
     for check in verdict.checks:
-        if verdict.outcome == "passed" and check.check == soak.NAME:
+        is_claim = check.check in CHECKS and CHECKS[check.check].is_claim
+        if verdict.outcome == "passed" and is_claim:
             line.append(f"  {one_line(check.message)}")  # what so many replays prove
     return line
 

@@ -3,16 +3,13 @@
     {rtol: R, atol: A}        every loss, microbatch loss and gradient norm of every step and rank:
                               |candidate - reference| <= A + R * |reference|
     {loss_gap: G, over: N}    the mean loss of the last N steps: |candidate - reference| <= G
-    rounding                  as far as rounding alone takes the reference, which is measured: runs
-                              of it that round at random (`harness.samples`) give the bounds
+    rounding                  as far as rounding alone takes the reference, which is measured
                               (`harness.checks.within`)
 
-In all, values are float32 as recorded and compared in float64; the bounds themselves are within.
-NaN and infinity are within no tolerance, not even of themselves, and a missing value differs. The
-mean is over steps and ranks, of what each rank that records a loss has as its loss of the step.
-
-A tolerance is on the check `loss`. The control is judged bit for bit all the same, and `finite`
-holds; digests are exact, so `state` and `taps` then say what differs and demand nothing.
+Values are float32 as recorded and compared in float64; the bounds themselves are within. NaN and
+infinity are within no tolerance, not even of themselves, and a missing value differs. The mean is
+over steps and ranks, of what each rank that records a loss has as its loss of the step. The control
+is judged bit for bit all the same; `state` and `taps` then say what differs and demand nothing.
 """
 
 import math

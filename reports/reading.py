@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 
 from harness.checks import exit_code
-from harness.checks.environment import different_keys
+from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
 from harness.history import NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
@@ -178,7 +178,7 @@ class _Reading:
     def _letter(self, environment: Mapping[str, Any]) -> str:
         values = fingerprint(environment)
         for place, known in enumerate(self._fingerprints):
-            if not different_keys(known, values):
+            if not different_leaves(known, values):
                 return _letter(place)
         self._fingerprints.append(values)
         return _letter(len(self._fingerprints) - 1)
@@ -304,7 +304,7 @@ def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str])
         return "the same in every run and rank" if whole else "not recorded in every run"
     starts = [r.start for run in runs.values() for r in run.ranks if r.start is not None]
     prints = [fingerprint(start.environment) for start in starts]
-    keys = sorted({key for other in prints[1:] for key in different_keys(prints[0], other)})
+    keys = sorted({key for other in prints[1:] for key, *_ in different_leaves(prints[0], other)})
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
 
 

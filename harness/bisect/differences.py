@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
-from harness.checks.environment import different_leaves, stated_leaves
-from harness.checks.evidence import rank_table, show_ranks
+from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
 from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine

@@ -28,7 +28,7 @@ from harness.checks.within import FLOOR_ROUNDINGS
 from harness.errors import UsageError
 from harness.program.spec import capabilities_of
 from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict
-from harness.samples import NUM_SAMPLES, SLOWDOWN
+from harness.repeats import NUM_SAMPLES, SLOWDOWN
 from harness.store.contents import Contents, read_contents
 
 BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")

@@ -33,8 +33,13 @@ from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message, passes_needed
 from harness.bisect.found import Location, Near
 from harness.checks.complete import find_flaw
-from harness.checks.environment import quantity_of
-from harness.checks.evidence import rank_table, shared_pairs, show_ranks, step_table
+from harness.checks.evidence import (
+    quantity_of,
+    rank_table,
+    shared_pairs,
+    show_ranks,
+    step_table,
+)
 from harness.errors import cut, one_line
 from harness.faults.fault import Phase
 from harness.infrastructure import has_lost_its_groups

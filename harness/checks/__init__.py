@@ -1,19 +1,136 @@
 """Records in, evidence and verdicts out: pure functions, no files, no torch.
 
-registry      the checks that a scenario may ask for: name, options, function, doc
-evidence      what they share: runs, tables of records, answers, words
-complete      is a run whole?               (a flaw is a failure of its own)
-environment   did two runs have the same?   why does a program not repeat itself?
-exact, taps   bits, step by step: losses, state, modules; NaN and infinity
-within        losses within a stated tolerance, or that of rounding
-memory        peak memory
-speed         is the candidate slower?      (of pairs of timed runs)
-soak          nothing failed in N replays, and memory did not grow
-judge         which answer decides the case
-confirmation  does a difference come again?
+    complete    is a run whole?            exact, taps   bits: losses, state, NaN; modules' calls
+    within      losses in a tolerance      memory        peaks, and a soak's growth
+    speed       is the candidate slower?   judge         which answer decides the case
+    evidence    what all share             confirmation  does a difference come again?
+
+This file is the registry: the schema of `checks:`, `harness list --checks` and the table of
+`scenarios/README.md` are made of `CHECKS`. To add a check, write its function under `@check` in a
+module of this room, a test and a scenario, and let the table be printed again.
 """
 
-from harness.checks.judge import exit_code, judge
-from harness.checks.registry import CHECKS
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["CHECKS", "exit_code", "judge"]
+from harness.checks.evidence import Options, Runs, error
+from harness.records import CheckResult
+
+__all__ = ["CHECKS", "Check", "Option", "check", "defaults", "exit_code", "judge", "refusal"]
+
+Run = Callable[[Runs, Options], CheckResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A limit: an integer from `least` to `most`, a `number` above 0, or `bytes`: an integer from 1
+    on, or a formula. `default` is filled in as a scenario is read."""
+
+    doc: str
+    kind: Literal["integer", "number", "bytes"] = "integer"
+    least: int = 0
+    most: int | None = None
+    default: float | None = None
+
+    @property
+    def expected(self) -> str:
+        """What is legal, in words."""
+        if self.kind != "integer":
+            return "a number > 0" + (" or a formula" if self.kind == "bytes" else "")
+        if self.most is not None:
+            return f"an integer from {self.least} to {self.most}"
+        return f"an integer >= {self.least}"
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value is legal; a formula is only known to be text."""
+        if isinstance(value, str):
+            return self.kind == "bytes"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.kind == "integer":
+            return isinstance(value, int) and self.least <= value <= (self.most or math.inf)
+        return 0 < value < math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A check of the candidate.
+
+    Attributes:
+        compares: whether it compares values with the reference: a scenario needs one that does.
+        is_exact: whether it compares digests, which a tolerance makes informative.
+        needs_option: whether it asks nothing without one.
+        always: "" if only where asked for; else of every case, or of every `program`'s.
+        is_claim: whether it states what holds only if no other check says no: it comes last.
+    """
+
+    run: Run
+    doc: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+    compares: bool = False
+    is_exact: bool = False
+    needs_option: bool = False
+    always: Literal["", "case", "program"] = ""
+    is_claim: bool = False
+
+
+CHECKS: dict[str, Check] = {}
+"""By name: those that compare values, the others, claims; in each part by the alphabet."""
+
+
+def check(name: str, doc: str, **about: Any) -> Callable[[Run], Run]:
+    """Enter a function as the check `name`; `about` are fields of `Check`."""
+
+    def enter(run: Run) -> Run:
+        CHECKS[name] = Check(run=run, doc=doc, **about)
+        held = sorted(CHECKS.items(), key=lambda i: (i[1].is_claim, not i[1].compares, i[0]))
+        CHECKS.clear()
+        CHECKS.update(held)
+        return run
+
+    return enter
+
+
+def refusal(name: str, options: Options) -> CheckResult | None:
+    """An error if a stored case asks for no check that there is, or with no legal options."""
+    if name not in CHECKS:
+        message = f"no check is named {name}; legal names: {', '.join(CHECKS)}"
+        return error(name, "unsupported", message)
+    found = CHECKS[name]
+    legal = " or ".join(found.options) or "no parameters"
+    if wrong := sorted(set(options) - set(found.options)):
+        return error(name, "unsupported", f"expected {legal}, got {', '.join(wrong)}")
+    if found.needs_option and not options:
+        return error(name, "unsupported", f"expected {legal}, got none")
+    for option, value in options.items():
+        if not found.options[option].accepts(value):
+            expected = found.options[option].expected
+            return error(name, "unsupported", f"{option}: expected {expected}, got {value!r}")
+    return None
+
+
+def defaults(name: str) -> dict[str, float]:
+    """What a scenario need not say of a check."""
+    options = CHECKS[name].options.items()
+    return {key: option.default for key, option in options if option.default is not None}
+
+
+def table() -> Iterator[str]:
+    """The checks and their options, as lines of a Markdown table."""
+    yield from ("| check, option | legal values | default | meaning |", "| --- | --- | --- | --- |")
+    when = {"": "", "case": "; always runs", "program": "; always runs of a program"}
+    for name, found in CHECKS.items():
+        yield f"| `{name}` | | | {found.doc}{when[found.always]} |"
+        for key, option in found.options.items():
+            default = "" if option.default is None else f"{option.default:g}"
+            yield f"| `{name}.{key}` | {option.expected} | {default} | {option.doc} |"
+
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+from harness.checks.judge import exit_code, judge  # noqa: E402 - it asks for the checks above

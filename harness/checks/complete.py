@@ -1,6 +1,6 @@
 """Is a run whole? Every rank, step and digest, all that graphs and a soak owe, and nothing else.
 
-    outcome -> ranks -> one rank: start, problems, steps, end -> one step: digests, losses
+    outcome -> ranks -> one rank: lines, start, steps, end, initial state, digests
       -> graphs and compiled parts, as owed -> the soak's length -> exit codes
 
 The first flaw found is returned. Nothing is compared before both runs are known to be whole: a
@@ -22,7 +22,17 @@ from dataclasses import dataclass, replace
 from fsdp_core.config import TrainConfig
 from fsdp_core.config.scopes import captured_layers, layers_with
 from fsdp_core.parallel.pipeline_split import split_layers
-from harness.checks.evidence import Options, count, error, failed, passed, rank_table, show_ranks
+from harness.checks import Option, check
+from harness.checks.evidence import (
+    Options,
+    Runs,
+    count,
+    error,
+    failed,
+    passed,
+    rank_table,
+    show_ranks,
+)
 from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.records import (
     ABSENT,
@@ -34,12 +44,10 @@ from harness.records import (
     TOKENS,
     CheckResult,
     Difference,
-    Direction,
     EndRecord,
     EventRecord,
     GraphUse,
     InitialRecord,
-    RankExit,
     RankRecords,
     RunResult,
     StartRecord,
@@ -92,12 +100,12 @@ def _flaws(run: RunResult) -> Iterator[Flaw]:
     """Each part may take for granted that those before it have no flaw."""
     yield from _of_outcome(run)
     yield from _of_ranks(run)
-    steps, microbatches = steps_due(run), run.spec.config.get("microbatches")
-    stated = {"steps": steps} | ({"microbatches": microbatches} if run.spec.is_builtin else {})
-    for name, value in stated.items():
+    steps, due = steps_due(run), ("steps", "microbatches") if run.spec.is_builtin else ("steps",)
+    for name in due:
+        value = run.spec.config.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            got = f"expected an integer >= 1, got {run.spec.config.get(name)!r}"
-            yield _corrupt(f"the specification's {name}: {got}")
+            message = f"expected an integer >= 1, got {value!r}"
+            yield _corrupt(f"the specification's {name}: {message}")
     assert steps is not None
     for records in rank_table(run).values():
         for flaw in _of_rank(run, records, steps):
@@ -129,10 +137,9 @@ def _of_outcome(run: RunResult) -> Iterator[Flaw]:
 
 
 def _of_ranks(run: RunResult) -> Iterator[Flaw]:
-    expected = set(range(run.spec.world_size))
+    expected, numbers = set(range(run.spec.world_size)), [records.rank for records in run.ranks]
     if not expected:
         yield Flaw(what="empty_run", message="the run has no ranks")
-    numbers = [records.rank for records in run.ranks]
     if not any(r.steps or r.problems or r.error for r in run.ranks):
         hint = "" if run.spec.is_builtin else NO_STEP
         yield Flaw(what="empty_run", message=f"no rank recorded a step{hint}")
@@ -141,8 +148,9 @@ def _of_ranks(run: RunResult) -> Iterator[Flaw]:
         yield _corrupt(f"expected records of ranks 0 to {last} once, got {numbers}")
     silent = {r.rank for r in run.ranks if not (r.start or r.steps or r.problems or r.error)}
     if missing := sorted((expected - set(numbers)) | silent):
-        of = f"({len(missing)} of {len(expected)} ranks missing)"
-        message = f"no records of rank {missing[0]} {of}"
+        message = (
+            f"no records of rank {missing[0]} ({len(missing)} of {len(expected)} ranks missing)"
+        )
         yield Flaw(what="missing_rank", message=message, rank=missing[0])
 
 
@@ -172,9 +180,8 @@ def _of_rank(run: RunResult, records: RankRecords, steps: int) -> Iterator[Flaw]
         yield _corrupt(f"rank {rank} names {len(start.taps)} taps and {stages}", rank)
     yield from _of_sequence(records, steps)
     if end is None:
-        yield _corrupt(
-            f"rank {rank} has no end record: its file stops after step {steps - 1}", rank
-        )
+        message = f"rank {rank} has no end record: its file stops after step {steps - 1}"
+        yield _corrupt(message, rank)
     assert end is not None
     yield from _unlike(records, "end", (("rank", end.rank, rank), ("steps", end.steps, steps)))
     # Without it a difference of that state would be blamed on the first step.
@@ -223,8 +230,8 @@ def _of_sequence(records: RankRecords, steps: int) -> Iterator[Flaw]:
     found = {step for step in seen if 0 <= step < steps}
     if len(found) < steps:
         first = next(step for step in range(steps) if step not in found)
-        message = f"rank {rank} has no record of step {first} "
-        message += f"({steps - len(found)} of {steps} steps missing)"
+        missing = f"({steps - len(found)} of {steps} steps missing)"
+        message = f"rank {rank} has no record of step {first} {missing}"
         yield Flaw(what="missing_step", message=message, rank=rank, step=first)
     if extra := sorted(set(seen) - found):
         message = f"rank {rank} recorded step {extra[0]}, the run ends with step {steps - 1}"
@@ -250,15 +257,16 @@ def _of_all(flaw: Flaw, run: RunResult, steps: int) -> Flaw:
 
 def _wrong_in(run: RunResult, record: StepRecord, rank: int, start: StartRecord) -> str:
     """What is wrong with the record of a step, in words; "" if nothing is."""
+    due, got = run.spec.config.get("microbatches"), len(record.microbatch_losses)
     if record.rank != rank:
         return f"the record says rank {record.rank}"
-    due, got = run.spec.config.get("microbatches"), len(record.microbatch_losses)
     if due is not None and got != due:
         return f"expected {due} microbatch losses, got {got}"
     if set(record.digests) != set(start.tensors):
         return f"digests of {sorted(record.digests)}, expected {sorted(start.tensors)}"
-    wrong = _wrong_text("the taps", record.taps, TAP_HEX_CHARS * len(start.taps))
-    return _wrong_digests(record.digests, start) or wrong
+    return _wrong_digests(record.digests, start) or _wrong_text(
+        "the taps", record.taps, TAP_HEX_CHARS * len(start.taps)
+    )
 
 
 def _wrong_before(record: InitialRecord, rank: int, start: StartRecord) -> str:
@@ -287,13 +295,13 @@ def _wrong_text(what: str, text: str, due: int) -> str:
 
 
 def _of_exits(run: RunResult) -> Iterator[Flaw]:
-    exits: dict[int, RankExit] = {}
+    codes: dict[int, int | None] = {}
     for state in run.outcome.ranks:
-        if state.rank in exits or not 0 <= state.rank < run.spec.world_size:
+        if state.rank in codes or not 0 <= state.rank < run.spec.world_size:
             yield _corrupt(f"the outcome names rank {state.rank} twice or out of range", state.rank)
-        exits[state.rank] = state
+        codes[state.rank] = state.code
     for rank in range(run.spec.world_size):
-        code = exits[rank].code if rank in exits else None
+        code = codes.get(rank)
         if code is None:
             yield Flaw(what="missing_rank", message=f"rank {rank} has no exit state", rank=rank)
         if code != 0:
@@ -306,7 +314,7 @@ def _of_exits(run: RunResult) -> Iterator[Flaw]:
 
 
 def _of_graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> Iterator[Flaw]:
-    """A graphed leg that never replayed, or an eager one that did, would agree by testing nothing.
+    """A graphed run that never replayed, or an eager one that did, would agree by testing nothing.
 
     Nothing is owed by an eager run, whatever else its configuration says.
     """
@@ -326,23 +334,16 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
     """The uses that a rank's end record must state; `captures` are the least."""
     number = max(steps - run.graph_warmup_steps, 1)
     if WHOLE in run.graph:
-        ways: tuple[Direction, ...] = ("gradients", "optimizer")
-        return [
-            GraphUse(scope=WHOLE, layer=-1, direction=way, captures=1, replays=number)
-            for way in ways[: 1 + run.graph_optimizer]
-        ]
-    mine = _layers_of(run, rank)
-    both: tuple[Direction, ...] = ("forward", "backward")
-    return [
-        GraphUse(
-            scope=scope, layer=layer, direction=direction, captures=1,
-            replays=number * run.microbatches,
-        )
+        due = GraphUse(scope=WHOLE, layer=-1, direction="gradients", captures=1, replays=number)
+        return [due, replace(due, direction="optimizer")][: 1 + run.graph_optimizer]
+    mine, replays = _layers_of(run, rank), number * run.microbatches
+    forward = [
+        GraphUse(scope=scope, layer=layer, direction="forward", captures=1, replays=replays)
         for scope in run.graph
         for layer in captured_layers(run, scope)
         if layer in mine
-        for direction in both
-    ]  # fmt: skip
+    ]
+    return [each for use in forward for each in (use, replace(use, direction="backward"))]
 
 
 def not_compiled(run: TrainConfig, rank: int, end: EndRecord) -> Flaw | None:
@@ -367,11 +368,7 @@ def _layers_of(run: TrainConfig, rank: int) -> set[int]:
 
 
 def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw | None:
-    """The first use of a rank that is not as owed, or that nobody asked for; None if there is none.
-
-    Args:
-        steps: that the run took.
-    """
+    """The first use of a rank in `steps` steps that is not as owed, or that nobody asked for."""
     found = {(use.scope, use.layer, use.direction): use for use in end.graphs}
     at = (min(run.graph_warmup_steps, steps - 1), rank)
     for due in owed(run, rank, steps):
@@ -392,11 +389,8 @@ def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw
 
 def launches(uses: Iterable[GraphUse]) -> int:
     """Launches in all; the graph of moe_preprocess is the router's, the optimizer's the step's."""
-    return sum(
-        use.replays
-        for use in uses
-        if use.scope != "moe_preprocess" and use.direction != "optimizer"
-    )
+    counted = (u for u in uses if u.scope != "moe_preprocess" and u.direction != "optimizer")
+    return sum(use.replays for use in counted)
 
 
 def _other_use(at: tuple[int, int], use: GraphUse, quantity: str, got: int, expected: int) -> Flaw:
@@ -422,10 +416,15 @@ def _not_replayed(
 FINDINGS = ("static_gradient", "static_activation")
 
 
-def graphs(candidate: RunResult, options: Options) -> CheckResult:
+@check(
+    "graphs",
+    "a program's CUDA graphs were replayed, and no replay overwrote memory in use",
+    always="program",
+    options={"min_replays": Option(default=1, doc="of every rank")},
+)
+def graphs(runs: Runs, options: Options) -> CheckResult:
     """Look at the candidate's replays and at what was found on them, rank by rank."""
-    least = int(str(options.get("min_replays", 0)))
-    table = rank_table(candidate)
+    least, table = options.get("min_replays", 0), rank_table(runs.candidate)
     if not table:
         return error("graphs", "not_run", "the candidate recorded nothing: nothing to look at")
     for rank, records in table.items():
@@ -433,17 +432,14 @@ def graphs(candidate: RunResult, options: Options) -> CheckResult:
             if event.name in FINDINGS:
                 return _found(rank, event)
     replays = {rank: records.end.replays if records.end else 0 for rank, records in table.items()}
-    lacking = [rank for rank, number in replays.items() if number < least]
-    if lacking:
-        rank = lacking[0]
-        held = [e.detail.get("graphs") for e in table[rank].events if e.name == "cuda_graphs"]
-        captured = f"{len(held[0])} graphs" if held and isinstance(held[0], list) else "none"
-        message = (
-            f"rank {rank} replayed CUDA graphs {replays[rank]} times, expected at least {least}: "
-            f"it captured {captured}"
-        )
-        flaw = _not_replayed(message, (0, rank), "replays", least, replays[rank])
-        return failed("graphs", flaw.what, message, flaw.difference)
+    for rank, number in replays.items():
+        if number < least:
+            held = [e.detail.get("graphs") for e in table[rank].events if e.name == "cuda_graphs"]
+            captured = f"{len(held[0])} graphs" if held and isinstance(held[0], list) else "none"
+            message = f"rank {rank} replayed CUDA graphs {number} times, expected at least {least}"
+            flaw = _not_replayed(message, (0, rank), "replays", least, number)
+            message += f": it captured {captured}"
+            return failed("graphs", flaw.what, message, flaw.difference)
     total = sum(replays.values())
     message = f"{count(total, 'replay')} of CUDA graphs on {len(table)} ranks"
     return passed("graphs", message, replays=total)
@@ -492,18 +488,19 @@ def _of_soak(run: RunResult) -> Iterator[Flaw]:
     """
     soak = run.spec.soak
     for rank, records in rank_table(run).items() if soak is not None else ():
-        said, end = [event for event in records.events if event.name == "soaked"], records.end
+        said, end = (
+            [event.detail for event in records.events if event.name == "soaked"],
+            records.end,
+        )
         assert soak is not None
         if len(said) != 1 or end is None:
             yield _corrupt(f"rank {rank} has {len(said)} records of what it soaked", rank)
         assert end is not None
-        detail = said[0].detail
         for name, expected in (("steps", end.steps), ("replays", end.replays)):
-            if detail.get(name) != expected:
-                told = f"it soaked {detail.get(name)} {name}, its end record {expected}"
-                yield _corrupt(f"rank {rank} says {told}", rank)
-        trained_s = detail.get("trained_s")
-        message = ""
+            if (got := said[0].get(name)) != expected:
+                message = f"rank {rank} says it soaked {got} {name}, its end record {expected}"
+                yield _corrupt(message, rank)
+        trained_s, message = said[0].get("trained_s"), ""
         if soak.by == "replays" and end.replays < soak.amount:
             message = f"made {end.replays} replays, the soak asks for {soak.amount:.0f}"
         elif soak.by == "steps" and end.steps < soak.amount:

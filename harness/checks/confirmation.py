@@ -10,7 +10,7 @@ Whoever does not repeat itself is named by `reference_repeats` and `candidate_re
 at every bit of a run. A repeat is compared only in the environment of the first runs.
 """
 
-import dataclasses
+from dataclasses import replace
 
 from harness.checks.evidence import when
 from harness.checks.judge import first_failure, judge, unequal
@@ -39,8 +39,9 @@ def is_open(case: CaseSpec, verdict: Verdict) -> bool:
 
 
 def not_made(case: CaseSpec) -> Confirmation:
-    """What stands in the verdict until the repeats have ended."""
-    return Confirmation(outcome="not_made", runs=_keys(case))
+    """What the verdict holds until the repeats have ended."""
+    keys = {side: spec.key for side, spec in confirming_runs(case).items()}
+    return Confirmation(outcome="not_made", runs=keys)
 
 
 def confirmation(
@@ -52,13 +53,11 @@ def confirmation(
     """Judge the repeats of a case that failed.
 
     Args:
-        case: as planned.
-        verdict: on the first runs, for which `is_due` holds.
-        first: reference and candidate that it speaks of.
+        verdict: on the `first` runs, reference and candidate, for which `is_due` holds.
         again: their repeats, whole or not.
     """
     checks = {name: options for name, options in case.checks.items() if name in BITS}
-    question = dataclasses.replace(
+    question = replace(
         case, reference=again[0].spec, control=first[0].spec, candidate=again[1].spec,
         checks=checks or {"state": {}}, repeats=0, confirm=False,
     )  # fmt: skip
@@ -66,17 +65,17 @@ def confirmation(
     by_name = {result.check: result for result in found.checks}
     for name in _GATES:
         if by_name[name].outcome != "passed":
-            return dataclasses.replace(not_made(case), what=by_name[name].what)
+            return replace(not_made(case), what=by_name[name].what)
     before, now = _first(verdict), _first(found)
     place = None if now is None else now.difference
     same = before is not None and place is not None and place == before.difference
-    return Confirmation(
+    return replace(
+        not_made(case),
         outcome="did_not_come_again" if now is None
         else "came_again" if same else "differs_otherwise",
         reference_repeats=by_name["control"].outcome == "passed",
         candidate_repeats=not unequal(*aligned(first[1], again[1])),
         difference=place,
-        runs=_keys(case),
     )  # fmt: skip
 
 
@@ -100,7 +99,3 @@ def words(found: Confirmation) -> str:
 
 def _first(verdict: Verdict) -> CheckResult | None:
     return first_failure(result for result in verdict.checks if result.check in BITS)
-
-
-def _keys(case: CaseSpec) -> dict[str, str]:
-    return {side: spec.key for side, spec in confirming_runs(case).items()}

@@ -1,4 +1,4 @@
-"""What all checks share: the runs they look at, records by step and rank, answers, and words.
+"""What all checks share: runs, records by step and rank, the environment, answers, words.
 
     Runs -> tables of records by (step, rank) -> CheckResult: outcome, kind, Difference, figures
 
@@ -9,8 +9,10 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from harness.program.spec import ENFORCED, program_of
+from harness.provenance import different, fingerprint, flat, told
 from harness.records import (
     COPIES,
     GROUP_ORDER,
@@ -26,18 +28,21 @@ from harness.records import (
 )
 
 Value = TypeVar("Value")
-Options = Mapping[str, object]
-"""Of a check, by name; legal ones (`harness.checks.registry`)."""
+Key = tuple[int, int]
+"""Step and rank."""
+Options = Mapping[str, Any]
+"""Of a check, by name; legal ones (`harness.checks.refusal`)."""
 BEFORE = -1
 """In place of a step's number: the state before the first one."""
-StateTable = dict[tuple[int, int], StepRecord | InitialRecord]
-StepTable = dict[tuple[int, int], StepRecord]
+StateTable = dict[Key, StepRecord | InitialRecord]
+StepTable = dict[Key, StepRecord]
 """Step records by (step, rank), in the order of steps, then ranks."""
+LEGS = ("reference", "control", "candidate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """The runs of a case: `samples` round at random, `repeats` are timed, both legs in turn."""
+    """The runs of a case: `samples` round at random, `repeats` are timed, both sides in turn."""
 
     case: CaseSpec
     reference: RunResult
@@ -49,8 +54,7 @@ class Runs:
     @property
     def legs(self) -> dict[str, RunResult]:
         """Reference, control and candidate by name."""
-        names = ("reference", "control", "candidate")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in LEGS}
 
 
 # --- tables of records ------------------------------------------------------------------------
@@ -67,11 +71,8 @@ def step_table(run: RunResult) -> StepTable:
 
 def state_table(run: RunResult) -> StateTable:
     """Digests by (step, rank), with the state before the first step as step -1."""
-    table: StateTable = {
-        (BEFORE, rank): records.initial
-        for rank, records in rank_table(run).items()
-        if records.initial is not None
-    }
+    initial = ((rank, records.initial) for rank, records in rank_table(run).items())
+    table: StateTable = {(BEFORE, rank): found for rank, found in initial if found is not None}
     return dict(sorted((table | step_table(run)).items()))
 
 
@@ -83,9 +84,7 @@ def rank_table(run: RunResult) -> dict[int, RankRecords]:
     return dict(sorted(table.items()))
 
 
-def shared_pairs(
-    a: Mapping[tuple[int, int], object], b: Mapping[tuple[int, int], object]
-) -> list[tuple[int, int]]:
+def shared_pairs(a: Mapping[Key, object], b: Mapping[Key, object]) -> list[Key]:
     """The (step, rank) keys that both tables hold, in order."""
     return [key for key in a if key in b]
 
@@ -118,10 +117,93 @@ def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
 def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
     """The runs without `COPIES` where their strategies keep other ones; else as they are."""
     sharded = [run.spec.config.get("fsdp", {}) for run in runs]
-    held = {(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}
-    if len(held) == 1:
+    if len({(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}) == 1:
         return runs
     return tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
+
+
+# --- the environment of two runs --------------------------------------------------------------
+
+ENVIRONMENT = "environment"
+DETERMINISTIC = "deterministic"
+"""A fact of the event that is no part of the environment: a program may compare it."""
+_OF_TORCH = ("cuda", "cudnn", "nccl")
+"""What a release of torch brings along."""
+_OF_THREADS = ("environment.OMP_NUM_THREADS", "environment.MKL_NUM_THREADS")
+"""Variables that decide how many threads torch finds."""
+_MOST_NAMES = 4
+
+
+def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
+    """Compare the fingerprints of the ranks that both runs hold; `leg` names `other`.
+
+    Bits from two library versions or two kinds of GPU prove nothing about the code, so a difference
+    is `incomparable` and no failure.
+    """
+    name, theirs, stated = (
+        f"{ENVIRONMENT}:{leg}",
+        rank_table(other),
+        stated_leaves(reference, other),
+    )
+    for rank, records in rank_table(reference).items():
+        counterpart = theirs.get(rank)
+        if records.start is None or counterpart is None or counterpart.start is None:
+            continue
+        found = different_leaves(_known_of(records), _known_of(counterpart))
+        leaves = [each for each in found if each[0] not in stated]
+        if not leaves:
+            continue
+        leaf, before, after = leaves[0]
+        more = len(leaves) - _MOST_NAMES
+        names = ", ".join(each for each, *_ in leaves[:_MOST_NAMES])
+        names += f" and {more} more" if more > 0 else ""
+        message = (
+            f"the {leg} ran in another environment than the reference: rank {rank} differs in "
+            f"{names} ({leaf}: {before} against {after})"
+        )
+        place = Difference(
+            step=0, rank=rank, quantity=quantity_of(leaf), reference=before, candidate=after
+        )
+        found_other = incomparable(name, "different_environment", message)
+        return replace(found_other, difference=place)
+    return passed(name, f"the {leg} ran in the environment of the reference")
+
+
+def _known_of(records: RankRecords) -> dict[str, Any]:
+    """The fingerprint, with what a program's rank could only say once it had begun."""
+    known = dict(fingerprint(records.start.environment)) if records.start is not None else {}
+    for event in records.events:
+        if event.name == ENVIRONMENT:
+            known |= {key: value for key, value in event.detail.items() if key != DETERMINISTIC}
+    return known
+
+
+def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
+    """Leaves in which a scenario itself makes the two runs of a program differ."""
+    ours, theirs = (program_of(run.spec.config) for run in (reference, other))
+    if ours is None or theirs is None:
+        return set()
+    found = {f"environment.{name}" for name in different(ours.env, theirs.env)}
+    if (ours.kind, ours.target, ours.folder) != (theirs.kind, theirs.target, theirs.folder):
+        found.add("program")
+    for name in different(ours.packages, theirs.packages):
+        found |= {f"packages.{name}", name, *(_OF_TORCH if name == "torch" else ())}
+    if ours.determinism != theirs.determinism:
+        found |= {f"environment.{name}" for name in ENFORCED}
+    return found | ({"threads"} if found.intersection(_OF_THREADS) else set())
+
+
+def different_leaves(
+    left: Mapping[str, Any], right: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """What differs between two fingerprints: dotted name, and both values for people."""
+    ours, theirs = ({n: v for n, v in flat("", side).items() if v != {}} for side in (left, right))
+    return [(n, told(ours, n), told(theirs, n)) for n in sorted(different(ours, theirs))]
+
+
+def quantity_of(name: str) -> str:
+    """What a `Difference` calls a leaf of the fingerprint: `environment.torch`."""
+    return name if name.startswith(f"{ENVIRONMENT}.") else f"{ENVIRONMENT}.{name}"
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -136,10 +218,8 @@ def failed(
     check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
 ) -> CheckResult:
     """The check ran and said no."""
-    return CheckResult(
-        check=check, outcome="failed", what=what, message=message,
-        difference=difference, figures=figures,
-    )  # fmt: skip
+    found = CheckResult(check=check, outcome="failed", what=what, message=message, figures=figures)
+    return replace(found, difference=difference)
 
 
 def judged(check: str, what: What, message: str, *, ok: bool, **figures: float) -> CheckResult:
@@ -154,9 +234,8 @@ def error(check: str, what: What, message: str) -> CheckResult:
 
 def incomparable(check: str, what: What, message: str, **figures: float) -> CheckResult:
     """The runs were made in ways that leave the question open."""
-    return CheckResult(
-        check=check, outcome="incomparable", what=what, message=message, figures=figures
-    )
+    found = CheckResult(check=check, outcome="incomparable", what=what, message=message)
+    return replace(found, figures=figures)
 
 
 def not_run(check: str, why: str) -> CheckResult:

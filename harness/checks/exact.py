@@ -1,6 +1,5 @@
-"""Bits of both runs, step by step and rank by rank: losses, state; and what no run may hold.
+"""Bits of the state of both runs, step by step and rank by rank; and what no run may hold.
 
-loss       losses and the gradient norm, by their bits: NaN equals only the same NaN
 state      digests of every tensor: the lowest step first, the state before step 0 above all,
            then the group in `GROUP_ORDER`, the tensor's place, the rank
 finite     no NaN and no infinity in the candidate, in the order of the computation
@@ -9,13 +8,17 @@ same_data  data-parallel ranks of a built-in run read samples of their own
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.layouts import dense_coordinates
+from harness.checks import check
 from harness.checks.evidence import (
     BEFORE,
+    Key,
+    Options,
+    Runs,
     StepTable,
     count,
     differ,
@@ -47,10 +50,13 @@ from harness.records import (
     StartRecord,
     StepRecord,
     What,
-    ulp_distance,
 )
 
-# --- losses and norms -------------------------------------------------------------------------
+OTHER_PARTS: What = "other_parts"
+_SAME_PARTS = ("sequence_parallel", "dynamic_cp")
+"""Keys of `parallel` that leave every rank its part of the weights."""
+_Tensor = tuple[tuple[int, int, int], str, str, str, str]
+"""Order, group, name, digest in the reference and in the candidate."""
 
 
 def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
@@ -63,73 +69,17 @@ def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
         yield "grad_norm", record.grad_norm
 
 
-def loss(reference: RunResult, candidate: RunResult) -> CheckResult:
-    """Compare every loss, microbatch loss and gradient norm of the pairs that both runs hold."""
-    ours, theirs = step_table(reference), step_table(candidate)
-    pairs = shared_pairs(ours, theirs)
-    if not pairs:
-        return error("loss", "not_run", "the runs share no step of any rank: nothing to compare")
-    if not any(_bits(record) for table in (ours, theirs) for record in table.values()):
-        return error("loss", "not_run", "neither run recorded a loss or a norm: nothing to compare")
-    differing = [key for key in pairs if _bits(ours[key]) != _bits(theirs[key])]
-    figures = {"pairs": len(pairs), "differing_pairs": len(differing)}
-    if not differing:
-        message = "loss, microbatch losses and gradient norm equal bit for bit in "
-        return passed("loss", message + count(len(pairs), "(step, rank) pair"), **figures)
-    first = _first_loss(ours, theirs, differing)
-    distance = "" if first.ulps is None else f", {count(first.ulps, 'ulp')} apart"
-    if first.ulps == 0:
-        distance = ", the sign of a zero"
-    message = (
-        f"{first.quantity} differs first {where(first)}{distance}; "
-        f"{of_pairs(len(differing), len(pairs))} {'differs' if len(differing) == 1 else 'differ'}, "
-        f"on {show_ranks({rank for _, rank in differing})}"
-    )
-    return failed("loss", "diverged", message, first, **figures)
-
-
-def _bits(record: StepRecord) -> tuple[tuple[str, str], ...]:
-    # The count of microbatches is part of the tuple's length, so a lost one differs too.
-    return tuple((name, value.bits) for name, value in quantities(record))
-
-
-def _first_loss(ours: StepTable, theirs: StepTable, differing: list[tuple[int, int]]) -> Difference:
-    """At the lowest step a loss comes before the gradient norm, then the lowest rank."""
-    step = differing[0][0]
-    places = []
-    for rank in (rank for at, rank in differing if at == step):
-        a, b = dict(quantities(ours[step, rank])), dict(quantities(theirs[step, rank]))
-        for name in a | b:
-            left, right = a.get(name), b.get(name)
-            if left is None or right is None or left.bits != right.bits:
-                order = (name == "grad_norm", name != "loss", len(name), name, rank)
-                places.append((order, rank, name, left, right))
-    _, rank, name, left, right = min(places, key=lambda place: place[0])
-    return Difference(
-        step=step, rank=rank, quantity=name,
-        reference=show_float(left), candidate=show_float(right),
-        ulps=None if left is None or right is None else ulp_distance(left, right),
-    )  # fmt: skip
-
-
 # --- digests of the state ---------------------------------------------------------------------
 
-NEVER = -1
-OTHER_PARTS: What = "other_parts"
-_SAME_PARTS = ("sequence_parallel", "dynamic_cp")
-"""Keys of `parallel` that leave every rank its part of the weights."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """One tensor of one rank whose digests differ; `order` sorts as the module says."""
-
-    order: tuple[int, int, int]
-    group: str
-    name: str
-    rank: int
-    reference: str
-    candidate: str
+@check(
+    "state",
+    "digests of all state, tensor by tensor, the state before step 0 included",
+    compares=True, is_exact=True, always="case",
+)  # fmt: skip
+def _state(runs: Runs, _: Options) -> CheckResult:
+    found = other_parts(runs.reference, runs.candidate)
+    return state(runs.reference, runs.candidate) if found is None else found
 
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:
@@ -152,66 +102,41 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
         message = f"{count(number, 'tensor digest')} equal in "
         message += count(len(pairs), "(step, rank) pair")
         return passed("state", message, digests=number, differing_pairs=0)
-    step = differing[0][0]
-    order = _tensor_order(starts)
+    step, order = differing[0][0], _tensor_order(starts)
+    here = [key for key in differing if key[0] == step]
     tensors = [
-        tensor
-        for key in differing
-        if key[0] == step
-        for tensor in _tensors(ours[key], theirs[key], starts[key[1]], order)
+        each for key in here for each in _tensors(ours[key], theirs[key], starts[key[1]], order)
     ]
-    first = min(tensors, key=lambda tensor: tensor.order)
+    (*_, rank), group, name, left, right = min(tensors)
     found = Difference(
-        step=step, rank=first.rank, quantity=first.group, tensor=first.name,
-        reference=first.reference, candidate=first.candidate,
-    )  # fmt: skip
-    names = {(tensor.group, tensor.name) for tensor in tensors}
-    ranks = {tensor.rank for tensor in tensors}
-    seen = first_steps(step_table(reference), step_table(candidate))
+        step=step, rank=rank, quantity=group, tensor=name, reference=left, candidate=right
+    )
+    names, ranks = {tensor[1:3] for tensor in tensors}, {tensor[0][2] for tensor in tensors}
     message = (
-        f"{first.name} ({first.group}) differs first {where(found)}; in that step "
-        f"{differ(len(names), 'tensor', ranks)}, in all "
-        f"{of_pairs(len(differing), len(pairs))}; {sentence(seen)}"
+        f"{name} ({group}) differs first {where(found)}; in that step "
+        f"{differ(len(names), 'tensor', ranks)}, in all {of_pairs(len(differing), len(pairs))}; "
+        f"{_of_loss(step_table(reference), step_table(candidate))}"
     )
     return failed(
         "state", "diverged", message, found, differing_tensors=len(names),
-        differing_ranks=len(ranks), differing_pairs=len(differing), **seen,
+        differing_ranks=len(ranks), differing_pairs=len(differing),
     )  # fmt: skip
 
 
-def first_steps(ours: StepTable, theirs: StepTable) -> dict[str, int]:
-    """First step that differs by each kind of evidence, `NEVER` if none does in shared steps.
+def _of_loss(ours: StepTable, theirs: StepTable) -> str:
+    """What the loss alone would have shown, by its bits or as golden files hold it."""
 
-    A difference that only digests see is their reason; what the loss alone would have shown, by its
-    bits or as golden files hold it, is said with every failure.
-    """
-    views: dict[str, Callable[[StepRecord], object]] = {
-        "first_step_state": lambda record: record.digests,
-        "first_step_loss_bits": lambda record: None if record.loss is None else record.loss.bits,
-        "first_step_loss_5_decimals": five_decimals,
-    }
-    shared = sorted(set(ours) & set(theirs))
-    return {
-        name: min((key[0] for key in shared if view(ours[key]) != view(theirs[key])), default=NEVER)
-        for name, view in views.items()
-    }
+    def first(view: Callable[[StepRecord], object]) -> str:
+        keys = (key for key in shared_pairs(ours, theirs) if view(ours[key]) != view(theirs[key]))
+        return next((f"differ first at step {step}" for step, _ in keys), "never differ")
 
-
-def five_decimals(record: StepRecord) -> str:
-    """The loss rounded to five decimals, as text; not finite is one word for all its kinds."""
-    if record.loss is None:
-        return "none"
-    return "nan" if record.loss.value is None else f"{record.loss.value:.5f}"
-
-
-def sentence(steps: Mapping[str, int]) -> str:
-    """What the loss alone would have shown."""
-    bits, decimals = (
-        "never differ" if (step := steps[f"first_step_loss_{name}"]) == NEVER
-        else f"differ first at step {step}"
-        for name in ("bits", "5_decimals")
-    )  # fmt: skip
+    bits = first(lambda record: record.loss and record.loss.bits)
+    decimals = first(lambda record: record.loss and _five_decimals(record.loss))
     return f"the bits of the loss {bits}, its 5 decimals {decimals}"
+
+
+def _five_decimals(loss: FloatBits) -> str:
+    return "nan" if loss.value is None else f"{loss.value:.5f}"
 
 
 def other_parts(reference: RunResult, candidate: RunResult) -> CheckResult | None:
@@ -256,8 +181,7 @@ def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | N
             left, right = start.tensors.get(group, ()), other.tensors.get(group, ())
             if left == right and (group in start.tensors) == (group in other.tensors):
                 continue
-            longest = range(max(len(left), len(right)))
-            pairs = [("".join(left[n : n + 1]), "".join(right[n : n + 1])) for n in longest]
+            pairs = list(zip_longest(left, right, fillvalue=""))
             place = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
             a, b = pairs[place] if pairs else ("", "")
             message = (
@@ -289,6 +213,7 @@ def _tensors(
     start: StartRecord,
     order: Mapping[tuple[str, str], int],
 ) -> Iterator[_Tensor]:
+    """Every tensor of one rank whose digests differ."""
     for index, group in enumerate(groups_of(ours.digests, theirs.digests)):
         left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
         names = start.tensors.get(group, ())
@@ -298,10 +223,8 @@ def _tensors(
                 continue
             # A digest longer than its list of names belongs to an incomplete run; still say where.
             name = names[place] if place < len(names) else f"#{place}"
-            yield _Tensor(
-                order=(index, order.get((group, name), 1 << 30), ours.rank), group=group, name=name,
-                rank=ours.rank, reference=_shown(left[window]), candidate=_shown(right[window]),
-            )  # fmt: skip
+            at = (index, order.get((group, name), 1 << 30), ours.rank)
+            yield at, group, name, _shown(left[window]), _shown(right[window])
 
 
 def _shown(digest: str) -> str:
@@ -310,12 +233,17 @@ def _shown(digest: str) -> str:
 
 # --- NaN and infinity -------------------------------------------------------------------------
 
-_Found = tuple[tuple[int, int], str, str, str]
+_Found = tuple[Key, str, str, str]
 """Order, quantity, tensor, shown value."""
 _POISONED = (
     "; under stressor poison NaN is what lies in a pool's buffer before it is written and after it "
     "is given back: look for who reads one then"
 )
+
+
+@check("finite", "no NaN and no infinity in losses, gradient norm and tensors", always="case")
+def _finite(runs: Runs, _: Options) -> CheckResult:
+    return finite(runs.reference, runs.candidate)
 
 
 def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
@@ -326,15 +254,11 @@ def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
     with infinities. A step that the program skips for its gradients may have such gradients and
     such a norm, and no such loss: that of a GradScaler is recorded before it is scaled.
     """
-    theirs = step_table(candidate)
+    ours, theirs = step_table(reference), step_table(candidate)
     if not theirs:
         return error("finite", "not_run", "the candidate recorded no step: nothing to look at")
-    ours = step_table(reference)
-    bad = {
-        key: places
-        for key, record in theirs.items()
-        if (places := list(_not_excused(record, ours.get(key))))
-    }
+    bad = {key: list(_not_excused(record, ours.get(key))) for key, record in theirs.items()}
+    bad = {key: places for key, places in bad.items() if places}
     if not bad:
         pairs = count(len(theirs), "(step, rank) pair")
         message = f"every loss, gradient norm and tensor is finite in {pairs}"
@@ -355,9 +279,12 @@ def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
     message += f"; {show_ranks({rank for _, rank, _ in here})} affected in that step"
     if "poison" in candidate.spec.config.get("stress", ()):
         message += _POISONED
+    before = show_float(dict(quantities(record)).get(quantity)) if record is not None else "missing"
+    if record is not None and tensor:
+        before = "non-finite" if tensor in record.nonfinite.get(quantity, ()) else "finite"
     found = Difference(
-        step=step, rank=rank, quantity=quantity, tensor=tensor,
-        reference=_shown_in(record, quantity, tensor), candidate=shown or "non-finite",
+        step=step, rank=rank, quantity=quantity, tensor=tensor, reference=before,
+        candidate=shown or "non-finite",
     )  # fmt: skip
     return failed("finite", "nonfinite", message, found, nonfinite_pairs=len(bad))
 
@@ -384,12 +311,6 @@ def nonfinite(record: StepRecord) -> Iterator[_Found]:
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
         for place, tensor in enumerate(record.nonfinite.get(group, ())):
             yield (1 if group == "grads" else 3 + index, place), group, tensor, ""
-
-
-def _shown_in(record: StepRecord | None, quantity: str, tensor: str) -> str:
-    if record is None or not tensor:
-        return show_float(None if record is None else dict(quantities(record)).get(quantity))
-    return "non-finite" if tensor in record.nonfinite.get(quantity, ()) else "finite"
 
 
 # --- what data-parallel ranks read ------------------------------------------------------------
@@ -427,8 +348,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         if _may_repeat(config, tokens):
             return None
         first = read.setdefault(tokens, rank)
-        parts = {(at.dp_outer, at.dp, at.cp) for at in (places[first], places[rank])}
-        if len(parts) == 1:
+        if len({(at.dp_outer, at.dp, at.cp) for at in (places[first], places[rank])}) == 1:
             continue
         message = (
             f"in the {leg} rank {rank} reads the tokens of rank {first} in every step "

@@ -1,18 +1,19 @@
 """One verdict for one case: which of its answers decides, and in which words.
 
-    records of each leg -> legs alike -> environment -> control -> requested checks -> decision
+    records of each run -> runs alike -> environment -> control -> requested checks -> decision
 
 Order of the decision: a reference or control that is not whole (error); a reference that differs
-from its own control (incomparable); a candidate that is not whole (failed); legs that ran in
-different environments (incomparable); then the requested checks, a failure before a missing answer.
-Every answer is kept in the verdict, whichever decided. Within a tolerance the check `loss` asks it,
-and digests are informative; recorded runs without a control differ with no verdict (incomparable).
+from its own control (incomparable); a candidate that is not whole (failed); runs of different
+environments (incomparable); then the requested checks, a failure before a missing answer. Every
+answer is kept in the verdict, whichever decided. Within a tolerance the check `loss` asks it, and
+digests are informative; recorded runs without a control differ with no verdict (incomparable).
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from harness.checks import exact, speed
+from harness.checks import CHECKS, exact, refusal, speed
 from harness.checks.complete import (
     NO_BLAME,
     Flaw,
@@ -21,13 +22,26 @@ from harness.checks.complete import (
     missed_turns,
     steps_due,
 )
-from harness.checks.environment import alike, cause_of
-from harness.checks.evidence import Options, Runs, error, failed, not_run, passed
-from harness.checks.registry import CHECKS, refusal
-from harness.checks.soak import withdrawn
+from harness.checks.evidence import (
+    BEFORE,
+    DETERMINISTIC,
+    ENVIRONMENT,
+    LEGS,
+    Options,
+    Runs,
+    alike,
+    error,
+    failed,
+    incomparable,
+    not_run,
+    passed,
+    state_table,
+    step_table,
+)
 from harness.checks.taps import taps
-from harness.checks.within import informative
+from harness.checks.within import informative, loss
 from harness.infrastructure import SHARED_GPU
+from harness.program.spec import program_of
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -59,7 +73,7 @@ TROUBLES: dict[What, str] = {
 }
 """What a run did, by the flaw of its records; of any other flaw, it did not finish."""
 Flaws = Mapping[str, Flaw | None]
-"""By leg."""
+"""By name of the run in the case."""
 
 
 def judge(
@@ -72,15 +86,10 @@ def judge(
     repeats: Sequence[RunResult] = (),
     wall_s: float = 0.0,
 ) -> Verdict:
-    """Judge one case from the records of its three runs.
+    """Judge one case from the records of its three runs; `control` is the reference's second run.
 
     Args:
-        case: what was planned, the requested checks included.
-        reference: the run that is trusted.
-        control: the reference, run a second time.
-        candidate: the run in question.
-        samples: runs of the reference that round at random (`harness.samples`).
-        repeats: timed runs, of reference and candidate in turn (`harness.repeats`).
+        samples, repeats: runs that round at random, and timed ones (`harness.repeats`).
         wall_s: seconds that the case took, kept in the verdict.
 
     Returns:
@@ -94,23 +103,16 @@ def judge(
         )
         results = [decided]
     else:
-        ours, again, theirs = aligned(reference, control, candidate)
-        runs = Runs(
-            case=case, reference=ours, control=again, candidate=theirs, samples=samples,
-            repeats=repeats,
-        )  # fmt: skip
-        results = _answers(runs)
+        sides = dict(zip(LEGS, aligned(reference, control, candidate), strict=True))
+        results = _answers(Runs(case=case, samples=samples, repeats=repeats, **sides))
         decided = _decide(case, results)
-    others = [
-        result.check
-        for result in results
-        if result.outcome == "failed" and result is not decided and decided.outcome == "failed"
-    ]
+    bad = [result.check for result in results if result.outcome == "failed"]
+    others = [name for name in bad if name != decided.check and decided.outcome == "failed"]
     also = f" (also failed: {', '.join(others)})" if others else ""
     return Verdict(
         case_id=case.id, outcome=decided.outcome, what=decided.what,
         message=decided.message + also, checks=tuple(results), wall_s=wall_s,
-        runs={leg: getattr(case, leg).key for leg in ("reference", "control", "candidate")},
+        runs={leg: getattr(case, leg).key for leg in LEGS},
         difference=decided.difference, check=decided.check, ending=decided.ending,
     )  # fmt: skip
 
@@ -130,10 +132,7 @@ def _answers(runs: Runs) -> list[CheckResult]:
     plan = _plan_flaw(runs)
     flaws = {leg: find_flaw(run) for leg, run in runs.legs.items()}
     results = [] if plan is None else [plan]
-    results += [
-        dataclasses.replace(_records_answer(leg, run, flaws[leg]), ending=run.outcome.ending)
-        for leg, run in runs.legs.items()
-    ]
+    results += [_records_answer(leg, run, flaws[leg]) for leg, run in runs.legs.items()]
     results.append(alike(reference, control, "control"))
     results.append(alike(reference, candidate, "candidate"))
     results.append(_control_answer(runs, flaws))
@@ -151,8 +150,8 @@ def _answers(runs: Runs) -> list[CheckResult]:
     # Not in the order given: a case read back from its file must be answered in the same words.
     for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
         answer = _requested(runs, name, checks[name], flaws)
-        # The last of the checks: what it states stands on all the others.
-        results.append(withdrawn(answer, results) if name == "soak" else answer)
+        is_claim = name in CHECKS and CHECKS[name].is_claim
+        results.append(_withdrawn(answer, results) if is_claim else answer)
     return results
 
 
@@ -170,19 +169,27 @@ def _requested(runs: Runs, name: str, options: Options, flaws: Flaws) -> CheckRe
     return result
 
 
+def _withdrawn(claim: CheckResult, others: Iterable[CheckResult]) -> CheckResult:
+    """The same answer, unless it is a claim that another check's answer takes the ground from."""
+    for other in others if claim.outcome == "passed" else ():
+        if other.outcome != "passed":
+            return not_run(claim.check, f"{other.check} did not pass: there is no bound to state")
+    return claim
+
+
 def _plan_flaw(runs: Runs) -> CheckResult | None:
-    """An error if the legs cannot prove anything, whatever their records say."""
+    """An error if the runs cannot prove anything, whatever their records say."""
     case = runs.case
-    specs = {"reference": case.reference, "control": case.control, "candidate": case.candidate}
+    specs = {leg: getattr(case, leg) for leg in LEGS}
+    ref, control, candidate = case.reference, case.control, case.candidate
     for leg, spec in specs.items():
         if runs.legs[leg].spec.key != spec.key:
             got = f"{runs.legs[leg].spec.key}, expected {spec.key}"
             return error("plan", "corrupt_record", f"the records of the {leg} belong to run {got}")
-    for second in ("candidate",) if case.reference.recorded else ("control", "candidate"):
-        if specs["reference"].key == specs[second].key:
+    for second in ("candidate",) if ref.recorded else ("control", "candidate"):
+        if ref.key == specs[second].key:
             message = f"the {second} is the reference itself: nothing was compared"
             return error("plan", "not_run", message)
-    ref, control, candidate = specs.values()
     # Who recorded a run by hand says what is its control: commands differ in folders of logs.
     same = ref.config == control.config or bool(ref.recorded and control.recorded)
     if not same or (ref.device, ref.world_size) != (control.device, control.world_size):
@@ -206,20 +213,23 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
     name = f"records:{leg}"
     if flaw is None:
         all_of_it = f"all {steps_due(run)} steps on all {run.spec.world_size} ranks"
-        return passed(name, f"the {leg} recorded {all_of_it}")
-    trouble = TROUBLES.get(flaw.what, "did not finish")
-    if leg != "candidate":
-        return error(name, flaw.what, f"the {leg} {trouble}: {flaw.message}")
-    # Who reads one line reads the cause.
-    message = f"{flaw.message}; the candidate {trouble}"
-    if failure := failure_of_machine(run, flaw):
-        return error(name, flaw.what, f"the machine failed ({failure}): {message}")
-    if flaw.what in NO_BLAME:
-        return error(name, flaw.what, message)
-    place = flaw.difference
-    if place is None and flaw.rank is not None and flaw.step is not None:
-        place = Difference(step=flaw.step, rank=flaw.rank, quantity="records")
-    return failed(name, flaw.what, message, place)
+        result = passed(name, f"the {leg} recorded {all_of_it}")
+    elif leg != "candidate":
+        trouble = TROUBLES.get(flaw.what, "did not finish")
+        result = error(name, flaw.what, f"the {leg} {trouble}: {flaw.message}")
+    else:
+        # Who reads one line reads the cause.
+        message = f"{flaw.message}; the candidate {TROUBLES.get(flaw.what, 'did not finish')}"
+        place = flaw.difference
+        if place is None and flaw.rank is not None and flaw.step is not None:
+            place = Difference(step=flaw.step, rank=flaw.rank, quantity="records")
+        if failure := failure_of_machine(run, flaw):
+            result = error(name, flaw.what, f"the machine failed ({failure}): {message}")
+        elif flaw.what in NO_BLAME:
+            result = error(name, flaw.what, message)
+        else:
+            result = failed(name, flaw.what, message, place)
+    return replace(result, ending=run.outcome.ending)
 
 
 def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
@@ -234,20 +244,17 @@ def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
     bad = unequal(reference, control)
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")
-    first = min(bad, key=_step)
-    why = ""
+    first, why = min(bad, key=_step), ""
     if not reference.spec.is_builtin and first.difference is not None:
         why = f"; {cause_of(reference, control, first.difference)}"
     message = "the reference differs from its own second run, so the candidate is not judged: "
-    return dataclasses.replace(
-        first, check="control", outcome="incomparable", what="nondeterministic_reference",
-        message=message + first.message + why,
-    )  # fmt: skip
+    other = incomparable("control", "nondeterministic_reference", message + first.message + why)
+    return replace(other, difference=first.difference, figures=first.figures)
 
 
 def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
     """Every check of bits that does not find two runs equal: losses, state, and taps if any."""
-    answers = [exact.loss(run, repeat), exact.state(run, repeat)]
+    answers = [loss(run, repeat), exact.state(run, repeat)]
     if any(records.start and records.start.taps for records in run.ranks):
         answers.append(taps(run, repeat))
     return [answer for answer in answers if answer.outcome != "passed"]
@@ -255,14 +262,13 @@ def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
 
 def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
     by_name = {result.check: result for result in results}
-    for name in GATES:
-        if name not in by_name or by_name[name].what == NO_CONTROL:
-            continue
-        if by_name[name].outcome != "passed":
+    is_controlled = by_name["control"].what != NO_CONTROL
+    for name in GATES if is_controlled else (gate for gate in GATES if gate != "control"):
+        if name in by_name and by_name[name].outcome != "passed":
             return by_name[name]
     requested = [result for result in results if result.check not in GATES]
     if (bad := first_failure(requested)) is not None:
-        return _without_control(bad) if by_name["control"].what == NO_CONTROL else bad
+        return bad if is_controlled else _without_control(bad)
     requested = [result for result in requested if result.what != exact.OTHER_PARTS]
     for result in requested:
         if result.outcome == "incomparable":
@@ -272,10 +278,11 @@ def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
     if not requested:
         return error("case", "not_run", "no check was requested: nothing was compared")
     names = ", ".join(result.check for result in requested)
-    proven = f"; {by_name['soak'].message}" if "soak" in by_name else ""
+    proven = [r.message for r in requested if r.check in CHECKS and CHECKS[r.check].is_claim]
     if case.expect != "bitwise" and "loss" in by_name:
-        proven += f"; {by_name['loss'].message}"
-    return passed("case", f"every check said yes ({names}); {by_name['control'].message}{proven}")
+        proven.append(by_name["loss"].message)
+    says = "; ".join([f"every check said yes ({names})", by_name["control"].message, *proven])
+    return passed("case", says)
 
 
 def _without_control(result: CheckResult) -> CheckResult:
@@ -286,7 +293,7 @@ def _without_control(result: CheckResult) -> CheckResult:
         f"{result.message}; it is not known whether the reference repeats itself: record it twice "
         "and give the second run as --control"
     )
-    return dataclasses.replace(result, outcome="incomparable", what=NO_CONTROL, message=message)
+    return replace(result, outcome="incomparable", what=NO_CONTROL, message=message)
 
 
 def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
@@ -303,10 +310,76 @@ def _explains(result: CheckResult) -> tuple[int, int, int]:
     if result.what in ("static_buffer", "nonfinite"):
         return (0, _step(result), 0)
     bits = ("taps", "state", "loss")
-    if result.check in bits:
-        return (1, _step(result), bits.index(result.check))
-    return (2, 0, 0)
+    return (1, _step(result), bits.index(result.check)) if result.check in bits else (2, 0, 0)
 
 
 def _step(result: CheckResult) -> int:
     return result.difference.step if result.difference is not None else 0
+
+
+# --- why a program does not repeat itself -----------------------------------------------------
+
+Kind = Literal["seed", "initialisation", "data", "forward", "backward", "update", "draws"]
+_CAUSES: dict[Kind, str] = {
+    "seed": "random generators are not seeded",
+    "initialisation": "weights are drawn from an unseeded generator, or loaded from elsewhere",
+    "data": "the program read other data: unseeded shuffling, or workers in another order",
+    "forward": "the program read other data, or an operator of the forward pass varies",
+    "backward": "an operator of the backward pass is not deterministic",
+    "update": "an operator of the optimizer is not deterministic",
+    "draws": "random numbers are drawn by the clock, by threads or by library code",
+}
+"""By what differs first: generators before step 0, weights before it, inputs of a module; then
+losses from equal state, gradients from equal losses, weights from equal gradients; generators."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The likely cause, in words, and what to do about it."""
+
+    kind: Kind
+    told: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"likely cause: {self.told}; {self.remedy}"
+
+
+def cause_of(reference: RunResult, control: RunResult, first: Difference) -> Cause:
+    """The likely cause of the first difference between a program's own two runs."""
+    kind = _kind(reference, control, first)
+    told = _CAUSES[kind]
+    if kind == "backward" and reference.spec.world_size > 1:
+        told += ", or a collective adds its parts in another order (NCCL_ALGO)"
+    program = program_of(reference.spec.config)
+    events = [event for records in reference.ranks for event in records.events]
+    is_asked = any(e.name == ENVIRONMENT and e.detail.get(DETERMINISTIC) is True for e in events)
+    remedy = "set determinism: enforce, which seeds the generators and asks for such operators"
+    if program is not None and program.determinism == "enforce":
+        remedy = (
+            "determinism is enforced already: look for generators of the program's own, worker "
+            "processes, and what depends on time"
+        )
+    elif kind in ("backward", "update", "forward") and is_asked:
+        remedy = "torch is asked for deterministic operators already: look for kernels of others"
+    return Cause(kind, told, remedy)
+
+
+def _kind(reference: RunResult, control: RunResult, first: Difference) -> Kind:
+    if first.quantity.startswith("taps."):
+        is_backward = first.quantity.endswith("gradient")
+        return (
+            "data" if first.quantity == "taps.input" else "backward" if is_backward else "forward"
+        )
+    key = (first.step, first.rank)
+    left, right = state_table(reference).get(key), state_table(control).get(key)
+    ours, theirs = left.digests if left and right else {}, right.digests if right else {}
+    groups = {group for group, text in ours.items() if text != theirs.get(group)}
+    if first.step == BEFORE:
+        return "initialisation" if "weights" in groups else "seed"
+    mine, other = step_table(reference).get(key), step_table(control).get(key)
+    if mine is None or other is None or mine.microbatch_losses != other.microbatch_losses:
+        return "forward"
+    if groups & {"grads", "losses", "buffers"}:
+        return "backward"
+    return "update" if groups & {"weights", "optim"} else "draws"

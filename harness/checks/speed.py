@@ -1,43 +1,45 @@
-"""Speed and memory of the candidate beside the reference, from pairs of runs made alone in turn.
+"""Speed of the candidate against the reference, from pairs of runs made alone in turn.
 
     run       the slowest rank's time of each step, the first `skip_steps` left out, less what the
               step's digests take, which is no part of either program
-    pair      two runs that were neighbours in time; which leg ran first alternates, so a machine
-              that gets slower by and by favours neither
-    typical   log of the ratio of the medians over steps, one number a pair
-    mean      the same of the means over steps, the longest one of 20 of each run left out
-    trend     how much slower than the reference the candidate gets from the first third of the
-              steps to the last, a log
+    pair      two runs that were neighbours in time; which side ran first alternates
+    slow-down a log of a ratio of the two runs, one number a pair: of the medians over steps, of the
+              means (the longest of 20 steps left out), of the growths from the first third of the
+              steps to the last
+    interval  between order statistics of the pairs: it misses the median of their distribution in
+              at most 1 of 20 cases, in 1 of 40 on each side, whatever the noise; a candidate as
+              slow as the tolerance allows fails in 1 of 20, by its median or its mean
 
-    interval      0 ........ max_slowdown ........
-    [------]      passed          |                 and the mean is, too
-              noisy           [---|----]            or wider than the tolerance to either side and
-                  failed          |   [------]      not its own width clear of it
+    passed        the intervals of median and mean are below `max_slowdown`
+    failed        one of them is above
+    incomparable  anything else (`noisy`); an interval wider than the tolerance to either side
+                  decides nothing unless it is its own width clear of it; a candidate that would
+                  fail gets faster by more than the tolerance as it runs, or would pass gets slower
 
 A run is the unit: its steps share the mood of the machine, and are never counted as independent.
-The median is blind to a program of which every third step is long, so the mean must hold too; it
-fails if the means of all pairs are above. Where the verdict is a matter of which steps are looked
-at, there is none: a candidate that would fail gets faster by more than the tolerance as it runs, or
-one that would pass gets slower.
-
-The interval misses the true slow-down in at most 1 of 20 cases, on each side in 1 of 40. So a
-candidate that is slower than the tolerance passes in at most 1 of 40 cases; one as slow as the
-tolerance allows fails in at most 1 of 32 (the means add 1 of 2 to the power of pairs). MEASURES.md
-has the rates as they were measured.
+The median is blind to a program of which every third step is long. MEASURES.md has the rates.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
-from harness.checks import exact
+from harness.checks import Option, check
 from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
-from harness.checks.environment import alike
-from harness.checks.evidence import Options, Runs, error, failed, incomparable, passed
+from harness.checks.evidence import (
+    Options,
+    Runs,
+    alike,
+    error,
+    failed,
+    incomparable,
+    passed,
+)
+from harness.checks.exact import state
 from harness.checks.memory import memory_notes, peak_bytes
+from harness.checks.within import loss
 from harness.infrastructure import shares_gpus
 from harness.records import CheckResult, RankRecords, RunResult
 from harness.repeats import timed_pairs
@@ -45,7 +47,6 @@ from harness.repeats import timed_pairs
 NAME = "throughput"
 MAX_SLOWDOWN = 0.05
 SKIP_STEPS = 5
-"""Where a case does not say."""
 MOST_DIGESTS = 0.8
 """Part of the shortest step that digests are believed to take."""
 TIMED_STEPS = 3
@@ -55,24 +56,24 @@ LEFT_OUT = 20
 CONFIDENCE = 0.95
 LEAST_PAIRS = 6
 """The fewest whose interval can be as sure as `CONFIDENCE`: of five even the widest is not."""
-MIB = 1 << 20
+MAX_REPEATS = 50
 Times = Sequence[Sequence[float]]
 """Seconds of the timed steps of each run, all > 0."""
+Outcome = Literal["passed", "failed", "incomparable"]
 
 
+@check("throughput", "step time of timed runs made alone, in pairs", options={
+    "max_slowdown": Option(kind="number", default=MAX_SLOWDOWN, doc="as a fraction"),
+    "skip_steps": Option(default=SKIP_STEPS, doc="of every run, captures among them"),
+    "repeats": Option(
+        least=LEAST_PAIRS, most=MAX_REPEATS, default=LEAST_PAIRS,
+        doc="pairs of runs; an interval of fewer is not as sure as the verdict says",
+    ),
+})  # fmt: skip
 def throughput(runs: Runs, options: Options) -> CheckResult:
-    """Compare step times of pairs of runs.
-
-    Args:
-        runs: `repeats` of the reference and the candidate in turn.
-        options: `max_slowdown`, a fraction; `skip_steps` of every run.
-
-    Returns:
-        `passed` or `failed` (`throughput_regression`) where the interval is clear of the tolerance,
-        `incomparable` (`noisy`) where it is not.
-    """
-    tolerance = float(str(options.get("max_slowdown", MAX_SLOWDOWN)))
-    skipped = int(str(options.get("skip_steps", SKIP_STEPS)))
+    """Compare step times of `repeats`, which are of the reference and the candidate in turn."""
+    tolerance = options.get("max_slowdown", MAX_SLOWDOWN)
+    skipped = options.get("skip_steps", SKIP_STEPS)
     legs = {"reference": runs.repeats[0::2], "candidate": runs.repeats[1::2]}
     if (flaw := _first_flaw(legs)) is not None:
         return flaw
@@ -83,9 +84,8 @@ def throughput(runs: Runs, options: Options) -> CheckResult:
     if not all(seconds for made in times.values() for seconds in made):
         least = f"at least {skipped + TIMED_STEPS} steps with a time > 0 in a run"
         return error(NAME, "not_run", f"expected {least}")
-    digests = min(map(digest_seconds, runs.repeats))
     shortest = min(min(steps) for made in times.values() for steps in made)
-    digests = min(digests, MOST_DIGESTS * shortest)
+    digests = min(*map(digest_seconds, runs.repeats), MOST_DIGESTS * shortest)
     bare = {leg: [[s - digests for s in steps] for steps in made] for leg, made in times.items()}
     found = judge(bare["reference"], bare["candidate"], tolerance)
     figures = _figures(legs, bare, found) | {"digest_s": digests}
@@ -108,15 +108,13 @@ def _first_flaw(legs: Mapping[str, Sequence[RunResult]]) -> CheckResult | None:
     for leg, number, run in (
         (leg, *each) for leg, made in legs.items() for each in enumerate(made)
     ):
-        flaw = find_flaw(run)
-        if flaw is None:
+        if (flaw := find_flaw(run)) is None:
             continue
         message = f"repeat {number} of the {leg} did not finish: {flaw.message}"
         if failure := failure_of_machine(run, flaw):
-            message = f"{message}; the machine failed ({failure})"
-        elif leg == "candidate" and flaw.what not in NO_BLAME:
-            return failed(NAME, flaw.what, message)
-        return error(NAME, flaw.what, message)
+            return error(NAME, flaw.what, f"{message}; the machine failed ({failure})")
+        is_blamed = leg == "candidate" and flaw.what not in NO_BLAME
+        return (failed if is_blamed else error)(NAME, flaw.what, message)
     return None
 
 
@@ -140,15 +138,15 @@ def same_bits(runs: Runs) -> CheckResult:
         same = alike(reference, run, name)
         if same.outcome != "passed":
             return replace(same, check="repeats")
-        for differs in (exact.state(reference, run), exact.loss(reference, run)):
+        for differs in (state(reference, run), loss(reference, run)):
             if differs.outcome == "passed":
                 continue
             found = replace(differs, check="repeats", message=f"{name}: {differs.message}")
             if leg == "candidate" or differs.outcome != "failed":
                 return found
             message = f"the reference differs from one of its repeats: {found.message}"
-            what: Literal["nondeterministic_reference"] = "nondeterministic_reference"
-            return replace(found, outcome="incomparable", what=what, message=message)
+            other = incomparable("repeats", "nondeterministic_reference", message)
+            return replace(other, difference=found.difference, figures=found.figures)
     return passed("repeats", f"{len(repeats)} timed repeats have the bits of the reference")
 
 
@@ -157,7 +155,7 @@ def step_times(run: RunResult, skipped: int) -> list[float]:
     slowest: dict[int, float] = {}
     for rank in run.ranks:
         for record in rank.steps:
-            # Of no rank may a time be missing: the others' would stand for it.
+            # Of no rank may a time be missing: the others' would be taken in its place.
             is_time = math.isfinite(record.step_s) and record.step_s > 0
             now = record.step_s if is_time else math.inf
             slowest[record.step] = max(slowest.get(record.step, 0.0), now)
@@ -169,107 +167,28 @@ def digest_seconds(run: RunResult) -> float:
     """What the digests of a step take at least, on any rank; 0 if a rank does not say."""
     found = []
     for rank in run.ranks:
-        events = [event for event in rank.events if event.name == "digest_time"]
-        value = events[0].detail.get("seconds") if events else None
+        said = [event.detail.get("seconds") for event in rank.events if event.name == "digest_time"]
+        value = said[0] if said else None
         is_time = isinstance(value, float) and math.isfinite(value) and value > 0
-        found.append(float(str(value)) if is_time else 0.0)
+        found.append(value if is_time and isinstance(value, float) else 0.0)
     return min(found, default=0.0)
-
-
-# --- figures ----------------------------------------------------------------------------------
-
-
-def _noted(records: RankRecords) -> int:
-    value = memory_notes(records).get("reserved_peak_bytes")
-    return max(value, 0) if type(value) is int else 0
-
-
-PEAKS: Mapping[str, Callable[[RankRecords], int]] = {
-    "allocated": peak_bytes,
-    "reserved": _noted,
-    "device": lambda records: max((each.device_bytes or 0 for each in records.steps), default=0),
-}
-"""Peaks of one rank in bytes, 0 where nothing was measured.
-
-    allocated   tensors, by the caching allocator (CPU: live storage)
-    reserved    what the allocator has from the driver
-    device      used on the whole GPU, as NVML counts: contexts, NCCL and neighbours too
-"""
-
-
-def _figures(
-    legs: Mapping[str, Sequence[RunResult]], times: Mapping[str, Times], found: "Speed"
-) -> dict[str, float]:
-    figures = {
-        "slowdown": math.expm1(found.typical.estimate),
-        "slowdown_low": math.expm1(found.typical.low),
-        "slowdown_high": math.expm1(found.typical.high),
-        "mean_slowdown": math.expm1(found.mean.estimate),
-        "confidence": found.typical.confidence,
-        "pairs": float(len(times["reference"])),
-    }
-    for leg, made in legs.items():
-        step_s = figures[f"{leg}_step_s"] = median(map(median, times[leg]))
-        if (flops := step_flops(made[0].spec.config)) is not None:
-            figures[f"{leg}_tflops_a_rank"] = flops / made[0].spec.world_size / step_s / 1e12
-        for name, peak in PEAKS.items():
-            worst = [max(map(peak, run.ranks)) for run in made]
-            if min(worst) > 0:
-                figures[f"{leg}_{name}_peak_bytes"] = float(median(worst))
-    return figures
-
-
-def _words(figures: Mapping[str, float], tolerance: float) -> str:
-    names = ("slowdown", "slowdown_low", "slowdown_high")
-    slow, low, high = (100 * figures[name] for name in names)
-    digests = f" (without {1e3 * figures['digest_s']:.3g} ms of digests)"
-    parts = [
-        f"a step takes {1e3 * figures['candidate_step_s']:.4g} ms against "
-        f"{1e3 * figures['reference_step_s']:.4g}{digests if figures['digest_s'] else ''}, "
-        f"{slow:+.2f} % ({100 * CONFIDENCE:.0f} % interval {low:+.2f} to {high:+.2f} % over "
-        f"{figures['pairs']:.0f} pairs of runs), limit {100 * tolerance:+.3g} %"
-    ]
-    a, b = (figures.get(f"{leg}_tflops_a_rank") for leg in ("candidate", "reference"))
-    if a is not None and b is not None:
-        parts.append(f"{a:.4g} TFLOP/s a rank against {b:.4g}")
-    deltas = [
-        f"{name} {(figures[theirs] - figures[ours]) / MIB:+.1f} MiB"
-        for name in PEAKS
-        if (ours := f"reference_{name}_peak_bytes") in figures
-        and (theirs := f"candidate_{name}_peak_bytes") in figures
-    ]
-    if deltas:
-        parts.append(f"peak {', '.join(deltas)}")
-    return "; ".join(parts)
 
 
 # --- is one program slower than another? ------------------------------------------------------
 
-Outcome = Literal["passed", "failed", "incomparable"]
-
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with an interval around it.
-
-    Attributes:
-        confidence: how often at least such an interval holds the true value.
-    """
+    """Of a slow-down, a log: the median of the pairs, and an interval around it."""
 
     low: float
     estimate: float
     high: float
-    confidence: float
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The answer, and what it rests on.
-
-    Attributes:
-        typical: slow-down of the median step, a log; the same for `mean` and `trend`.
-        why: why there is no verdict, or what failed beside the median; "" else.
-    """
+    """The answer, the slow-downs that it rests on, and why there is none; "" else."""
 
     outcome: Outcome
     typical: Interval
@@ -281,31 +200,30 @@ class Speed:
 def judge(ours: Times, theirs: Times, tolerance: float) -> Speed:
     """Whether the runs `theirs` are slower than `ours`, pair by pair, by more than a fraction."""
     limit = math.log1p(tolerance)
-    typicals, means, trends = (
-        [math.log(of(b) / of(a)) for a, b in zip(ours, theirs, strict=True)]
-        for of in (median, mean_step, _growth)
+    of: tuple[Callable[[Sequence[float]], float], ...] = (median, mean_step, _growth)
+    typical, mean, trend = (
+        interval_of([math.log(one(b) / one(a)) for a, b in zip(ours, theirs, strict=True)])
+        for one in of
     )
-    typical, mean, trend = map(interval_of, (typicals, means, trends))
-    outcome, why = side_of(typical, limit), ""
-    by_mean = side_of(replace(mean, low=min(means), high=max(means)), limit)
-    if outcome != "failed" and by_mean == "failed":
-        outcome, why = "failed", f"the mean step is slower by {_percent(mean.estimate)}"
-    elif outcome == "incomparable":
-        wide = (typical.high - typical.low) / 2 > limit
-        why = (
-            "the noise is larger than the tolerance" if wide else "the interval holds the tolerance"
-        )
-    elif outcome == "passed" and side_of(mean, limit) != "passed":
-        outcome = "incomparable"
-        why = f"long steps leave open whether the mean step is slower, by {_percent(mean.high)}"
-    if outcome == "failed" and trend.high < -limit:
-        outcome = "incomparable"
+    sides = [side_of(typical, limit), side_of(mean, limit)]
+    outcome: Outcome = "incomparable"
+    why = f"long steps leave open whether the mean step is slower, by {_percent(mean.high)}"
+    if "failed" in sides and trend.high < -limit:
         by = _percent(-trend.estimate)
         why = f"the candidate gets faster by {by} as it runs, skip more steps"
-    elif outcome == "passed" and trend.low > limit:
-        outcome = "incomparable"
+    elif "failed" in sides:
+        is_seen = sides[0] == "failed"
+        outcome = "failed"
+        why = "" if is_seen else f"the mean step is slower by {_percent(mean.estimate)}"
+    elif sides[0] == "incomparable":
+        is_wide = (typical.high - typical.low) / 2 > limit
+        noise, near = "the noise is larger than the tolerance", "the interval holds the tolerance"
+        why = noise if is_wide else near
+    elif sides[1] == "passed" and trend.low > limit:
         by = _percent(trend.estimate)
         why = f"the candidate gets slower by {by} than the reference as it runs, take longer runs"
+    elif sides[1] == "passed":
+        outcome, why = "passed", ""
     return Speed(outcome, typical, mean, trend, why)
 
 
@@ -330,51 +248,82 @@ def _growth(seconds: Sequence[float]) -> float:
     return mean_step(seconds[-third:]) / mean_step(seconds[:third])
 
 
-def _percent(log: float) -> str:
-    return f"{100 * math.expm1(log):.2g} %"
+def interval_of(values: Sequence[float]) -> Interval:
+    """The median of `values`, each of one pair, and the k-th smallest and largest of them.
 
-
-def interval_of(differences: Sequence[float]) -> Interval:
-    """The location of `differences`, each the outcome of one pair, whatever the noise.
-
-    The Hodges-Lehmann estimate and Tukey's interval (Hollander, Wolfe and Chicken, Nonparametric
-    Statistical Methods, 2014, sections 3.2 and 3.3) over the means of two of them. The probability
-    that it misses is counted exactly, and asks of the noise only that it is as likely up as down.
+    The true median is below the k-th smallest where fewer than k of n are, each with chance 1/2.
 
     Raises:
         ValueError: fewer than `LEAST_PAIRS`, or one that is not finite.
     """
-    number = len(differences)
-    if number < LEAST_PAIRS:
-        raise ValueError(f"Expected at least {LEAST_PAIRS} differences, got {number}.")
-    if not all(map(math.isfinite, differences)):
-        raise ValueError(f"Expected finite differences, got {list(differences)}.")
-    means = sorted(
-        (differences[i] + differences[j]) / 2 for i in range(number) for j in range(i, number)
+    number, ordered = len(values), sorted(values)
+    if number < LEAST_PAIRS or not all(map(math.isfinite, values)):
+        raise ValueError(f"Expected at least {LEAST_PAIRS} finite values, got {list(values)}.")
+    place, below = 0, 1
+    while 2 * (below + math.comb(number, place + 1)) <= (1 - CONFIDENCE) * 2**number:
+        place += 1
+        below += math.comb(number, place)
+    return Interval(ordered[place], median(ordered), ordered[-1 - place])
+
+
+def _percent(log: float) -> str:
+    return f"{100 * math.expm1(log):.2g} %"
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def _noted(records: RankRecords) -> int:
+    value = memory_notes(records).get("reserved_peak_bytes")
+    return max(value, 0) if type(value) is int else 0
+
+
+PEAKS: Mapping[str, Callable[[RankRecords], int]] = {
+    "allocated": peak_bytes,
+    "reserved": _noted,
+    "device": lambda records: max((each.device_bytes or 0 for each in records.steps), default=0),
+}
+"""Peaks of one rank in bytes, 0 where nothing was measured: tensors, by the caching allocator (CPU:
+live storage); what it has from the driver; used on the whole GPU, contexts and neighbours too."""
+
+
+def _figures(
+    legs: Mapping[str, Sequence[RunResult]], times: Mapping[str, Times], found: Speed
+) -> dict[str, float]:
+    ends = {"": found.typical.estimate, "_low": found.typical.low, "_high": found.typical.high}
+    figures = {f"slowdown{end}": math.expm1(value) for end, value in ends.items()}
+    figures |= {"mean_slowdown": math.expm1(found.mean.estimate), "pairs": len(legs["reference"])}
+    for leg, made in legs.items():
+        step_s = figures[f"{leg}_step_s"] = median(map(median, times[leg]))
+        if (flops := step_flops(made[0].spec.config)) is not None:
+            figures[f"{leg}_tflops_a_rank"] = flops / made[0].spec.world_size / step_s / 1e12
+        for name, peak in PEAKS.items():
+            worst = [max(map(peak, run.ranks)) for run in made]
+            if min(worst) > 0:
+                figures[f"{leg}_{name}_peak_bytes"] = float(median(worst))
+    return figures
+
+
+def _words(figures: Mapping[str, float], tolerance: float) -> str:
+    slow, low, high = (100 * figures[f"slowdown{end}"] for end in ("", "_low", "_high"))
+    digests = f" (without {1e3 * figures['digest_s']:.3g} ms of digests)"
+    message = (
+        f"a step takes {1e3 * figures['candidate_step_s']:.4g} ms against "
+        f"{1e3 * figures['reference_step_s']:.4g}{digests if figures['digest_s'] else ''}, "
+        f"{slow:+.2f} % ({100 * CONFIDENCE:.0f} % interval {low:+.2f} to {high:+.2f} % over "
+        f"{figures['pairs']:.0f} pairs of runs), limit {100 * tolerance:+.3g} %"
     )
-    left_out, missed = _trim(number)
-    return Interval(means[left_out], median(means), means[-1 - left_out], 1.0 - missed)
-
-
-@functools.cache
-def _trim(number: int) -> tuple[int, float]:
-    """How many means to leave out at each end, and the probability that the interval misses."""
-    ways = [1]
-    for rank in range(1, number + 1):
-        # Ways to reach each sum with the ranks so far: without this one, and with it.
-        longer = [0] * rank
-        ways = [a + b for a, b in zip([*ways, *longer], [*longer, *ways], strict=True)]
-    total, left_out, below = 2**number, 0, 0
-    for reached, count in enumerate(ways):
-        if 2 * (below + count) > (1.0 - CONFIDENCE) * total:
-            break
-        below += count
-        left_out = reached + 1
-    # To leave out none is to trust the extremes; that is the step before the first sum.
-    return left_out - 1, 2 * below / total
-
-
-# --- model FLOPs ------------------------------------------------------------------------------
+    a, b = (figures.get(f"{leg}_tflops_a_rank") for leg in ("candidate", "reference"))
+    if a is not None and b is not None:
+        message += f"; {a:.4g} TFLOP/s a rank against {b:.4g}"
+    both = [[figures.get(f"{leg}_{name}_peak_bytes") for leg in ("candidate", "reference")]
+            for name in PEAKS]  # fmt: skip
+    deltas = [
+        f"{name} {(theirs - ours) / 2**20:+.1f} MiB"
+        for name, (theirs, ours) in zip(PEAKS, both, strict=True)
+        if theirs is not None and ours is not None
+    ]
+    return message + (f"; peak {', '.join(deltas)}" if deltas else "")
 
 
 def step_flops(config: Mapping[str, Any]) -> float | None:
@@ -402,19 +351,16 @@ def step_flops(config: Mapping[str, Any]) -> float | None:
 def sequence_flops(model: Mapping[str, Any]) -> int:
     """FLOPs of the forward pass of one sequence of `seq` tokens, of a plain `ModelConfig`."""
     seq = model["seq"]
-    pairs = seq * (seq + 1) // 2
     value = model["v_head_dim"] if model["attention"] == "mla" else model["head_dim"]
-    attention = 2 * model["heads"] * (model["head_dim"] + value) * pairs * model["layers"]
+    attention = model["heads"] * (model["head_dim"] + value) * seq * (seq + 1) * model["layers"]
     return int(2 * seq * matrix_weights(model) + attention)
 
 
 def matrix_weights(model: Mapping[str, Any]) -> int:
     """Elements of all matrices that one token is multiplied by."""
-    hidden, layers = model["hidden"], model["layers"]
+    hidden, layers, heads, head = (model[k] for k in ("hidden", "layers", "heads", "head_dim"))
     dense = model["first_dense_layers"] if model["experts"] else layers
     width = model["top_k"] * model["expert_ffn"] + model["shared_expert_ffn"]
-    routed = hidden * (model["experts"] + 3 * width)
-    heads, head = model["heads"], model["head_dim"]
     if model["attention"] == "gqa":
         attention = hidden * head * 2 * (heads + model["kv_heads"])
     else:
@@ -423,5 +369,6 @@ def matrix_weights(model: Mapping[str, Any]) -> int:
         attention = hidden * heads * head if rank is None else rank * (hidden + heads * head)
         attention += hidden * (latent + rope) + latent * heads * (model["qk_nope_head_dim"] + value)
         attention += heads * value * hidden
-    mlps = dense * 3 * hidden * model["ffn"] + (layers - dense) * routed
+    mlps = dense * 3 * hidden * model["ffn"]
+    mlps += (layers - dense) * hidden * (model["experts"] + 3 * width)
     return int(layers * attention + mlps + hidden * model["vocab_size"])

@@ -1,7 +1,7 @@
 """Digests of what went through modules: inputs, outputs, gradients, call by call, on every rank.
 
     record -> rows of one rank, named by the start record -> which microbatch each is of
-      -> both legs, all ranks -> program order -> the first row that differs
+      -> both runs, all ranks -> program order -> the first row that differs
 
 The first difference in program order is where a fault entered. A gradient is that of a module's
 output, so what differs first was computed by what comes after it.
@@ -14,18 +14,22 @@ past the microbatches. Such a row says that something differs, not when, so it c
 what it returned differs and all that it was given does not, which is its own work. Gradients of
 such a module come last, too: backward makes its calls in another order.
 
-A module that a graph scope takes apart, as the router's does experts, is called in one leg only:
-that is counted, not failed. Any other that ran in one leg only, or less often, differs. A pattern
+A module that a graph scope takes apart, as the router's does experts, is called in one run only:
+that is counted, not failed. Any other that ran in one run only, or less often, differs. A pattern
 of which all was taken apart, never ran or is no module looked at nothing, which is an error: the
-last step decides, as the first ones are eager in every leg.
+last step decides, as the first ones are eager in every run.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_core.config import ConfigError, tap_pattern
+from harness.checks import check
 from harness.checks.evidence import (
+    Key,
+    Options,
+    Runs,
     count,
     differ,
     error,
@@ -65,7 +69,7 @@ class Call:
         number: of the row among those of its tap.
         stage: of the pipeline.
         digest: of what went through.
-        place: in the step; "" if it never ran.
+        place: in the step, of its first call; "" if it never ran.
         microbatch: that it is of; None of a row that stands for several calls.
     """
 
@@ -96,15 +100,10 @@ class Call:
         """Whether it stands for several calls, the place being that of the first of them."""
         return self.microbatch is None
 
-    @property
-    def seen(self) -> tuple[str, bool]:
-        """What two legs must have in common: its digest, and whether it ran."""
-        return (self.digest, bool(self.place))
-
 
 @dataclass(frozen=True)
 class Both:
-    """One row of one rank, as both legs have it."""
+    """One row of one rank, as both runs have it."""
 
     rank: int
     reference: Call
@@ -112,13 +111,22 @@ class Both:
 
     @property
     def call(self) -> Call:
-        """Where it stands in the program: as the reference ran it, if it did."""
+        """Where it is in the program: as the reference ran it, if it did."""
         return self.reference if self.reference.place else self.candidate
 
     @property
     def differs(self) -> bool:
-        """Whether the legs saw something else."""
-        return self.reference.seen != self.candidate.seen
+        """Whether the digests differ, or one of them ran and the other did not."""
+        ours, theirs = self.reference, self.candidate
+        return (ours.digest, bool(ours.place)) != (theirs.digest, bool(theirs.place))
+
+
+@check(
+    NAME, "digests of what went through the modules of `taps`, call by call",
+    compares=True, is_exact=True,
+)  # fmt: skip
+def _taps(runs: Runs, _: Options) -> CheckResult:
+    return taps(runs.reference, runs.candidate)
 
 
 def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
@@ -129,7 +137,7 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
     )
     for rank, start in starts.items():
         if rank in others and others[rank].taps != start.taps:
-            return error(NAME, "unsupported", f"the legs tap different modules on rank {rank}")
+            return error(NAME, "unsupported", f"the runs tap different modules on rank {rank}")
     patterns = _patterns(reference, candidate)
     if not any(start.taps for start in starts.values()):
         if patterns:
@@ -139,7 +147,7 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
     equal, taken_apart = 0, set[str]()
-    bad: dict[tuple[int, int], list[Both]] = {}
+    bad: dict[Key, list[Both]] = {}
     for key in pairs:
         rows, unseen = shared_rows(ours[key], theirs[key], starts[key[1]], specs)
         taken_apart |= unseen
@@ -149,15 +157,15 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
     note = ""
     if taken_apart:
         number = count(len(taken_apart), "tap")
-        note = f"; {number} ran in one leg only, {min(taken_apart)} first by name"
+        note = f"; {number} ran in one run only, {min(taken_apart)} first by name"
     if bad:
         return _failure(bad, note, len(pairs))
-    blind: str | None = f"no tapped module ran in both legs: nothing to compare{note}"
+    blind: str | None = f"no tapped module ran in both runs: nothing to compare{note}"
     if equal:
         last = max(step for step, _ in pairs)
-        blind = _blind(specs, patterns, [
-            (ours[key], theirs[key], starts[key[1]]) for key in pairs if key[0] == last
-        ])  # fmt: skip
+        at_last = [key for key in pairs if key[0] == last]
+        rows = [row for k in at_last for row in _rows_of(ours[k], theirs[k], starts[k[1]], specs)]
+        blind = _blind(patterns, rows, last)
     if blind is not None:
         return error(NAME, "not_run", blind)
     message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{note}"
@@ -173,44 +181,39 @@ def _patterns(*runs: RunResult) -> list[str]:
     return list(dict.fromkeys(map(str, found)))
 
 
-def _blind(
-    specs: tuple[RunSpec, RunSpec],
-    patterns: Sequence[str],
-    at_last: Sequence[tuple[StepRecord, StepRecord, StartRecord]],
-) -> str | None:
-    """What to say of the first pattern that compares nothing in the last step; None if all do."""
+def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | None:
+    """What to say of the first pattern that compares nothing in a step; None if all do."""
     ran: dict[str, tuple[bool, bool]] = {}
-    for ours, theirs, start in at_last:
-        both = zip(calls(ours, start, specs[0]), calls(theirs, start, specs[1]), strict=True)
-        for a, b in both:
-            before = ran.get(a.tap, (False, False))
-            ran[a.tap] = (before[0] or bool(a.place), before[1] or bool(b.place))
+    for row in rows:
+        ours, theirs = ran.get(row.reference.tap, (False, False))
+        sides = (ours or bool(row.reference.place), theirs or bool(row.candidate.place))
+        ran[row.reference.tap] = sides
     for text in patterns:
         try:
             pattern = tap_pattern(text)
         except ConfigError:
             continue  # of a damaged record, which is a problem of its own
-        meant = {}
-        for tap, sides in ran.items():
-            module, _, kind = tap.partition(":")
-            if kind == pattern.kind and pattern.matches(module):
-                meant[tap] = sides
+        parts = {tap: tap.partition(":") for tap in ran}
+        meant = {
+            tap: ran[tap]
+            for tap, (module, _, kind) in parts.items()
+            if kind == pattern.kind and pattern.matches(module)
+        }
         if not meant:
             return _WITHOUT_CALLS.format(text)
         if not any(all(sides) for sides in meant.values()):
             first, (in_ours, in_theirs) = min(meant.items())
-            where_it_ran = "in neither leg"
+            where_it_ran = "in neither run"
             if in_ours != in_theirs:
                 where_it_ran = (
                     f"in the {'reference' if in_ours else 'candidate'} alone, as graphs of the "
                     "other replay parts of it: tap what is inside, or the whole layer"
                 )
-            step = at_last[0][0].step
             return f"{_BLIND.format(text)}at step {step} {first} ran {where_it_ran}"
     return None
 
 
-def _failure(bad: Mapping[tuple[int, int], list[Both]], note: str, num_pairs: int) -> CheckResult:
+def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckResult:
     step = min(bad)[0]
     here = in_program_order([row for (at, _), rows in bad.items() if at == step for row in rows])
     different = [row for row in here if row.differs]
@@ -236,12 +239,24 @@ def _failure(bad: Mapping[tuple[int, int], list[Both]], note: str, num_pairs: in
 
 
 def calls(record: StepRecord, start: StartRecord, spec: RunSpec) -> list[Call]:
-    """The rows of a step of a run, in the order in which the start record names them."""
+    """The rows of a step of a run, in the order in which the start record names them.
+
+    A microbatch begins at the call of the tap that is the first of its kind in the step. A call
+    that comes before the microbatch of its number is of an earlier one.
+    """
     rows = list(_rows(record, start, spec.config.get("microbatches")))
-    begins = {
-        kind: _begins(row for row in rows if row.kind == kind) for kind in (INPUT, OUTPUT, GRADIENT)
-    }
-    return [_placed(row, begins.get(row.kind, {})) for row in rows]
+    begins: dict[str, dict[int, str]] = {}
+    for kind in (INPUT, OUTPUT, GRADIENT):
+        ran = [row for row in rows if row.kind == kind and row.place]
+        first = min(ran, key=lambda row: row.place).tap if ran else ""
+        of_first = [row for row in ran if row.tap == first]
+        begins[kind] = {r.microbatch: r.place for r in of_first if r.microbatch is not None}
+    for index, row in enumerate(rows):
+        places = begins.get(row.kind, {})
+        if row.microbatch is not None and row.place and row.place < places.get(row.microbatch, ""):
+            begun = [number for number, place in places.items() if place <= row.place]
+            rows[index] = replace(row, microbatch=max(begun, default=row.microbatch))
+    return rows
 
 
 def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Iterator[Call]:
@@ -257,47 +272,26 @@ def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Itera
         )  # fmt: skip
 
 
-def _begins(of_kind: Iterable[Call]) -> dict[int, str]:
-    """Where each microbatch begins: at the call of the tap that is the first in the step."""
-    ran = [call for call in of_kind if call.place]
-    first = min(ran, key=lambda call: call.place).tap if ran else ""
-    return {
-        call.microbatch: call.place
-        for call in ran
-        if call.tap == first and call.microbatch is not None
-    }
-
-
-def _placed(call: Call, begins: Mapping[int, str]) -> Call:
-    """A call that comes before the microbatch of its number is of an earlier one."""
-    if call.microbatch is None or not call.place or call.place >= begins.get(call.microbatch, ""):
-        return call
-    begun = [number for number, place in begins.items() if place <= call.place]
-    return replace(call, microbatch=max(begun, default=call.microbatch))
+def _rows_of(
+    ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
+) -> list[Both]:
+    sides = [calls(record, start, spec) for record, spec in zip((ours, theirs), specs, strict=True)]
+    return [Both(ours.rank, a, b) for a, b in zip(*sides, strict=True)]
 
 
 def shared_rows(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
 ) -> tuple[list[Both], frozenset[str]]:
-    """The rows of a step of one rank, side by side, and taps that a graph scope took apart.
+    """The rows of a step of one rank of both runs, and taps that a graph scope took apart.
 
-    Those ran in one leg only; their rows are left out. Others that did are rows that differ.
-
-    Args:
-        ours, theirs: the record of the reference and of the candidate.
-        start: of both.
-        specs: of both runs.
+    Those ran in one run only; their rows are left out. Others that did are rows that differ.
     """
-    legs = [calls(record, start, spec) for record, spec in zip((ours, theirs), specs, strict=True)]
-    rows = [Both(ours.rank, a, b) for a, b in zip(*legs, strict=True)]
-    ran = [{call.tap for call in leg if call.place} for leg in legs]
-    unseen = frozenset(
-        tap
-        for taps, other in ((ran[0] - ran[1], specs[1]), (ran[1] - ran[0], specs[0]))
-        for tap in taps
-        if _takes_apart(other, tap.partition(":")[0])
-    )
-    return [row for row in rows if row.call.tap not in unseen], unseen
+    rows = _rows_of(ours, theirs, start, specs)
+    ran = {row.reference.tap for row in rows if row.reference.place}
+    also = {row.candidate.tap for row in rows if row.candidate.place}
+    unseen = {tap for tap in ran - also if _takes_apart(specs[1], tap.partition(":")[0])}
+    unseen |= {tap for tap in also - ran if _takes_apart(specs[0], tap.partition(":")[0])}
+    return [row for row in rows if row.call.tap not in unseen], frozenset(unseen)
 
 
 def _takes_apart(spec: RunSpec, module: str) -> bool:
@@ -326,17 +320,13 @@ def in_program_order(rows: Sequence[Both]) -> list[Both]:
     }
 
     def order(row: Both) -> tuple[object, ...]:
-        call = row.call
+        call, is_backward = row.call, row.call.kind == GRADIENT
         own = call.kind == OUTPUT and (row.rank, call.module, call.number) in equal
         is_last = call.is_folded and not (own and row.differs)
-        is_last |= call.kind == GRADIENT and call.module in shared
+        is_last |= is_backward and call.module in shared
+        number = call.number if call.microbatch is None else call.microbatch
+        staged = (is_backward, number, -call.stage if is_backward else call.stage)
         # "~" is after every place.
-        return (is_last, *(_staged(call) if is_staged else ()), call.place or "~", row.rank)
+        return (is_last, *(staged if is_staged else ()), call.place or "~", row.rank)
 
     return sorted(rows, key=order)
-
-
-def _staged(call: Call) -> tuple[bool, int, int]:
-    is_backward = call.kind == GRADIENT
-    number = call.number if call.microbatch is None else call.microbatch
-    return (is_backward, number, -call.stage if is_backward else call.stage)

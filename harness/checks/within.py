@@ -1,34 +1,28 @@
-"""Losses and gradient norms within a stated tolerance (`harness.tolerance`), per step and rank.
+"""Losses and gradient norms, by bits or within a stated tolerance (`harness.tolerance`).
 
-It answers in place of `loss` where `compare.expect` is no `bitwise`. The largest gap and its place
-are told in either case. Checks of digests are informative then: they count what differs.
+The largest gap and its place are told in either case. Within a tolerance, checks of digests are
+informative: they count what differs.
 
-How far rounding may put a candidate is measured (`rounding`): runs X_1 ... X_n of the reference
-round at random (`harness.samples`), each result of an operator up or down with mean zero. Of one
-value (a loss, a norm) at one step and rank:
+How far `rounding` may put a candidate is measured by n runs of the reference that round at random
+(`harness.repeats`), each result of an operator up or down with mean zero. Of one value (a loss, a
+norm) at one step and rank:
 
 1. Errors are sums over many small independent roundings, hence nearly normal, with mean zero to
-   first order (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41, 2019). A result at a random place
-   between two numbers, a gap h apart, has h^2/6 as the variance of its random rounding and h^2/12
-   of its nearest one: samples spread by sqrt(2) more than programs that round to nearest, the
-   reference and a right candidate.
+   first order (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41, 2019). Random rounding has twice
+   the variance of rounding to nearest (h^2/6 and h^2/12 of a gap h), as in both programs.
 2. With s the standard deviation of the samples, (candidate - reference) / (sqrt(2) s) and
-   (reference - mean X) / (sqrt(1 + 1/n) s) are therefore no wider than Student's t with n - 1
-   degrees of freedom; six samples make that tail, and not a normal one, the right one.
-3. Of N values both are asked of each. A factor t that is exceeded with probability P / 2N bounds
-   the probability that any of these questions goes wrong by P (Bonferroni: whatever depends on
-   whatever, as steps do on the ones before): `FALSE_ALARM` for a whole case.
-4. s may only grow: for a kind of value (loss, microbatch losses, norm) the largest of all ranks and
-   of all steps so far counts, as errors in weights stay. That widens bounds, so 3 holds.
-5. Numbers have gaps: where s is below them, samples may be equal by luck. `FLOOR_ROUNDINGS` unit
-   roundoffs of the value are allowed in any case: of bfloat16 or float16 where all values of the
-   kind are such numbers, else of float32.
+   (reference - their mean) / (sqrt(1 + 1/n) s) are no wider than Student's t with n - 1 degrees.
+3. A factor t that is exceeded with probability P / 2N bounds the probability that any of both
+   questions on N values goes wrong by P = `FALSE_ALARM` (Bonferroni).
+4. s may only grow: for a kind of value the largest of all ranks and of all steps so far counts.
+5. `FLOOR_ROUNDINGS` unit roundoffs of the value are allowed in any case: of bfloat16 or float16
+   where all values of the kind are such numbers, else of float32.
 
     bound(value) = t sqrt(2) s + FLOOR_ROUNDINGS u |reference|
 
-A reference that lies outside of its own samples (2) did not do what they did, as where a program
-draws other numbers or is cut off by underflow: there is no bound, which is an error. Samples whose
-bits all equal the reference's round nothing: then bits are due.
+A reference outside of its own samples did not do what they did, as where a program draws other
+numbers: there is no bound, which is an error. Samples whose bits all equal the reference's round
+nothing: then bits are due.
 """
 
 import functools
@@ -37,23 +31,27 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.checks import exact
+from harness.checks import check
 from harness.checks.complete import find_flaw
-from harness.checks.environment import alike
 from harness.checks.evidence import (
+    Options,
     Runs,
-    StepTable,
+    alike,
     count,
     error,
     failed,
+    judged,
+    of_pairs,
     passed,
     shared_pairs,
     show_float,
+    show_ranks,
     step_table,
     where,
 )
-from harness.records import CheckResult, Difference, FloatBits, RunResult, What
-from harness.samples import samples_of
+from harness.checks.exact import quantities
+from harness.records import CheckResult, Difference, FloatBits, RunResult, What, ulp_distance
+from harness.repeats import samples_of
 from harness.tolerance import Close, LossGap, tolerance_of
 
 FALSE_ALARM = 1e-4
@@ -69,40 +67,56 @@ _Values = Mapping[Place, FloatBits]
 _Gap = tuple[Place, FloatBits | None, FloatBits | None]
 
 
-def loss(runs: Runs) -> CheckResult:
+@check(
+    "loss", "bits of losses and gradient norm, or within the tolerance of `compare.expect`",
+    compares=True,
+)  # fmt: skip
+def within(runs: Runs, _: Options) -> CheckResult:
     """Losses of reference and candidate, by bits or within the case's tolerance."""
     tolerance = tolerance_of(runs.case.expect)
     if tolerance is None:
-        return exact.loss(runs.reference, runs.candidate)
-    ours, theirs = step_table(runs.reference), step_table(runs.candidate)
+        return loss(runs.reference, runs.candidate)
     if isinstance(tolerance, LossGap):
-        return _loss_gap(ours, theirs, tolerance)
-    left, right = _values(runs.reference), _values(runs.candidate)
-    pairs = set(shared_pairs(ours, theirs))
-    both = [(at, left.get(at), right.get(at)) for at in left | right if at[:2] in pairs]
-    if not both:
-        message = "the runs share no recorded loss or norm: nothing to compare"
-        return error("loss", "not_run", message)
+        return _loss_gap(runs.reference, runs.candidate, tolerance)
     if isinstance(tolerance, Close):
-        return _close(both, str(tolerance), lambda _, a, b: tolerance.excess(a, b))
+        excess = tolerance.excess
+        return _compared(runs, str(tolerance), lambda _, a, b: excess(_number(a), _number(b)))
     try:
-        return _rounding(runs, both, str(tolerance))
+        return _rounding(runs, str(tolerance))
     except Unmeasured as why:
         return error("loss", why.what, str(why))
 
 
-def _rounding(runs: Runs, values: Sequence[_Gap], tolerance: str) -> CheckResult:
+def loss(reference: RunResult, candidate: RunResult) -> CheckResult:
+    """Compare the bits of every loss, microbatch loss and gradient norm that a run holds."""
+    return _compare(reference, candidate, "", lambda _, a, b: 0.0 if _same(a, b) else math.inf)
+
+
+def _same(left: FloatBits | None, right: FloatBits | None) -> bool:
+    return left is not None and right is not None and left.bits == right.bits
+
+
+def _rounding(runs: Runs, tolerance: str) -> CheckResult:
     due = [spec.key for spec in samples_of(runs.case)]
     if [run.spec.key for run in runs.samples] != due:
         raise Unmeasured("not_run", f"expected the {len(due)} samples of the reference")
     spread = measure(runs.reference, runs.samples)
     if spread is None:
-        result = exact.loss(runs.reference, runs.candidate)
+        result = loss(runs.reference, runs.candidate)
         message = f"no sample has rounded anything, so bits are due: {result.message}"
         return replace(result, message=message)
-    result = _close(values, tolerance, spread.excess)
+    excess = spread.excess
+    result = _compared(runs, tolerance, lambda at, a, b: excess(at, _number(a), _number(b)))
     figures = result.figures | {"samples": float(len(due)), "deviations": spread.factor}
     return replace(result, figures=figures)
+
+
+Excess = Callable[[Place, FloatBits | None, FloatBits | None], float]
+"""A gap in units of what is allowed: above 1 it is beyond."""
+
+
+def _compared(runs: Runs, tolerance: str, excess: Excess) -> CheckResult:
+    return _compare(runs.reference, runs.candidate, tolerance, excess)
 
 
 def informative(result: CheckResult) -> CheckResult:
@@ -113,43 +127,65 @@ def informative(result: CheckResult) -> CheckResult:
     return replace(result, outcome="passed", what="", message=message)
 
 
-def _close(
-    values: Sequence[_Gap], tolerance: str, excess: Callable[[Place, float, float], float]
+def _compare(
+    reference: RunResult, candidate: RunResult, tolerance: str, excess: Excess
 ) -> CheckResult:
-    gaps = [(excess(at, _number(a), _number(b)), at, a, b) for at, a, b in values]
-    # Equal infinities are still outside: `finite` says so, too.
+    """Every value of the pairs that both runs hold; `tolerance` in words, "" for bits."""
+    pairs = set(shared_pairs(step_table(reference), step_table(candidate)))
+    left, right = _values(reference), _values(candidate)
+    both = [(at, left.get(at), right.get(at)) for at in left | right if at[:2] in pairs]
+    if not both:
+        message = "the runs share no recorded loss or norm: nothing to compare"
+        return error("loss", "not_run", message)
+    gaps = [(excess(*each), *each) for each in both]
+    # Equal infinities are outside of a tolerance: `finite` says so, too.
     beyond = [gap for gap in gaps if not gap[0] <= 1]
-    largest = max(gaps, key=lambda gap: (gap[0], -gap[1][0], -gap[1][1]))
-    (step, rank, name), left, right = largest[1:]
-    told = (
-        f"the largest gap is {largest[0]:.3g} times (step {step}, rank {rank}, {name}: "
-        f"{show_float(left)} and {show_float(right)}) of what {tolerance} allow"
-    )
-    figures = {"values": float(len(gaps)), "beyond": float(len(beyond))}
-    if math.isfinite(largest[0]):
-        figures["largest_gap"] = largest[0]
-    number = count(len(gaps), "value")
+    differing = {gap[1][:2] for gap in beyond}
+    figures: dict[str, float] = {
+        "pairs": len(pairs), "differing_pairs": len(differing), "values": len(gaps),
+        "beyond": len(beyond),
+    }  # fmt: skip
+    size, (step, rank, name), a, b = max(gaps, key=lambda gap: (gap[0], -gap[1][0], -gap[1][1]))
+    told = ""
+    if tolerance:
+        figures |= {"largest_gap": size} if math.isfinite(size) else {}
+        told = f"; the largest gap is {size:.3g} times (step {step}, rank {rank}, {name}: "
+        told += f"{show_float(a)} and {show_float(b)}) of what {tolerance} allow"
     if not beyond:
-        message = f"{number} of losses and norms within {tolerance}; {told}"
-        return passed("loss", message, **figures)
-    _, at, left, right = min(beyond, key=lambda gap: gap[1][:2])
-    found = _difference(at, left, right)
-    message = f"{at[2]} is beyond {tolerance} first {where(found)}; {len(beyond)} of {number} are"
-    return failed("loss", "diverged", f"{message}; {told}", found, **figures)
+        how = f"within {tolerance}" if tolerance else "equal bit for bit"
+        message = f"{count(len(gaps), 'value')} of losses and norms {how} in "
+        message += count(len(pairs), "(step, rank) pair")
+        return passed("loss", message + told, **figures)
+    _, at, a, b = min(beyond, key=_order)
+    found = _difference(at, a, b)
+    message = f"{at[2]} is beyond {tolerance} first {where(found)}"
+    if not tolerance:
+        found = replace(found, ulps=None if a is None or b is None else ulp_distance(a, b))
+        apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
+        apart = ", the sign of a zero" if found.ulps == 0 else apart
+        message = f"{at[2]} differs first {where(found)}{apart}"
+    ranks = show_ranks({rank for _, rank in differing})
+    message += f"; {len(beyond)} of {count(len(gaps), 'value')} are, in "
+    message += f"{of_pairs(len(differing), len(pairs))}, on {ranks}"
+    return failed("loss", "diverged", message + told, found, **figures)
 
 
-def _loss_gap(ours: StepTable, theirs: StepTable, tolerance: LossGap) -> CheckResult:
-    steps = sorted({step for step, _ in (*ours, *theirs)})
+def _order(gap: tuple[float, Place, FloatBits | None, FloatBits | None]) -> tuple[object, ...]:
+    """At the lowest step a loss comes before the gradient norm, then the lowest rank."""
+    step, rank, name = gap[1]
+    return (step, name == "grad_norm", name != "loss", len(name), name, rank)
+
+
+def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) -> CheckResult:
+    ours, theirs = _values(reference), _values(candidate)
+    steps = sorted({step for run in (reference, candidate) for step, _ in step_table(run)})
     if len(steps) < tolerance.over:
         message = f"the runs have {count(len(steps), 'step')}, the tolerance is {tolerance}"
         return error("loss", "unsupported", message)
-    last = set(steps[-tolerance.over :])
-    keys = sorted(key for key in {*ours, *theirs} if key[0] in last)
-    both: list[_Gap] = [
-        ((*key, "loss"), _loss_of(ours, key), _loss_of(theirs, key)) for key in keys
-    ]
+    last = steps[-tolerance.over :]
     # A rank that records no loss in either run, as in a pipeline, has no part in the mean.
-    values = [each for each in both if each[1:] != (None, None)]
+    places = sorted(at for at in {*ours, *theirs} if at[0] in last and at[2] == "loss")
+    values: list[_Gap] = [(at, ours.get(at), theirs.get(at)) for at in places]
     if not values:
         return error("loss", "not_run", "the runs recorded no loss there: nothing to compare")
     for at, left, right in values:
@@ -167,14 +203,11 @@ def _loss_gap(ours: StepTable, theirs: StepTable, tolerance: LossGap) -> CheckRe
         f"{tolerance.loss_gap:g} is allowed; the largest gap of one step is "
         f"{abs(_number(right) - _number(left)):.3g}, at step {at[0]} on rank {at[1]}"
     )
-    figures = {"reference_mean": mean_a, "candidate_mean": mean_b, "gap": gap}
-    if gap <= tolerance.loss_gap:
-        return passed("loss", message, **figures)
-    return failed("loss", "diverged", message, _difference(at, left, right), **figures)
-
-
-def _loss_of(table: StepTable, key: tuple[int, int]) -> FloatBits | None:
-    return table[key].loss if key in table else None
+    ok = gap <= tolerance.loss_gap
+    result = judged(
+        "loss", "diverged", message, ok=ok, reference_mean=mean_a, candidate_mean=mean_b, gap=gap
+    )
+    return result if ok else replace(result, difference=_difference(at, left, right))
 
 
 def _difference(at: Place, left: FloatBits | None, right: FloatBits | None) -> Difference:
@@ -194,7 +227,7 @@ def _values(run: RunResult) -> dict[Place, FloatBits]:
     return {
         (step, rank, name): value
         for (step, rank), record in step_table(run).items()
-        for name, value in exact.quantities(record)
+        for name, value in quantities(record)
     }
 
 
@@ -211,10 +244,9 @@ class Unmeasured(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """What rounding may do to each value.
+    """What rounding may do to each value: `factor` standard deviations of its step and kind.
 
     Attributes:
-        factor: t, the standard deviations that are allowed.
         deviations: by step and kind, the largest so far.
         roundoffs: unit roundoff by kind.
     """
@@ -243,7 +275,6 @@ def measure(reference: RunResult, samples: Sequence[RunResult]) -> Spread | None
     """The bounds of a reference's values; None if no sample has rounded anything.
 
     Args:
-        reference: the run.
         samples: at least two runs of it that round at random.
 
     Raises:
@@ -267,10 +298,9 @@ def measure(reference: RunResult, samples: Sequence[RunResult]) -> Spread | None
         held = patterns.setdefault(kind, set())
         held.update(int(table[place].bits, 16) for table in (ours, *tables))
     found = Spread(
-        factor=quantile(FALSE_ALARM / (2 * len(ours)), len(samples) - 1),
-        deviations=deviations,
+        factor=quantile(FALSE_ALARM / (2 * len(ours)), len(samples) - 1), deviations=deviations,
         roundoffs={kind: _roundoff(held) for kind, held in patterns.items()},
-    )
+    )  # fmt: skip
     _refuse_other_work(found, ours, numbers)
     return found
 
@@ -287,8 +317,7 @@ def quantile(probability: float, freedom: int) -> float:
     The distribution is a finite sum in the angle a, tan a = t / sqrt(degrees of freedom)
     (Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4).
     """
-    odd = freedom % 2
-    low, high = 0.0, math.pi / 2  # of the angle
+    odd, low, high = freedom % 2, 0.0, math.pi / 2  # of the angle
     for _ in range(200):
         angle = (low + high) / 2
         sine, cosine = math.sin(angle), math.cos(angle)

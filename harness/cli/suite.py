@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from harness.checks import table
 from harness.checks.evidence import count as counted
-from harness.checks.registry import table
 from harness.cli import options
 from harness.cli.options import PATH
 from harness.errors import NothingSelected, UsageError

@@ -34,7 +34,7 @@ from harness.history.entries import work_of
 from harness.infrastructure import shares_gpus
 from harness.machine import Machine, num_cores
 from harness.records import RunResult, RunSpec, dumps
-from harness.samples import SLOWDOWN
+from harness.repeats import SLOWDOWN
 
 Device = Literal["cpu", "cuda"]
 Seconds = Callable[[RunSpec], float]

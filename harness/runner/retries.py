@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checks import confirmation
-from harness.checks.environment import different_keys
+from harness.checks.evidence import different_leaves
 from harness.checks.judge import unequal
 from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.provenance import fingerprint
@@ -222,7 +222,7 @@ def _same_environment(earlier: RunResult, last: RunResult) -> bool:
         for run in (earlier, last)
     )
     shared = ours.keys() & theirs.keys()
-    return bool(shared) and not any(different_keys(ours[rank], theirs[rank]) for rank in shared)
+    return bool(shared) and not any(different_leaves(ours[rank], theirs[rank]) for rank in shared)
 
 
 def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:

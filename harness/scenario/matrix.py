@@ -30,7 +30,7 @@ from harness.checks.speed import TIMED_STEPS
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.records import CaseSpec, PlantSpec, RunSpec, each_of, joined
-from harness.samples import refusal
+from harness.repeats import refusal
 from harness.scenario.case_id import Assignment, Choice, unique_ids
 from harness.scenario.decode import dotted
 from harness.scenario.schema import Rule, Scenario

@@ -9,7 +9,7 @@
     include  mappings key -> value: extend the cases that they fit, or add a case
     compare  the axis whose reference value every other value is compared with, and how equal they
              are to be: `bitwise`, or a tolerance (harness.tolerance)
-    checks   name -> its limits (harness.checks.registry)
+    checks   name -> its limits (harness.checks)
     soak     `SOAK`: how long runs go on, and stressors that take turns
     launch   `LAUNCH`: where and for how long runs may run
     tier     smoke (with every change), pr (before a merge), nightly or weekly; without one a
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_core.config import STRESSORS
+from harness.checks import CHECKS, Option, defaults
 from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
-from harness.checks.registry import CHECKS, Option, defaults
 from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario import decode as take
 from harness.scenario.case_id import Choice

@@ -23,7 +23,7 @@ from harness.bisect.layouts import (
 )
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
-from harness.samples import NUM_SAMPLES
+from harness.repeats import NUM_SAMPLES
 from harness.store.contents import Contents, KeptTensor, Loaded, Place
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)

@@ -1,19 +1,18 @@
 """Whole synthetic runs, and edits of one record, so that a test states only what is wrong."""
 
-import dataclasses
 import hashlib
-from collections.abc import Callable
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import pytest
-
 from fsdp_core.config import ParallelConfig, TrainConfig
+from harness.checks import CHECKS, judge
 from harness.checks.complete import Flaw, find_flaw, launches, owed
-from harness.checks.evidence import BEFORE
+from harness.checks.evidence import BEFORE, Runs
 from harness.records import (
     CaseSpec,
     CheckResult,
-    Difference,
     EndRecord,
     FloatBits,
     InitialRecord,
@@ -41,10 +40,14 @@ TAPS = {
     "layers.0.attn:gradient[0]": (0, 3), "layers.0.attn:gradient[1]": (0, 7),
     "layers.1.attn:gradient[0]": (1, 2), "layers.1.attn:gradient[1]": (1, 6),
 }  # fmt: skip
-
-
 STATE = ("weights", "optim", "rng")
 """Groups that there are before the first step."""
+NAN, INF = FloatBits.from_bits(0x7FC00000), FloatBits.from_bits(0xFF800000)
+
+
+def f32(number: float) -> FloatBits:
+    """A float32 as it is recorded."""
+    return FloatBits.from_bits(struct.unpack(">I", struct.pack(">f", number))[0])
 
 
 def digests_of(group: str, rank: int, step: int) -> str:
@@ -53,101 +56,82 @@ def digests_of(group: str, rank: int, step: int) -> str:
     return "".join(digest.hexdigest() for digest in each)
 
 
+@dataclass(frozen=True)
 class Lab:
-    """Builds cases of a given size and edits their records."""
+    """Builds cases of a given size."""
 
-    def __init__(self, steps: int = 4, world_size: int = 2, microbatches: int = 2) -> None:
-        self.steps, self.world_size, self.microbatches = steps, world_size, microbatches
+    steps: int = 4
+    world_size: int = 2
+    microbatches: int = 2
 
-    def spec(self, replica: int = 0, graph: tuple[str, ...] = ()) -> RunSpec:
+    def spec(self, replica: int = 0, graph: tuple[str, ...] = (), **more: Any) -> RunSpec:
         config = {
             "steps": self.steps, "microbatches": self.microbatches, "graph": list(graph),
-            "parallel": dataclasses.asdict(ParallelConfig(dp=self.world_size)),
+            "parallel": asdict(ParallelConfig(dp=self.world_size)), **more,
         }  # fmt: skip
         return RunSpec(
             config=config, device="cpu", world_size=self.world_size, timeout_s=60.0, replica=replica
         )
 
-    def candidate(self) -> RunSpec:
-        """With graphs, or in a run too short to warm up eager with a key of its own."""
-        if self.steps > 2:
-            return self.spec(graph=("attn",))
-        return dataclasses.replace(self.spec(), timeout_s=61.0)
-
     def case(self, **changes: Any) -> CaseSpec:
+        """Eager against graphs; a run too short to warm up is eager with a key of its own."""
+        eager = replace(self.spec(), timeout_s=61.0)
         checks: dict[str, dict[str, Any]] = {
             "loss": {}, "state": {}, "taps": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
         }  # fmt: skip
         case = CaseSpec(
-            id="dp2-attn",
-            scenario="alignment",
-            labels={"parallel": "dp2", "graph": "attn"},
-            reference=self.spec(),
+            id="dp2-attn", scenario="alignment", labels={}, reference=self.spec(), expect="bitwise",
+            candidate=self.spec(graph=("attn",)) if self.steps > 2 else eager, checks=checks,
             control=self.spec(replica=1),
-            candidate=self.candidate(),
-            expect="bitwise",
-            checks=checks,
-        )
-        return dataclasses.replace(case, **changes)
+        )  # fmt: skip
+        return replace(case, **changes)
 
     def step(self, rank: int, step: int) -> StepRecord:
         losses = tuple(
             FloatBits.from_bits(0x40000000 + 4096 * step + 64 * rank + micro)
             for micro in range(self.microbatches)
         )
-        return StepRecord(
-            step=step,
-            rank=rank,
-            loss=losses[0],
-            microbatch_losses=losses,
-            grad_norm=FloatBits.from_bits(0x3F000000 + step),
-            digests={group: digests_of(group, rank, step) for group in TENSORS},
-            nonfinite=dict.fromkeys(TENSORS, ()),
-            step_s=0.01,
-            live_bytes=1000,
-            peak_bytes=2000 + rank,
-            taps="".join(
-                hashlib.md5(f"{name}/{rank}/{step}".encode()).hexdigest() + f"{place:08x}"
-                for name, (_, place) in TAPS.items()
-            ),
+        taps = (
+            hashlib.md5(f"{name}/{rank}/{step}".encode()).hexdigest() + f"{place:08x}"
+            for name, (_, place) in TAPS.items()
         )
+        return StepRecord(
+            step=step, rank=rank, loss=losses[0], microbatch_losses=losses,
+            grad_norm=FloatBits.from_bits(0x3F000000 + step), taps="".join(taps),
+            digests={group: digests_of(group, rank, step) for group in TENSORS},
+            nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=1000,
+            peak_bytes=2000 + rank,
+        )  # fmt: skip
 
     def rank(self, rank: int, spec: RunSpec) -> RankRecords:
-        config = TrainConfig.from_dict(spec.config)
-        graphs = tuple(owed(config, rank, self.steps))
+        graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, self.steps))
         return RankRecords(
-            rank=rank,
+            rank=rank, events=(), error=None, problems=(),
             start=StartRecord(
                 schema=1, rank=rank, world_size=self.world_size, pid=100 + rank, device="cpu",
-                tensors=dict(TENSORS),
+                tensors=dict(TENSORS), taps=tuple(TAPS),
+                tap_stages=tuple(stage for stage, _ in TAPS.values()),
                 environment={"fingerprint": {"torch": "2.12", "threads": 1}, "host": "a"},
-                taps=tuple(TAPS), tap_stages=tuple(stage for stage, _ in TAPS.values()),
             ),
             steps=tuple(self.step(rank, step) for step in range(self.steps)),
-            events=(),
-            error=None,
             end=EndRecord(
                 rank=rank, steps=self.steps, peak_bytes=2000 + rank, startup_s=0.1, wall_s=1.0,
                 replays=launches(graphs), graphs=graphs,
             ),
-            problems=(),
             initial=InitialRecord(
-                rank=rank, nonfinite={},
-                digests={group: digests_of(group, rank, BEFORE) for group in STATE},
+                rank=rank, nonfinite={}, digests={g: digests_of(g, rank, BEFORE) for g in STATE}
             ),
         )  # fmt: skip
 
     def run(self, spec: RunSpec) -> RunResult:
+        """A whole run."""
         ranks = range(self.world_size)
-        return RunResult(
-            spec=spec,
-            outcome=RunOutcome(
-                key=spec.key, what="", message="", culprit_rank=None,
-                ranks=tuple(RankExit(rank=rank, code=0) for rank in ranks),
-                started_unix_s=0.0, wall_s=1.0,
-            ),
-            ranks=tuple(self.rank(rank, spec) for rank in ranks),
+        outcome = RunOutcome(
+            key=spec.key, what="", message="", culprit_rank=None, started_unix_s=0.0, wall_s=1.0,
+            ranks=tuple(RankExit(rank=rank, code=0) for rank in ranks),
         )  # fmt: skip
+        each = tuple(self.rank(rank, spec) for rank in ranks)
+        return RunResult(spec=spec, outcome=outcome, ranks=each)
 
     def legs(self) -> tuple[RunResult, RunResult, RunResult]:
         """Reference, control and candidate of `case()`, equal in every compared bit."""
@@ -155,31 +139,91 @@ class Lab:
         return self.run(case.reference), self.run(case.control), self.run(case.candidate)
 
 
+LAB = Lab()
+"""Two ranks, four steps, two microbatches."""
+REFERENCE, CONTROL, CANDIDATE = LAB.legs()
+
+# --- edits ------------------------------------------------------------------------------------
+
+
 def edit_outcome(run: RunResult, **changes: Any) -> RunResult:
-    return dataclasses.replace(run, outcome=dataclasses.replace(run.outcome, **changes))
+    return replace(run, outcome=replace(run.outcome, **changes))
 
 
 def edit_rank(run: RunResult, rank: int, /, **changes: Any) -> RunResult:
-    ranks = tuple(
-        dataclasses.replace(records, **changes) if records.rank == rank else records
-        for records in run.ranks
-    )
-    return dataclasses.replace(run, ranks=ranks)
+    """`start` and `end` may be mappings of what changes in them."""
+
+    def edited(records: RankRecords) -> RankRecords:
+        new = {
+            name: replace(getattr(records, name), **value) if isinstance(value, dict) else value
+            for name, value in changes.items()
+        }
+        return replace(records, **new)
+
+    each = tuple(edited(records) if records.rank == rank else records for records in run.ranks)
+    return replace(run, ranks=each)
 
 
 def edit_step(run: RunResult, rank: int, step: int, /, **changes: Any) -> RunResult:
-    steps = tuple(
-        dataclasses.replace(record, **changes) if record.step == step else record
-        for record in run.ranks[rank].steps
-    )
-    return edit_rank(run, rank, steps=steps)
+    """`digests` are laid over those that there are."""
+
+    def edited(record: StepRecord) -> StepRecord:
+        if record.step != step:
+            return record
+        digests = record.digests | changes.get("digests", {})
+        return replace(record, **(changes | {"digests": digests}))
+
+    return edit_rank(run, rank, steps=tuple(map(edited, run.ranks[rank].steps)))
 
 
-def flip_digest(run: RunResult, rank: int, step: int, group: str, bit: int) -> RunResult:
-    digests = dict(run.ranks[rank].steps[step].digests)
-    number = int(digests[group], 16) ^ (1 << (4 * len(digests[group]) - 1 - bit))
-    digests[group] = f"{number:0{len(digests[group])}x}"
+def edit_all(run: RunResult, **changes: Any) -> RunResult:
+    """Every step of every rank; a callable is asked with step and rank."""
+    for records in run.ranks:
+        for record in records.steps:
+            at = record.step, records.rank
+            new = {name: v(*at) if callable(v) else v for name, v in changes.items()}
+            run = edit_step(run, records.rank, record.step, **new)
+    return run
+
+
+def flip(run: RunResult, rank: int, step: int, group: str, bit: int = 0) -> RunResult:
+    """One bit of a group's digests; step -1 is the state before the first one."""
+    records = run.ranks[rank]
+    held = records.initial if step < 0 else records.steps[step]
+    assert held is not None
+    number = int(held.digests[group], 16) ^ (1 << (4 * len(held.digests[group]) - 1 - bit))
+    digests = held.digests | {group: f"{number:0{len(held.digests[group])}x}"}
+    if step < 0:
+        return edit_rank(run, rank, initial={"digests": digests})
     return edit_step(run, rank, step, digests=digests)
+
+
+def configured(run: RunResult, **config: Any) -> RunResult:
+    """The run under another configuration, with the key of that."""
+    spec = replace(run.spec, config=run.spec.config | config)
+    return edit_outcome(replace(run, spec=spec), key=spec.key)
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def ask(name: str, *about: Any, **options: Any) -> CheckResult:
+    """What a registered check says of reference, candidate and, if need be, a case."""
+    reference, candidate, *case = about
+    more = {key: options.pop(key) for key in ("samples", "repeats") if key in options}
+    runs = Runs(
+        case=case[0] if case else LAB.case(), reference=reference, control=reference,
+        candidate=candidate, **more,
+    )  # fmt: skip
+    return CHECKS[name].run(runs, options)
+
+
+def verdict_of(*runs: RunResult, **case: Any) -> Verdict:
+    """Of reference, control and candidate, with a case that names them."""
+    names = ("reference", "control", "candidate")
+    specs = {name: run.spec for name, run in zip(names, runs, strict=True)}
+    reference, control, candidate = runs
+    return judge(LAB.case(**(specs | case)), reference, control, candidate)
 
 
 def flaw_of(run: RunResult) -> Flaw:
@@ -189,33 +233,18 @@ def flaw_of(run: RunResult) -> Flaw:
     return flaw
 
 
-def place_of(answer: CheckResult | Verdict | Flaw) -> Difference:
-    """Where a check, a verdict or a flaw saw the first difference."""
-    assert answer.difference is not None
-    return answer.difference
+def said(answer: CheckResult | Verdict) -> tuple[str, str]:
+    """Outcome and kind."""
+    return answer.outcome, answer.what
 
 
-@dataclasses.dataclass(frozen=True)
-class Edits:
-    outcome: Callable[..., RunResult] = edit_outcome
-    rank: Callable[..., RunResult] = edit_rank
-    step: Callable[..., RunResult] = edit_step
-    digest: Callable[..., RunResult] = flip_digest
+def place(answer: CheckResult | Verdict | Flaw) -> tuple[int, int, str, str]:
+    """Step, rank, quantity and tensor of the first difference."""
+    found = answer.difference
+    assert found is not None
+    return found.step, found.rank, found.quantity, found.tensor
 
 
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    """Two ranks, four steps, two microbatches."""
-    return Lab()
-
-
-@pytest.fixture(scope="session")
-def make_lab() -> type[Lab]:
-    """For other sizes."""
-    return Lab
-
-
-@pytest.fixture(scope="session")
-def edit() -> Edits:
-    """Functions that return a run with one thing changed."""
-    return Edits()
+def answers(verdict: Verdict) -> Mapping[str, CheckResult]:
+    """By check."""
+    return {result.check: result for result in verdict.checks}

@@ -1,138 +1,165 @@
 """A run that is not whole is found, by its own name; and what graphs owe."""
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from harness.checks import complete
-from harness.checks.complete import Flaw, find_flaw, launches
-from harness.checks.judge import judge
-from harness.records import EndRecord, ErrorRecord, EventRecord, GraphUse, RankExit, RunResult
-from tests.unit.harness.checks.conftest import Edits, Lab, flaw_of, place_of
+from harness.checks.complete import find_flaw, launches
+from harness.records import ErrorRecord, EventRecord, GraphUse, RankExit, RunResult
+from harness.soaking import SoakSpec
+from tests.unit.harness.checks.conftest import (
+    CANDIDATE,
+    LAB,
+    REFERENCE,
+    Lab,
+    ask,
+    configured,
+    edit_outcome,
+    edit_rank,
+    edit_step,
+    flaw_of,
+    place,
+    said,
+)
 
-LATE = "line 7: step record after end"
-LAB, EDIT = Lab(), Edits()
 Break = Callable[[Any], Any]
+LATE = "line 7: step record after end"
 
 
-def start(**changes: Any) -> Break:
-    """Change the start record of rank 0."""
+def of(name: str, rank: int = 0, /, **changes: Any) -> Break:
+    """Change the start, end or initial record of a rank."""
+    return lambda run: edit_rank(run, rank, **{name: changes})
 
-    def broken(run: Any) -> Any:
-        return EDIT.rank(run, 0, start=dataclasses.replace(run.ranks[0].start, **changes))
+
+def rank(number: int, **changes: Any) -> Break:
+    return lambda run: edit_rank(run, number, **changes)
+
+
+def steps(change: Callable[[Any], Any], rank: int = 0, **more: Any) -> Break:
+    return lambda run: edit_rank(run, rank, steps=tuple(change(run.ranks[rank].steps)), **more)
+
+
+def digest(group: str, change: Callable[[str], str], step: int = 1, rank: int = 0) -> Break:
+    def broken(run: RunResult) -> RunResult:
+        text = run.ranks[rank].steps[step].digests[group]
+        return edit_step(run, rank, step, digests={group: change(text)})
 
     return broken
 
 
-def end(**changes: Any) -> Break:
-    """The same of its end record."""
-
-    def broken(run: Any) -> Any:
-        return EDIT.rank(run, 0, end=dataclasses.replace(run.ranks[0].end, **changes))
-
-    return broken
+def initial(change: Callable[[dict[str, str]], dict[str, str]]) -> Break:
+    return lambda run: of("initial", 1, digests=change(run.ranks[1].initial.digests))(run)
 
 
-def ended(what: str) -> Break:
-    """What the engine says of the run, with a culprit."""
-    return lambda run: EDIT.outcome(run, what=what, culprit_rank=1)
+def exits(*codes: int | None) -> Break:
+    states = tuple(RankExit(rank=rank, code=code) for rank, code in enumerate(codes))
+    return lambda run: edit_outcome(run, ranks=states)
 
 
-def digest(group: str, change: Callable[[str], str], step: int = 1) -> Break:
-    """The same of the text of one group in a step."""
+def ended(what: Any, **more: Any) -> Break:
+    return lambda run: edit_outcome(run, what=what, **more)
+
+
+def error(what: Any) -> ErrorRecord:
+    return ErrorRecord(rank=1, step=3, what=what, type="E", message="m", traceback="")
+
+
+def twice(run: RunResult) -> RunResult:
+    states = (*run.outcome.ranks, RankExit(rank=1, code=0))
+    return edit_outcome(run, ranks=states)
+
+
+def without(groups: str, ranks: tuple[int, ...]) -> Break:
+    """Ranks that hold no tensor of a group."""
 
     def broken(run: RunResult) -> RunResult:
-        held = run.ranks[0].steps[step].digests
-        return EDIT.step(run, 0, step, digests=held | {group: change(held[group])})
+        for number in ranks:
+            records = run.ranks[number]
+            run = of("start", number, tensors=records.start.tensors | {groups: ()})(run)  # type: ignore[union-attr]
+            held = records.initial.digests  # type: ignore[union-attr]
+            run = of("initial", number, digests=held | ({groups: ""} if groups in held else {}))(
+                run
+            )
+            for step in range(len(records.steps)):
+                run = edit_step(run, number, step, digests={groups: ""})
+        return run
 
     return broken
-
-
-def steps(change: Callable[[Any], tuple[Any, ...]], rank: int = 0, **more: Any) -> Break:
-    """The same of its step records."""
-    return lambda run: EDIT.rank(run, rank, steps=change(run.ranks[rank].steps), **more)
-
-
-def failed(what: str) -> ErrorRecord:
-    return ErrorRecord(rank=1, step=3, what=what, type="E", message="m", traceback="")  # type: ignore[arg-type]
-
-
-def exits(*codes: tuple[int, int | None]) -> Break:
-    ranks = tuple(RankExit(rank=rank, code=code) for rank, code in codes)
-    return lambda run: EDIT.outcome(run, ranks=ranks)
-
-
-def config(**changes: Any) -> Break:
-    """Another configuration under a key of its own."""
-
-    def broken(run: RunResult) -> RunResult:
-        spec = dataclasses.replace(run.spec, config=run.spec.config | changes)
-        return EDIT.outcome(dataclasses.replace(run, spec=spec), key=spec.key)
-
-    return broken
-
-
-def ranks(change: Callable[[RunResult], tuple[Any, ...]]) -> Break:
-    return lambda run: dataclasses.replace(run, ranks=change(run))
 
 
 FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
-    # name: (what is broken in a whole run, the flaw's (what, rank, step) as far as they are told)
+    # what is broken in a whole run, and the flaw's (what, rank, step) as far as they are told
     **{
-        what: (ended(what), (what, 1))
+        what: (ended(what, culprit_rank=1), (what, 1))
         for what in ("hang", "oom", "illegal_access", "crashed", "stale_address")
     },
-    "outcome of another run": (lambda run: EDIT.outcome(run, key="w2-r0-0"), ("corrupt_record",)),
+    "outcome of another run": (lambda run: edit_outcome(run, key="w2-r0-0"), ("corrupt_record",)),
+    "undecided": (lambda run: edit_outcome(run, undecided=True), ("shared_gpu",)),
     "missing step": (steps(lambda s: s[:2] + s[3:], 1), ("missing_step", 1, 2)),
-    "rank absent": (ranks(lambda run: run.ranks[:1]), ("missing_rank", 1)),
-    "rank empty": (steps(lambda _: (), 1, start=None, end=None), ("missing_rank", 1)),
-    "no steps": (lambda run: steps(lambda _: ())(steps(lambda _: (), 1)(run)), ("empty_run",)),
-    "no ranks": (ranks(lambda _: ()), ("empty_run",)),
+    "missing last step": (steps(lambda s: s[:3], 1), ("missing_step", 1, 3)),
+    "rank absent": (lambda run: replace(run, ranks=run.ranks[:1]), ("missing_rank", 1)),
+    "rank empty": (rank(1, steps=(), start=None, end=None), ("missing_rank", 1)),
+    "no steps": (lambda run: rank(0, steps=())(rank(1, steps=())(run)), ("empty_run",)),
+    "no ranks": (lambda run: replace(run, ranks=()), ("empty_run",)),
     "line after end": (
-        lambda run: EDIT.rank(run, 0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
+        rank(0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
         ("record_after_end", 0),
     ),
     "step past the last": (steps(lambda s: (*s, LAB.step(0, 4))), ("record_after_end", 0)),
-    "error and end": (lambda run: EDIT.rank(run, 1, error=failed("oom")), ("record_after_end", 1)),
-    "error": (lambda run: EDIT.rank(run, 1, error=failed("oom"), end=None), ("oom", 1, 3)),
-    "error without name": (
-        lambda run: EDIT.rank(run, 1, error=failed(""), end=None), ("crashed", 1, 3)
-    ),
-    "exit 3": (exits((0, 0), (1, 3)), ("crashed", 1)),
-    "exit -9": (exits((0, 0), (1, -9)), ("killed", 1)),
-    "exit unknown": (exits((0, 0), (1, None)), ("missing_rank", 1)),
-    "exit missing": (exits((0, 0)), ("missing_rank", 1)),
-    "no exits": (exits(), ("missing_rank", 0)),
-    "exit twice": (exits((0, 0), (1, 0), (1, 0)), ("corrupt_record", 1)),
-    "exit of nobody": (exits((0, 0), (1, 0), (2, 0)), ("corrupt_record", 2)),
+    "error and end": (rank(1, error=error("oom")), ("record_after_end", 1)),
+    "error": (rank(1, error=error("oom"), end=None), ("oom", 1, 3)),
+    "error without name": (rank(1, error=error(""), end=None), ("crashed", 1, 3)),
+    "exit 3": (exits(0, 3), ("crashed", 1)), "exit -9": (exits(0, -9), ("killed", 1)),
+    "exit unknown": (exits(0, None), ("missing_rank", 1)),
+    "exit missing": (exits(0), ("missing_rank", 1)), "no exits": (exits(), ("missing_rank", 0)),
+    "exit twice": (twice, ("corrupt_record", 1)),
+    "exit of nobody": (exits(0, 0, 0), ("corrupt_record", 2)),
+    **{
+        f"no {group}": (without(group, (0, 1)), ("empty_run",))
+        for group in ("grads", "weights", "optim")
+    },
     **{
         name: (broken, ("corrupt_record",))
         for name, broken in {
-            "problem": lambda run: EDIT.rank(run, 0, problems=("line 3: not JSON",)),
-            "no start": lambda run: EDIT.rank(run, 0, start=None),
-            "schema": start(schema=99), "start rank": start(rank=1),
-            "world size": start(world_size=3), "groups": start(tensors={"grads": ("a",)}),
-            "start run": start(run="another"),
-            "no end": lambda run: EDIT.rank(run, 0, end=None),
-            "end steps": end(steps=3), "end rank": end(rank=1),
+            "problem": rank(0, problems=("line 3: not JSON",)), "no start": rank(0, start=None),
+            "schema": of("start", schema=99), "start rank": of("start", rank=1),
+            "world size": of("start", world_size=3), "start run": of("start", run="another"),
+            "groups": of("start", tensors={"grads": ("a",)}),
+            "taps without stages": of("start", tap_stages=(0,)),
+            "no end": rank(0, end=None), "end steps": of("end", steps=3),
+            "end rank": of("end", rank=1),
             "repeated step": steps(lambda s: (*s[:2], s[1], *s[2:])),
             "swapped steps": steps(lambda s: (s[1], s[0], *s[2:])),
-            "step rank": lambda run: EDIT.step(run, 0, 1, rank=1),
-            "microbatches": lambda run: EDIT.step(run, 0, 1, microbatch_losses=()),
-            "digest group": lambda run: EDIT.step(run, 0, 1, digests={"grads": "0" * 64}),
+            "step rank": lambda run: edit_step(run, 0, 1, rank=1),
+            "microbatches": lambda run: edit_step(run, 0, 1, microbatch_losses=()),
+            "digest group": steps(lambda s: (replace(s[0], digests={"grads": "0" * 64}), *s[1:])),
             "digest length": digest("optim", lambda text: text[:32]),
             "digest long": digest("optim", lambda text: text + "0" * 32),
             "digest odd": digest("grads", lambda text: text[:-1]),
             "digest text": digest("rng", lambda _: "Z" * 32),
             "last digest": digest("optim", lambda text: text[:32], 3),
-            "extra rank": ranks(lambda run: (*run.ranks, LAB.rank(2, run.spec))),
-            "twin rank": ranks(lambda run: (*run.ranks, LAB.rank(0, run.spec))),
-            "config steps": config(steps=None), "config microbatches": config(microbatches=True),
-            "config graph": config(graph=["no_scope"]),
+            "other rank's digest": digest("optim", lambda text: text[:32], 2, rank=1),
+            "taps short": lambda run: edit_step(run, 1, 2, taps="0" * 319),
+            "taps text": lambda run: edit_step(run, 1, 2, taps="G" * 320),
+            "extra rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(2, run.spec))),
+            "twin rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(0, run.spec))),
+            "config steps": lambda run: configured(run, steps=None),
+            "config microbatches": lambda run: configured(run, microbatches=True),
+            "config graph": lambda run: configured(run, graph=["no_scope"]),
+        }.items()
+    },
+    **{
+        f"initial, {name}": (broken, ("corrupt_record", 1, None))
+        for name, broken in {
+            "none": rank(1, initial=None), "rank": of("initial", 1, rank=0),
+            "without weights": initial(lambda d: {"optim": d["optim"], "rng": d["rng"]}),
+            "without optim": initial(lambda d: {"weights": d["weights"], "rng": d["rng"]}),
+            "without rng": initial(lambda d: {"weights": d["weights"], "optim": d["optim"]}),
+            "short": initial(lambda d: d | {"weights": ""}),
+            "text": initial(lambda d: d | {"weights": "g" * 64}),
+            "more": initial(lambda d: d | {"more": "0" * 32}),
         }.items()
     },
 }  # fmt: skip
@@ -144,182 +171,100 @@ def test_each_flaw_has_its_name(name: str) -> None:
 
     Whatever is malformed is `corrupt_record`, and never an exception.
     """
-    whole = LAB.run(LAB.spec())
-    assert find_flaw(whole) is None
     broken, told = FLAWS[name]
-    flaw = flaw_of(broken(whole))
+    flaw = flaw_of(broken(REFERENCE))
     assert (flaw.what, flaw.rank, flaw.step)[: len(told)] == told
 
 
-def test_all_ranks_that_lack_a_step_are_named(lab: Any, edit: Any) -> None:
-    """Where every rank left early, none of them is singled out."""
-    run = one = lab.run(lab.spec())
-    for rank in (0, 1):
-        run = edit.rank(run, rank, steps=run.ranks[rank].steps[:2], end=None)
-    flaw = flaw_of(run)
-    assert (flaw.what, flaw.rank, flaw.ranks, flaw.step) == ("missing_step", 0, (0, 1), 2)
-    flaw = flaw_of(edit.rank(one, 1, steps=run.ranks[1].steps[:2], end=None))
-    assert (flaw.rank, flaw.ranks) == (1, (1,))
-
-
-def of_program(run: Any) -> Any:
-    """The same records of a script's run."""
-    config = run.spec.config | {"program": {"script": "train.py"}}
-    spec = dataclasses.replace(run.spec, config=config)
-    return dataclasses.replace(
-        run, spec=spec, outcome=dataclasses.replace(run.outcome, key=spec.key)
-    )
-
-
-def without(run: Any, rank: int, group: str, edit: Any) -> Any:
-    """The run in which a rank holds no tensor of a group."""
-    records = run.ranks[rank]
-    start = dataclasses.replace(records.start, tensors=records.start.tensors | {group: ()})
-    of_initial = {group: ""} if group in records.initial.digests else {}
-    initial = dataclasses.replace(records.initial, digests=records.initial.digests | of_initial)
-    run = edit.rank(run, rank, start=start, initial=initial)
-    for step, record in enumerate(records.steps):
-        run = edit.step(run, rank, step, digests=record.digests | {group: ""})
-    return run
-
-
-@pytest.mark.parametrize("group", ["grads", "weights", "optim"])
-def test_empty_digest_proves_nothing(lab: Any, edit: Any, group: str) -> None:
-    """A run that digests no tensor of a group is not whole; one rank alone may own no row."""
-    run = lab.run(lab.spec())
-    flaws = []
-    for rank in (0, 1):
-        run = without(run, rank, group, edit)
-        flaws.append(find_flaw(run))
-    assert flaws[0] is None
-    assert getattr(flaws[1], "what", "") == "empty_run"
-
-
 @pytest.mark.parametrize(
-    ("graph", "replays", "whole"),
-    [((), 0, True), ((), 1, False), (("attn",), 16, True), (("attn",), 0, False)],
-)
-def test_graphs_must_replay(
-    lab: Any, edit: Any, graph: tuple[str, ...], replays: int, whole: bool
-) -> None:
-    """A graphed run whose graphs never ran proves nothing; an eager one must not replay any."""
-    run = lab.run(lab.spec(graph=graph))
-    end = dataclasses.replace(run.ranks[1].end, replays=replays)
-    flaw = find_flaw(edit.rank(run, 1, end=end))
-    assert (flaw is None) == whole
-    assert whole or getattr(flaw, "what", "") == "not_replayed"
-
-
-def test_empty_rng_is_allowed(lab: Any, edit: Any) -> None:
-    """A rank without random state is still whole."""
-    run = lab.run(lab.spec())
-    assert find_flaw(without(run, 0, "rng", edit)) is None
-
-
-@pytest.mark.parametrize("builtin", [True, False])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        None, {"rank": 0}, {"weights": None}, {"optim": None}, {"rng": None}, {"weights": ""},
-        {"weights": "g" * 64}, {"more": "0" * 32},
-    ],
+    "whole",
+    [lambda run: run, without("rng", (0,)), without("optim", (0,)),
+     lambda run: configured(run, program={"target": "train.py"})],
 )  # fmt: skip
-def test_the_state_before_step_0_is_whole(
-    lab: Any, edit: Any, changes: dict[str, Any] | None, builtin: bool
-) -> None:
-    """Of every rank of every program: a run without it would be compared from step 0 on only."""
-    run = lab.run(lab.spec())
-    if not builtin:
-        run = of_program(run)
-    assert find_flaw(run) is None
-    initial = run.ranks[1].initial
-    if changes is None:
-        initial = None
-    elif "rank" in changes:
-        initial = dataclasses.replace(initial, **changes)
-    else:
-        digests = {g: text for g, text in (initial.digests | changes).items() if text is not None}
-        initial = dataclasses.replace(initial, digests=digests)
-    flaw = flaw_of(edit.rank(run, 1, initial=initial))
-    assert (flaw.what, flaw.rank, flaw.step) == ("corrupt_record", 1, None)
+def test_what_is_whole_has_no_flaw(whole: Break) -> None:
+    """A rank may own no row of a group, or no generator; other programs record the same."""
+    assert find_flaw(whole(REFERENCE)) is None
 
 
-@pytest.mark.parametrize("tensors", [None, (), ("targets",)])
-def test_the_builtin_trainer_records_what_it_reads(lab: Any, edit: Any, tensors: Any) -> None:
+@pytest.mark.parametrize("at", [(r, s) for r in (0, 1) for s in range(-2, 4)])
+def test_removing_any_record_is_detected(at: tuple[int, int]) -> None:
+    """Without any one start, end or step record of any rank, a run is not whole."""
+    number, step = at
+    gone: dict[str, Any] = {"start": None} if step == -2 else {"end": None}
+    if step >= 0:
+        kept = REFERENCE.ranks[number].steps
+        gone = {"steps": kept[:step] + kept[step + 1 :]}
+    flaw = flaw_of(edit_rank(REFERENCE, number, **gone))
+    assert flaw.rank == number
+    assert step < 0 or (flaw.what, flaw.step) == ("missing_step", step)
+
+
+def test_all_ranks_that_lack_a_step_are_named() -> None:
+    """Where every rank left early, none of them is singled out, and how they left is said."""
+    one = steps(lambda s: s[:2], 1, end=None)(REFERENCE)
+    flaw = flaw_of(steps(lambda s: s[:2], 0, end=None)(one))
+    assert (flaw.what, flaw.rank, flaw.ranks, flaw.step) == ("missing_step", 0, (0, 1), 2)
+    assert "exited with code 0 without an end record" in flaw.message
+    assert (flaw_of(one).rank, flaw_of(one).ranks) == (1, (1,))
+
+
+@pytest.mark.parametrize("number", [8, 11])
+def test_ranks_above_7_are_looked_at(number: int) -> None:
+    """One that is gone, silent, short, or whose digest is damaged."""
+    run = Lab(world_size=12).legs()[2]
+    gone = replace(run, ranks=tuple(each for each in run.ranks if each.rank != number))
+    silent = edit_rank(run, number, start=None, steps=(), end=None)
+    for broken, told in (
+        (gone, ("missing_rank", number, None)), (silent, ("missing_rank", number, None)),
+        (steps(lambda s: s[:-1], number)(run), ("missing_step", number, 3)),
+        (digest("optim", lambda text: text[1:], 3, number)(run), ("corrupt_record", number, 3)),
+    ):  # fmt: skip
+        flaw = flaw_of(broken)
+        assert (flaw.what, flaw.rank, flaw.step) == told
+
+
+@pytest.mark.parametrize("tokens", [None, (), ("targets",)])
+def test_the_builtin_trainer_records_what_it_reads(tokens: Any) -> None:
     """Without digests of tokens nobody could say whether ranks read the same samples."""
-    run = lab.run(lab.spec())
-    start = run.ranks[1].start
-    named = {g: names for g, names in (start.tensors | {"samples": tensors}).items() if names}
-    if tensors == ():
-        named["samples"] = ()
-    run = edit.rank(run, 1, start=dataclasses.replace(start, tensors=named))
-    for step, record in enumerate(run.ranks[1].steps):
-        digests = {g: text for g, text in record.digests.items() if g in named}
-        if "samples" in named:
-            digests["samples"] = "0" * 32 * len(named["samples"])
-        run = edit.step(run, 1, step, digests=digests)
-    flaw = flaw_of(run)
-    assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
-    assert find_flaw(of_program(run)) is None
+    named = {"samples": tokens} if tokens is not None else {}
+    tensors = {g: n for g, n in REFERENCE.ranks[1].start.tensors.items() if g != "samples"}  # type: ignore[union-attr]
+
+    def plain(record: Any) -> Any:
+        held = {g: text for g, text in record.digests.items() if g != "samples"}
+        return replace(record, digests=held | {g: "0" * 32 * len(n) for g, n in named.items()})
+
+    run = of("start", 1, tensors=tensors | named)(REFERENCE)
+    run = steps(lambda s: map(plain, s), 1)(run)
+    assert (flaw_of(run).what, flaw_of(run).rank) == ("corrupt_record", 1)
+    assert find_flaw(configured(run, program={"target": "train.py"})) is None
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_removing_any_record_is_detected(lab: Any, edit: Any, data: st.DataObject) -> None:
-    """Without any one start, step or end record of any rank, a run is not whole."""
-    run = lab.run(lab.spec())
-    rank = data.draw(st.integers(0, lab.world_size - 1))
-    place = data.draw(st.integers(-2, lab.steps - 1))
-    if place == -2:
-        broken = edit.rank(run, rank, start=None)
-    elif place == -1:
-        broken = edit.rank(run, rank, end=None)
-    else:
-        steps = run.ranks[rank].steps
-        broken = edit.rank(run, rank, steps=steps[:place] + steps[place + 1 :])
-    flaw = flaw_of(broken)
-    assert flaw.rank == rank
-    if place >= 0:
-        assert (flaw.what, flaw.step) == ("missing_step", place)
-
+# --- graphs and compiled parts ----------------------------------------------------------------
 
 EXPERTS = {"layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 32, "first_dense_layers": 1}
-MOE = {"model": EXPERTS}
 
 
-def with_uses(lab: Any, edit: Any, graph: tuple[str, ...], change: Any, **config: Any) -> Any:
+def graphed(graph: tuple[str, ...], change: Callable[[GraphUse], Any], **config: Any) -> RunResult:
     """A run of those scopes whose rank 1 states the uses that `change` makes of those owed."""
-    spec = lab.spec(graph=graph)
-    run = lab.run(dataclasses.replace(spec, config=spec.config | config))
-    end: EndRecord = run.ranks[1].end
-    uses = tuple(changed for use in end.graphs if (changed := change(use)) is not None)
-    return edit.rank(run, 1, end=dataclasses.replace(end, graphs=uses, replays=launches(uses)))
-
-
-def difference(flaw: Flaw | None) -> tuple[Any, ...]:
-    assert flaw is not None
-    assert (flaw.what, flaw.rank) == ("not_replayed", 1)
-    found = flaw.difference
-    assert found is not None
-    return found.tensor, found.quantity, found.reference, found.candidate
+    run = LAB.run(LAB.spec(graph=graph, **config))
+    changed = (change(use) for use in run.ranks[1].end.graphs)  # type: ignore[union-attr]
+    uses = tuple(use for use in changed if use is not None)
+    return edit_rank(run, 1, end={"graphs": uses, "replays": launches(uses)})
 
 
 @pytest.mark.parametrize(
     ("graph", "config"),
     [
-        (("attn",), {}),
-        (("attn", "mlp"), {}),
-        (("layer",), {"parallel": {"pp": 2}}),
-        (("attn", "moe_router", "moe_preprocess"), MOE),
+        (("attn",), {}), (("attn", "mlp"), {}), (("layer",), {"parallel": {"pp": 2}}),
+        (("attn", "moe_router", "moe_preprocess"), {"model": EXPERTS}),
         (("mlp", "moe"), {"model": {**EXPERTS, "capacity_factor": 2.0}}),
-        (("full_iteration",), {}),
-        (("full_iteration",), {"graph_optimizer": False}),
+        (("full_iteration",), {}), (("full_iteration",), {"graph_optimizer": False}),
         (("attn",), {"graph_layers": [1, 1]}),
     ],
-)
-def test_all_that_is_owed_is_enough(lab: Any, edit: Any, graph: Any, config: Any) -> None:
+)  # fmt: skip
+def test_all_that_is_owed_is_enough(graph: Any, config: Any) -> None:
     """A rank that captured and replayed everything has no flaw, on any kind of layer."""
-    assert find_flaw(with_uses(lab, edit, graph, lambda use: use, **config)) is None
+    assert find_flaw(graphed(graph, lambda use: use, **config)) is None
 
 
 def only(wanted: Callable[[GraphUse], bool]) -> Callable[[GraphUse], GraphUse | None]:
@@ -327,7 +272,12 @@ def only(wanted: Callable[[GraphUse], bool]) -> Callable[[GraphUse], GraphUse | 
 
 
 def replays(number: Callable[[GraphUse], int]) -> Callable[[GraphUse], GraphUse]:
-    return lambda use: dataclasses.replace(use, replays=number(use))
+    return lambda use: replace(use, replays=number(use))
+
+
+def once(layer: int, direction: str) -> Callable[[GraphUse], GraphUse]:
+    """One replay where four are owed."""
+    return replays(lambda use: 1 if (use.layer, use.direction) == (layer, direction) else 4)
 
 
 @pytest.mark.parametrize(
@@ -336,223 +286,146 @@ def replays(number: Callable[[GraphUse], int]) -> Callable[[GraphUse], GraphUse]
         (("attn",), only(lambda use: use.layer != 1), ("layers.1 attn", "captures.forward", 1, 0)),
         (("attn", "mlp"), only(lambda use: use.scope == "attn"),
          ("layers.0 mlp", "captures.forward", 1, 0)),
-        (("attn",), replays(lambda use: 1 if (use.layer, use.direction) == (1, "forward") else 4),
-         ("layers.1 attn", "replays.forward", 4, 1)),
-        (("attn",), replays(lambda use: 1 if (use.layer, use.direction) == (1, "backward") else 4),
-         ("layers.1 attn", "replays.backward", 4, 1)),
+        (("attn",), once(1, "forward"), ("layers.1 attn", "replays.forward", 4, 1)),
+        (("attn",), once(1, "backward"), ("layers.1 attn", "replays.backward", 4, 1)),
         # One layer's graph in place of another's: the sum is right, the parts are not.
         (("attn",), replays(lambda use: 8 if use.layer == 0 else 0),
          ("layers.0 attn", "replays.forward", 4, 8)),
         (("full_iteration",), only(lambda use: use.direction == "gradients"),
          ("full_iteration", "captures.optimizer", 1, 0)),
+        (("full_iteration",), replays(lambda use: 1),
+         ("full_iteration", "replays.gradients", 2, 1)),
     ],
 )  # fmt: skip
-def test_what_ran_eagerly_is_named(lab: Any, edit: Any, graph: Any, change: Any, told: Any) -> None:
+def test_what_ran_eagerly_is_named(graph: Any, change: Any, told: Any) -> None:
     """A layer, a scope, calls of one direction, the optimizer's part of a whole step."""
-    where, quantity, *numbers = told
-    found = difference(find_flaw(with_uses(lab, edit, graph, change)))
-    assert found == (where, quantity, *map(str, numbers))
+    flaw = flaw_of(graphed(graph, change))
+    found = flaw.difference
+    assert found is not None
+    assert (flaw.what, flaw.rank, found.rank) == ("not_replayed", 1, 1)
+    got = found.tensor, found.quantity, int(found.reference), int(found.candidate)
+    assert got == told
 
 
-def test_optimizer_that_was_to_stay_outside(lab: Any, edit: Any) -> None:
-    """What nobody asked to be captured is a difference, too."""
-    spec = lab.spec(graph=("full_iteration",))
-    inside = lab.run(spec).ranks[1].end
-    outside = lab.run(dataclasses.replace(spec, config=spec.config | {"graph_optimizer": False}))
-    run = edit.rank(outside, 1, end=inside)
-    assert difference(find_flaw(run)) == ("full_iteration", "replays.optimizer", "0", "2")
+def test_replays_that_nobody_asked_for_are_a_flaw() -> None:
+    """Of an eager run, of an optimizer that was to stay outside, of no part at all, of one more."""
+    inside = LAB.run(LAB.spec(graph=("full_iteration",))).ranks[1].end
+    outside = LAB.run(LAB.spec(graph=("full_iteration",), graph_optimizer=False))
+    assert place(flaw_of(edit_rank(outside, 1, end=inside)))[2] == "replays.optimizer"
+    eager = edit_rank(REFERENCE, 1, end=CANDIDATE.ranks[1].end)
+    for run in (eager, of("end", 1, replays=1)(REFERENCE), of("end", 1, replays=17)(CANDIDATE)):
+        assert flaw_of(run).what == "not_replayed"
+    assert flaw_of(of("end", 1, replays=0)(CANDIDATE)).what == "not_replayed"
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_stages_owe_their_own_layers(lab: Any, edit: Any, layer: int) -> None:
+def test_stages_owe_their_own_layers(layer: int) -> None:
     """A rank of the second stage owes layers 2 and 3, not those of the first."""
     config = {"parallel": {"pp": 2}, "model": {"layers": 4}}
-
-    def change(use: GraphUse) -> GraphUse | None:
-        assert use.layer in (2, 3)
-        return use if use.layer != layer else None
-
-    flaw = find_flaw(with_uses(lab, edit, ("attn",), change, **config))
+    flaw = find_flaw(graphed(("attn",), only(lambda use: use.layer != layer), **config))
     assert (flaw is None) == (layer == 0)
 
 
-def test_verdict_of_a_partial_fallback(lab: Any, edit: Any) -> None:
-    """The verdict is a failure that carries scope and layer as fields."""
-    case = lab.case()
-    reference, control, candidate = lab.legs()
-    end = candidate.ranks[0].end
-    broken = dataclasses.replace(
-        end, graphs=tuple(u for u in end.graphs if u.layer == 0), replays=end.replays // 2
-    )
-    verdict = judge(case, reference, control, edit.rank(candidate, 0, end=broken))
-    assert (verdict.outcome, verdict.what) == ("failed", "not_replayed")
-    where = place_of(verdict)
-    assert (where.rank, where.tensor) == (0, "layers.1 attn")
-
-
-def test_sums_must_fit(lab: Any, edit: Any) -> None:
-    """Launches that no part states are a flaw."""
-    run = lab.run(lab.spec(graph=("attn",)))
-    end = run.ranks[1].end
-    run = edit.rank(run, 1, end=dataclasses.replace(end, replays=end.replays + 1))
-    assert difference(find_flaw(run)) == ("", "replays", "16", "17")
-
-
 @pytest.mark.parametrize(
-    ("compiled", "expected"),
-    [(("attn", "mlp"), None), (("attn",), "mlp"), ((), "attn")],
+    ("compiled", "missing"), [(("attn", "mlp"), ""), (("attn",), "mlp"), ((), "attn")]
 )
-def test_parts_must_be_compiled(lab: Any, edit: Any, compiled: Any, expected: Any) -> None:
+def test_parts_must_be_compiled(compiled: Any, missing: str) -> None:
     """A part that the compiler made no code of is named, also in a run that replays all else."""
-    spec = lab.spec(graph=("attn",))
-    run = lab.run(dataclasses.replace(spec, config=spec.config | {"compile": ["attn", "mlp"]}))
-    for rank in (0, 1):
-        said = compiled if rank else ("attn", "mlp")
-        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=said))
-    flaw = find_flaw(run)
-    if expected is None:
-        assert flaw is None
-    else:
-        assert flaw is not None
-        where = place_of(flaw)
-        assert (flaw.what, flaw.rank, where.tensor) == ("not_compiled", 1, expected)
+    run = of("end", compiled=("attn", "mlp"))(
+        LAB.run(LAB.spec(graph=("attn",), compile=["attn", "mlp"]))
+    )
+    flaw = find_flaw(of("end", 1, compiled=compiled)(run))
+    assert (flaw is None) == (missing == "")
+    if flaw is not None:
+        assert (flaw.what, place(flaw)) == ("not_compiled", (0, 1, "compiled", missing))
 
 
-def test_stages_owe_parts_that_their_layers_have(lab: Any, edit: Any) -> None:
+def test_stages_owe_parts_that_their_layers_have() -> None:
     """The first stage has no experts here, the second no dense feed-forward."""
-    config = {
-        "parallel": {"pp": 2}, "compile": ["mlp", "experts"],
-        "model": {**EXPERTS, "layers": 2, "capacity_factor": 2.0},
-    }  # fmt: skip
-    spec = lab.spec()
-    run = lab.run(dataclasses.replace(spec, config=spec.config | config))
-    for rank, part in enumerate(("mlp", "experts")):
-        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=(part,)))
+    model = {**EXPERTS, "layers": 2, "capacity_factor": 2.0}
+    run = LAB.run(LAB.spec(parallel={"pp": 2}, compile=["mlp", "experts"], model=model))
+    run = of("end", 1, compiled=("experts",))(of("end", compiled=("mlp",))(run))
     assert find_flaw(run) is None
 
 
-LEAST = {"min_replays": 3}
+# --- graphs of another program ----------------------------------------------------------------
 
 
-def event(rank: int, name: str, step: int = 2, **detail: Any) -> EventRecord:
+def event(rank: int, name: str, **detail: Any) -> EventRecord:
     about = {"graph": 1, "maker": "torch.cuda.graph", "place": "train.py:7", "replay": 5}
-    return EventRecord(rank=rank, step=step, name=name, detail={**about, **detail})
+    return EventRecord(rank=rank, step=2, name=name, detail={**about, **detail})
 
 
-def captured(rank: int, number: int) -> EventRecord:
-    """What a rank says of its graphs as it ends."""
-    return EventRecord(rank=rank, step=4, name="cuda_graphs", detail={"graphs": [{}] * number})
+@pytest.mark.parametrize(
+    ("run", "least", "told"),
+    [
+        (CANDIDATE, 3, 32), (CANDIDATE, 16, 32), (CANDIDATE, None, 32), (REFERENCE, None, 0),
+        (CANDIDATE, 17, ("not_replayed", (0, 0, "replays", ""))),
+        (of("end", 1, replays=2)(CANDIDATE), 3, ("not_replayed", (0, 1, "replays", ""))),
+        (edit_rank(CANDIDATE, 1, end=None), 3, ("not_replayed", (0, 1, "replays", ""))),
+        (of("end", 10, replays=0)(Lab(world_size=11).legs()[2]), 3,
+         ("not_replayed", (0, 10, "replays", ""))),
+        *(
+            (edit_rank(of("end", replays=0)(CANDIDATE), 1, events=(event(1, name, parameter="w"),)),
+             least, ("static_buffer", (2, 1, name, "w")))
+            for name in ("static_gradient", "static_activation") for least in (3, None)
+        ),
+    ],
+)  # fmt: skip
+def test_graphs_of_a_program(run: RunResult, least: int | None, told: Any) -> None:
+    """Each rank replays at least so often; memory in use is a failure, asked for or not."""
+    answer = ask("graphs", REFERENCE, run, **({} if least is None else {"min_replays": least}))
+    if isinstance(told, int):
+        assert said(answer) == ("passed", "")
+        assert answer.figures["replays"] == told
+    else:
+        assert (said(answer), place(answer)) == (("failed", told[0]), told[1])
+        assert "train.py:7" in answer.message or told[0] == "not_replayed"
 
 
-def replayed(lab: Any, edit: Any, replays: dict[int, int]) -> Any:
-    """A candidate whose ranks have replayed that often; 4 times where nothing is said."""
-    run = lab.run(lab.spec(graph=("attn",)))
-    for rank, number in replays.items():
-        end = run.ranks[rank].end
-        run = edit.rank(run, rank, end=dataclasses.replace(end, replays=number))
+def test_nothing_recorded_is_no_pass() -> None:
+    """Without a record there is nothing to look at; what was captured and not replayed is said."""
+    assert ask("graphs", REFERENCE, replace(CANDIDATE, ranks=())).outcome == "error"
+    silent = of("end", 0, replays=0)(CANDIDATE)
+    held = EventRecord(rank=0, step=4, name="cuda_graphs", detail={"graphs": [{}, {}]})
+    for run, told in ((silent, "none"), (edit_rank(silent, 0, events=(held,)), "2 graphs")):
+        assert f"captured {told}" in ask("graphs", REFERENCE, run, min_replays=1).message
+
+
+# --- soaks ------------------------------------------------------------------------------------
+
+
+def soaked(by: Any, amount: float, *changes: Break, **detail: Any) -> RunResult:
+    """The candidate as a soak of its 4 steps and 16 replays, whose ranks say so."""
+    spec = replace(CANDIDATE.spec, soak=SoakSpec(by=by, amount=amount))
+    run = edit_outcome(replace(CANDIDATE, spec=spec), key=spec.key)
+    for change in changes:
+        run = change(run)
+    for records in run.ranks:
+        end = records.end
+        assert end is not None
+        about = {"steps": end.steps, "replays": end.replays, "trained_s": 12.0} | detail
+        made = EventRecord(name="soaked", rank=records.rank, step=0, detail=about)
+        run = edit_rank(run, records.rank, events=(made,))
     return run
 
 
-def answer(lab: Any, candidate: Any, least: dict[str, int] = LEAST) -> Any:
-    return complete.graphs(candidate, least)
-
-
-@pytest.mark.parametrize("least", [LEAST, {"min_replays": 4}, {"min_replays": 0}, {}])
-def test_enough_replays_pass(lab: Any, edit: Any, least: dict[str, int]) -> None:
-    """At the minimum and above it, with all of them counted; a capture is no finding."""
-    candidate = edit.rank(
-        replayed(lab, edit, {}), 1, events=(event(1, "graph_captured"), captured(1, 2))
-    )
-    found = answer(lab, candidate, least)
-    assert (found.outcome, found.what, found.difference) == ("passed", "", None)
-    assert found.figures["replays"] == 2 * 16
-
-
-def test_a_program_that_nobody_asks_for_replays_has_none(lab: Any) -> None:
-    """Eager runs pass; the number is 0."""
-    found = answer(lab, lab.run(lab.spec()), {})
-    assert (found.outcome, found.figures["replays"]) == ("passed", 0)
-
-
 @pytest.mark.parametrize(
-    ("replays", "rank", "number"),
-    [({0: 0, 1: 0}, 0, 0), ({0: 2, 1: 2}, 0, 2), ({1: 2}, 1, 2), ({0: 900, 1: 0}, 1, 0)],
-)
-def test_too_few_replays(
-    lab: Any, edit: Any, replays: dict[int, int], rank: int, number: int
-) -> None:
-    """The first rank below the minimum is named with its number: no rank stands in for another."""
-    found = answer(lab, replayed(lab, edit, replays))
-    assert (found.outcome, found.what) == ("failed", "not_replayed")
-    difference = found.difference
-    assert (difference.rank, difference.quantity) == (rank, "replays")
-    assert (difference.reference, difference.candidate) == ("3", str(number))
-
-
-def test_the_last_of_many_ranks(make_lab: Any, edit: Any) -> None:
-    """Of 11 ranks, 10 is looked at as well; the first is named in whatever order they are read."""
-    lab = make_lab(world_size=11)
-    found = answer(lab, replayed(lab, edit, {10: 0}))
-    assert (found.what, found.difference.rank) == ("not_replayed", 10)
-    candidate = replayed(lab, edit, {10: 0, 9: 1})
-    candidate = dataclasses.replace(candidate, ranks=candidate.ranks[::-1])
-    found = answer(lab, candidate)
-    assert (found.difference.rank, found.difference.candidate) == (9, "1")
-
-
-def test_a_rank_that_did_not_end_has_replayed_nothing(lab: Any, edit: Any) -> None:
-    """Its replays are not known, so they prove nothing."""
-    found = answer(lab, edit.rank(replayed(lab, edit, {}), 1, end=None))
-    assert (found.what, found.difference.rank) == ("not_replayed", 1)
-    assert found.difference.candidate == "0"
-
-
-@pytest.mark.parametrize(("events", "says"), [(1, "it captured 2 graphs"), (0, "captured none")])
-def test_what_a_rank_without_replays_captured(lab: Any, edit: Any, events: int, says: str) -> None:
-    """Captured and never replayed is another mistake than not captured."""
-    candidate = edit.rank(
-        replayed(lab, edit, {0: 0}), 0, events=(event(0, "other"), captured(0, 2))[: 2 * events]
-    )
-    assert says in answer(lab, candidate).message
-
-
-def test_nothing_recorded_is_no_pass(lab: Any) -> None:
-    """Without a record there is nothing to look at, asked for replays or not."""
-    run = lab.run(lab.spec())
-    empty = dataclasses.replace(run, ranks=())
-    for least in (LEAST, {}):
-        found = answer(lab, empty, least)
-        assert (found.outcome, found.what) == ("error", "not_run")
-
-
-@pytest.mark.parametrize("least", [LEAST, {}])
-@pytest.mark.parametrize(
-    ("name", "detail", "tensor", "says"),
+    ("run", "told"),
     [
-        ("static_gradient", {"parameter": "0.weight"}, "0.weight", "replay 5 overwrites it"),
-        ("static_activation", {"forward": 0}, "", "forward graph was replayed again"),
+        (soaked("duration", 12.0), None), (soaked("duration", 12.1), ("missing_step", 0)),
+        (soaked("replays", 16), None), (soaked("replays", 17), ("not_replayed", 0)),
+        (soaked("steps", 4), None), (soaked("steps", 5), ("missing_step", 0)),
+        (soaked("duration", 12, steps=3), ("corrupt_record", 0)),
+        (soaked("duration", 12, replays=15), ("corrupt_record", 0)),
+        (soaked("duration", 12, trained_s="long"), ("corrupt_record", 0)),
+        (soaked("duration", 12, trained_s=True), ("corrupt_record", 0)),
+        (edit_rank(soaked("replays", 16), 1, events=()), ("corrupt_record", 1)),
+        (soaked("duration", 9, steps(lambda s: s[:3], 1), of("end", 1, steps=3)),
+         ("missing_step", 1)),
     ],
-)
-def test_static_memory_in_use(
-    lab: Any, edit: Any, name: str, detail: dict[str, Any], tensor: str, says: str,
-    least: dict[str, int],
-) -> None:  # fmt: skip
-    """A failure with step, rank, tensor and graph, asked for replays or not."""
-    candidate = edit.rank(
-        replayed(lab, edit, {}), 1, events=(event(1, "graph_captured"), event(1, name, **detail))
-    )
-    found = answer(lab, candidate, least)
-    assert (found.outcome, found.what) == ("failed", "static_buffer")
-    difference = found.difference
-    assert (difference.step, difference.rank) == (2, 1)
-    assert (difference.quantity, difference.tensor) == (name, tensor)
-    assert says in found.message
-    assert "graph 1 of torch.cuda.graph, train.py:7" in found.message
-
-
-def test_static_memory_comes_before_missing_replays(lab: Any, edit: Any) -> None:
-    """What is wrong says more than what is missing."""
-    candidate = edit.rank(
-        replayed(lab, edit, {0: 0}), 1, events=(event(1, "static_gradient", parameter="w"),)
-    )
-    assert answer(lab, candidate).what == "static_buffer"
+)  # fmt: skip
+def test_what_a_soak_asked_for_is_what_counts(run: RunResult, told: Any) -> None:
+    """Seconds of rank 0, replays of every rank, as each states them; all end at one step."""
+    flaw = find_flaw(run)
+    assert (flaw and (flaw.what, flaw.rank)) == told

@@ -22,13 +22,12 @@ from harness.history import History
 from harness.history.entries import work_of
 from harness.machine import Machine
 from harness.records import CaseSpec, PlantSpec, RunSpec
-from harness.repeats import runs_of
+from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import estimates
 from harness.runner import plan as planning
 from harness.runner.estimates import Estimates, estimate_s, expected, expected_here, num_parameters
 from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s
 from harness.runner.shards import cut, parse_shard, parts, take_shard
-from harness.samples import NUM_SAMPLES, SLOWDOWN
 from harness.store.merge import Shard
 from tests.unit.harness.history.nights import MACHINE, night
 

@@ -24,10 +24,10 @@ EXPECTED: dict[str, str] = {
     "axis_scalar": "@:4: axes.parallel: expected a list of values of parallel, got the mapping {'dp': 2}",  # noqa: E501
     "backend_bool": '@:3: base.backend: expected a string, "on" in quotes, got true (YAML reads a bare on as a bool)',  # noqa: E501
     "binary": "@:2: file: expected UTF-8 text, got byte 0x80",
-    "checks_empty": "@:6: checks: expected at least one check, got an empty mapping; legal values: loss, state, taps, finite, peak_memory, throughput, soak, graphs",  # noqa: E501
+    "checks_empty": "@:6: checks: expected at least one check, got an empty mapping; legal values: loss, state, taps, finite, graphs, peak_memory, throughput, soak",  # noqa: E501
     "checks_no_evidence": "@:6: checks: expected a check that compares bits, since compare.expect is bitwise, got finite; legal values: loss, state, taps",  # noqa: E501
     "checks_parameter": "@:6: checks.loss: expected an empty mapping, {}, got the mapping {'rtol': 0.01}",  # noqa: E501
-    "checks_unknown": "@:6: checks.lost: expected a known key, got 'lost' (did you mean loss?); legal values: loss, state, taps, finite, peak_memory, throughput, soak, graphs",  # noqa: E501
+    "checks_unknown": "@:6: checks.lost: expected a known key, got 'lost' (did you mean loss?); legal values: loss, state, taps, finite, graphs, peak_memory, throughput, soak",  # noqa: E501
     "compare_expect_close": "@:5: compare.expect: expected one of the legal values, got 'close'; legal values: bitwise, rounding",  # noqa: E501
     "compare_reference_alone": "@:4: axes.graph: expected a value beside the reference to compare with it, got the reference alone",  # noqa: E501
     "compare_unknown_axis": "@:5: compare.axis: expected one of the legal values, got 'graphs' (did you mean graph?); legal values: parallel, graph",  # noqa: E501

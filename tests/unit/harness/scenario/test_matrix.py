@@ -19,7 +19,7 @@ from fsdp_core.config import SCOPES, ParallelConfig, model_from_preset
 from fsdp_core.layouts import legal_layouts
 from harness.errors import NothingSelected, ScenarioError
 from harness.records import CaseSpec, each_of
-from harness.samples import NUM_SAMPLES, samples_of
+from harness.repeats import NUM_SAMPLES, samples_of
 from harness.scenario.case_id import MAX_ID_CHARS
 from harness.scenario.matrix import count, expand, named
 from harness.scenario.schema import Overrides, load_scenario
