@@ -27,7 +27,6 @@ from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec, each_of
 from harness.repeats import in_turn, runs_of, untimed_runs
 from harness.runner.estimates import Estimates, Seconds, by_size, num_parameters
-from harness.runner.plan import Job, Seconds, arrange, makespan_s
 
 GIB = 1 << 30
 LEAST_BYTES = 2

@@ -1,8 +1,7 @@
-"""`python -m harness.worker serve | node | predict`: how engines start what imports torch.
+"""`python -m harness.worker serve | node`: how engines start what imports torch.
 
-serve    a forkserver on this machine           started by the local engine
-node     the agent of one node of a Slurm step  started by the Slurm engine through srun
-predict  starts no rank: it tells the memory of configurations on stdin (`harness predict`)
+serve  a forkserver on this machine           started by the local engine
+node   the agent of one node of a Slurm step  started by the Slurm engine through srun
 """
 
 import argparse
@@ -34,13 +33,9 @@ def _do(chosen: argparse.Namespace) -> int:
         from harness.worker.serve import serve
 
         return serve(chosen.fd, chosen.entry, limits)
-    if chosen.command == "node":
-        from harness.worker.node import run_node
+    from harness.worker.node import run_node
 
-        return run_node(chosen.folder, chosen.name, chosen.entry, limits)
-    from harness.worker.predict import predict
-
-    return predict()
+    return run_node(chosen.folder, chosen.name, chosen.entry, limits)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="the ranks of a node of a step", parents=[common])
     node.add_argument("--folder", type=Path, required=True)
     node.add_argument("--name", required=True)
-    commands.add_parser("predict", help="memory of configurations on stdin", parents=[common])
     return parser
 
 

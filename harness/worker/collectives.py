@@ -29,7 +29,7 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train.captures import Captures
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, group_key
-from harness.worker.collectives import Given
+from harness.worker.given import Given
 
 _SHARDING = str(Path(fsdp.__file__).parent)
 _WAIT = "_c10d_functional::wait_tensor"

@@ -129,13 +129,12 @@ class Matrix:
         with History.open(self.run.parent / HISTORY) as history:
             (entry,) = history.entries()
             last = {case.case_id: case.outcome for case in entry.cases}
-            damaged = list(history.damaged)
         wrong = [case for case, outcome in last.items() if outcome != "passed"]
         if len(last) != entry.num_cases:
             wrong.append(f"{entry.num_cases - len(last)} cases are missing")
         return [
             *(f"left behind: {path}" for path in half),
-            *(f"in the history: {case}" for case in (*wrong, *damaged)),
+            *(f"in the history: {case}" for case in wrong),
         ]
 
     def _starts(self) -> Counter[str]:

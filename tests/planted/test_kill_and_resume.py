@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from reports.same import normalised
+from reports.json_report import normalised
 from tests.kill_and_resume.matrix import Matrix, torment
 from tests.planted.local_runs import PATIENCE_S
 

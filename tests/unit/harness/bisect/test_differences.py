@@ -9,7 +9,6 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, TrainConfig, model_from_preset
 from harness.bisect.differences import (
-    LAUNCHED,
     LegChanges,
     config_of,
     leaves_of,
@@ -21,7 +20,7 @@ from harness.bisect.differences import (
     with_steps,
 )
 from harness.provenance import facts
-from harness.records import EventRecord, PlantSpec, RunResult, RunSpec
+from harness.records import PlantSpec, RunResult, RunSpec
 from harness.store import RunFolder, begin_run, save_outcome
 from harness.worker.record_file import RecordFile
 from tests.unit.harness.bisect.small_model import case_of, of_rank, run_of
@@ -193,12 +192,11 @@ MANIFEST: dict[str, Any] = {
 }  # fmt: skip
 
 
-def in_environment(*known: dict[str, Any], mm: int = 0) -> RunResult:
-    """A run whose ranks recorded these, and how often a step launched a product."""
-    made, event = run_of(), {"operators": {"aten.mm": mm}}
+def in_environment(*known: dict[str, Any]) -> RunResult:
+    """A run whose ranks recorded these."""
+    made = run_of()
     for rank, each in enumerate(known):
-        events = (EventRecord(name=LAUNCHED, rank=rank, step=3, detail=event),) if mm else ()
-        made = of_rank(made, rank, environment={"fingerprint": each}, events=events)
+        made = of_rank(made, rank, environment={"fingerprint": each})
     return made
 
 
@@ -215,8 +213,8 @@ def in_environment(*known: dict[str, Any], mm: int = 0) -> RunResult:
 def test_a_fact_of_all_ranks_is_said_once_and_one_of_some_by_rank(
     other: tuple[dict[str, Any], ...], facts: tuple[str, ...]
 ) -> None:
-    """One rank on another machine is seen; operators that a graph launches are no environment."""
-    found = of_legs(in_environment(KNOWN, KNOWN, mm=1), in_environment(*other, mm=2))
+    """One rank on another machine is seen."""
+    found = of_legs(in_environment(KNOWN, KNOWN), in_environment(*other))
     assert found.facts == facts
     assert ("no difference" in found.sentence) == (not facts)
 
@@ -240,25 +238,22 @@ MACHINE = MANIFEST["machine"]
 
 
 @pytest.mark.parametrize(
-    ("change", "known", "mm", "fact"),
+    ("change", "known", "fact"),
     [
-        ({"commit": "c2"}, KNOWN, 1, "commit c1 became c2"),
-        ({"packages": {"rich": "14"}}, KNOWN, 1, "rich 13 became 14"),
-        ({"machine": MACHINE | {"gpu_driver": "590"}}, KNOWN, 1, "gpu_driver 580 became 590"),
-        ({"environment": {"variables": {}}}, KNOWN, 1, "NCCL_ALGO x became absent"),
-        ({"machine": MACHINE | {"cores": 4}}, KNOWN, 1, "cores 8 became 4"),
-        ({}, KNOWN | {"data": "d2"}, 1, "data d1 became d2"),
-        ({}, KNOWN, 2, "launched.operators.aten.mm 1 became 2"),
+        ({"commit": "c2"}, KNOWN, "commit c1 became c2"),
+        ({"packages": {"rich": "14"}}, KNOWN, "rich 13 became 14"),
+        ({"machine": MACHINE | {"gpu_driver": "590"}}, KNOWN, "gpu_driver 580 became 590"),
+        ({"environment": {"variables": {}}}, KNOWN, "NCCL_ALGO x became absent"),
+        ({"machine": MACHINE | {"cores": 4}}, KNOWN, "cores 8 became 4"),
+        ({}, KNOWN | {"data": "d2"}, "data d1 became d2"),
     ],
 )
 def test_two_folders_are_compared_in_manifests_and_records(
-    tmp_path: Path, change: dict[str, Any], known: dict[str, Any], mm: int, fact: str
+    tmp_path: Path, change: dict[str, Any], known: dict[str, Any], fact: str
 ) -> None:
     """Another commit, package, driver, variable, machine, data or kernel says so, and only so."""
-    before = folder_of(tmp_path / "a", {}, in_environment(KNOWN, KNOWN, mm=1))
-    found = of_nights(
-        before, folder_of(tmp_path / "b", change, in_environment(known, known, mm=mm))
-    )
+    before = folder_of(tmp_path / "a", {}, in_environment(KNOWN, KNOWN))
+    found = of_nights(before, folder_of(tmp_path / "b", change, in_environment(known, known)))
     assert found.facts == (fact,)
     assert found.sentence == f"a and b ran in other environments: {fact}"
     assert of_nights(before, before).facts == ()

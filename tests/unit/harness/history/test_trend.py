@@ -26,7 +26,7 @@ def trend_of(history: History, entries: Iterable[FolderEntry]) -> CaseTrend:
 
 
 def commits(found: CaseTrend) -> list[str | None]:
-    return [each and each.commit for each in (found.first_bad, found.last_good)]
+    return [each.commit if each else None for each in (found.first_bad, found.last_good)]
 
 
 def named(*numbers: int | None) -> list[str | None]:

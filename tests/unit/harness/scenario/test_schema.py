@@ -14,8 +14,9 @@ from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_opt
 from harness.errors import ScenarioError, UsageError
 from harness.records import CaseSpec, PlantSpec
 from harness.runner import plan as planning
+from harness.runner.estimates import estimate_s
 from harness.runner.launch import Request, prepare
-from harness.runner.plan import estimate_s, make_plan
+from harness.runner.plan import make_plan
 from harness.scenario import settings
 from harness.scenario.matrix import expand
 from harness.scenario.schema import SLURM, Overrides, Scenario, load_scenario
@@ -517,14 +518,14 @@ def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> N
     """`--engine slurm --slurm nodes=2` plans runs one by one, GPUs or none on this machine."""
     axes = "axes: {parallel: [{dp: 1}, {dp: 2}], graph: [eager, [full_iteration]]}"
     path = write(tmp_path, axes=axes, launch="launch: {slurm: {gpus_per_node: 8}}")
-    prepared = prepare(Request(scenario=path, engine="slurm", slurm=("nodes=2",)))
+    prepared = prepare(Request(paths=(path,), engine="slurm", slurm=("nodes=2",)))
     assert prepared.slurm == SlurmOptions(nodes=2, gpus_per_node=8)
     assert (prepared.device, prepared.devices) == ("cuda", ())
     assert (prepared.plan.slots, prepared.plan.jobs) == (2, 1)
     assert not prepared.plan.skipped
-    assert prepare(Request(scenario=path, device="cpu")).slurm is None
+    assert prepare(Request(paths=(path,), device="cpu")).slurm is None
     with pytest.raises(UsageError, match="these go to Slurm"):
-        prepare(Request(scenario=path, engine="slurm", ranks_per_gpu=2))
+        prepare(Request(paths=(path,), engine="slurm", ranks_per_gpu=2))
 
 
 def test_what_was_asked_is_read_back_from_the_manifest() -> None:

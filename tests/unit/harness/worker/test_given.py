@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.records import GivenCall, RankRecords, given_in
-from harness.worker.collectives import Given
+from harness.worker.given import Given
 
 _RECORDS = RankRecords(
     rank=1, start=None, steps=(), events=(), error=None, end=None, problems=()
