@@ -243,7 +243,7 @@ def test_what_a_plan_takes_is_bounded_and_foreseen(slots: int) -> None:
         widths = [draw.randint(1, slots) if draw.random() < 0.5 else 1 for _ in range(40)]
         took = {f"r{n}": draw.lognormvariate(1.0, 1.2) for n in range(40)}
         cases = [named(name, width, name) for name, width in zip(took, widths, strict=True)]
-        order = arrange(cases, lambda s, took=took: took[s.config["name"]])
+        order = arrange(cases, lambda s, took=took: took[s.config["name"]])  # type: ignore[misc]
         machine = Slots(order, slots)
         ended = machine.fill()
         while machine.running:
