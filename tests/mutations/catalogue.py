@@ -421,7 +421,7 @@ MUTATIONS = [
          "(missed := missed_turns(reference)) is not None:"),
         ("plan_is_no_gate", '    "plan", "records:reference"', '    "records:reference"'),
         ("machine_is_never_at_fault", "if failure := failure_of_machine(run, flaw):",
-         "if failure := \"\":", "checks/test_judge runner/test_retries"),
+         "if failure := \"\":", "checks/test_judge runner/test_attempts"),
     ),
     *_of(
         "checks/taps.py",
