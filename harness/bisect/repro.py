@@ -1,6 +1,7 @@
-"""From a cause to what fails alone: a scenario that anybody can run.
+"""From a cause to what fails alone: a scenario that anybody can run, a script without us.
 
     cause -> least case -> base, one compared axis, plants -> YAML -> decoded again -> it fails
+    of somebody's program: the same, and a script that starts it twice -> it fails, too
 
 What the two runs differ in must fit on one axis; what does not goes into `base`, into both. Which
 of the differences is compared is tried one after the other until a scenario fails as the case did:
@@ -9,8 +10,11 @@ it is believed because it was run, not because it was written.
 
 import copy
 import dataclasses
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +40,20 @@ from harness.bisect.differences import (
 )
 from harness.bisect.experiments import (
     FAILS,
+    UNRESOLVED,
     Asker,
+    Failure,
     Judged,
     OutOfBudget,
+    Reply,
     failure_of,
 )
 from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import capabilities_of
-from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict
+from harness.program.spec import capabilities_of, command_line
+from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
 from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
@@ -54,6 +61,12 @@ from harness.scenario.settings import OPEN
 from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")
+TEMPLATE = Path(__file__).with_name("standalone.py")
+BEYOND_BITS: tuple[What, ...] = ("memory_regression", "throughput_regression", "noisy")
+"""Failures that a comparison of bits does not show."""
+SCRIPT_RUNS = 2
+SPARE_S = 120.0
+"""For the script itself, and for packages that it installs."""
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"
 
 FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
@@ -75,6 +88,8 @@ class Alone(Json):
         passed: layouts of fewer ranks that do not fail, the smallest first.
         message: of its verdict.
         notes: why there is none, a sentence each.
+        script: of a program that is not the built-in one: a script that needs nothing of ours.
+        script_flaw: why the script was not seen to fail; "" if it was.
     """
 
     path: str = ""
@@ -86,18 +101,23 @@ class Alone(Json):
     passed: tuple[str, ...] = ()
     message: str = ""
     notes: tuple[str, ...] = ()
+    script: str = ""
+    script_flaw: str = ""
 
     def __str__(self) -> str:
         """For people: `harness run X.yaml (1 rank, 1 layer, 3 steps, 1 microbatch)`, or why not."""
+        script = ""
+        if self.script:
+            script = f"; python {self.script} ({self.script_flaw or 'seen to fail without Δ0'})"
         if not self.path:
-            return "; ".join(self.notes) or "none"
+            return ("; ".join(self.notes) or "none") + script
         sizes = {
             "rank": self.ranks, "layer": self.layers, "step": self.steps,
             "microbatch": self.microbatches,
         }  # fmt: skip
         told = ", ".join(count(number, noun) for noun, number in sizes.items() if number)
         fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
-        return f"harness run {self.path} ({told}){fewer}"
+        return f"harness run {self.path} ({told}){fewer}{script}"
 
 
 def leave_alone(
@@ -138,15 +158,21 @@ def leave_alone(
         f"{' and '.join(names) or 'no change'}{together}.{where}"
     )
     repro = find_repro(case, judged, least.reference, least.candidate, story=story, folder=folder)
-    if not repro.text:
-        return Alone(made=least.made, message=least.message, notes=repro.why_not)
+    found = Alone(made=least.made, message=least.message, notes=repro.why_not)
     config = least.candidate.config
-    return Alone(
-        path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
-        layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
-        microbatches=config.get("microbatches", 0),
-        made=least.made, passed=least.passed, message=least.message,
-    )  # fmt: skip
+    if repro.text:
+        found = Alone(
+            path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
+            layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
+            microbatches=config.get("microbatches", 0),
+            made=least.made, passed=least.passed, message=least.message,
+        )  # fmt: skip
+    if capabilities_of(config).layouts:
+        return found
+    text = script_text(least.reference, least.candidate, story=story)
+    script = _write(text, repro_name(case), folder, ".py")
+    flaw = seen_to_fail(script, judged.failure, least.candidate, asker)
+    return dataclasses.replace(found, script=str(script), script_flaw=flaw)
 
 
 # --- a scenario ------------------------------------------------------------------------------
@@ -408,3 +434,57 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return _Quoted(value) if isinstance(value, str) else value
+
+
+# --- a script --------------------------------------------------------------------------------
+
+
+def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
+    """A script that starts the program as both legs do and compares them, by torch alone."""
+    programs = {"reference": program_in(reference), "candidate": program_in(candidate)}
+    program = programs["candidate"]
+    case = {
+        "kind": program.kind, "target": program.target, "folder": program.folder,
+        "ranks": candidate.world_size, "timeout_s": candidate.timeout_s,
+        "deterministic": program.determinism == "enforce",
+        "runs": {
+            leg: {
+                "words": command_line(each.args) if each.kind != "entry" else [],
+                "args": each.args, "env": each.env, "packages": each.packages,
+            }
+            for leg, each in programs.items()
+        },
+    }  # fmt: skip
+    text = TEMPLATE.read_text(encoding="utf-8")
+    # A docstring must not end early, nor hold an escape.
+    said = story.replace("\\", "/").replace('"""', "'''").rstrip('"')
+    plain = json.dumps(case, indent=1).replace('"""', '\\"\\"\\"')
+    return text.replace("__STORY__", said, 1).replace("__CASE__", plain, 1)
+
+
+def seen_to_fail(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
+    """Run a stand-alone script; "" if it fails, else why it could not be made to fail.
+
+    Raises:
+        OutOfBudget: it takes two runs.
+    """
+    if failure.what in BEYOND_BITS:
+        return f"the script could not be made to fail: it does not compare {failure.what}"
+
+    def find_out() -> Reply:
+        try:
+            done = subprocess.run(
+                [sys.executable, str(path)], capture_output=True, text=True, errors="replace",
+                timeout=2 * candidate.timeout_s + SPARE_S, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Reply(answer=UNRESOLVED, words="it did not end")
+        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        words = f"exit code {done.returncode}: {said[0] if said else 'it said nothing'}"
+        return Reply(answer=FAILS if done.returncode == 1 else UNRESOLVED, words=words)
+
+    words = "does the stand-alone script fail?"
+    reply = asker.questions.pay(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
+    if reply.answer == FAILS:
+        return ""
+    return f"the script could not be made to fail: {reply.words}"

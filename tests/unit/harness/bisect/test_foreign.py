@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from harness.bisect.commits import Checkout, at_commit
 from harness.bisect.differences import LegChanges
-from harness.bisect.repro import read_back, scenario_texts
+from harness.bisect.repro import read_back, scenario_texts, script_text
 from harness.program.spec import codes_of
 from harness.records import (
     CaseSpec,
@@ -69,6 +70,18 @@ def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
         control=dataclasses.replace(reference, replica=1), expect="bitwise",
         checks={"loss": {}, "state": {}},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("story", ["plain", 'ends "in quotes"', '"""', "C:\\n \\"])
+def test_the_script_holds_the_case_whatever_is_told(tmp_path: Path, story: str) -> None:
+    """It is Python, and has the words of both runs."""
+    awkward = spec_of(tmp_path, args={"text": 'a """ \\ b', "steps": 2})
+    path = tmp_path / "repro.py"
+    path.write_text(script_text(spec_of(tmp_path), awkward, story=story))
+    case = runpy.run_path(str(path))["CASE"]
+    assert case["runs"]["candidate"]["words"] == ["--text", 'a """ \\ b', "--steps", "2"]
+    assert case["runs"]["reference"]["words"] == []
+    assert "harness" not in path.read_text()
 
 
 def test_other_code_is_another_program(tmp_path: Path) -> None:
