@@ -328,10 +328,6 @@ class Whole:
         """Ranks that have an element."""
         return tuple(dict.fromkeys(held.rank for held in self.holdings if held.has(index)))
 
-    def holding_of(self, index: tuple[int, ...]) -> Holding:
-        """The lowest rank's box that has an element."""
-        return next(held for held in self.holdings if held.has(index))
-
     def add(self, held: Holding) -> None:
         """Put a rank's box in its place."""
         box = _box(held.place.offsets, held.place.sizes)
