@@ -248,7 +248,7 @@ def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
         f"{show_ranks({*ranks})}" if first.is_whole else _missing(first),
         *([] if first is differing[0] else [_missing(differing[0])]),
         unknown="" if first.microbatch is not None
-        else f"microbatch: {first.name} stands for several calls of the step",
+        else f"microbatch: {first.name} covers several calls of the step",
         # A module that is called more than once a microbatch has its rows numbered by calls.
         tensor=first.tap if first.microbatch == first.number else first.name,
         microbatch=first.microbatch, quantity=f"taps.{first.kind}", rank=first.rank, ranks=ranks,

@@ -217,7 +217,7 @@ class _Sitting:
         if verdict.outcome in ("passed", "skipped"):
             return
         if verdict.what == "shared_gpu":
-            self._stop("nobody knows whether the case fails by itself")
+            self._stop("it failed while it shared a GPU with other runs: the cause is unknown")
             return
         stages: dict[str, Callable[[], Any]] = {
             "environment": self._environment, "place": self._place, "causes": self._causes,

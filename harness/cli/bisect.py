@@ -108,7 +108,7 @@ def _chosen(
 )  # fmt: skip
 @click.option(
     "--every-run", is_flag=True,
-    help="With --commits or --package: it fails in every run, so one run of each is enough.",
+    help="With --commits or --package: the failure is deterministic, so run each only once.",
 )  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
@@ -133,7 +133,7 @@ def bisect_command(
     be judged, or the budget ended first.
     """
     if options["every_run"] and not (options["commits"] or options["package"]):
-        raise UsageError("--every-run: expected --commits or --package beside it, got none")
+        raise UsageError("--every-run: expected --commits or --package with it, got none")
     meant = {name: options.pop(name) for name in ("keyword", "against", "device", "sets")}
     place: Path | None = None
     two_layouts = False

@@ -293,7 +293,7 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     for other in ("base", "soak"):
         if other in sections:
             raise sections[other].origin.error(
-                other, "nothing beside program, which is another trainer", "a section"
+                other, "none with program, which is another trainer", "a section"
             )
     return ProgramVocabulary(sections["program"], path)
 
@@ -545,7 +545,7 @@ LAUNCH: Mapping[str, Key] = {
     "slots": Key(take.take_count, "ranks at a time; what the machine has, or the cluster"),
     "engine": Key(one_of(*ENGINES), "who starts the runs; local"),
     "retries": Key(partial(take.take_int, least=0, most=MAX_RETRIES),
-                   "how often a run may be made again after a failure of the machine; 0"),
+                   "how often a run may be repeated after a failure of the machine; 0"),
     "confirm": Key(take.take_bool, "where bits differ, both sides are run once more; false"),
     "slurm": Key(lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
                  "what each job asks for (`SLURM`)"),
@@ -591,7 +591,7 @@ def _decode_soak(node: Node | None, timeout_s: float) -> Soak | None:
     if rotate:
         settings.append(Setting("stress", rotate, entries["rotate"].origin))
         if not period:
-            expected = "the steps of a stressor's turn beside rotate"
+            expected = "the steps of a stressor's turn together with rotate"
             raise refuse(entries["rotate"], "soak.period", expected, got="none")
     if name == "steps" and period and amount <= (max(1, len(rotate)) - 1) * period:
         expected = f"less, as {len(rotate)} stressors are to have a turn in {amount} steps"
