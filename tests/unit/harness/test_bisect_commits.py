@@ -113,4 +113,5 @@ def test_every_run_goes_with_commits(
     """Alone it says nothing."""
     failed_run(engine)
     assert main(["bisect", "dp2-attn", "r", "--every-run"]) == 4
-    assert "expected --commits or --package beside it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--commits" in error and "--package" in error
