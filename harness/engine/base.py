@@ -125,6 +125,10 @@ class Slots:
         self._taken[spec.key] = mine
         return tuple(self._devices[slot] for slot in mine) if spec.device == "cuda" else ()
 
+    def pass_on(self, key: str, heir: str) -> None:
+        """Give the slots of a run to another one."""
+        self._taken[heir] = self._taken.pop(key)
+
     def release(self, key: str) -> None:
         """Give the slots of a run back."""
         self._free |= set(self._taken.pop(key))

@@ -21,6 +21,7 @@ On a shared folder a file that is whole on one node may look absent or short on 
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -207,6 +208,9 @@ def _lead(
     finally:
         kill_children()
     watch = crew.watch
+    # Of a run that was started early, the time in which it waited is not its own.
+    waited = job.gate_fd is not None and watch.started_s < math.inf
+    begun_s = watch.started_s if waited else started_s
     exits = tuple(watch.exits[rank] for rank in job.ranks)
     ended = any(state.killed_by_harness for state in exits)
     return NodeReport(
@@ -224,8 +228,8 @@ def _lead(
         memory_kills=memory_kills_since(kills),
         record_bytes={str(rank): _size(rank_path(Path(), rank)) for rank in job.ranks},
         problem=next(iter(crew.close_outputs()), ""),
-        started_unix_s=started_unix_s,
-        wall_s=time.monotonic() - started_s,
+        started_unix_s=started_unix_s + begun_s - started_s,
+        wall_s=time.monotonic() - begun_s,
     )
 
 

@@ -8,6 +8,12 @@ Under CUDA's MPS the processes on a GPU share a server: a rank that faults or is
 the ranks of other runs with it. A run that failed while it shared a GPU is therefore kept as an
 attempt, undecided on the disk, and made again once, alone: that outcome counts.
 
+A run whose devices are exactly those of one that is under way is started early: its processes make
+their contexts and communicators, and wait with the model until that run has ended (`after`). Only
+of the built-in program, on `HARNESS_START_EARLY` (devices, "cuda" if not set), never a soak, a
+timed run, or one that was started before. A run that had no memory while another one waited is made
+again alone, as under MPS.
+
 The server is a subprocess that speaks JSON lines over a socket pair; the protocol is in
 `harness.worker.serve`, which this side never imports: torch lives there.
 """
@@ -39,6 +45,7 @@ from harness.errors import Infrastructure
 from harness.infrastructure import machine_failure, no_process
 from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
+from harness.repeats import is_timed
 from harness.store import (
     begin_run,
     load_run_folder,
@@ -56,6 +63,7 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """How long to wait before each further start of a run alone: after a fault MPS gives out no GPU."""
+EARLY_VARIABLE = "HARNESS_START_EARLY"
 MARK_VARIABLE = "HARNESS_ENGINE"
 """In the environment of a server and of all that comes from it; a value for each server."""
 
@@ -162,7 +170,10 @@ class ServerProcess:
 
 @dataclass
 class _Active:
-    """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone."""
+    """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone.
+
+    `after` is the run under way whose slots it waits for, "" once it has them.
+    """
 
     spec: RunSpec
     folder: Path
@@ -174,11 +185,15 @@ class _Active:
     leader_pid: int | None = None
     num_kills: int = 0
     devices: tuple[str, ...] = ()
+    after: str = ""
+    heir: str = ""
     shared_with: set[str] = field(default_factory=set)
 
     @property
     def overdue_s(self) -> float:
         """When the engine takes the next step against a leader that does not answer."""
+        if self.after:
+            return math.inf
         patience_s = self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
         return self.started_s + patience_s
 
@@ -214,6 +229,8 @@ class LocalEngine(Closing):
         self._entry, self._limits = entry, limits or Limits()
         self._mps, self._recovery_s = mps, recovery_s
         self._shares = len(set(devices)) < len(devices)
+        self._early = os.environ.get(EARLY_VARIABLE, "cuda").split(",")
+        self._begun: set[str] = set()
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._to_repeat: list[_Active] = []
@@ -235,18 +252,41 @@ class LocalEngine(Closing):
         self._slots.check(spec)
 
     def can_start(self, spec: RunSpec) -> bool:
-        """Whether there is room for the run now."""
-        alone = any(run.alone is not None for run in self._active.values())
-        return self._slots.fits(spec) and not alone and not self._to_repeat
+        """Whether there is room for the run now, or it may wait for the devices of another."""
+        if self._to_repeat or any(run.alone is not None for run in self._active.values()):
+            return False
+        return self._slots.fits(spec) or self._to_follow(spec) != ""
+
+    def _to_follow(self, spec: RunSpec) -> str:
+        """The run under way whose devices `spec` may wait for; "" if it may not be early."""
+        if spec.key in self._begun or not self._may_be_early(spec):
+            return ""
+        if self._shares and self._mps():
+            return ""  # a fault of one would end the other
+        awaited = {run.after for run in self._active.values()}
+        for key, run in self._active.items():
+            same = (run.spec.device, run.spec.world_size) == (spec.device, spec.world_size)
+            if same and not run.after and key not in awaited and self._may_be_early(run.spec):
+                return key
+        return ""
+
+    def _may_be_early(self, spec: RunSpec) -> bool:
+        plain = spec.is_builtin and spec.soak is None and not is_timed(spec)
+        return plain and spec.device in self._early
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
-        self._begin(_Active(spec, folder.absolute(), attempt))
+        after = "" if self._slots.fits(spec) else self._to_follow(spec)
+        self._begin(_Active(spec, folder.absolute(), attempt, after=after))
 
     def _begin(self, run: _Active) -> None:
         key = run.spec.key
-        run.devices = self._slots.take(run.spec)
+        if run.after:
+            run.devices = self._active[run.after].devices
+        else:
+            run.devices = self._slots.take(run.spec)
+        self._begun.add(key)
         shares = self._shares and bool(run.devices) and run.alone is None and self._mps()
         for other in self._active.values() if shares else ():
             if set(other.devices) & set(run.devices):
@@ -258,7 +298,8 @@ class LocalEngine(Closing):
             begin_run(run.folder, run.spec)
             self._send_start({
                 "start": key, "folder": str(run.folder), "devices": run.devices,
-                "attempt": run.attempt, "shares_gpus": shares,
+                "attempt": run.attempt, "shares_gpus": shares, "after": run.after,
+                "num_ranks": run.spec.world_size,
             })  # fmt: skip
         except BaseException:
             if key in self._active:
@@ -375,6 +416,8 @@ class LocalEngine(Closing):
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
         """Hand an outcome out, unless the run is to be made alone."""
         failed, alone = outcome.what not in ("", *LOST), run.alone
+        if outcome.what == "oom" and run.heir and run.devices:
+            run.shared_with.add(run.heir)
         if failed and alone is None and run.shared_with:
             self._save(run, replace(outcome, undecided=True))
             self._to_repeat.append(run)
@@ -402,8 +445,16 @@ class LocalEngine(Closing):
         return self._failure is None
 
     def _release(self, key: str) -> _Active:
-        self._slots.release(key)
-        return self._active.pop(key)
+        """Forget a run; its slots go to the run that waits for them, if one does."""
+        run = self._active.pop(key)
+        heir = next((other for other in self._active.values() if other.after == key), None)
+        if heir is not None:
+            self._slots.pass_on(key, heir.spec.key)
+            heir.after, heir.started_s, heir.started_unix_s = "", time.monotonic(), time.time()
+            run.heir = heir.spec.key
+        elif not run.after:
+            self._slots.release(key)
+        return run
 
     def _conclude(
         self, run: _Active, what: What, message: str, *, machine: str = "", signal_: str = ""

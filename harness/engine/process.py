@@ -7,14 +7,18 @@ killed subreaper had adopted is found by a mark in its environment, which childr
 """
 
 import ctypes
+import math
 import os
 import signal
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import harness
 
+GATE_VARIABLE = "HARNESS_GATE"
+"""In the environment of a rank that was started early: the descriptor on which to wait for "go"."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ROUNDS = 10
@@ -34,6 +38,21 @@ def die_with_parent(parent_pid: int, *, gently: bool = False) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if gently else signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def wait_for_go() -> float:
+    """In a rank that was started early: wait until the run whose devices it takes over has ended.
+
+    Returns:
+        When that was, by the monotonic clock; in any other rank -inf, and at once.
+    """
+    fd = os.environ.pop(GATE_VARIABLE, "")
+    if not fd:
+        return -math.inf
+    while not os.read(int(fd), 1):
+        signal.pause()  # who was to say "go" is gone: the kernel ends us, too
+    os.close(int(fd))
+    return time.monotonic()
 
 
 def wake_as_parent_dies() -> None:

@@ -44,7 +44,7 @@ from harness.engine.evidence import (
     prepare_to_ask,
 )
 from harness.engine.outcome import FirstFailure, claim, signal_name
-from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
+from harness.engine.process import GATE_VARIABLE, ChildWakeup, die_with_parent, signal_quietly
 from harness.masking import MAX_HELD_BYTES, Masker, Stream
 from harness.records import RankExit, RunSpec
 from harness.store.streams import has_begun, has_end_record, last_step_s, rank_path
@@ -91,6 +91,8 @@ class Job:
         ranks: those that run here; all of the run by default.
         stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
         shares_gpus: whether a failure may be that of another run on its GPUs: it is undecided.
+        gate_fd: of a run that is started early, where a byte for each rank and one for the leader
+            says that its devices are free; None: they are. The run's time begins then.
     """
 
     spec: RunSpec
@@ -100,6 +102,7 @@ class Job:
     ranks: range = range(0)
     stops_on_sigterm: bool = False
     shares_gpus: bool = False
+    gate_fd: int | None = None
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -163,6 +166,11 @@ class Watch:
     def running(self) -> list[int]:
         """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.exits]
+
+    def go(self, now_s: float) -> None:
+        """Take note that the run's time begins; before it `started_s` is infinite."""
+        self.started_s = now_s
+        self.progressed(now_s)
 
     def progressed(self, now_s: float) -> None:
         """Take note that ranks do something, while none has failed."""
@@ -352,7 +360,6 @@ class Crew:
 
         From now on SIGTERM, if the job says so, ends the ranks, stacks first.
         """
-        self.started_s = time.monotonic()
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
         soak = job.spec.soak
@@ -360,7 +367,7 @@ class Crew:
             ranks=job.ranks,
             timeout_s=job.spec.timeout_s,
             limits=replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec))),
-            started_s=self.started_s,
+            started_s=time.monotonic() if job.gate_fd is None else math.inf,
             stall_s=job.spec.stall_s if soak is None else soak.stall_s,
         )
         self.told_to_stop = self.was_suspended = False
@@ -373,6 +380,8 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         self._wakeup = ChildWakeup()
         self._selector.register(self._wakeup.fd, selectors.EVENT_READ, None)
+        if job.gate_fd is not None:
+            self._selector.register(job.gate_fd, selectors.EVENT_READ, None)
         if job.stops_on_sigterm:
             signal.signal(signal.SIGTERM, self._take_sigterm)
             # What Slurm sends before the SIGSTOP of a job that is suspended.
@@ -439,8 +448,12 @@ class Crew:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
         while self.watch.running:
             patience_s = max(min(self.watch.deadline_s - time.monotonic(), self._look_s), 0.0)
-            for key, _ in self._selector.select(patience_s):
-                if key.data is None:
+            for key, _ in self._selector.select(patience_s if patience_s < math.inf else None):
+                if key.fd == self._job.gate_fd:
+                    self._selector.unregister(key.fd)
+                    if os.read(key.fd, 1):
+                        self.watch.go(time.monotonic())
+                elif key.data is None:
                     self._wakeup.drain()
                 elif not key.data.drain():
                     self._selector.unregister(key.fd)
@@ -450,7 +463,8 @@ class Crew:
             now_s = time.monotonic()
             if self._look_s < math.inf and self._all_have_ended():
                 self.watch.leaves(now_s)
-            if self.watch.may_stall(now_s) and self._records.have_grown(now_s - self.started_s):
+            run_s = now_s - self.watch.started_s
+            if self.watch.may_stall(now_s) and self._records.have_grown(run_s):
                 self.watch.window_s = self._records.window_s
                 self.watch.progressed(now_s)
             number = self.watch.advance(time.monotonic())
@@ -509,6 +523,7 @@ def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1")
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         # A harness that was itself started by torchrun must not lend its store to the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **({} if job.gate_fd is None else {GATE_VARIABLE: str(job.gate_fd)}),
         **gpu_environment(job.devices, rank - job.ranks.start),
         **evidence_environment(job.spec, job.folder, rank, os.environ),
     }

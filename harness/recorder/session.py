@@ -86,7 +86,7 @@ class Session:
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
         self.finish: Callable[[], Mapping[str, Any]] = dict
-        self.started_s, self.startup_s = time.monotonic() - _age_s(), 0.0
+        self.started_s, self.startup_s = time.monotonic() - age_s(), 0.0
 
     @property
     def is_mine(self) -> bool:
@@ -172,7 +172,7 @@ class Session:
         self.has_ended = True
 
 
-def _age_s() -> float:
+def age_s() -> float:
     """Seconds since this process started, by the kernel's clock."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch._dynamo  # the first collective imports it: a second that no rank should pay
 import torch.distributed as dist
@@ -34,12 +33,13 @@ from fsdp_core.train import Trainer, make_trainer
 from harness import provenance
 from harness.engine.collective_log import place_path
 from harness.engine.outcome import FirstFailure, claim, find
+from harness.engine.process import wait_for_go
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
 from harness.provenance import package_version
 from harness.recorder import UNRECORDED, RecordsUnwritable
-from harness.recorder.session import failures_of
+from harness.recorder.session import age_s, failures_of
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -97,9 +97,8 @@ class _Session:
         self.step = -1
         self.store: dist.Store | None = None
         self.stages: list[torch.nn.Module] = []
-        self.started_unix_s = psutil.Process().create_time()
-        # From here on by the clock that nobody sets.
-        self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
+        old_s = age_s()
+        self.started_unix_s, self.started_s = time.time() - old_s, time.monotonic() - old_s
 
     def run_and_record(self, store_port: int) -> int:
         """As `rank_main`; raises `RecordsUnwritable` where not even the end can be recorded."""
@@ -123,6 +122,9 @@ class _Session:
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
+        device.synchronize()  # makes the context of a GPU, where nothing has yet
+        if (went_s := wait_for_go()) > self.started_s:
+            self.started_s, self.started_unix_s = went_s, time.time()
         place = place_path(self.folder, self.rank)
         warm_up, gives = config.graph_warmup_steps, bool(config.taps)
         with (

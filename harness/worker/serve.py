@@ -1,10 +1,13 @@
 """The forkserver: one warm process that forks a leader for every run.
 
-    harness -> server   {"start": key, "folder": path, "devices": [...], "attempt": n}
+    harness -> server   {"start": key, "folder": path, "devices": [...], "after": key, ...}
                         {"kill": key}
     server -> harness   {"ready": pid} | {"failed": why}
                         {"started": key, "pid": pid}
                         {"exited": key, "status": code}   negative: signal; null: never forked
+
+`after` names the run whose devices this one takes over, "" for none: its ranks wait for the end of
+that run before they make a model (`harness.engine.process.wait_for_go`).
 
 One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
 thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
@@ -20,6 +23,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -126,6 +130,8 @@ class _Server:
         self._rank_main = rank_main
         self._limits = limits
         self._leaders: dict[int, str] = {}
+        # By the run that must end first: where to say "go", to how many.
+        self._gates: dict[str, tuple[int, int]] = {}
         self._received = b""
         self._wakeup = ChildWakeup()
 
@@ -164,23 +170,35 @@ class _Server:
 
     def _start(self, command: dict[str, Any]) -> None:
         key, folder = command["start"], Path(command["folder"])
-        mine = os.getpid()
+        mine, after, gate_fd = os.getpid(), command["after"], None
         try:
+            if after in self._leaders.values():
+                gate_fd, go_fd = os.pipe2(os.O_CLOEXEC)
+                if after in self._gates:  # of a run that failed as it waited
+                    os.close(self._gates[after][0])
+                self._gates[after] = go_fd, command["num_ranks"] + 1
             pid = os.fork()
         except OSError as error:
             why = {"why": str(error), "errno": error.errno}
             _send(self._control, {"exited": key, "status": None, **why})
             return
         if pid == 0:
-            die_as_child_of(mine, self._leader_work(command, folder), folder / "leader.stderr")
+            work = self._leader_work(command, folder, gate_fd)
+            die_as_child_of(mine, work, folder / "leader.stderr")
+        if gate_fd is not None:
+            os.close(gate_fd)
         self._leaders[pid] = key
         _send(self._control, {"started": key, "pid": pid})
 
-    def _leader_work(self, command: dict[str, Any], folder: Path) -> Callable[[], None]:
+    def _leader_work(
+        self, command: dict[str, Any], folder: Path, gate_fd: int | None
+    ) -> Callable[[], None]:
         def work() -> None:
             ChildWakeup.disarm()
             self._control.close()
             self._wakeup.close()
+            for go_fd, _ in self._gates.values():
+                os.close(go_fd)
             spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
             job = Job(
                 spec=spec,
@@ -188,6 +206,7 @@ class _Server:
                 devices=tuple(command["devices"]),
                 attempt=command["attempt"],
                 shares_gpus=command["shares_gpus"],
+                gate_fd=gate_fd,
             )
             lead(job, self._rank_main, open_store, self._limits)
 
@@ -212,6 +231,11 @@ class _Server:
         # Children that are not leaders are orphans of a leader that died.
         kill_children(spare=self._leaders)
         for key, code in ended:
+            if key in self._gates:
+                go_fd, readers = self._gates.pop(key)
+                with suppress(BrokenPipeError):  # all of them are gone
+                    os.write(go_fd, bytes(readers))
+                os.close(go_fd)
             _send(self._control, {"exited": key, "status": code})
 
 
