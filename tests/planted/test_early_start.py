@@ -81,6 +81,7 @@ def test_it_goes_when_the_run_before_it_has_ended(
     gone_unix_s = before.started_unix_s + before.wall_s
     assert all(start and start.environment["unix_s"] >= gone_unix_s - 0.05 for start in starts)
     assert after.started_unix_s >= gone_unix_s - 0.05
+    assert (early / "rank0.stderr").read_text() == "", "asked for its stack"
     # The slots are free again, and were its own.
     assert engine.can_start(PRESENT)
     engine.start(spec("third"), tmp_path / "third")
