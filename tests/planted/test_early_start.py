@@ -194,7 +194,7 @@ def test_kill_9_of_the_harness_leaves_nobody_who_waits(tmp_path: Path, with_serv
 
 
 def test_real_ranks_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that started early trains after the other one, has its bits, and counts its seconds from there."""
+    """A run that started early trains after the other, has its bits, and times of its own."""
     monkeypatch.setenv(EARLY_VARIABLE, "cpu")
     for name in [name for name in os.environ if name.startswith("COV")]:
         monkeypatch.delenv(name)
