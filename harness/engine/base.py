@@ -1,16 +1,13 @@
-"""What an engine is: slots, runs started and waited for; who gets which slot, and which GPU.
+"""What an engine is: runs started and waited for; who gets which slot, and which GPU.
 
-A run takes one slot a rank. With devices, slot i stands for device i: runs that are under way at
-the same time share one only if it is named more than once (`shared`).
-
-NCCL refuses two ranks of one communicator on one GPU, as it sees by host and bus. Ranks that share
-GPUs are therefore put on hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up
-the first host, the second rank of each the next, and so on. Ranks of one such host talk as ever;
-hosts talk through sockets on the loopback device: NCCL's own kernels and bits, and times that mean
-nothing.
+A run takes one slot a rank; with devices, slot i stands for device i. NCCL refuses two ranks of one
+communicator on one GPU, as it sees by host and bus. Ranks that share GPUs are therefore put on
+hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up the first host, the second
+the next. Hosts talk through sockets: NCCL's own kernels and bits, and times that mean nothing.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -18,9 +15,6 @@ from typing import Protocol, Self
 from harness.errors import UsageError
 from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunOutcome, RunSpec
-
-MPS_PIPES = "/tmp/nvidia-mps"
-"""Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 
 
 class Engine(Protocol):
@@ -42,9 +36,7 @@ class Engine(Protocol):
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; `can_start` must be true.
 
-        Raises:
-            UsageError: see `check`.
-            Infrastructure: the engine or the disk refused.
+        Raises `UsageError` as `check`, `Infrastructure` if the engine or the disk refused.
         """
         ...
 
@@ -53,7 +45,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Kill every run. What they recorded stays; they get no outcome."""
+        """Kill every run. What they recorded stays; they get no outcome. The next start works."""
         ...
 
     def close(self) -> None:
@@ -61,12 +53,12 @@ class Engine(Protocol):
         ...
 
 
-class Closing:
+class Closing(ABC):
     """An engine that a `with` statement closes."""
 
+    @abstractmethod
     def close(self) -> None:
         """See `Engine.close`."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -76,16 +68,14 @@ class Closing:
 
 
 class Slots:
-    """Which slots are free. Hands out the lowest free ones."""
+    """Which slots are free, for at most `jobs` runs. Hands out the lowest free ones."""
 
     def __init__(
         self, num_slots: int, devices: Sequence[str] = (), jobs: int | None = None
     ) -> None:
-        """Make free slots for at most `jobs` runs (`UsageError`: counts that cannot be)."""
-        if num_slots < 1:
-            raise UsageError(f"expected at least 1 slot, got {num_slots}")
-        if jobs is not None and jobs < 1:
-            raise UsageError(f"expected at least 1 job, got {jobs}")
+        for noun, number in (("slot", num_slots), ("job", jobs)):
+            if number is not None and number < 1:
+                raise UsageError(f"expected at least 1 {noun}, got {number}")
         if devices and len(devices) != num_slots:
             raise UsageError(f"expected {num_slots} devices, one a slot, got {len(devices)}")
         self.num_slots = num_slots
@@ -111,12 +101,7 @@ class Slots:
         return not full and spec.world_size <= len(self._free)
 
     def take(self, spec: RunSpec) -> tuple[str, ...]:
-        """Take the slots of a run; the devices it may see (none for a run on the CPU).
-
-        Raises:
-            UsageError: see `check`.
-            RuntimeError: no room now, or the run has slots already.
-        """
+        """Take the slots of a run that fits; the devices it may see (none for a run on the CPU)."""
         self.check(spec)
         if spec.key in self._taken or not self.fits(spec):
             raise RuntimeError(f"no room for run {spec.key}, or it is under way")
@@ -144,18 +129,14 @@ def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
 def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
     """Variables of one rank: the GPUs that it sees, and its own as LOCAL_RANK.
 
-    Args:
-        devices: GPU of each rank, as CUDA_VISIBLE_DEVICES names it; empty for ranks without.
-        rank: whose environment.
+    `devices`: GPU of each rank, as CUDA_VISIBLE_DEVICES names it; empty for ranks without.
     """
     if not devices:
         return {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": str(rank)}
     # CUDA sees no GPU at all where one is named twice.
     seen = list(dict.fromkeys(devices))
-    found = {
-        "CUDA_VISIBLE_DEVICES": ",".join(seen),
-        "LOCAL_RANK": str(seen.index(devices[rank])),
-    }
+    mine = str(seen.index(devices[rank]))
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(seen), "LOCAL_RANK": mine}
     if len(seen) < len(devices):
         host = devices[:rank].count(devices[rank])
         found |= {HOST_KEY: f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -164,5 +145,5 @@ def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
 
 def mps_runs() -> bool:
     """Whether processes that use CUDA here go through MPS: its daemon has made its control pipe."""
-    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPES
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return os.path.exists(os.path.join(folder, "control"))  # noqa: PTH110, PTH118 - never raises

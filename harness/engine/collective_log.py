@@ -5,12 +5,9 @@
     rank<R>.answer   the same of a rank of a program, when the leader gives the run up and asks
                      (`harness.recorder.collectives`): with what C++ called, and from where
 
-A collective is over once every rank of its group has entered it, so of two ranks of one group the
-one that entered fewer is the one that the other waits for. If it waits in another collective
-itself, so does whoever keeps it there: the ranks at fault are those that wait in none.
-
-Ranks of one group that have entered equally many, but are in different ones, wait for each other in
-vain: one has called another collective than it should, or has left one out.
+Of two ranks of one group the one that entered fewer is the one that the other waits for; at fault
+are those that wait in no other collective themselves. Ranks that have entered equally many, but are
+in different ones, wait in vain: one has called another collective, or has left one out.
 """
 
 import json
@@ -45,14 +42,12 @@ class Place(Json):
     """Where a rank is. What is not known is "", a step -1.
 
     Attributes:
-        step: of the training.
         operator: the collective that it entered last, as torch calls it.
         label: whose it is: `layers.1`, or `IN_CAPTURE`.
-        group: global ranks that take part in it.
+        group: global ranks that take part in it; `name` where it is not the one of all ranks.
         is_inside: whether it has not come back from it.
         entered: how many collectives of each group it has entered, by ranks as `0,1`.
         module: innermost module that was running, in the step that captures graphs.
-        name: of the group where it is not the one of all ranks; two groups may have the same ranks.
         sizes: of the tensors that it takes, where all ranks must have the same.
         called_at: line of the program that called it, as `train.py:7 in main`.
         phase: forward, backward or optimizer, whatever the rank was in.
@@ -80,9 +75,9 @@ class Place(Json):
         return group_key(self.group, self.name)
 
     @property
-    def collective(self) -> str:
-        """The collective in words: `all_reduce of layers.1`, `all_reduce in a capture`."""
-        return str(self.as_entered)
+    def number(self) -> int:
+        """Which of its group's collectives it is."""
+        return self.entered.get(self.key, 0)
 
     @property
     def as_entered(self) -> Entered:
@@ -94,12 +89,10 @@ class Place(Json):
             called_at=self.called_at,
         )  # fmt: skip
 
-    def words(self, number: int) -> str:
-        """The same with its step and its number in the group."""
-        when = f" in step {self.step}" if self.step >= 0 else ""
-        group = f"ranks {group_key(self.group)}" + (f", group {self.name}" if self.name else "")
-        called = f", called at {self.called_at}" if self.called_at else ""
-        return f"{self.collective}{when} (collective {number} of {group}{called})"
+    @property
+    def collective(self) -> str:
+        """The collective in words: `all_reduce of layers.1`, `all_reduce in a capture`."""
+        return str(self.as_entered)
 
 
 def group_key(ranks: tuple[int, ...], name: str = "") -> str:
@@ -148,51 +141,26 @@ def read_place(path: Path) -> Place | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Why ranks waited in vain.
+def odd_one(fault: CollectiveFault) -> int | None:
+    """The rank at fault, None if it cannot be told which of two sides is."""
+    is_known = fault.entered is None or len(fault.ranks) < len(fault.others)
+    return fault.ranks[0] if is_known else None
 
-    Attributes:
-        ranks: that never entered a collective, or entered another one than the rest of their group:
-            the fewer, and the first to be told of if there are as many of each.
-        place: of the first of them, in that other collective; None if they entered none.
-        others: the rest of the group.
-        expected: the place of one of the others.
-        number: of the collective in its group.
-    """
 
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    expected: Place
-    number: int
-    place: Place | None = None
-
-    @property
-    def odd_one(self) -> int | None:
-        """The rank at fault, None if it cannot be told which of two sides is."""
-        is_known = self.place is None or len(self.ranks) < len(self.others)
-        return self.ranks[0] if is_known else None
-
-    @property
-    def record(self) -> CollectiveFault:
-        """The same for an outcome."""
-        expected = self.expected
-        return CollectiveFault(
-            ranks=self.ranks, entered=None if self.place is None else self.place.as_entered,
-            others=self.others, expected=expected.as_entered, group=expected.group,
-            number=self.number, step=expected.step if expected.step >= 0 else None,
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        mine, words = self.place, self.expected.words(self.number)
-        if mine is None:
-            return f"{rank_names(self.ranks)} never entered {words}"
-        told = mine.collective
-        if told == self.expected.collective and mine.sizes != self.expected.sizes:
-            told += f" of sizes {mine.sizes}, not {self.expected.sizes},"
-        called = f", called at {mine.called_at}," if mine.called_at else ""
-        others = f"where {rank_names(self.others)} entered {words}"
-        return f"{rank_names(self.ranks)} entered {told}{called} {others}"
+def fault_words(fault: CollectiveFault) -> str:
+    """Why ranks waited in vain, in a sentence."""
+    mine, due = fault.entered, fault.expected
+    when = "" if fault.step is None else f" in step {fault.step}"
+    called = f", called at {due.called_at}" if due.called_at else ""
+    words = f"{due}{when} (collective {fault.number} of ranks {group_key(fault.group)}{called})"
+    if mine is None:
+        return f"{rank_names(fault.ranks)} never entered {words}"
+    told = str(mine)
+    if told == str(due) and mine.sizes != due.sizes:
+        told += f" of sizes {mine.sizes}, not {due.sizes},"
+    called = f", called at {mine.called_at}," if mine.called_at else ""
+    others = f"where {rank_names(fault.others)} entered {words}"
+    return f"{rank_names(fault.ranks)} entered {told}{called} {others}"
 
 
 def rank_names(ranks: Iterable[int]) -> str:
@@ -201,26 +169,32 @@ def rank_names(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
 
 
-def find_mismatch(places: Mapping[int, Place]) -> Fault | None:
+def _fault(
+    ranks: Iterable[int], others: Iterable[int], expected: Place, place: Place | None = None
+) -> CollectiveFault:
+    """Of `ranks`, the first of them in `place`; the fewer, or the first if there are as many."""
+    return CollectiveFault(
+        ranks=tuple(ranks), entered=None if place is None else place.as_entered,
+        others=tuple(others), expected=expected.as_entered, group=expected.group,
+        number=expected.number, step=expected.step if expected.step >= 0 else None,
+    )  # fmt: skip
+
+
+def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
     """Which ranks of a group entered different collectives as their n-th; None if all agree.
 
     NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
     one. So the first that ranks recorded differently counts before those they wait in.
     """
-    recorded = [
-        (each.key, each.number, rank, _as_place(each))
-        for rank, place in sorted(places.items()) for each in place.recent
-    ]  # fmt: skip
-    waiting = [
-        (place.key, place.entered.get(place.key, 0), rank, place)
-        for rank, place in sorted(places.items()) if place.is_inside and place.group
-    ]  # fmt: skip
+    ranked = sorted(places.items())
+    recorded = [(rank, _as_place(each)) for rank, place in ranked for each in place.recent]
+    waiting = [(rank, place) for rank, place in ranked if place.is_inside and place.group]
     for entered in (recorded, waiting):
         met: dict[tuple[int, str], dict[int, Place]] = {}
-        for key, number, rank, place in entered:
-            met.setdefault((number, key), {})[rank] = place
-        for (number, _), there in sorted(met.items(), key=lambda item: item[0][0]):
-            if (mismatch := _mismatch(there, number)) is not None:
+        for rank, place in entered:
+            met.setdefault((place.number, place.key), {})[rank] = place
+        for _, there in sorted(met.items(), key=lambda item: item[0][0]):
+            if (mismatch := _mismatch(there)) is not None:
                 return mismatch
     return None
 
@@ -235,7 +209,7 @@ def _as_place(each: Recorded) -> Place:
     )  # fmt: skip
 
 
-def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
+def _mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
     """Of ranks that are in the collective of one number of one group."""
     # Whose a collective is, and its sizes, may be unknown: that is no difference.
     known = all(place.label for place in places.values())
@@ -248,29 +222,22 @@ def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
         return None
     most = max(sides.values(), key=len)
     fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
-    return Fault(
-        ranks=tuple(fewest), place=places[fewest[0]],
-        others=tuple(most), expected=places[most[0]], number=number,
-    )  # fmt: skip
+    return _fault(fewest, most, places[most[0]], places[fewest[0]])
 
 
-def find_missing(places: Mapping[int, Place]) -> Fault | None:
+def find_missing(places: Mapping[int, Place]) -> CollectiveFault | None:
     """Who never entered a collective that others wait in; None if places do not tell."""
-    waiting = {rank: place for rank, place in places.items() if place.is_inside}
     lacking: dict[int, list[Place]] = {}
-    for place in waiting.values():
-        number = place.entered.get(place.key, 0)
-        for other in place.group:
+    for place in places.values():
+        for other in place.group if place.is_inside else ():
             there = places.get(other)
-            if there is not None and there.entered.get(place.key, 0) < number:
+            if there is not None and there.entered.get(place.key, 0) < place.number:
                 lacking.setdefault(other, []).append(place)
-    at_fault = [rank for rank in lacking if rank not in waiting]
+    at_fault = [rank for rank in lacking if not places[rank].is_inside]
     if not at_fault:
         return None
     # The earliest that is lacking: what comes after it in the same group only follows.
-    first = min(lacking[at_fault[0]], key=lambda place: (place.step, place.entered[place.key]))
-    number = first.entered[first.key]
-    late = (rank for rank in at_fault if places[rank].entered.get(first.key, 0) < number)
-    ranks = tuple(sorted(rank for rank in late if rank in first.group))
-    others = tuple(rank for rank in first.group if rank not in ranks)
-    return Fault(ranks=ranks, others=others, expected=first, number=number)
+    first = min(lacking[at_fault[0]], key=lambda place: (place.step, place.number))
+    late = (r for r in at_fault if places[r].entered.get(first.key, 0) < first.number)
+    ranks = sorted(rank for rank in late if rank in first.group)
+    return _fault(ranks, (rank for rank in first.group if rank not in ranks), first)

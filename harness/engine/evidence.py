@@ -1,11 +1,10 @@
 """What a run leaves behind when it dies or hangs: NCCL's recorder, CUDA's core dump, answers.
 
     NCCL's flight recorder   nccl_rank<R>     of soaks and programs on GPUs; written by the rank's
-                                              watchdog thread when the leader asks by the pipe
-                                              nccl_rank<R>.pipe
+                                              watchdog thread, asked by the pipe nccl_rank<R>.pipe
     a program's answer       rank<R>.answer   by a thread of the recorder, asked by rank<R>.ask
-    CUDA's core dump         cuda<R>.core     a light one: registers and the kernel, no memory; the
-                                              program goes on and gets its error; of soaks
+    CUDA's core dump         cuda<R>.core     a light one: registers and the kernel, no memory; of
+                                              soaks: a program may mean to catch its error
 
 What the user has set of these variables stands. A dump holds only plain values, so it is unpickled
 with all classes refused. Replays of graphs enqueue nothing that NCCL records: a rank that waits in
@@ -35,10 +34,18 @@ DUMP_S = 5.0
 """Given to watchdogs, which look for requests once a second, and write."""
 ANSWER_S = 2.0
 """Given to a program's ranks to say where they are."""
-_COREDUMP_FLAGS = (
-    "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,"
-    "skip_constbank_memory,skip_abort"
-)
+_OF_NCCL = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    **dict.fromkeys(("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE",
+                     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), "{folder}/nccl_rank"),
+}  # fmt: skip
+_OF_CUDA = {
+    **dict.fromkeys(("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP",
+                     "CUDA_COREDUMP_SHOW_PROGRESS"), "1"),
+    "CUDA_COREDUMP_FILE": "{folder}/cuda{rank}.core",
+    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,skip_global_memory,"
+    "skip_shared_memory,skip_local_memory,skip_constbank_memory,skip_abort",
+}  # fmt: skip
 DEFAULT_GROUP = "default_pg"
 _NOT_UNDERSTOOD = (
     OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, LookupError, TypeError,
@@ -56,48 +63,37 @@ def evidence_environment(
     spec: RunSpec, folder: Path, rank: int, set_already: Mapping[str, str]
 ) -> dict[str, str]:
     """Variables that make a rank leave evidence; none but for soaks and programs on GPUs."""
-    if spec.device != "cuda" or not (_is_program(spec) or spec.soak is not None):
+    if spec.device != "cuda" or (spec.is_builtin and spec.soak is None):
         return {}
-    prefix = str(folder.absolute() / "nccl_rank")
-    files = ("NCCL_DEBUG_INFO_TEMP_FILE", "FR_DUMP_TEMP_FILE", "NCCL_DEBUG_INFO_PIPE_FILE")
-    wanted = {f"TORCH_{name}": prefix for name in files} | {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    wanted = _OF_NCCL | (_OF_CUDA if spec.soak is not None else {})
+    place = str(folder.absolute())
+    return {
+        name: value.replace("{rank}", str(rank)).replace("{folder}", place)
+        for name, value in wanted.items() if name not in set_already
     }  # fmt: skip
-    if spec.soak is not None:
-        # A core dump takes time, and in a program an error may be meant to be caught.
-        switches = ("ENABLE_COREDUMP_ON_EXCEPTION", "ENABLE_LIGHTWEIGHT_COREDUMP",
-                    "COREDUMP_SHOW_PROGRESS")  # fmt: skip
-        wanted |= {f"CUDA_{name}": "1" for name in switches} | {
-            "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
-            "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
-        }
-    return {name: value for name, value in wanted.items() if name not in set_already}
 
 
 def dumps_take_s(spec: RunSpec) -> float:
     """Seconds that ranks need to answer when they are asked where they are."""
     if evidence_environment(spec, Path(), 0, {}):
         return DUMP_S
-    return ANSWER_S if _is_program(spec) and spec.world_size > 1 else 0.0
-
-
-def _is_program(spec: RunSpec) -> bool:
-    return spec.config.get("program") is not None
+    return 0.0 if spec.is_builtin or spec.world_size == 1 else ANSWER_S
 
 
 def prepare_to_ask(spec: RunSpec, folder: Path, ranks: Iterable[int]) -> None:
     """Make the pipes at which ranks of a program wait to be asked where they are."""
-    if not _is_program(spec) or spec.world_size == 1:
-        return
-    for rank in ranks:
+    for rank in () if spec.is_builtin or spec.world_size == 1 else ranks:
         with suppress(OSError):  # a file system without pipes: such a rank is not asked
             os.mkfifo(folder / f"rank{rank}.ask")
 
 
+def _pipes(folder: Path, rank: int) -> tuple[Path, Path]:
+    return folder / f"nccl_rank{rank}.pipe", folder / f"rank{rank}.ask"
+
+
 def ask_for_dumps(folder: Path, ranks: Iterable[int]) -> None:
     """Ask ranks where they are: NCCL's watchdogs and the recorder's threads, if there are any."""
-    names = ("nccl_rank{}.pipe", "rank{}.ask")
-    for path in (folder / name.format(rank) for rank in ranks for name in names):
+    for path in (path for rank in ranks for path in _pipes(folder, rank)):
         try:
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -111,11 +107,9 @@ def ask_for_dumps(folder: Path, ranks: Iterable[int]) -> None:
 def remove_pipes(folder: Path, ranks: Iterable[int], *, all_went_well: bool) -> None:
     """Take away what ranks were asked by, and of a run that ended well their places, too."""
     for rank in ranks:
-        for path in (folder / f"nccl_rank{rank}.pipe", folder / f"rank{rank}.ask"):
+        places = (place_path(folder, rank), answer_path(folder, rank)) if all_went_well else ()
+        for path in (*_pipes(folder, rank), *places):
             path.unlink(missing_ok=True)
-        if all_went_well:
-            place_path(folder, rank).unlink(missing_ok=True)
-            answer_path(folder, rank).unlink(missing_ok=True)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -143,20 +137,16 @@ def last_place(folder: Path, rank: int) -> Place | None:
     """Where a rank was: by its answer, by NCCL's recorder, or by its own notes; else None."""
     if (answer := read_place(answer_path(folder, rank))) is not None:
         return answer
-    own = read_place(place_path(folder, rank))
-    dump = read_dump(folder / f"nccl_rank{rank}")
+    own, dump = read_place(place_path(folder, rank)), read_dump(folder / f"nccl_rank{rank}")
     if own is None or not (own.operator or own.entered):
         return dump
-    if dump is None:
-        return own
     # NCCL counts no steps.
-    return replace(dump, step=own.step, entered=own.entered | dump.entered)
+    return own if dump is None else replace(dump, step=own.step, entered=own.entered | dump.entered)
 
 
 def last_module(folder: Path, rank: int) -> str:
     """The module that a rank was in, where it noted that; else ""."""
-    answer = read_place(answer_path(folder, rank))
-    own = answer or read_place(place_path(folder, rank))
+    own = read_place(answer_path(folder, rank)) or read_place(place_path(folder, rank))
     return own.module if own is not None else ""
 
 
@@ -179,20 +169,15 @@ def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]])
     if open_ones:
         # It waits here, whatever was enqueued after it.
         entered[group_key(group, name)] = int(at["collective_seq_id"])
-    operator = str(at["profiling_name"]).rpartition(":")[2]
-    return Place(
-        step=-1, operator=operator, label="", group=group, is_inside=bool(open_ones),
-        entered=entered, name=name, called_at=_called_at(at.get("frames") or []),
+    frames = ((PurePath(frame["filename"]), frame) for frame in at.get("frames") or [])
+    called = (
+        f"{path.name}:{int(frame['line'])} in {frame['name']}"
+        for path, frame in frames if not NOT_OF_PROGRAM.search(path.as_posix())
     )  # fmt: skip
-
-
-def _called_at(frames: list[dict[str, Any]]) -> str:
-    """The innermost line that is neither torch's nor the recorder's."""
-    for frame in frames:
-        path = PurePath(frame["filename"])
-        if not NOT_OF_PROGRAM.search(path.as_posix()):
-            return f"{path.name}:{int(frame['line'])} in {frame['name']}"
-    return ""
+    return Place(
+        step=-1, operator=str(at["profiling_name"]).rpartition(":")[2], label="", group=group,
+        is_inside=bool(open_ones), entered=entered, name=name, called_at=next(called, ""),
+    )  # fmt: skip
 
 
 def kernel_words(stderr_tail: str, folder: Path, rank: int) -> str:

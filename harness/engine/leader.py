@@ -3,10 +3,9 @@
     fork the ranks -> host the rendezvous store -> watch -> a report -> outcome.json, of a local run
                                                                         node<K>.json, of one of many
 
-A leader must fork its ranks before it starts a thread (the store does). That of a local run is
-forked from the warm server. Those of several nodes do not know of each other: srun ends them all
-with SIGTERM when one fails; then a leader asks its ranks for their stacks, kills them, and
-reports. Who reads the reports concludes:
+A leader forks its ranks before it starts a thread (the store does). Those of several nodes do not
+know of each other: srun ends them all with SIGTERM when one fails; then a leader asks its ranks for
+their stacks, kills them, and reports. Who reads the reports concludes:
 
     reports of all nodes, nobody stopped        as `outcome.classify` says
     Slurm: OUT_OF_MEMORY                        oom
@@ -16,7 +15,7 @@ reports. Who reads the reports concludes:
     a hang, or all gave up, once suspended      interrupted: time went by without the program
 
 On a shared folder a file that is whole on one node may look absent or short on another for a while
-(attribute caches of NFS): a report says how long each record file is, so that a reader can tell.
+(caches of NFS): a report says how long each record file is, so that a reader can tell.
 """
 
 import errno
@@ -35,31 +34,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.engine import outcome as outcomes
 from harness.engine.evidence import kernel_words, last_module, last_place, remove_pipes, tail_of
-from harness.engine.outcome import (
-    Answer,
-    RankEvidence,
-    classify,
-    culprit_of,
-    ending_of,
-    memory_kills_since,
-    num_memory_kills,
-    with_sender,
-)
+from harness.engine.outcome import Answer, RankEvidence
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.ranks import Crew, Job, Limits, Meeting, RankMain, flush_output, redirect
 from harness.errors import HarnessError
 from harness.infrastructure import no_process
-from harness.records import (
-    ExitCode,
-    Json,
-    RankExit,
-    RecordError,
-    RunOutcome,
-    RunSpec,
-    What,
-    dumps,
-)
+from harness.records import ExitCode, Json, RankExit, RecordError, RunOutcome, RunSpec, What, dumps
 from harness.store import save_outcome
 from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 from harness.store.streams import rank_path, read_ranks
@@ -152,7 +134,7 @@ def lead(
     os.setsid()
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         meeting = Meeting(address="127.0.0.1", port=listener.getsockname()[1], listener=listener)
-        report = _lead(job, "", 0, meeting, rank_main, open_store, limits)
+        report = _lead(job, meeting, rank_main, open_store, limits)
     outcome = put_together(job.spec, Path(), {0: report}, attempt=job.attempt)
     remove_pipes(Path(), job.ranks, all_went_well=not outcome.what)
     in_doubt = job.shares_gpus and outcome.what not in ("", *LOST)
@@ -163,36 +145,26 @@ def lead_share(
     job: Job, name: str, node: int, meeting: Meeting, rank_main: RankMain,
     open_store: OpenStore, limits: Limits | None = None,
 ) -> int:  # fmt: skip
-    """Run the ranks of one node to their end and write its report.
+    """Run the ranks of a step's `node`-th node to their end and write its report; the exit code.
 
-    Args:
-        job: the run and which of its ranks are here.
-        name: of the step.
-        node: our number in it.
-        meeting: where all ranks find each other; the store is hosted here if it has a listener.
-        rank_main: runs one rank.
-        open_store: hosts the store.
-        limits: how patient to be.
-
-    Returns:
-        0, or 1 if a rank of this node failed or was ended.
+    The store is hosted here if `meeting` has a listener.
 
     Raises:
         OSError: no pipe, or no process. Ranks are dead by then.
         Infrastructure: the report cannot be written.
     """
-    report = _lead(job, name, node, meeting, rank_main, open_store, limits)
+    report = replace(_lead(job, meeting, rank_main, open_store, limits), job=name, node=node)
     remove_pipes(Path(), job.ranks, all_went_well=False)
     write_atomic(report_path(node), dumps(report) + "\n")
     return int(any(state.code != 0 for state in report.exits))
 
 
 def _lead(
-    job: Job, name: str, node: int, meeting: Meeting, rank_main: RankMain,
-    open_store: OpenStore, limits: Limits | None,
-) -> NodeReport:  # fmt: skip
+    job: Job, meeting: Meeting, rank_main: RankMain, open_store: OpenStore, limits: Limits | None
+) -> NodeReport:
     """What became of the ranks of `job`; from then on the run's folder is the working directory."""
-    started_unix_s, started_s, kills = time.time(), time.monotonic(), num_memory_kills()
+    started_unix_s, started_s = time.time(), time.monotonic()
+    kills = outcomes.num_memory_kills()
     adopt_orphans()
     # Inherited by the ranks: a request for stacks must not kill one that has no handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -213,21 +185,17 @@ def _lead(
     begun_s = watch.started_s if waited else started_s
     exits = tuple(watch.exits[rank] for rank in job.ranks)
     ended = any(state.killed_by_harness for state in exits)
+    failed = watch.failed_s.items()
     return NodeReport(
-        job=name,
-        node=node,
         exits=exits,
-        failed_unix_s={
-            str(rank): started_unix_s + failed_s - started_s
-            for rank, failed_s in watch.failed_s.items()
-        },
+        failed_unix_s={str(rank): started_unix_s + at_s - started_s for rank, at_s in failed},
         timed_out=watch.timed_out,
         stalled_s=watch.patience_s if watch.stalled else None,
         stopped_by="SIGTERM" if crew.told_to_stop and ended else "",
         suspended=crew.was_suspended,
-        memory_kills=memory_kills_since(kills),
+        memory_kills=outcomes.memory_kills_since(kills),
         record_bytes={str(rank): _size(rank_path(Path(), rank)) for rank in job.ranks},
-        problem=next(iter(crew.close_outputs()), ""),
+        problem=crew.close_outputs(),
         started_unix_s=started_unix_s + begun_s - started_s,
         wall_s=time.monotonic() - begun_s,
     )
@@ -243,8 +211,7 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
     code = 1
     try:
         die_with_parent(parent_pid)
-        fd = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        redirect(fd)
+        redirect(os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
         work()
         code = 0
     except (HarnessError, OSError) as error:
@@ -274,9 +241,9 @@ def read_reports(folder: Path, job: str, num_nodes: int) -> dict[int, NodeReport
     found: dict[int, NodeReport] = {}
     for node in range(num_nodes):
         with suppress(OSError, ValueError, RecordError, RecursionError):
-            text = read_plain(folder / report_path(node), MAX_FILE_BYTES).decode()
+            text = read_plain(folder / report_path(node), MAX_FILE_BYTES)
             report = NodeReport.from_json(json.loads(text))
-            if report.job == job and report.node == node:
+            if (report.job, report.node) == (job, node):
                 found[node] = report
     return found
 
@@ -302,22 +269,17 @@ def not_yet_visible(folder: Path, reports: Reports) -> str:
     for node, report in sorted(reports.items()):
         for rank, there in report.record_bytes.items():
             if (here := _size(rank_path(folder, int(rank)))) < there:
-                told = f"the records of rank {rank} on node {node}"
-                return f"{told} have {there} bytes there, {here} here"
+                records = f"the records of rank {rank} on node {node}"
+                return f"{records} have {there} bytes there, {here} here"
     return ""
 
 
 def needs_word(reports: Iterable[NodeReport]) -> bool:
-    """Whether the reports leave open what Slurm had to do with the end of the run.
-
-    It ended ranks that were still running, or may be who killed one (for the memory it used).
-    """
-    return any(
-        report.stopped_by
-        or any(state.code == -signal.SIGKILL and not state.killed_by_harness
-               for state in report.exits)
-        for report in reports
-    )  # fmt: skip
+    """Whether it is open what Slurm had to do with the end of the run: it stopped ranks that were
+    still running, or may be who killed one (for the memory it used)."""
+    exits = [state for report in reports for state in report.exits if not report.stopped_by]
+    stopped = any(report.stopped_by for report in reports)
+    return stopped or any(e.code == -signal.SIGKILL and not e.killed_by_harness for e in exits)
 
 
 def put_together(
@@ -334,7 +296,8 @@ def put_together(
         num_nodes: that the run had.
         attempt: the outcome's.
     """
-    exits = {state.rank: state for report in reports.values() for state in report.exits}
+    known = reports.values()
+    exits = {state.rank: state for report in known for state in report.exits}
     ranks = [
         RankEvidence(
             exit=exits.get(records.rank, RankExit(rank=records.rank, code=None)),
@@ -345,57 +308,46 @@ def put_together(
         )
         for records in read_ranks(folder, spec.world_size)
     ]
-    concluder = _Concluder(spec, folder, reports, ranks, word, num_nodes)
-    answer = concluder.answer()
+    state = word.state or step_state(folder)
+    answer = _Concluder(spec, folder, reports, ranks, word, state, num_nodes).answer()
     what, message, culprit, _ = answer
     if what == "illegal_access" and culprit is not None:
-        words = kernel_words(tail_of(folder / f"rank{culprit}.stderr"), folder, culprit)
+        words = kernel_words(ranks[culprit].stderr_tail, folder, culprit)
         message += f"; {words}" if words else ""
-    if problem := next((report.problem for report in reports.values() if report.problem), ""):
+    if problem := next((report.problem for report in known if report.problem), ""):
         message = f"{message}; output lost: {problem}".removeprefix("; ")
-    by_machine = what == "interrupted" and concluder.state in OF_THE_MACHINE
+    machine = "node_failure" if what == "interrupted" and state in OF_THE_MACHINE else ""
     outcome = RunOutcome(
-        key=spec.key,
-        what=what,
-        message=message,
-        culprit_rank=culprit,
+        key=spec.key, what=what, message=message, culprit_rank=culprit,
         ranks=tuple(rank.exit for rank in ranks),
-        started_unix_s=min((r.started_unix_s for r in reports.values()), default=0.0),
-        wall_s=max((report.wall_s for report in reports.values()), default=0.0),
-        attempt=attempt,
-        ending=ending_of(answer, ranks, machine="node_failure" if by_machine else ""),
-    )
-    there = (r for r in reports.values() if any(state.rank == culprit for state in r.exits))
-    return with_sender(outcome, next((report.memory_kills for report in there), None))
+        started_unix_s=min((report.started_unix_s for report in known), default=0.0),
+        wall_s=max((report.wall_s for report in known), default=0.0),
+        attempt=attempt, ending=outcomes.ending_of(answer, ranks, machine=machine),
+    )  # fmt: skip
+    there = (r for r in known if any(each.rank == culprit for each in r.exits))
+    return outcomes.with_sender(outcome, next((report.memory_kills for report in there), None))
 
 
 @dataclass(frozen=True)
 class _Concluder:
-    """The table of the module's docstring."""
+    """The table of the module's docstring. `state`: how Slurm ended the step, "" if it did not."""
 
     spec: RunSpec
     folder: Path
     reports: Reports
     ranks: Sequence[RankEvidence]
     word: Word
+    state: str
     num_nodes: int
 
     def answer(self) -> Answer:
         """The same answer, unless it only says that time went by: Slurm had taken that away."""
         answer = self._answer()
-        known = [rank for rank in self.ranks if rank.exit.code is not None]
-        only_waited = answer.what == "hang" or (
-            answer.what == "crashed" and culprit_of(known, self._failed_order) is None
-        )
+        only_waited = answer.what == "hang" or (answer.what == "crashed" and not self._own_failure)
         if not only_waited or not any(report.suspended for report in self.reports.values()):
             return answer
-        told = f"the run was suspended while it ran; {answer.message}"
-        return Answer("interrupted", told, None, answer.fault)
-
-    @property
-    def state(self) -> str:
-        """How Slurm ended the step, "" if it did not."""
-        return self.word.state or step_state(self.folder)
+        why = f"the run was suspended while it ran; {answer.message}"
+        return Answer("interrupted", why, None, answer.fault)
 
     def _answer(self) -> Answer:
         absent = [node for node in range(self.num_nodes) if node not in self.reports]
@@ -415,9 +367,8 @@ class _Concluder:
 
     def _classified(self, ranks: Sequence[RankEvidence]) -> Answer:
         """What ranks tell by themselves."""
-        steps = self.spec.config.get("steps")
-        reports = self.reports.values()
-        return classify(
+        steps, reports = self.spec.config.get("steps"), self.reports.values()
+        return outcomes.classify(
             ranks,
             timed_out=any(report.timed_out for report in reports),
             timeout_s=self.spec.timeout_s,
@@ -427,6 +378,14 @@ class _Concluder:
         )
 
     @property
+    def _known(self) -> list[RankEvidence]:
+        return [rank for rank in self.ranks if rank.exit.code is not None]
+
+    @property
+    def _own_failure(self) -> bool:
+        return outcomes.culprit_of(self._known, self._failed_order) is not None
+
+    @property
     def _failed_order(self) -> list[int]:
         when = {r: at for report in self.reports.values() for r, at in report.failed_unix_s.items()}
         return [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
@@ -434,11 +393,10 @@ class _Concluder:
     def _without_report(self, absent: Sequence[int]) -> Answer:
         """Nodes that did not say how their ranks ended: killed, or they never got so far."""
         nodes = f"node {absent[0]}" if len(absent) == 1 else f"nodes {', '.join(map(str, absent))}"
-        known = [rank for rank in self.ranks if rank.exit.code is not None]
-        if culprit_of(known, self._failed_order) is not None:
+        if self._own_failure:
             # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
             # stop before it has forked its ranks has nothing to report.
-            answer = self._classified(known)
+            answer = self._classified(self._known)
             return answer._replace(message=f"{answer.message}; {nodes} left no report")
         # What a rank does can get its agent killed, not make the agent leave without a report.
         began = any(rank.records.start is not None for rank in self.ranks)
@@ -448,10 +406,14 @@ class _Concluder:
 
     @property
     def _said(self) -> str:
-        """The step's end in one sentence: Slurm's words, the last of the log."""
-        log = last_of_log(self.folder)
+        """The step's end in one sentence: Slurm's words, and the line of the log that says most."""
         ending = self.word.text or f"the step ended ({self.state or 'Slurm says no more'})"
-        return f"{ending}; {LOG_FILE}: {log}" if log else ending
+        log = tail_of(self.folder / LOG_FILE, 8 << 10).splitlines()
+        lines = [line.strip() for line in log if line.strip()]
+        slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
+        plain = [line for line in lines if not any(noise in line.lower() for noise in _NOISE)]
+        said = next(iter(slurm or plain[-1:]), "")[:300]
+        return f"{ending}; {LOG_FILE}: {said}" if said else ending
 
 
 def step_state(folder: Path) -> str:
@@ -461,18 +423,9 @@ def step_state(folder: Path) -> str:
     heard of by Slurm's word on the step, and its tasks' ends follow.
     """
     log = tail_of(folder / LOG_FILE)
-    lines = [line.lower() for line in log.splitlines() if "error:" in line]
+    errors = "\n".join(line.lower() for line in log.splitlines() if "error:" in line)
     for phrase, state in STEP_ENDS.items():
-        if any(phrase in line for line in lines):
+        if phrase in errors:
             return state
     first = _FIRST_END.search(log)
     return "CANCELLED" if first is not None and first.group("task") is None else ""
-
-
-def last_of_log(folder: Path) -> str:
-    """The line of the log that says most: Slurm's own word, else the last one."""
-    lines = [line.strip() for line in tail_of(folder / LOG_FILE, 8 << 10).splitlines()]
-    lines = [line for line in lines if line]
-    slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
-    plain = [line for line in lines if not any(noise in line.lower() for noise in _NOISE)]
-    return next(iter(slurm or plain[-1:]), "")[:300]

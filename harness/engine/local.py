@@ -1,12 +1,12 @@
 """Runs on this machine: a warm forkserver behind a socket, slots in front of it.
 
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
-were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
-only a leader dies, its run is `crashed`, or `killed` by a SIGKILL.
+were under way end as `interrupted` and the next run starts a new one. If only a leader dies, its
+run is `crashed`, or `killed` by a SIGKILL.
 
-Under CUDA's MPS the processes on a GPU share a server: a rank that faults or is killed there takes
-the ranks of other runs with it. A run that failed while it shared a GPU is therefore kept as an
-attempt, undecided on the disk, and made again once, alone: that outcome counts.
+Under CUDA's MPS a rank that faults or is killed takes the ranks of other runs on its GPU with it. A
+run that failed while it shared a GPU is therefore kept as an attempt, undecided on the disk, and
+made again once, alone: that outcome counts.
 
 A run whose devices are exactly those of one that is under way is started early: its processes make
 their contexts and communicators, and wait with the model until that run has ended (`after`). Only
@@ -14,8 +14,7 @@ of the built-in program, on `HARNESS_START_EARLY` (devices, "cuda" if not set), 
 timed run, or one that was started before. A run that had no memory while another one waited is made
 again alone, as under MPS.
 
-The server is a subprocess that speaks JSON lines over a socket pair; the protocol is in
-`harness.worker.serve`, which this side never imports: torch lives there.
+The server speaks JSON lines over a socket pair (`harness.worker.serve`); torch lives only there.
 """
 
 import json
@@ -46,14 +45,8 @@ from harness.infrastructure import machine_failure, no_process
 from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
 from harness.repeats import is_timed
-from harness.store import (
-    begin_run,
-    load_run_folder,
-    num_kept,
-    read_outcome,
-    save_outcome,
-    set_aside,
-)
+from harness.store import begin_run, load_run_folder, num_kept, read_outcome, save_outcome
+from harness.store import set_aside as keep_attempt
 
 ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
@@ -80,18 +73,18 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self._control, theirs = socket.socketpair()
         self._received = b""
-        self._mark = secrets.token_hex(16)
+        self._mark = f"{MARK_VARIABLE}={secrets.token_hex(16)}"
         command = [
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
             "--entry", entry, *limit_options(limits),
         ]  # fmt: skip
-        mine = {MARK_VARIABLE: self._mark}
+        environment = server_environment(os.environ) | code_variables()
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                     stdout=self._log, stderr=self._log,
-                    env=server_environment(os.environ) | code_variables() | mine,
+                    env=environment | dict([self._mark.split("=")]),
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
                 )  # fmt: skip
@@ -102,11 +95,7 @@ class ServerProcess:
         self.pid = self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until its imports are done.
-
-        Raises:
-            Infrastructure: they failed, or took too long.
-        """
+        """Wait until its imports are done (`Infrastructure`: they failed, or took too long)."""
         why = f"not ready after {timeout_s:g} s"
         try:
             for message in self.receive(timeout_s):
@@ -137,10 +126,9 @@ class ServerProcess:
         """
         if not select.select([self._control], [], [], timeout_s)[0]:
             return []
-        try:
+        data = b""
+        with suppress(ConnectionResetError):
             data = self._control.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
         if not data:
             raise ServerGoneError
         *lines, self._received = (self._received + data).split(b"\n")
@@ -160,7 +148,7 @@ class ServerProcess:
         if code >= 0:
             return f"exited with code {code}"
         # It could not clean up: processes of ranks may be in sessions of their own.
-        kill_marked(f"{MARK_VARIABLE}={self._mark}")
+        kill_marked(self._mark)
         return f"died by {signal_name(-code)}"
 
     def kill(self) -> None:
@@ -172,12 +160,14 @@ class ServerProcess:
 class _Active:
     """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone.
 
-    `after` is the run under way whose slots it waits for, "" once it has them.
+    `after` is the run under way whose slots it waits for, "" once it has them; `heir` the one that
+    waited for its own.
     """
 
     spec: RunSpec
     folder: Path
     attempt: int
+    after: str = ""
     alone: int | None = None
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
@@ -185,17 +175,14 @@ class _Active:
     leader_pid: int | None = None
     num_kills: int = 0
     devices: tuple[str, ...] = ()
-    after: str = ""
     heir: str = ""
     shared_with: set[str] = field(default_factory=set)
 
     @property
     def overdue_s(self) -> float:
         """When the engine takes the next step against a leader that does not answer."""
-        if self.after:
-            return math.inf
         patience_s = self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
-        return self.started_s + patience_s
+        return math.inf if self.after else self.started_s + patience_s
 
     def kill(self) -> None:
         """Kill its leader, and its ranks with it, as far as it is known."""
@@ -211,7 +198,7 @@ class LocalEngine(Closing):
         devices: Sequence[str] = (), limits: Limits | None = None,
         mps: Callable[[], bool] = mps_runs, recovery_s: Sequence[float] = RECOVERY_S,
     ) -> None:  # fmt: skip
-        """Prepare; nothing is started yet.
+        """Prepare; nothing is started yet (`UsageError`: counts that make no sense).
 
         Args:
             slots: ranks that may run at the same time.
@@ -221,26 +208,19 @@ class LocalEngine(Closing):
             limits: how patient leaders are.
             mps: whether processes that use CUDA go through MPS now.
             recovery_s: waits between starts of a run that MPS, after a fault, gives no GPU.
-
-        Raises:
-            UsageError: counts that make no sense.
         """
         self._slots = Slots(slots, devices, jobs)
+        self.slots = slots
         self._entry, self._limits = entry, limits or Limits()
         self._mps, self._recovery_s = mps, recovery_s
         self._shares = len(set(devices)) < len(devices)
         self._early = os.environ.get(EARLY_VARIABLE, "cuda").split(",")
-        self._begun: set[str] = set()
         self._server: ServerProcess | None = None
+        self._begun: set[str] = set()
         self._active: dict[str, _Active] = {}
         self._to_repeat: list[_Active] = []
         self._failure: Infrastructure | None = None
         self._ended: list[RunOutcome] = []
-
-    @property
-    def slots(self) -> int:
-        """How many ranks may run at the same time."""
-        return self._slots.num_slots
 
     @property
     def server_pid(self) -> int | None:
@@ -278,14 +258,12 @@ class LocalEngine(Closing):
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
         after = "" if self._slots.fits(spec) else self._to_follow(spec)
-        self._begin(_Active(spec, folder.absolute(), attempt, after=after))
+        self._begin(_Active(spec, folder.absolute(), attempt, after))
 
     def _begin(self, run: _Active) -> None:
         key = run.spec.key
-        if run.after:
-            run.devices = self._active[run.after].devices
-        else:
-            run.devices = self._slots.take(run.spec)
+        ahead = self._active.get(run.after)
+        run.devices = self._slots.take(run.spec) if ahead is None else ahead.devices
         self._begun.add(key)
         shares = self._shares and bool(run.devices) and run.alone is None and self._mps()
         for other in self._active.values() if shares else ():
@@ -310,13 +288,13 @@ class LocalEngine(Closing):
         """Send to the server; to a new one if it turns out to be dead."""
         for _ in range(2):
             if self._server is None:
-                self._server = ServerProcess(self._entry, self._limits)
+                server = ServerProcess(self._entry, self._limits)
                 try:
-                    self._server.wait_ready()
+                    server.wait_ready()
                 except BaseException:
-                    self._server.stop()
-                    self._server = None
+                    server.stop()
                     raise
+                self._server = server
             try:
                 self._server.send(command)
             except ServerGoneError:
@@ -326,11 +304,7 @@ class LocalEngine(Closing):
         raise Infrastructure("the forkserver died twice before it could start a run")
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        """Runs that have ended; see `Engine.wait`.
-
-        Raises:
-            Infrastructure: an outcome cannot be written.
-        """
+        """Runs that have ended; see `Engine.wait` (`Infrastructure`: no room for an outcome)."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended and self._failure is None and (self._active or self._to_repeat):
             if not self._active:
@@ -350,7 +324,7 @@ class LocalEngine(Closing):
     def _repeat_alone(self, run: _Active) -> None:
         if run.alone:
             time.sleep(self._recovery_s[run.alone - 1])
-        set_aside(run.folder)
+        keep_attempt(run.folder)
         again = _Active(run.spec, run.folder, num_kept(run.folder), alone=run.alone or 0)
         again.shared_with = run.shared_with
         self._begin(again)
@@ -366,16 +340,16 @@ class LocalEngine(Closing):
             if message.get("started") in self._active:
                 self._active[message["started"]].leader_pid = message["pid"]
             elif message.get("exited") in self._active:
-                self._leader_ended(message["exited"], message["status"], message)
+                run = self._release(message["exited"])
+                self._leader_ended(run, message["status"], message)
 
-    def _leader_ended(self, key: str, status: int | None, message: Mapping[str, Any]) -> None:
-        run = self._release(key)
+    def _leader_ended(self, run: _Active, status: int | None, message: Mapping[str, Any]) -> None:
         stderr = run.folder / "leader.stderr"
         words = tail_of(stderr).strip()
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
-        outcome, missing = read_outcome(run.folder, key)
+        outcome, missing = read_outcome(run.folder, run.spec.key)
         last = words.split("\n")[-1] or missing
         if outcome is not None:
             self._tell(run, outcome)
@@ -404,9 +378,8 @@ class LocalEngine(Closing):
             run.kill()
         how = self._server.stop()
         self._server = None
-        for key in [key for key in self._active if key != spare]:
-            run = self._release(key)
-            outcome, _ = read_outcome(run.folder, key)
+        for run in [self._release(key) for key in list(self._active) if key != spare]:
+            outcome, _ = read_outcome(run.folder, run.spec.key)
             if outcome is not None:
                 self._tell(run, outcome)
             else:
@@ -476,31 +449,18 @@ class LocalEngine(Closing):
     def _end_overdue(self, now_s: float) -> None:
         """A leader that does not answer is killed, then the server."""
         for run in self._active.values():
-            if now_s < run.overdue_s or self._server is None:
-                continue
-            run.num_kills += 1
-            if run.num_kills == 1 and run.leader_pid is not None:
-                run.kill()
-            else:
-                self._server.kill()
+            if now_s >= run.overdue_s and self._server is not None:
+                run.num_kills += 1
+                if run.num_kills == 1 and run.leader_pid is not None:
+                    run.kill()
+                else:
+                    self._server.kill()
 
     def cancel(self) -> None:
-        """Kill every run. What they recorded stays; they get no outcome."""
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        try:
-            for key in self._active:
-                if self._server is not None:
-                    self._server.send({"kill": key})
-            while self._active and self._server is not None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    self._server.kill()
-                for message in self._server.receive(max(left_s, 1.0)):
-                    if message.get("exited") in self._active:
-                        self._release(message["exited"])
-        except ServerGoneError:
-            for run in self._active.values():
-                run.kill()
+        """Kill every run, and the forkserver. What they recorded stays; they get no outcome."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
         for key in list(self._active):
             self._release(key)
         self._to_repeat.clear()
@@ -509,6 +469,3 @@ class LocalEngine(Closing):
     def close(self) -> None:
         """Kill every run and end the forkserver."""
         self.cancel()
-        if self._server is not None:
-            self._server.stop()
-            self._server = None

@@ -10,17 +10,11 @@
     the same, but every rank has its end record   nothing: the program came to its end
     could not be forked                           not_run
 
-One failing rank takes the others with it, so most of the evidence is collateral. A rank is a
-*victim* if its record blames another, or only says that a peer went away or that it waited too long
-for one; the culprit is the first rank to fail that is not a victim, else one that was still
-running: the one with the fewest steps, else the only one whose stack does not wait in a collective.
-
-A rank that failed by itself says so in the run's store before it exits; for one that was killed its
-leader does. What the others see is a lost connection: they look there for the cause.
-
-A SIGKILL does not say who sent it. The kernel counts its own before it sends them, those of every
-cgroup, in `oom_kill` of /proc/vmstat (proc(5), since Linux 4.13): if that number is what it was
-when the run began, somebody else sent the signal. In some sandboxes nothing is known.
+One failing rank takes the others with it. A rank is a *victim* if its record blames another, or
+only says that a peer went away or that it waited too long for one; the culprit is the first rank to
+fail that is not a victim, else one that was still running: the one with the fewest steps, else the
+only one whose stack does not wait in a collective. A rank that failed by itself says so in the
+run's store before it exits; for one that was killed its leader does.
 """
 
 import json
@@ -33,12 +27,13 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from harness.engine.collective_log import Fault, Place, find_mismatch, find_missing, rank_names
+from harness.engine import collective_log as log
+from harness.engine.collective_log import Place
 from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.session import failures_of
-from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, RunOutcome, What
+from harness.records import CollectiveFault, Ending, Passed, RankExit, RankRecords, RunOutcome, What
 
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
@@ -54,17 +49,14 @@ WAITING_PLACES = (
     "harness/worker/soak.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""
-_STACK_HEAD = "Current thread 0x"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _PASSED: dict[str, Passed] = {each: each for each in get_args(Passed)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What is known of one rank: exit state, records, the end of what it printed.
-
-    `place` is the collective that it entered last, `module` what it ran; both as far as known.
-    """
+    """What is known of one rank: exit state, records, the end of what it printed, the collective
+    that it entered last, and the module that it was in."""
 
     exit: RankExit
     records: RankRecords
@@ -78,9 +70,9 @@ class RankEvidence:
         return self.exit.rank
 
     @property
-    def last_step(self) -> int | None:
-        """Highest step on record, None before the first."""
-        return max((step.step for step in self.records.steps), default=None)
+    def last_step(self) -> int:
+        """Highest step on record, -1 before the first."""
+        return max((step.step for step in self.records.steps), default=-1)
 
     @property
     def still_running(self) -> bool:
@@ -107,12 +99,18 @@ class RankEvidence:
     def stack(self) -> tuple[str, ...]:
         """Frames of the last stack that faulthandler printed, innermost first: 'where (file:line)'.
 
-        The harness asks for it before it ends a rank, so its format is known.
+        Threads are apart by an empty line; only the first one answered the signal.
         """
-        _, found, printed = self.stderr_tail.rpartition(_STACK_HEAD)
-        # Threads are apart by an empty line; only the first one answered the signal.
+        _, found, printed = self.stderr_tail.rpartition("Current thread 0x")
         own = printed.partition("\n\n")[0].partition("\nThread 0x")[0] if found else ""
         return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
+
+    @property
+    def where(self) -> str:
+        """How far it came, by its records."""
+        if self.last_step >= 0:
+            return f"after step {self.last_step}"
+        return f"before its first {'record' if self.records.start is None else 'step'}"
 
     @property
     def inside(self) -> str:
@@ -121,28 +119,19 @@ class RankEvidence:
         return f" in {name} ({PurePath(place).name}" if name else ""
 
     @property
-    def where(self) -> str:
-        """How far it came, by its records."""
-        if self.last_step is not None:
-            return f"after step {self.last_step}"
-        return f"before its first {'record' if self.records.start is None else 'step'}"
-
-    @property
     def where_now(self) -> str:
-        """The same of a rank that was still running: by its answer, where it gave one."""
-        place = self.place
-        if place is None or not (place.phase or place.at):
-            return self.where
-        step = f"in step {place.step}" if place.step >= 0 else "before its first step"
-        module = f" of {place.module}" if place.module else ""
-        phase = f", {place.phase}{module}" if place.phase else ""
-        return f"{step}{phase}" + (f" at {place.at}" if place.at else "")
+        """Where a rank was that still ran: by its answer, if it gave one; its innermost frame."""
+        place, where = self.place, self.where
+        if place is not None and (place.phase or place.at):
+            where = f"in step {place.step}" if place.step >= 0 else "before its first step"
+            where += f", {place.phase}" if place.phase else ""
+            where += f" of {place.module}" if place.phase and place.module else ""
+            where += f" at {place.at}" if place.at else ""
+        return f"{where}{self.inside}"
 
     @property
     def left(self) -> str:
         """How it left, of one that exited with 0."""
-        if self.left_early and self.records.start is None:
-            return f"rank {self.rank} exited with code 0 before its end record: it recorded nothing"
         end = " before its end record" if self.left_early else ""
         return f"rank {self.rank} exited with code 0{end} {self.where}"
 
@@ -156,33 +145,28 @@ class Answer(NamedTuple):
     what: What
     message: str
     culprit: int | None
-    fault: Fault | None = None
+    fault: CollectiveFault | None = None
 
 
 def ending_of(answer: Answer, ranks: Ranks, *, machine: str = "") -> Ending | None:
-    """The answer's evidence in fields; None if nothing happened.
-
-    Args:
-        machine: name of a failure of the machine that the engine saw.
-    """
+    """The answer's evidence in fields; None if nothing happened. `machine`: which failure of the
+    machine the engine saw."""
     if not answer.what:
         return None
-    fault = None if answer.fault is None else answer.fault.record
     rank = next((r for r in ranks if r.rank == answer.culprit), None)
     if rank is None:
-        return Ending(collective=fault, machine=machine)
+        return Ending(collective=answer.fault, machine=machine)
     error, code = rank.records.error, rank.exit.code
     if error is None:
         killed = code is not None and code < 0 and not rank.still_running
-        phase = rank.place.phase if rank.place is not None else ""
         return Ending(
-            signal=signal_name(-code) if code is not None and killed else "",
-            phase=_PASSED.get(phase, ""), module=rank.module, collective=fault,
-            machine=machine or no_process(rank.exit.errno),
+            signal=signal_name(-(code or 0)) if killed else "", module=rank.module,
+            phase=_PASSED.get(rank.place.phase, "") if rank.place is not None else "",
+            collective=answer.fault, machine=machine or no_process(rank.exit.errno),
         )  # fmt: skip
     return Ending(
         exception=error.type, raised_at=error.raised_at, phase=error.phase, module=error.module,
-        tensor=next(iter(error.tensors), ""), collective=fault, machine=machine,
+        tensor=next(iter(error.tensors), ""), collective=answer.fault, machine=machine,
     )  # fmt: skip
 
 
@@ -192,32 +176,45 @@ def classify(
 ) -> Answer:  # fmt: skip
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
-    Args:
-        ranks: evidence of every rank.
-        timed_out: whether the harness ended the run because its time was up.
-        timeout_s: the time it had, in seconds.
-        failed_order: ranks that failed, in the order in which the harness saw them end.
-        stalled_s: seconds without a record for which the harness ended it; None if it did not.
-        steps: that every rank was to take; None where nobody said.
+    The harness saw ranks fail in `failed_order`, and ended the run as `timeout_s` were up if it
+    `timed_out`, or after `stalled_s` without a record. Each was to take `steps`, where that is set.
     """
     place, ordered = _in_order(ranks, failed_order)
-    running = [r for r in ordered if r.still_running]
     if (culprit := _culprit(ordered, place)) is not None:
         return _blame(culprit, ordered)
-    victims = [r for r in ordered if r.records.error is not None]
     if (left := _left_behind(ordered)) is not None:
         return left
-    stays = bool(running) and all(r.records.end and r.records.error is None for r in ranks)
-    if running and (timed_out or stalled_s is not None or victims or stays):
-        waited = f"time was up after {timeout_s:g} s" if timed_out else ""
-        if stalled_s is not None:
-            waited = f"no rank recorded anything for {stalled_s:g} s"
-        if stays:
-            waited = "every rank has recorded its end, and not every process exits"
-        return _hang(running, victims, waited=waited)
+    running = [r for r in ordered if r.still_running]
+    victims = [r for r in ordered if r.records.error is not None]
+    waited = f"time was up after {timeout_s:g} s" if timed_out else ""
+    if stalled_s is not None:
+        waited = f"no rank recorded anything for {stalled_s:g} s"
+    if running and all(r.records.end and r.records.error is None for r in ranks):
+        waited = "every rank has recorded its end, and not every process exits"
+    if running and (waited or victims):
+        return _hang(running, victims, waited)
+    return _gone(ordered, running, victims, steps)
+
+
+def _gone(ordered: Ranks, running: Ranks, victims: Ranks, steps: int | None) -> Answer:
+    """Nobody failed by itself or hung: who left too early, if anybody did."""
+    gone = next((r for r in ordered if r.left_early), None)
     if victims:
-        return _blame_victims(victims, ordered, steps)
-    return _ended_by_harness(running, ordered) if running else Answer("", "", None)
+        # All that failed say that a peer went away: one that left, else the first.
+        ends = [(r, r.records.end) for r in ordered if r.exit.code == 0 and steps is not None]
+        short = (r for r, end in ends if end is not None and end.steps < (steps or 0))
+        gone = gone or next(short, None)
+        if gone is None:
+            return _blame(victims[0], ordered)
+        return Answer("crashed", f"{gone.left}; then {_names(victims)} failed", gone.rank)
+    if not running:
+        return Answer("", "", None)
+    ended = f"{_names(running)} ended by the harness"
+    if gone is None:
+        return Answer("interrupted", f"{ended} for no reason on record", None)
+    # As where the others had the time to end: the steps that it left out are what is wrong.
+    told = f"{gone.left}: step {gone.last_step + 1} is missing; {ended}"
+    return Answer("missing_step", told, gone.rank)
 
 
 def culprit_of(ranks: Ranks, failed_order: Sequence[int] = ()) -> int | None:
@@ -242,27 +239,23 @@ def _culprit(ordered: Ranks, place: dict[int, int]) -> RankEvidence | None:
 
     def is_own(r: RankEvidence) -> bool:
         error = r.records.error
-        return error is not None and not _is_victim(error, place.get(r.rank, len(place)), first)
+        if error is None or error.blames not in (None, error.rank):
+            return False
+        lost = error.what == "hang" or "peer_lost" in r.failures
+        follows = lost or first < place.get(r.rank, len(place))
+        return not (follows and error.what in ("", "crashed", "hang"))
 
     return next(iter([r for r in ordered if is_own(r)] + silent), None)
 
 
-def _is_victim(error: ErrorRecord, place: int, first_silent: int) -> bool:
-    if error.blames not in (None, error.rank):
-        return True
-    if error.what not in ("", "crashed", "hang"):
-        return False
-    lost = error.what == "hang" or "peer_lost" in library_failures(error)
-    return lost or first_silent < place
-
-
 def _blame(culprit: RankEvidence, ranks: Ranks) -> Answer:
     what, how = _how(culprit)
-    mismatch = find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
+    mismatch = log.find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
         # Whose process gloo ends says nothing of who was wrong.
-        at_fault = culprit.rank if mismatch.odd_one is None else mismatch.odd_one
-        return Answer(what, f"{mismatch}; {how}", at_fault, mismatch)
+        odd = log.odd_one(mismatch)
+        at_fault = culprit.rank if odd is None else odd
+        return Answer(what, f"{log.fault_words(mismatch)}; {how}", at_fault, mismatch)
     others = [r for r in ranks if r.rank != culprit.rank]
     if lost := [r for r in others if r.records.error is not None or r.silent]:
         how += f"; then {_names(lost)} failed too"
@@ -284,14 +277,12 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
         return "not_run", f"{name} could not be started: {_line(rank.stderr_tail, 0)}"
     if code == UNRECORDED and rank.records.end is None:
         return "interrupted", f"{name} could not write its records: no space left on the disk"
-    return _how_silent(rank, code)
+    return _how_silent(rank, code, name)
 
 
-def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
-    """The same of a rank that left no error record: its exit code and what it printed."""
-    verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    module = f" in module {rank.module}" if rank.module else ""
-    how = f"rank {rank.rank} {verb} {rank.where}{module}"
+def _how_silent(rank: RankEvidence, code: int, name: str) -> tuple[What, str]:
+    how = f"{name} died by {signal_name(-code)}" if code < 0 else f"{name} exited with code {code}"
+    how += f" {rank.where}" + (f" in module {rank.module}" if rank.module else "")
     if "illegal_access" in rank.failures:
         return "illegal_access", f"{how}: CUDA illegal memory access"
     if "out_of_memory" in rank.failures:
@@ -304,36 +295,26 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     return "crashed", f"{how}: {last}" if last else how
 
 
-def _hang(running: Ranks, victims: Ranks, *, waited: str) -> Answer:
+def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
     by_rank = sorted(running, key=lambda r: r.rank)
-    where = ", ".join(f"rank {r.rank} {r.where_now}{r.inside}" for r in by_rank)
-    message = f"still running: {where}"
+    message = f"still running: {', '.join(f'rank {r.rank} {r.where_now}' for r in by_rank)}"
     if waited:
         message = f"{waited}; {message}"
-    else:
-        error = victims[0].records.error
-        told = _line(error.message, 0) if error is not None else ""
-        message += f"; rank {victims[0].rank} waited and gave up: {told}"
+    elif (error := victims[0].records.error) is not None:
+        message += f"; rank {victims[0].rank} waited and gave up: {_line(error.message, 0)}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
-    if (fault := find_missing(places) or find_mismatch(places)) is not None:
-        return Answer("hang", f"{fault}; {message}", fault.odd_one, fault)
+    if (fault := log.find_missing(places) or log.find_mismatch(places)) is not None:
+        return Answer(
+            "hang",
+            f"{log.fault_words(fault)}; {message}",
+            log.odd_one(fault),
+            fault,
+        )
     hung = _hung(running)
-    if hung is None or len(running) + len(victims) == 1:
-        return Answer("hang", message, None if hung is None else hung.rank)
-    told = f"the others waited for rank {hung.rank}, {hung.where_now}{hung.inside}"
-    return Answer("hang", f"{told}; {message}", hung.rank)
-
-
-def _ended_by_harness(running: Ranks, ranks: Ranks) -> Answer:
-    """Ranks that went on after one had left; any other reason would be on record."""
-    names = _names(running)
-    if (left := next((r for r in ranks if r.left_early), None)) is not None:
-        # As where the others had the time to end: the steps that it left out are what is wrong.
-        missing = 0 if left.last_step is None else left.last_step + 1
-        told = f"{left.left}: step {missing} is missing; {names} ended by the harness"
-        return Answer("missing_step", told, left.rank)
-    return Answer("interrupted", f"the harness ended {names} for no reason on record", None)
+    if hung is not None and len(running) + len(victims) > 1:
+        message = f"the others waited for rank {hung.rank}, {hung.where_now}; {message}"
+    return Answer("hang", message, None if hung is None else hung.rank)
 
 
 def _left_behind(ranks: Ranks) -> Answer | None:
@@ -341,11 +322,11 @@ def _left_behind(ranks: Ranks) -> Answer | None:
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
     if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
         return None  # all came to their end: nobody waits
-    missing = find_missing(_places(ranks))
+    missing = log.find_missing(_places(ranks))
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    return Answer("hang", f"{missing}; {first.left}", first.rank, missing)
+    return Answer("hang", f"{log.fault_words(missing)}; {first.left}", first.rank, missing)
 
 
 def _places(ranks: Ranks) -> dict[int, Place]:
@@ -359,25 +340,13 @@ def _places(ranks: Ranks) -> dict[int, Place]:
 
 def _hung(running: Ranks) -> RankEvidence | None:
     """The one rank that the others waited for, if the evidence singles it out."""
-    steps = [-1 if r.last_step is None else r.last_step for r in running]
-    behind = [r for r, step in zip(running, steps, strict=True) if step == min(steps)]
+    behind = [r for r in running if r.last_step == min(each.last_step for each in running)]
     if len(behind) == 1:
         return behind[0]
     waiting = [r for r in running if any(p in frame for p in WAITING_PLACES for frame in r.stack)]
     elsewhere = [r for r in running if r.stack and r not in waiting]
-    all_known = len(waiting) + len(elsewhere) == len(running)
-    return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
-
-
-def _blame_victims(victims: Ranks, ranks: Ranks, steps: int | None) -> Answer:
-    """All that failed say that a peer went away: look for one that left, else take the first."""
-    left = next((r for r in ranks if r.left_early), None)
-    if left is None and steps is not None:
-        ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
-        left = next((r for r, end in ends if end is not None and end.steps < steps), None)
-    if left is not None:
-        return Answer("crashed", f"{left.left}; then {_names(victims)} failed", left.rank)
-    return _blame(victims[0], ranks)
+    alone = waiting and len(elsewhere) == 1 and len(waiting) + 1 == len(running)
+    return elsewhere[0] if alone else None
 
 
 def signal_name(number: int) -> str:
@@ -388,7 +357,7 @@ def signal_name(number: int) -> str:
 
 
 def _names(ranks: Ranks) -> str:
-    return rank_names(sorted(r.rank for r in ranks))
+    return log.rank_names(sorted(r.rank for r in ranks))
 
 
 def _line(text: str, index: int) -> str:
@@ -397,7 +366,7 @@ def _line(text: str, index: int) -> str:
     return lines[index] if lines else ""
 
 
-# --- who sent a SIGKILL -----------------------------------------------------------------------
+# --- who sent a SIGKILL: the kernel counts its own, of every cgroup, before it sends them ---------
 
 _COUNTERS = Path("/proc/vmstat")
 NOT_THE_KERNEL = (
@@ -423,9 +392,7 @@ def memory_kills_since(before: int | None) -> int | None:
 def with_sender(outcome: RunOutcome, kills: int | None) -> RunOutcome:
     """The outcome, and of one that a SIGKILL brought about who sent that, as far as it is known.
 
-    Args:
-        outcome: of a run that has ended.
-        kills: what the kernel killed for want of memory where and while it ran; None: not known.
+    `kills`: what the kernel killed for want of memory where and while it ran; None: not known.
     """
     # Without a culprit it was the leader of the ranks that died.
     codes = [state.code for state in outcome.ranks if state.rank == outcome.culprit_rank]
@@ -438,7 +405,6 @@ def with_sender(outcome: RunOutcome, kills: int | None) -> RunOutcome:
 # --- who failed first, in the run's store -----------------------------------------------------
 
 _KEY = "first failure"
-_TOLD_CHARS = 500
 
 
 class FirstFailure(NamedTuple):
@@ -452,7 +418,7 @@ def claim(store: Any, failure: FirstFailure) -> None:
     """Write it, if nothing was written before; a store that is gone, or is none, is left alone."""
     if hasattr(store, "compare_set"):
         with suppress(RuntimeError):
-            store.compare_set(_KEY, "", json.dumps([failure.rank, failure.told[:_TOLD_CHARS]]))
+            store.compare_set(_KEY, "", json.dumps([failure.rank, failure.told[:MESSAGE_CHARS]]))
 
 
 def find(store: Any, patience: timedelta) -> FirstFailure | None:

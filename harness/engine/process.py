@@ -1,8 +1,7 @@
 """Linux process primitives: death with the parent, adoption of orphans, an end to every child.
 
-A leader or forkserver is a *subreaper*: what its ranks leave behind becomes its own child, so it
-can be found and killed, even in another session. `PR_SET_PDEATHSIG` is the opposite direction:
-when a parent is killed with SIGKILL and cannot clean up, the kernel kills its children. What a
+A leader or forkserver is a *subreaper*: what its ranks leave behind becomes its own child, even in
+another session. When a parent is killed and cannot clean up, the kernel kills its children; what a
 killed subreaper had adopted is found by a mark in its environment, which children inherit.
 """
 
@@ -19,9 +18,7 @@ import harness
 
 GATE_VARIABLE = "HARNESS_GATE"
 """In the environment of a rank that was started early: the descriptor on which to wait for "go"."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_MAX_ROUNDS = 10
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def _prctl(option: int, value: int) -> None:
@@ -31,23 +28,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int, *, gently: bool = False) -> None:
-    """Have the kernel end this process when its parent dies: with SIGKILL, or gently SIGTERM.
-
-    The parent may have died between the fork and this call; then exit at once.
-    """
+    """Have the kernel end this process when its parent dies: with SIGKILL, or gently SIGTERM."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if gently else signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(1)
+        os._exit(1)  # it died between the fork and this call
 
 
 def wait_for_go() -> float:
     """In a rank that was started early: wait until the run whose devices it takes over has ended.
 
-    Returns:
-        When that was, by the monotonic clock; in any other rank -inf, and at once.
+    Returns when that was, by the monotonic clock; in any other rank -inf, at once.
     """
-    fd = os.environ.pop(GATE_VARIABLE, "")
-    if not fd:
+    if not (fd := os.environ.pop(GATE_VARIABLE, "")):
         return -math.inf
     while not os.read(int(fd), 1):
         signal.pause()  # who was to say "go" is gone: the kernel ends us, too
@@ -114,7 +106,7 @@ def kill_children(spare: Collection[int] = ()) -> None:
 
 def kill_marked(mark: str) -> None:
     """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
-    for _ in range(_MAX_ROUNDS):  # what is killed may have forked meanwhile
+    for _ in range(10):  # what is killed may have forked meanwhile
         found = [pid for pid in processes() if pid != os.getpid() and has_mark(pid, mark)]
         if sum(signal_quietly(pid, signal.SIGKILL) for pid in found) == 0:
             return
@@ -175,11 +167,8 @@ def kill_group(leader_pid: int) -> None:
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the forkserver: the harness' own, with what forking and repeating needs.
-
-    One OpenMP thread, since a process with threads cannot fork safely; one hash seed, so that sets
-    of strings are in the same order in every run.
-    """
+    """Environment of the forkserver: one OpenMP thread, since a process with threads cannot fork
+    safely; one hash seed, so that sets of strings are in the same order in every run."""
     root = Path(harness.__file__).resolve().parent.parent
     paths = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:

@@ -1,20 +1,12 @@
 """The processes of a run on one machine: forked, listened to, ended and waited for.
 
-    fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal -> ... -> all gone
-
     running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
        '----- timeout_s is up, or told to stop ------^
        '----- no rank recorded anything for stall_s -'
 
 In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
-
-    rank stdout+stderr -> pipe -> leader -> rank<R>.stderr: the first `cap_bytes`, as they come
-                                            a line that says how much was dropped
-                                            the last `TAIL_BYTES`, added when the rank has ended
-
-The end of a flood is kept because that is where a traceback is; no rank is killed for printing.
-Secrets are masked before anything is written: up to the cap everything is, beyond it only the tail,
-at the end. `python -m benchmarks.output` measures it.
+What a rank prints goes by a pipe to the leader and, with secrets masked, into rank<R>.stderr: the
+first `cap_bytes`, how much was dropped, and the last `TAIL_BYTES`, where a traceback is.
 """
 
 import faulthandler
@@ -30,19 +22,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from harness.engine import evidence
 from harness.engine.base import gpu_environment
-from harness.engine.evidence import (
-    ask_for_dumps,
-    dumps_take_s,
-    evidence_environment,
-    prepare_to_ask,
-)
 from harness.engine.outcome import FirstFailure, claim, signal_name
 from harness.engine.process import GATE_VARIABLE, ChildWakeup, die_with_parent, signal_quietly
 from harness.masking import MAX_HELD_BYTES, Masker, Stream
@@ -65,10 +52,8 @@ RankMain = Callable[[RunSpec, Path, int, int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes).
-
-    `leave_s` is for ranks that have only to exit.
-    """
+    """How patient a leader is (seconds; `leave_s`: with ranks that have only to exit), and how much
+    it stores of a rank's output (bytes)."""
 
     grace_s: float = 3.0
     stacks_s: float = 1.0
@@ -121,7 +106,7 @@ class Meeting:
 # --- when ranks are asked for their stacks, and when they are killed ----------------------------
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Where a run is; it only moves forward."""
 
     RUNNING = 0
@@ -132,12 +117,11 @@ class Phase(Enum):
 
 @dataclass
 class Watch:
-    """A clock without processes. Times are monotonic seconds.
+    """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
 
-    `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
-    and twice that long after the last record: it is looked for when it may be there, not all along.
-    `window_s`: what the steps that ranks record together take; silence within it is no stall.
-    `failed_s`: when each rank failed by itself, in the order in which they were seen to.
+    `stall_s` None: ranks may be silent for as long as they have time. `window_s`: what the steps
+    that ranks record together take; silence within it is no stall. `failed_s`: when each rank
+    failed by itself, in the order in which they were seen to.
     """
 
     ranks: Sequence[int]
@@ -168,7 +152,7 @@ class Watch:
         return [rank for rank in self.ranks if rank not in self.exits]
 
     def go(self, now_s: float) -> None:
-        """Take note that the run's time begins; before it `started_s` is infinite."""
+        """Take note that the run's time begins."""
         self.started_s = now_s
         self.progressed(now_s)
 
@@ -176,7 +160,7 @@ class Watch:
         """Take note that ranks do something, while none has failed."""
         if self.phase is Phase.RUNNING:
             end_s, patience_s = self.started_s + self.timeout_s, self.patience_s
-            self.deadline_s = end_s if patience_s is None else min(end_s, now_s + patience_s)
+            self.deadline_s = min(end_s, now_s + (math.inf if patience_s is None else patience_s))
 
     def leaves(self, now_s: float) -> None:
         """Take note that every rank left has written its end record, and has only to exit."""
@@ -199,7 +183,7 @@ class Watch:
         is the error number of one that could not be started.
         """
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
-            self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
+            self.phase >= Phase.STACKS and code == -signal.SIGUSR1
         )
         self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours, errno=number)
         if ours or (code == 0 and not left_early):
@@ -215,7 +199,7 @@ class Watch:
         if now_s < self.deadline_s or not self.running:
             return None
         self.deadline_s = now_s + self.limits.stacks_s
-        if self.phase in (Phase.STACKS, Phase.KILLED):
+        if self.phase >= Phase.STACKS:
             self.phase = Phase.KILLED
             return signal.SIGKILL
         self.timed_out = now_s >= self.started_s + self.timeout_s
@@ -225,7 +209,7 @@ class Watch:
 
     def stop(self, now_s: float) -> None:
         """End every rank left now, stacks first, whatever time there was."""
-        if self.phase in (Phase.RUNNING, Phase.GRACE):
+        if self.phase < Phase.STACKS:
             self.phase, self.deadline_s = Phase.GRACE, now_s
 
 
@@ -233,7 +217,7 @@ class Watch:
 
 
 class CappedOutput:
-    """Copies what arrives at `read_fd` into `path`; owns the descriptor."""
+    """Copies what arrives at `read_fd`, which it owns, into `path`; `problem`: why some is lost."""
 
     def __init__(
         self, read_fd: int, path: Path, *, cap_bytes: int = CAP_BYTES, masker: Masker | None = None
@@ -243,8 +227,7 @@ class CappedOutput:
         os.set_blocking(read_fd, False)
         with suppress(OSError):  # not allowed: the user's pipes hold too much already
             fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _READ_BYTES)
-        self.read_fd = read_fd
-        self.problem = ""
+        self.read_fd, self.problem = read_fd, ""
         self._file = path.open("wb", buffering=0)
         self._cap_bytes = cap_bytes
         self._written_bytes = self._beyond_bytes = 0
@@ -278,12 +261,11 @@ class CappedOutput:
             # whether the first byte that is stored is inside of one.
             cut = self._masker.parted(tail, cut) if cut else 0
             tail = self._masker.data(tail[cut:])[-TAIL_BYTES:]
-            told = (self._cap_bytes, self._beyond_bytes - len(tail), len(tail))
-            self._write(
-                b"\n[harness: output above %d bytes: %d bytes dropped here, the last %d follow]\n"
-                % told
-                + tail
+            note = (
+                f"\n[harness: output above {self._cap_bytes} bytes: "
+                f"{self._beyond_bytes - len(tail)} bytes dropped here, the last {len(tail)} follow]"
             )
+            self._write(f"{note}\n".encode() + tail)
         self._file.close()
 
     def abandon(self) -> None:
@@ -324,21 +306,16 @@ class Records:
         self._num_bytes, self._have_begun = 0, False
 
     def have_grown(self, run_s: float) -> bool:
-        """Whether any rank has recorded anything since this was asked last.
+        """Whether any rank has recorded anything since this was asked last, `run_s` after "go".
 
         A run may take its time to start, to compile and to capture: `timeout_s` is the limit of
         that, and of a soak, which has hours, `START_STALLS` times its patience.
-
-        Args:
-            run_s: seconds since the run was started.
         """
         soak = self._spec.soak
         if not self._have_begun:
             builtin = self._spec.is_builtin
             self._have_begun = any(has_begun(file, is_builtin=builtin) for file in self._files)
-            if soak is None or self._have_begun:
-                return True
-            return run_s < START_STALLS * soak.stall_s
+            return soak is None or self._have_begun or run_s < START_STALLS * soak.stall_s
         before = self._num_bytes
         self._num_bytes = sum(file.stat().st_size for file in self._files if file.exists())
         if self._num_bytes <= before:
@@ -362,31 +339,30 @@ class Crew:
         """
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
-        soak = job.spec.soak
+        stacks_s, soak = max(limits.stacks_s, evidence.dumps_take_s(job.spec)), job.spec.soak
         self.watch = Watch(
-            ranks=job.ranks,
-            timeout_s=job.spec.timeout_s,
-            limits=replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec))),
+            ranks=job.ranks, timeout_s=job.spec.timeout_s,
+            limits=replace(limits, stacks_s=stacks_s),
             started_s=time.monotonic() if job.gate_fd is None else math.inf,
             stall_s=job.spec.stall_s if soak is None else soak.stall_s,
-        )
+        )  # fmt: skip
         self.told_to_stop = self.was_suspended = False
         self._job, self._rank_main, self._meeting = job, rank_main, meeting
         self._pids: dict[int, int] = {}
         self._records = Records(job)
         # The trainer leaves without the destructors in which other programs may stay.
-        self._look_s = LOOK_S if job.spec.config.get("program") is not None else math.inf
+        self._look_s = math.inf if job.spec.is_builtin else LOOK_S
         self._outputs: list[CappedOutput] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup = ChildWakeup()
-        self._selector.register(self._wakeup.fd, selectors.EVENT_READ, None)
-        if job.gate_fd is not None:
-            self._selector.register(job.gate_fd, selectors.EVENT_READ, None)
+        for fd in (self._wakeup.fd, job.gate_fd):
+            if fd is not None:
+                self._selector.register(fd, selectors.EVENT_READ, None)
         if job.stops_on_sigterm:
-            signal.signal(signal.SIGTERM, self._take_sigterm)
+            signal.signal(signal.SIGTERM, self._take_signal)
             # What Slurm sends before the SIGSTOP of a job that is suspended.
-            signal.signal(signal.SIGTSTP, self._take_sigtstp)
-        prepare_to_ask(job.spec, job.folder, job.ranks)
+            signal.signal(signal.SIGTSTP, self._take_signal)
+        evidence.prepare_to_ask(job.spec, job.folder, job.ranks)
         for rank in job.ranks:
             self._fork(rank)
 
@@ -422,7 +398,13 @@ class Crew:
             ChildWakeup.disarm()
             die_with_parent(leader_pid)
             redirect(write_fd)
-            self._drop_descriptors()
+            # What belongs to the leader, earlier ranks' pipes included.
+            if meeting.listener is not None:
+                meeting.listener.close()
+            self._selector.close()
+            for output in self._outputs:
+                output.abandon()
+            self._wakeup.close()
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             os.environ.update(rank_environment(job, rank, meeting.port, meeting.address))
@@ -435,45 +417,36 @@ class Crew:
             flush_output()
             os._exit(exit_status(code))
 
-    def _drop_descriptors(self) -> None:
-        """Close what belongs to the leader, earlier ranks' pipes included."""
-        if self._meeting.listener is not None:
-            self._meeting.listener.close()
-        self._selector.close()
-        for output in self._outputs:
-            output.abandon()
-        self._wakeup.close()
-
     def watch_to_the_end(self) -> None:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
-        while self.watch.running:
-            patience_s = max(min(self.watch.deadline_s - time.monotonic(), self._look_s), 0.0)
+        watch = self.watch
+        while watch.running:
+            patience_s = max(min(watch.deadline_s - time.monotonic(), self._look_s), 0.0)
             for key, _ in self._selector.select(patience_s if patience_s < math.inf else None):
-                if key.fd == self._job.gate_fd:
+                if key.fd == self._wakeup.fd:
+                    self._wakeup.drain()
+                elif key.fd == self._job.gate_fd:
                     self._selector.unregister(key.fd)
                     if os.read(key.fd, 1):
-                        self.watch.go(time.monotonic())
-                elif key.data is None:
-                    self._wakeup.drain()
+                        watch.go(time.monotonic())
                 elif not key.data.drain():
                     self._selector.unregister(key.fd)
             self._reap()
-            if self.told_to_stop:
-                self.watch.stop(time.monotonic())
             now_s = time.monotonic()
-            if self._look_s < math.inf and self._all_have_ended():
-                self.watch.leaves(now_s)
-            run_s = now_s - self.watch.started_s
-            if self.watch.may_stall(now_s) and self._records.have_grown(run_s):
-                self.watch.window_s = self._records.window_s
-                self.watch.progressed(now_s)
-            number = self.watch.advance(time.monotonic())
-            if number is not None:
-                self._signal_running(number)
-
-    def _all_have_ended(self) -> bool:
-        """Whether every rank that still runs here has written its end record."""
-        return all(has_end_record(rank_path(Path(), rank)) for rank in self.watch.running)
+            if self.told_to_stop:
+                watch.stop(now_s)
+            left = [rank_path(Path(), rank) for rank in watch.running]
+            if self._look_s < math.inf and all(map(has_end_record, left)):
+                watch.leaves(now_s)
+            run_s = now_s - watch.started_s
+            if watch.may_stall(now_s) and self._records.have_grown(run_s):
+                watch.window_s = self._records.window_s
+                watch.progressed(now_s)
+            number = watch.advance(time.monotonic())
+            if number == signal.SIGUSR1:
+                evidence.ask_for_dumps(Path(), watch.running)
+            for pid in self._pids if number is not None else ():
+                signal_quietly(pid, number or 0)
 
     def _reap(self) -> None:
         for pid, rank in list(self._pids.items()):
@@ -488,23 +461,15 @@ class Crew:
                     how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"
                     claim(self.store, FirstFailure(rank, how))
 
-    def _signal_running(self, number: int) -> None:
-        if number == signal.SIGUSR1:
-            ask_for_dumps(Path(), self.watch.running)
-        for pid in self._pids:
-            signal_quietly(pid, number)
-
-    def close_outputs(self) -> list[str]:
-        """Finish the output files; what went wrong with them."""
+    def close_outputs(self) -> str:
+        """Finish the output files; what went wrong with the first of them, "" if nothing did."""
         for output in self._outputs:
             output.close()
-        return [output.problem for output in self._outputs if output.problem]
+        return next((output.problem for output in self._outputs if output.problem), "")
 
-    def _take_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self.told_to_stop = True
-
-    def _take_sigtstp(self, number: int, frame: FrameType | None) -> None:
-        self.was_suspended = True
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self.told_to_stop |= number == signal.SIGTERM
+        self.was_suspended |= number == signal.SIGTSTP
 
 
 def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
@@ -525,7 +490,7 @@ def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1")
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         **({} if job.gate_fd is None else {GATE_VARIABLE: str(job.gate_fd)}),
         **gpu_environment(job.devices, rank - job.ranks.start),
-        **evidence_environment(job.spec, job.folder, rank, os.environ),
+        **evidence.evidence_environment(job.spec, job.folder, rank, os.environ),
     }
 
 
@@ -534,10 +499,8 @@ def interface_towards(address: str) -> str:
     if address.startswith("127."):
         return "lo"
     mine = own_address(address)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == mine for entry in addresses):
-            return str(name)
-    return ""
+    found = psutil.net_if_addrs().items()
+    return next((str(name) for name, held in found if any(e.address == mine for e in held)), "")
 
 
 def own_address(towards: str) -> str:
@@ -552,18 +515,15 @@ def own_address(towards: str) -> str:
 
 def exit_status(code: object) -> int:
     """What the kernel can carry of a rank's exit code: 0 only for 0, never for 256 or None."""
-    if not isinstance(code, int):
-        return 1
-    return code & 0xFF or int(code != 0)
+    return code & 0xFF or int(code != 0) if isinstance(code, int) else 1
 
 
 def redirect(write_fd: int) -> None:
     """Nothing to read, and whatever is printed goes to `write_fd`, which is closed."""
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+    for fd, to in ((null, 0), (write_fd, 1), (write_fd, 2)):
+        os.dup2(fd, to)
     os.close(null)
-    os.dup2(write_fd, 1)
-    os.dup2(write_fd, 2)
     os.close(write_fd)
     for stream in (sys.stdout, sys.stderr):
         # Whatever the rank prints must be out before it can be killed.

@@ -6,24 +6,10 @@
     wait        until srun has ended: the nodes' reports, and Slurm's word where one is missing
     close       the allocation is given back
 
-Every step begins at the first node, so both runs of a case run on the same nodes. `salloc` holds
-the allocation as long as we hold its standard input: however the harness ends, so does the
-allocation. One that is left all the same has a name that only this run folder gives, and is
-cancelled before another is asked for. The run folder must lie on a file system of all nodes.
-
-`launch.slurm`, what is asked for:
-
-partition       as salloc knows it; the cluster's default if left out
-account         the same
-walltime_s      limit of the allocation; the partition's default if left out
-pending_s       how long it may wait in the queue; a day by default
-nodes           over how many nodes a run is spread, one rank a node at least
-ranks_per_node  ranks that a node holds at most; by default its GPUs, or no limit
-gpus_per_node   GPUs of each node
-cpus_per_rank   processors of a rank
-args            more options of salloc, as they are
-
-Ranks go on nodes in blocks of neighbours, as even as they come; 8 on 3 nodes: [0 1 2] [3 4 5] [6 7]
+Every step begins at the first node, so all runs of a case are on the same nodes. `salloc` holds the
+allocation while we hold its standard input; one that is left all the same has a name that only this
+run folder gives, and is cancelled first. The run folder must be on a file system of all nodes.
+Ranks go on nodes in blocks of neighbours, as even as they come: 8 on 3 nodes: [0 1 2] [3 4 5] [6 7]
 """
 
 import hashlib
@@ -43,18 +29,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from harness.codec import Json, dumps
+from harness.engine import leader
 from harness.engine.base import Closing
 from harness.engine.evidence import tail_of
-from harness.engine.leader import (
-    LOG_FILE,
-    NO_WORD,
-    NodeReport,
-    Word,
-    needs_word,
-    not_yet_visible,
-    put_together,
-    read_reports,
-)
+from harness.engine.leader import LOG_FILE, NO_WORD, Word, not_yet_visible
 from harness.engine.process import die_with_parent, server_environment
 from harness.engine.ranks import Limits, limit_options
 from harness.errors import Infrastructure, UsageError, one_line
@@ -65,9 +43,10 @@ from harness.store import begin_run, save_outcome
 from harness.store.files import write_atomic
 
 ENTRY = "harness.worker.main:rank_main"
-OURS = {
-    "--job-name": "", "-J": "", "--no-shell": "", "--kill-command": "", "-K": "", "--quiet": "",
-    "-Q": "", "--overcommit": "", "-O": "", "--no-kill": "", "-k": "", "--chdir": "", "-D": "",
+OURS = dict.fromkeys(
+    ("--job-name", "-J", "--no-shell", "--kill-command", "-K", "--quiet", "-Q", "--overcommit",
+     "-O", "--no-kill", "-k", "--chdir", "-D"), "",
+) | {
     "--nodes": "nodes", "-N": "nodes", "--ntasks": "nodes", "-n": "nodes",
     "--ntasks-per-node": "ranks_per_node", "--cpus-per-task": "cpus_per_rank",
     "-c": "cpus_per_rank", "--time": "walltime_s", "-t": "walltime_s",
@@ -86,11 +65,9 @@ STUCK = (
     "launch failed requeued held", "badconstraints", "invalidaccount", "invalidqos",
     "dependencyneversatisfied", "partitionconfig", "partitiontimelimit", "partitionnodelimit",
 )  # fmt: skip
-"""Reasons, in lower case, for which a pending job would wait for ever. Nodes that are down, limits
-of an account and jobs held by hand are none: these pass."""
+"""Reasons, in lower case, for which a pending job would wait for ever; others pass."""
 SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 """Variables that say which Slurm; all others of that name are of a job that we may be in."""
-_OF_OTHERS = ("SLURM_", "SQUEUE_", "SCANCEL_", "SRUN_")
 START_S = 300.0
 """What a step may take beyond its run's timeout: cold imports, file systems, stacks."""
 STEP_FILE = "step.json"
@@ -99,7 +76,11 @@ MANIFEST_KEY = "slurm"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(Json):
-    """See the module's docstring."""
+    """`launch.slurm`, what is asked for; what is left out is the cluster's default.
+
+    `walltime_s` limits the allocation, `pending_s` its time in the queue. A run is spread over
+    `nodes`, at most `ranks_per_node` on each (by default its GPUs). `args`: more of salloc's.
+    """
 
     partition: str = ""
     account: str = ""
@@ -131,12 +112,8 @@ class Step(Json):
 
 def share_out(world_size: int, options: SlurmOptions, device: str) -> Step:
     """Spread a run over as few nodes as the options allow."""
-    most = options.ranks_per_node
-    if most is None and device == "cuda":
-        most = options.gpus_per_node
-    wanted = min(options.nodes, world_size)
-    if most is not None:
-        wanted = max(wanted, -(-world_size // most))
+    most = options.ranks_per_node or (options.gpus_per_node if device == "cuda" else None)
+    wanted = max(min(options.nodes, world_size), -(-world_size // (most or world_size)))
     each = -(-world_size // wanted)
     # Blocks of that size may fill fewer nodes than were asked for; none is left empty.
     return Step(name=uuid.uuid4().hex, num_nodes=-(-world_size // each), ranks_per_node=each)
@@ -145,8 +122,7 @@ def share_out(world_size: int, options: SlurmOptions, device: str) -> Step:
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """How long to wait, in seconds: between two looks; for files of a step that is over; for a
-    controller that does not answer; for what was cancelled to be gone; for a step to end when every
-    node has reported."""
+    controller that is away; for what was cancelled; for a step whose nodes have all reported."""
 
     poll_s: float = 1.0
     late_s: float = 75.0
@@ -160,11 +136,8 @@ class Patience:
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Without what would change a command or, handed on, a step: variables of a job of ours."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in SETTINGS or not name.startswith(_OF_OTHERS)
-    }
+    others = ("SLURM_", "SQUEUE_", "SCANCEL_", "SRUN_")
+    return {k: v for k, v in environ.items() if k in SETTINGS or not k.startswith(others)}
 
 
 def ask(*command: str) -> str:
@@ -182,9 +155,18 @@ def _passes(words: str) -> bool:
     return any(phrase in words.lower() for phrase in PASSING)
 
 
+def _end(process: "subprocess.Popen[bytes]", patience_s: float) -> None:
+    """Wait for a process that was asked to go; kill it if it does not."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 @dataclass
 class Allocation:
-    """Nodes of Slurm; `salloc` None: those of the job that we are in."""
+    """Nodes of Slurm; `salloc` None: those of the job that we are in. `words`: what it prints."""
 
     job_id: str
     num_nodes: int
@@ -198,19 +180,19 @@ class Allocation:
 
     @property
     def said(self) -> str:
-        """What salloc printed."""
+        """What salloc printed, in one line."""
         if self.words is None:
             return ""
         self.words.seek(0)
-        text = self.words.read().decode(errors="replace")
-        return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+        lines = self.words.read().decode(errors="replace").splitlines()
+        return "; ".join(line.strip() for line in lines if line.strip())
 
     def read_state(self, late_s: float, poll_s: float) -> Word:
         """What became of it; `state` "" while it lives, or where nobody knows."""
         until_s = time.monotonic() + late_s
         while True:
-            told = ask("scontrol", "-o", "show", "job", self.job_id)
-            found = dict(re.findall(r"(\w+)=(\S+)", told))
+            printed = ask("scontrol", "-o", "show", "job", self.job_id)
+            found = dict(re.findall(r"(\w+)=(\S+)", printed))
             state = found.get("JobState", "")
             if state != "COMPLETING" or time.monotonic() > until_s:
                 break
@@ -222,22 +204,16 @@ class Allocation:
 
     def give_back(self, patience_s: float) -> None:
         """End it, if it is ours, and wait until it is gone."""
-        if self.salloc is None:
+        if self.salloc is None or self.salloc.stdin is None or self.words is None:
             return
-        assert self.salloc.stdin is not None
         with suppress(OSError):
             self.salloc.stdin.close()
         if not self.job_id:
             self.salloc.terminate()  # it waits in the queue still
-        try:
-            self.salloc.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.salloc.kill()
-            self.salloc.wait()
+        _end(self.salloc, patience_s)
         if self.job_id:
             ask("scancel", "--quiet", self.job_id)  # salloc may have been killed
-        if self.words is not None:
-            self.words.close()
+        self.words.close()
 
 
 def cancel_leftovers(name: str, patience: Patience) -> None:
@@ -256,7 +232,7 @@ def cancel_leftovers(name: str, patience: Patience) -> None:
 
 @dataclass
 class _Active:
-    """The run under way, and the process of its srun."""
+    """The run under way, and the process of its srun; `whole_s`: when all nodes had reported."""
 
     spec: RunSpec
     folder: Path
@@ -267,13 +243,14 @@ class _Active:
     started_s: float = field(default_factory=time.monotonic)
     whole_s: float | None = None
 
-    def reports(self) -> dict[int, NodeReport]:
-        """Of its nodes, as far as they show."""
-        return read_reports(self.folder, self.step.name, self.step.num_nodes)
+    def reports(self) -> tuple[dict[int, leader.NodeReport], bool]:
+        """Of its nodes, as far as they show, and whether these are all."""
+        found = leader.read_reports(self.folder, self.step.name, self.step.num_nodes)
+        return found, len(found) == self.step.num_nodes
 
     def is_overdue(self, now_s: float, leave_s: float) -> bool:
         """Whether its srun waits for what will not come."""
-        if self.whole_s is None and len(self.reports()) == self.step.num_nodes:
+        if self.whole_s is None and self.reports()[1]:
             self.whole_s = now_s
         late = self.whole_s is not None and now_s - self.whole_s > leave_s
         return late or now_s - self.started_s > self.spec.timeout_s + START_S
@@ -281,29 +258,17 @@ class _Active:
     def stop(self, patience_s: float) -> None:
         """End the step: srun kills its tasks on SIGTERM."""
         self.srun.terminate()
-        try:
-            self.srun.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.srun.kill()
-            self.srun.wait()
+        _end(self.srun, patience_s)
 
 
 class SlurmEngine(Closing):
-    """Runs on the nodes of one allocation, one at a time."""
+    """Runs on the nodes of one allocation, one at a time; nothing is asked for before the first."""
 
     def __init__(
         self, options: SlurmOptions, *, slots: int = 1 << 16, entry: str = ENTRY,
         limits: Limits | None = None, patience: Patience | None = None,
     ) -> None:  # fmt: skip
-        """Prepare; nothing is asked for yet.
-
-        Args:
-            options: what to ask for.
-            slots: ranks that a run may have.
-            entry: `module:function` of a `RankMain`.
-            limits: how patient agents are.
-            patience: how patient this engine is.
-        """
+        """Prepare runs of at most `slots` ranks; `entry` is `module:function` of a `RankMain`."""
         self.slots = slots
         self._options, self._entry = options, entry
         self._limits, self._patience = limits or Limits(), patience or Patience()
@@ -311,6 +276,8 @@ class SlurmEngine(Closing):
         self._allocation: Allocation | None = None
         self._active: _Active | None = None
         self._outer = os.environ.get("SLURM_JOB_ID", "")
+        nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or "1"
+        self._outer_nodes = int(nodes)
 
     def check(self, spec: RunSpec) -> None:
         """Refuse a run that could never start; the allocation will have the nodes that it needs.
@@ -334,9 +301,10 @@ class SlurmEngine(Closing):
                     "here: local"
                 )
         step = share_out(spec.world_size, self._options, spec.device)
-        if self._outer and step.num_nodes > (there := self._outer_nodes()):
+        if self._outer and step.num_nodes > self._outer_nodes:
             raise UsageError(
-                f"run {spec.key} needs {step.num_nodes} nodes, Slurm job {self._outer} has {there}"
+                f"run {spec.key} needs {step.num_nodes} nodes, Slurm job {self._outer} has "
+                f"{self._outer_nodes}"
             )
         self._nodes = max(self._nodes, step.num_nodes)
         self._cpus = max(self._cpus, step.ranks_per_node * self._options.cpus_per_rank)
@@ -364,17 +332,17 @@ class SlurmEngine(Closing):
             return held
         self.close()
         if self._outer:
-            word = Allocation(self._outer, 0).read_state(0.0, 0.0)
-            if word.state:
+            made = Allocation(self._outer, self._outer_nodes)
+            if (word := made.read_state(0.0, 0.0)).state:
                 raise Infrastructure(f"{word.text}; go on with --resume in another one")
-            self._allocation = Allocation(self._outer, self._outer_nodes())
-            return self._allocation
+            self._allocation = made
+            return made
         name = f"harness-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
         cancel_leftovers(name, self._patience)
         until_s = time.monotonic() + self._options.pending_s
-        while (made := self._ask_for_nodes(name, until_s)) is None:
+        while (asked := self._ask_for_nodes(name, until_s)) is None:
             time.sleep(self._patience.poll_s)
-        return made
+        return asked
 
     def _ask_for_nodes(self, name: str, until_s: float) -> Allocation | None:
         """Nodes by salloc; None if Slurm did not answer, and there is time to ask again."""
@@ -382,33 +350,34 @@ class SlurmEngine(Closing):
         salloc = subprocess.Popen(
             ["salloc", "--kill-command", f"--job-name={name}", *self._request(), "cat"],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=words,
-            env=self._environment(), start_new_session=True,
+            env=_environment(), start_new_session=True,
         )  # fmt: skip
         # Known at once: a signal from now on must find it to give back.
         made = self._allocation = Allocation("", self._nodes, salloc, words)
-        told, asked_s = "", -math.inf
+        reason, asked_s = "", -math.inf
         while (granted := re.search(r"Granted job allocation (\d+)", made.said)) is None:
             pending = re.search(r"Pending job allocation (\d+)", made.said)
             job_id, now_s = pending.group(1) if pending else "", time.monotonic()
             if salloc.poll() is not None:
-                said = one_line("; ".join(made.said.splitlines()))[:500]
+                said = one_line(made.said)[:500]
                 self.close()
                 if _passes(said) and now_s <= until_s:
                     return None
                 raise UsageError(f"salloc refused: {said}")
             if job_id and now_s - asked_s > min(10 * self._patience.poll_s, until_s - now_s):
-                asked_s, before = now_s, told
-                told = ask("squeue", "-h", "-o%r", f"-j{job_id}").strip() or told
-                if told.lower().startswith(STUCK):
+                asked_s, before = now_s, reason
+                reason = ask("squeue", "-h", "-o%r", f"-j{job_id}").strip() or reason
+                if reason.lower().startswith(STUCK):
                     self.close()
-                    raise UsageError(f"Slurm will not start job {job_id} by itself: {told}")
-                if told not in (before, "None"):
-                    sys.stderr.write(f"harness: Slurm job {job_id} waits: {told}\n")
+                    raise UsageError(f"Slurm will not start job {job_id} by itself: {reason}")
+                if reason not in (before, "None"):
+                    sys.stderr.write(f"harness: Slurm job {job_id} waits: {reason}\n")
             if now_s > until_s:
+                said = reason or made.said
                 self.close()
                 raise Infrastructure(
                     f"Slurm did not start job {job_id} in {self._options.pending_s:g} s "
-                    f"(launch.slurm.pending_s): {told or made.said}"
+                    f"(launch.slurm.pending_s): {said}"
                 )
             time.sleep(min(self._patience.poll_s, 0.1))
         made.job_id = granted.group(1)
@@ -425,14 +394,6 @@ class SlurmEngine(Closing):
         }  # fmt: skip
         return [f"{name}{value}" for name, value in wanted.items() if value != ""] + [*options.args]
 
-    @staticmethod
-    def _environment() -> dict[str, str]:
-        return server_environment(own_environment(os.environ)) | code_variables()
-
-    @staticmethod
-    def _outer_nodes() -> int:
-        return int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
-
     def _begin(self, allocation: Allocation, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
         """Start one agent a node, on the first nodes; a failing one ends the others."""
         command = [
@@ -447,18 +408,14 @@ class SlurmEngine(Closing):
         mine = os.getpid()
         with (folder / LOG_FILE).open("ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self._environment(), start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(),
+                start_new_session=True,
                 # It ends its step, which outlives us otherwise where the allocation is not ours.
                 preexec_fn=lambda: die_with_parent(mine, gently=True),
             )  # fmt: skip
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        """The run that has ended; see `Engine.wait`.
-
-        Raises:
-            Infrastructure: the outcome cannot be written.
-        """
+        """The run that has ended; see `Engine.wait` (`Infrastructure`: no room for its outcome)."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (run := self._active) is not None:
             left_s = until_s - time.monotonic()
@@ -494,26 +451,23 @@ class SlurmEngine(Closing):
 
     def _conclude(self, run: _Active) -> RunOutcome:
         """The outcome, once every record is here as its node left it, or has had the time to be."""
-        allocation, patience, step = self._allocation, self._patience, run.step
-        word, reports = NO_WORD, run.reports()
-        whole = len(reports) == step.num_nodes
-        if allocation is not None and not (whole and not needs_word(reports.values())):
-            word = allocation.read_state(patience.late_s, patience.poll_s)
+        patience, word, (reports, whole) = self._patience, NO_WORD, run.reports()
+        if self._allocation is not None and (not whole or leader.needs_word(reports.values())):
+            word = self._allocation.read_state(patience.late_s, patience.poll_s)
         until_s = time.monotonic() + (0.0 if word.state else patience.late_s)
         while not whole or not_yet_visible(run.folder, reports):
             if time.monotonic() > until_s:
                 break
             time.sleep(min(patience.poll_s, 0.2))
-            reports = run.reports()
-            whole = len(reports) == step.num_nodes
-        code = run.srun.returncode
-        outcome = put_together(
-            run.spec, run.folder, reports, word._replace(killed_by=max(code - 128, 0)),
-            num_nodes=step.num_nodes, attempt=run.attempt,
+            reports, whole = run.reports()
+        outcome = leader.put_together(
+            run.spec, run.folder, reports,
+            word._replace(killed_by=max(run.srun.returncode - 128, 0)),
+            num_nodes=run.step.num_nodes, attempt=run.attempt,
         )  # fmt: skip
         if not word.state and (missing := not_yet_visible(run.folder, reports)):
-            told = f"after {patience.late_s:g} s {missing}: the shared folder does not show them"
-            outcome = replace(outcome, what="interrupted", message=told)
+            why = f"after {patience.late_s:g} s {missing}: the shared folder does not show them"
+            outcome = replace(outcome, what="interrupted", message=why)
         if not reports:
             outcome = replace(outcome, started_unix_s=run.started_unix_s)
         save_outcome(run.folder, outcome)
@@ -536,24 +490,21 @@ class SlurmEngine(Closing):
             allocation.give_back(self._patience.cancel_s)
 
 
-# --- what differs before a run is started -------------------------------------------------------
-# The machine at hand is then only where the harness waits: what it lacks says nothing.
+def _environment() -> dict[str, str]:
+    return server_environment(own_environment(os.environ)) | code_variables()
+
+
+# --- what differs before a run is started: this machine is only where the harness waits ----------
 
 
 def device_on_slurm(wanted: str, options: SlurmOptions) -> Literal["cpu", "cuda"]:
-    """The device that `auto`, `cpu` or `cuda` means on nodes that nobody has seen yet.
-
-    Raises:
-        UsageError: GPUs wanted, but none asked for.
-    """
-    if wanted == "cpu" or (wanted == "auto" and options.gpus_per_node is None):
-        return "cpu"
-    if options.gpus_per_node is None:
+    """The device that `auto`, `cpu` or `cuda` means (`UsageError`: GPUs that nobody asked for)."""
+    if options.gpus_per_node is None and wanted == "cuda":
         raise UsageError(
             "device cuda on Slurm: expected launch.slurm.gpus_per_node (--slurm "
             "gpus_per_node=8), got nothing"
         )
-    return "cuda"
+    return "cpu" if wanted == "cpu" or options.gpus_per_node is None else "cuda"
 
 
 def slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec]) -> int:
@@ -562,15 +513,9 @@ def slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec]) -> int:
 
 
 def stored_options(manifest: Mapping[str, Any]) -> SlurmOptions | None:
-    """What an earlier harness asked of Slurm; None if it ran on its own machine.
-
-    Raises:
-        UsageError: the manifest is damaged there.
-    """
-    stored = manifest.get(MANIFEST_KEY)
-    if stored is None:
-        return None
+    """What an earlier harness asked of Slurm, None: nothing (`UsageError`: damaged there)."""
     try:
-        return SlurmOptions.from_json(stored)
+        stored = manifest.get(MANIFEST_KEY)
+        return None if stored is None else SlurmOptions.from_json(stored)
     except RecordError as error:
         raise UsageError(f"the run folder's manifest is damaged: {error}") from error

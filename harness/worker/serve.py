@@ -1,7 +1,6 @@
 """The forkserver: one warm process that forks a leader for every run.
 
     harness -> server   {"start": key, "folder": path, "devices": [...], "after": key, ...}
-                        {"kill": key}
     server -> harness   {"ready": pid} | {"failed": why}
                         {"started": key, "pid": pid}
                         {"exited": key, "status": code}   negative: signal; null: never forked
@@ -34,7 +33,6 @@ from harness.engine.process import (
     adopt_orphans,
     kill_children,
     kill_group,
-    signal_quietly,
     wake_as_parent_dies,
 )
 from harness.engine.ranks import Job, Limits, RankMain
@@ -161,11 +159,7 @@ class _Server:
         data = self._control.recv(1 << 16)
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            command = json.loads(line)
-            if "start" in command:
-                self._start(command)
-            else:
-                self._kill(command["kill"])
+            self._start(json.loads(line))
         return bool(data)
 
     def _start(self, command: dict[str, Any]) -> None:
@@ -211,12 +205,6 @@ class _Server:
             lead(job, self._rank_main, open_store, self._limits)
 
         return work
-
-    def _kill(self, key: str) -> None:
-        for pid, name in self._leaders.items():
-            if name == key:
-                kill_group(pid)
-                signal_quietly(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Tell of leaders that ended, after killing what they left behind."""

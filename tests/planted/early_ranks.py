@@ -11,7 +11,8 @@ from tests.planted import clocked_ranks
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """As theirs; the stub "early" of a rank is what it does before it waits."""
-    (folder / f"joined{rank}").write_text(str(os.getpid()))
+    (folder / f".joined{rank}").write_text(str(os.getpid()))
+    (folder / f".joined{rank}").rename(folder / f"joined{rank}")
     if spec.config["stub"].get("early") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_go()

@@ -4,70 +4,48 @@ import errno
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from harness.engine import outcome as outcomes
-from harness.engine.collective_log import Fault, Place
-from harness.engine.outcome import (
-    NOT_THE_KERNEL,
-    Answer,
-    FirstFailure,
-    RankEvidence,
-    claim,
-    classify,
-    ending_of,
-    find,
-    memory_kills_since,
-    num_memory_kills,
-    with_sender,
-)
+from harness.engine.collective_log import Place
+from harness.engine.outcome import Answer, FirstFailure, RankEvidence, classify, ending_of
 from harness.records import (
-    SCHEMA_VERSION,
     CollectiveFault,
     Ending,
     EndRecord,
     Entered,
     ErrorRecord,
-    FloatBits,
     RankExit,
-    RankRecords,
     RunOutcome,
-    StartRecord,
-    StepRecord,
+    RunSpec,
     What,
 )
+from harness.records import RankRecords as Records
+from tests.planted.stub_ranks import start_record, step_record
 
 GLOO_LOST = "[/pytorch/gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:13327"
 NCCL_LOST = "NCCL error: remote process exited or there was a network error"
 GLOO_WAITED = "Timed out waiting 5000ms for recv operation to complete"
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
+NO_SPACE = "[Errno 28] No space left on device"
+SPEC = RunSpec(config={"graph": []}, device="cpu", world_size=4, timeout_s=5.0)
 
 
 def rank(
     number: int, code: int | None = 0, *, ours: bool = False, steps: int = 3,
-    what: What | None = None, message: str = "", tail: str = "", end: bool = False,
-    blames: int | None = None,
+    what: What | None = None, tail: str = "", end: bool = False, **error: Any,
 ) -> RankEvidence:  # fmt: skip
     """Evidence of one rank; `what` gives it an error record."""
-    one = FloatBits(bits="3f800000", value=1.0)
-    start = StartRecord(
-        schema=SCHEMA_VERSION, rank=number, world_size=4, pid=1, device="cpu", tensors={},
-        environment={},
-    )  # fmt: skip
-    step = StepRecord(
-        step=0, rank=number, loss=one, microbatch_losses=(), grad_norm=one, digests={},
-        nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
-    )  # fmt: skip
-    error = ErrorRecord(
-        rank=number, step=steps, what=what or "", type="E", message=message, traceback="",
-        blames=blames,
-    )  # fmt: skip
+    plain: dict[str, Any] = {"type": "E", "message": "", "traceback": ""}
+    failure = ErrorRecord(rank=number, step=steps, what=what or "", **plain | error)
     last = EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
-    records = RankRecords(
-        rank=number, start=start, steps=tuple(replace(step, step=i) for i in range(steps)),
-        events=(), error=None if what is None else error, end=last if end else None, problems=(),
+    records = Records(
+        rank=number, start=start_record(SPEC, number), events=(), problems=(),
+        steps=tuple(step_record(step, number) for step in range(steps)),
+        error=None if what is None else failure, end=last if end else None,
     )  # fmt: skip
     exit_state = RankExit(rank=number, code=code, killed_by_harness=ours)
     return RankEvidence(exit=exit_state, records=records, stderr_tail=tail)
@@ -81,86 +59,78 @@ def lost(number: int, message: str = GLOO_LOST, what: What = "crashed") -> RankE
     return rank(number, 1, what=what, message=message)
 
 
-def ended(number: int, steps: int = 3) -> RankEvidence:
+def ended(number: int, tail: str = "", steps: int = 3) -> RankEvidence:
     """A rank that the harness had to kill."""
-    return rank(number, -9, ours=True, steps=steps)
+    return rank(number, -9, ours=True, steps=steps, tail=tail)
 
 
-ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = {
-    "all well": ([good(0), good(1)], [], False, "", None),
-    "own error": ([good(0), rank(1, 1, what="oom", message="out of")], [1], False, "oom", 1),
-    "own error, exit 0": ([good(0), rank(1, 0, what="nonfinite")], [], False, "nonfinite", 1),
-    "own error, then SIGABRT": ([rank(0, -6, what="illegal_access")], [0], False,
-                                "illegal_access", 0),
-    "own error without a what": ([rank(0, 1, what="", message="x")], [0], False, "crashed", 0),
-    "first own error wins": ([rank(0, 1, what="oom"), rank(1, 1, what="nonfinite")], [1, 0],
-                             False, "nonfinite", 1),
-    "SIGKILL from outside": ([good(0), rank(1, -9)], [1], False, "killed", 1),
-    "SIGTERM from outside": ([rank(0, -15)], [0], False, "killed", 0),
-    "SIGSEGV": ([rank(0, -11)], [0], False, "crashed", 0),
-    "SIGBUS": ([rank(0, -7)], [0], False, "crashed", 0),
-    "SIGABRT with CUDA text": ([rank(0, -6, tail=ILLEGAL)], [0], False, "illegal_access", 0),
-    "exit 1 with CUDA text": ([rank(0, 1, tail=ILLEGAL)], [0], False, "illegal_access", 0),
-    "exit 1 with OOM text": ([rank(0, 1, tail="CUDA out of memory.")], [0], False, "oom", 0),
-    "exit 13": ([rank(0, 13)], [0], False, "crashed", 0),
-    "silent death, victims seen first": ([lost(0), lost(1), rank(2, -9)], [0, 1, 2], False,
-                                         "killed", 2),
-    "silent death, NCCL victims": ([rank(0, -11), lost(1, NCCL_LOST)], [0, 1], False,
-                                   "crashed", 0),
-    "silent death, victims that waited": ([rank(0, -9), lost(1, GLOO_WAITED, "hang")], [0, 1],
-                                          False, "killed", 0),
+def own(number: int, what: What, code: int = 1, **error: Any) -> RankEvidence:
+    return rank(number, code, what=what, **error)
+
+
+def died(number: int, code: int | None, tail: str = "") -> RankEvidence:
+    return rank(number, code, tail=tail)
+
+
+ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
+    "all well": ([good(0), good(1)], [], "", None),
+    "own error": ([good(0), own(1, "oom")], [1], "oom", 1),
+    "own error, exit 0": ([good(0), own(1, "nonfinite", 0)], [], "nonfinite", 1),
+    "own error, then SIGABRT": ([own(0, "illegal_access", -6)], [0], "illegal_access", 0),
+    "own error without a what": ([own(0, "")], [0], "crashed", 0),
+    "first own error wins": ([own(0, "oom"), own(1, "nonfinite")], [1, 0], "nonfinite", 1),
+    "SIGKILL from outside": ([good(0), died(1, -9)], [1], "killed", 1),
+    "SIGTERM from outside": ([died(0, -15)], [0], "killed", 0),
+    "SIGSEGV": ([died(0, -11)], [0], "crashed", 0),
+    "SIGBUS": ([died(0, -7)], [0], "crashed", 0),
+    "SIGABRT with CUDA text": ([died(0, -6, ILLEGAL)], [0], "illegal_access", 0),
+    "exit 1 with CUDA text": ([died(0, 1, ILLEGAL)], [0], "illegal_access", 0),
+    "exit 1 with OOM text": ([died(0, 1, "CUDA out of memory.")], [0], "oom", 0),
+    "exit 13": ([died(0, 13)], [0], "crashed", 0),
+    "silent death, victims seen first": ([lost(0), lost(1), died(2, -9)], [0, 1, 2], "killed", 2),
+    "silent death, NCCL victims": ([died(0, -11), lost(1, NCCL_LOST)], [0, 1], "crashed", 0),
+    "silent death, victims that waited": (
+        [died(0, -9), lost(1, GLOO_WAITED, "hang")], [0, 1], "killed", 0),
     "gave up in odd words, later silent death": (
-        [lost(0, "odd words", "hang"), rank(1, -9)], [0, 1], False, "killed", 1,
-    ),
-    "full disk after a silent death": ([rank(0, -9), rank(1, 74)], [0, 1], False, "killed", 0),
-    "full disk, victims": ([lost(0), rank(1, 74)], [0, 1], False, "interrupted", 1),
-    "silent death, later odd error": ([rank(0, -9), lost(1, "odd words")], [0, 1], False,
-                                      "killed", 0),
-    "odd error, later silent death": ([rank(0, -6), lost(1, "odd words")], [1, 0], False,
-                                      "crashed", 1),
-    "silent death, other rank's own oom": ([rank(0, -6), rank(1, 1, what="oom")], [0, 1], False,
-                                           "oom", 1),
-    "error and victims": ([lost(0), rank(1, 1, what="stale_address", message="w")], [0, 1],
-                          False, "stale_address", 1),
+        [lost(0, "odd words", "hang"), died(1, -9)], [0, 1], "killed", 1),
+    "full disk after a silent death": ([died(0, -9), died(1, 74)], [0, 1], "killed", 0),
+    "full disk, victims": ([lost(0), died(1, 74)], [0, 1], "interrupted", 1),
+    "silent death, later odd error": ([died(0, -9), lost(1, "odd words")], [0, 1], "killed", 0),
+    "odd error, later silent death": ([died(0, -6), lost(1, "odd words")], [1, 0], "crashed", 1),
+    "silent death, other rank's own oom": ([died(0, -6), own(1, "oom")], [0, 1], "oom", 1),
+    "error and victims": ([lost(0), own(1, "stale_address")], [0, 1], "stale_address", 1),
     "blames another that failed later": (
-        [rank(0, 1, what="capture_refused", blames=1), rank(1, 1, what="oom")], [0, 1], False,
-        "oom", 1,
-    ),
-    "blames a silent death": ([rank(0, 1, what="oom", blames=1), rank(1, -9)], [0, 1], False,
-                              "killed", 1),
-    "blames itself": ([rank(0, 1, what="oom", blames=0), lost(1)], [1, 0], False, "oom", 0),
-    "only victims": ([lost(0), lost(1)], [1, 0], False, "crashed", 1),
-    "one left early": ([lost(0), rank(1, 0)], [0], False, "crashed", 1),
-    "one finished well, victims": ([lost(0), good(1)], [0], False, "crashed", 0),
-    "all hang": ([ended(0), ended(1)], [], True, "hang", None),
-    "one behind hangs": ([ended(0), ended(1, steps=1)], [], True, "hang", 1),
-    "one hangs, others done": ([good(0), ended(1)], [], True, "hang", 1),
-    "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), ended(1)], [0], False,
-                                  "hang", 1),
-    "one fails, others killed": ([rank(0, 13), ended(1)], [0], False, "crashed", 0),
-    "time up, but one had failed": ([rank(0, -11), ended(1)], [0], True, "crashed", 0),
-    "never started": ([rank(0, None, tail="fork: Resource temporarily unavailable"),
-                       ended(1)], [0], False, "not_run", 0),
-    "full disk": ([rank(0, 74)], [0], False, "interrupted", 0),
-    "the same code after the end record": ([rank(0, 74, end=True)], [0], False, "crashed", 0),
-    "another disk full, recorded": (
-        [rank(0, 1, what="crashed", message="[Errno 28] No space left on device")], [0], False,
-        "crashed", 0,
-    ),
-    "another disk full, printed": (
-        [rank(0, -11, tail="OSError: [Errno 28] No space left on device")], [0], False,
-        "crashed", 0,
-    ),
+        [own(0, "capture_refused", blames=1), own(1, "oom")], [0, 1], "oom", 1),
+    "blames a silent death": ([own(0, "oom", blames=1), died(1, -9)], [0, 1], "killed", 1),
+    "blames itself": ([own(0, "oom", blames=0), lost(1)], [1, 0], "oom", 0),
+    "only victims": ([lost(0), lost(1)], [1, 0], "crashed", 1),
+    "one left early": ([lost(0), rank(1)], [0], "crashed", 1),
+    "one finished well, victims": ([lost(0), good(1)], [0], "crashed", 0),
+    "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), ended(1)], [0], "hang", 1),
+    "one fails, others killed": ([died(0, 13), ended(1)], [0], "crashed", 0),
+    "one left early, others killed": ([rank(0), ended(1)], [], "missing_step", 0),
+    "killed for nothing": ([good(0), ended(1)], [], "interrupted", None),
+    "never started": (
+        [died(0, None, "fork: Resource temporarily unavailable"), ended(1)], [0], "not_run", 0),
+    "full disk": ([died(0, 74)], [0], "interrupted", 0),
+    "the same code after the end record": ([rank(0, 74, end=True)], [0], "crashed", 0),
+    "another disk full, recorded": ([own(0, "crashed", message=NO_SPACE)], [0], "crashed", 0),
+    "another disk full, printed": ([died(0, -11, f"OSError: {NO_SPACE}")], [0], "crashed", 0),
+    "time up: all hang": ([ended(0), ended(1)], [], "hang", None),
+    "time up: one behind hangs": ([ended(0), ended(1, steps=1)], [], "hang", 1),
+    "time up: one hangs, others done": ([good(0), ended(1)], [], "hang", 1),
+    "time up: but one had failed": ([died(0, -11), ended(1)], [0], "crashed", 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_happened_and_whose_fault(row: str) -> None:
     """Each situation has one answer and one culprit, in whatever order ranks are listed."""
-    ranks, order, timed_out, what, culprit = ROWS[row]
-    got = classify(ranks, timed_out=timed_out, timeout_s=5.0, failed_order=order)
+    ranks, order, what, culprit = ROWS[row]
+    facts: dict[str, Any] = {"timed_out": row.startswith("time up"), "failed_order": order}
+    got = classify(ranks, timeout_s=5.0, **facts)
     assert (got.what, got.culprit) == (what, culprit), got.message
-    assert classify(ranks[::-1], timed_out=timed_out, timeout_s=5.0, failed_order=order) == got
+    assert classify(ranks[::-1], timeout_s=5.0, **facts) == got
     assert bool(got.message) == bool(what)
     assert "\n" not in got.message
 
@@ -184,10 +154,6 @@ OTHER_THREAD = (
 )
 
 
-def stuck(number: int, tail: str) -> RankEvidence:
-    return rank(number, -9, ours=True, tail=tail)
-
-
 @pytest.mark.parametrize(
     ("tails", "culprit"),
     [
@@ -207,37 +173,28 @@ def test_stacks_single_out_the_rank_that_the_others_wait_for(
     tails: tuple[str, ...], culprit: int | None
 ) -> None:
     """All but one wait in a collective: that one is the culprit; with any doubt there is none."""
-    ranks = [stuck(number, tail) for number, tail in enumerate(tails)]
-    assert classify(ranks, timed_out=True, timeout_s=5.0)[2] == culprit
+    ranks = [ended(number, tail) for number, tail in enumerate(tails)]
+    assert classify(ranks, timed_out=True, timeout_s=5.0).culprit == culprit
 
 
-def test_a_hang_says_where_each_rank_was() -> None:
-    """The innermost frame of every stack is in the message, without its folder."""
-    message = classify([stuck(0, WAITING), stuck(1, SLEEPING)], timed_out=True, timeout_s=5.0)[1]
-    assert message == (
+def test_messages_say_where_each_rank_was_and_who_followed() -> None:
+    """The innermost frame of every stack; the culprit's end first, then who failed with it."""
+    hang = classify([ended(0, WAITING), ended(1, SLEEPING)], timed_out=True, timeout_s=5.0)
+    assert hang.message == (
         "the others waited for rank 1, after step 2 in _hang (plant.py:114); "
         "time was up after 5 s; still running: rank 0 after step 2 in all_gather "
         "(distributed_c10d.py:44), rank 1 after step 2 in _hang (plant.py:114)"
     )
-
-
-def test_a_crash_tells_who_followed() -> None:
-    """The message names the culprit's end first, then who failed with it and who was killed."""
-    ranks = [lost(0), rank(1, -11), ended(2)]
-    message = classify(ranks, timed_out=False, timeout_s=5.0, failed_order=[1, 0])[1]
-    assert message == (
+    ranks = [lost(0), died(1, -11), ended(2)]
+    assert classify(ranks, timed_out=False, timeout_s=5.0, failed_order=[1, 0]).message == (
         "rank 1 died by SIGSEGV after step 2; then rank 0 failed too; rank 2 ended by the harness"
     )
 
 
 def at(
-    evidence: RankEvidence,
-    operator: str = "_allgather_base_",
-    label: str = "root",
-    *,
-    number: int = 142,
-    inside: bool = True,
-) -> RankEvidence:
+    evidence: RankEvidence, operator: str = "_allgather_base_", label: str = "root", *,
+    number: int = 142, inside: bool = True,
+) -> RankEvidence:  # fmt: skip
     """The same rank, by its place in the collectives of all three."""
     place = Place(
         step=20, operator=f"c10d::{operator}", label=label, group=(0, 1, 2), is_inside=inside,
@@ -246,50 +203,55 @@ def at(
     return replace(evidence, place=place)
 
 
-def test_a_stall_names_the_rank_that_a_collective_lacks() -> None:
-    """Places say who never entered what; the time that nothing was recorded is said, too."""
-    ranks = [at(stuck(0, WAITING)), at(stuck(1, SLEEPING), number=141, inside=False)]
-    answer = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
-    assert (answer.what, answer.culprit) == ("hang", 1)
+def absent(evidence: RankEvidence) -> RankEvidence:
+    return at(evidence, number=141, inside=False)
+
+
+GATHER, REDUCE = (Entered(operator=name, label="root") for name in ("allgather_base", "allreduce"))
+NEVER = "rank {} never entered allgather_base of root in step 20 (collective 142 of ranks 0,1,2); "
+MISMATCH = "Received data size doesn't match expected size. Is there a collective mismatch?"
+IN_VAIN: dict[str, tuple[list[RankEvidence], What, Entered | None, int | None, str]] = {
+    "stalled, one lacks": (
+        [at(ended(0, WAITING)), absent(ended(1, SLEEPING))], "hang", None, 1,
+        NEVER.format(1) + "no rank recorded anything for 2 s; still running: rank 0 "),
+    "one waits in another": ([at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")], "hang",
+                             REDUCE, 2, "rank 2 entered allreduce of root where ranks 0, 1 "),
+    "one ended well, and should not have": (
+        [absent(good(0)), at(ended(1)), at(ended(2))], "hang", None, 0, NEVER.format(0)),
+    "one left early": (
+        [absent(rank(0)), at(ended(1)), at(ended(2))], "hang", None, 0, NEVER.format(0)),
+    "one gave up waiting": (
+        [at(lost(0, GLOO_WAITED, "hang"), inside=False), absent(ended(1, steps=9))], "hang", None,
+        1, NEVER.format(1)),
+    "gloo aborts whom the wrong gather met": (
+        [at(died(0, -6, MISMATCH)), at(lost(1)), at(lost(2), label="layers.0")], "crashed",
+        replace(GATHER, label="layers.0"), 2, "rank 2 entered allgather_base of layers.0 where "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", IN_VAIN)
+def test_who_was_waited_for_in_vain(row: str) -> None:
+    """Places name the rank and the collective, in fields and at the head of the message."""
+    ranks, what, entered, culprit, told = IN_VAIN[row]
+    late = {"stalled_s": 2.0} if row.startswith("stalled") else {}
+    answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2), **late)
+    assert (answer.what, answer.culprit) == (what, culprit), answer.message
+    assert answer.message.startswith(told)
     ending = ending_of(answer, ranks)
     assert ending is not None
     assert ending.collective == CollectiveFault(
-        ranks=(1,), entered=None, others=(0, 2), group=(0, 1, 2), number=142, step=20,
-        expected=Entered(operator="allgather_base", label="root"),
-    )  # fmt: skip
-    assert answer.message.startswith(
-        "rank 1 never entered allgather_base of root in step 20 (collective 142 of ranks 0,1,2); "
-        "no rank recorded anything for 2 s; still running: rank 0 "
-    )
-
-
-def test_a_wrong_collective_is_named_in_a_hang() -> None:
-    """All wait, one of them in another collective: it is to blame, and both are told."""
-    ranks = [at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")]
-    answer = classify(ranks, timed_out=True, timeout_s=9.0)
-    assert (answer.what, answer.culprit) == ("hang", 2)
-    ending = ending_of(answer, ranks)
-    assert ending is not None
-    assert ending.collective == CollectiveFault(
-        ranks=(2,), entered=Entered(operator="allreduce", label="root"), others=(0, 1),
-        expected=Entered(operator="allgather_base", label="root"), group=(0, 1, 2), number=142,
-        step=20,
+        ranks=(culprit or 0,), entered=entered, expected=GATHER, group=(0, 1, 2), number=142,
+        step=20, others=tuple(each for each in (0, 1, 2) if each != culprit),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("end", [False, True])
-def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) -> None:
-    """Exit code 0 is no alibi while another waits in a collective that it never entered."""
-    ranks = [at(rank(0, 0, end=end), number=141, inside=False), at(ended(1)), at(ended(2))]
-    answer = classify(ranks, timed_out=True, timeout_s=10)
-    assert (answer.what, answer.culprit) == ("hang", 0)
-    assert ("before its end record" in answer.message) != end
-
-
-def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
-    """A collective that nobody waited for, in a run that came to its end, is no hang."""
-    ranks = [at(good(0), number=141, inside=False), at(good(1)), at(good(2))]
+def test_who_was_not_waited_for() -> None:
+    """In a run that came to its end nobody waits; an abort of another cause is its rank's own."""
+    ranks = [absent(good(0)), at(good(1)), at(good(2))]
     assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
+    other = [at(died(0, -6, "assertion failed")), at(lost(1)), at(lost(2), label="layers.0")]
+    got = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    assert (got.what, got.culprit, got.fault) == ("crashed", 0, None)
 
 
 def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
@@ -301,72 +263,30 @@ def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
     assert answer.what == "hang"
 
 
-def test_who_gave_up_waiting_says_for_whom() -> None:
-    """Its place is where it gave up: rank 1, still running, never entered that collective."""
-    gave_up = at(lost(0, GLOO_WAITED, "hang"), inside=False)
-    ranks = [gave_up, at(ended(1, steps=9), number=141, inside=False)]
-    answer = classify(ranks, timed_out=False, timeout_s=10, failed_order=(0,))
-    assert (answer.what, answer.culprit) == ("hang", 1)
-    assert answer.message.startswith("rank 1 never entered allgather_base of root")
-
-
-def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
-    """Rank 2 left a gather out; gloo aborts rank 0, which only got what was not meant for it."""
-    told = "Received data size doesn't match expected size. Is there a collective mismatch?"
-    ranks = [
-        at(rank(0, -6, tail=told)),
-        at(lost(1)),
-        at(lost(2), label="layers.0"),
-    ]
-    answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
-    what, message, culprit, fault = answer
-    assert isinstance(fault, Fault)
-    assert (what, culprit) == ("crashed", 2)
-    assert message.startswith("rank 2 entered allgather_base of layers.0 where ranks 0, 1 entered")
-    assert "rank 0 died by SIGABRT" in message
-    other = [replace(ranks[0], stderr_tail="assertion failed"), *ranks[1:]]
-    left = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
-    assert left.culprit == 0, "it died of something else"
-
-
-def test_a_killed_rank_is_told_with_the_module_that_it_was_in() -> None:
-    """Where it noted one."""
-    dead = replace(rank(1, -9), module="layers.0.attn")
-    answer = classify([good(0), dead], timed_out=False, timeout_s=1.0)
-    assert ending_of(answer, [good(0), dead]) == Ending(signal="SIGKILL", module="layers.0.attn")
-    assert answer.message.startswith(
-        "rank 1 died by SIGKILL after step 2 in module layers.0.attn, not"
-    )
-
-
-def test_an_exception_ends_a_run_with_what_its_rank_noted() -> None:
-    """Its type, place, phase, module and tensor are fields; nobody reads them off the message."""
-    raised = rank(1, 1, what="crashed", message="boom")
-    assert raised.records.error is not None
-    noted = replace(
-        raised.records.error, type="TensorError", raised_at="unit.py:9 close", phase="backward",
-        module="layers.0", tensors=("layers.0.mlp.w1", "head"),
-    )  # fmt: skip
-    raised = replace(raised, records=replace(raised.records, error=noted))
-    answer = classify([good(0), raised], timed_out=False, timeout_s=1.0)
-    assert ending_of(answer, [good(0), raised]) == Ending(
-        exception="TensorError", raised_at="unit.py:9 close", phase="backward",
-        module="layers.0", tensor="layers.0.mlp.w1",
-    )  # fmt: skip
+RAISED = own(
+    1, "crashed", type="TensorError", raised_at="unit.py:9 close", phase="backward",
+    module="layers.0", tensors=("layers.0.mlp.w1", "head"),
+)  # fmt: skip
+REFUSED = RankExit(rank=1, code=None)
 
 
 @pytest.mark.parametrize(
-    ("number", "machine"),
-    [(errno.EAGAIN, "no_process"), (errno.ENOMEM, "no_process"), (errno.EPERM, "")],
-)
-def test_a_rank_that_could_not_be_forked_is_told_by_the_error_number(
-    number: int, machine: str
-) -> None:
-    """The kernel has no process or no memory left: of the machine. Any other refusal is not."""
-    refused = rank(0, None)
-    refused = replace(refused, exit=replace(refused.exit, errno=number))
-    answer = classify([refused], timed_out=False, timeout_s=1.0)
-    assert ending_of(answer, [refused]) == Ending(machine=machine)
+    ("failed", "ending"),
+    [
+        (replace(died(1, -9), module="layers.0.attn"),
+         Ending(signal="SIGKILL", module="layers.0.attn")),
+        (RAISED, Ending(exception="TensorError", raised_at="unit.py:9 close", phase="backward",
+                        module="layers.0", tensor="layers.0.mlp.w1")),
+        *((replace(died(1, None), exit=replace(REFUSED, errno=number)), Ending(machine=machine))
+          for number, machine in ((errno.EAGAIN, "no_process"), (errno.ENOMEM, "no_process"),
+                                  (errno.EPERM, ""))),
+    ],
+)  # fmt: skip
+def test_an_ending_is_in_fields(failed: RankEvidence, ending: Ending) -> None:
+    """What the rank at fault noted, or the error number of its fork; nobody reads a message."""
+    answer = classify([good(0), failed], timed_out=False, timeout_s=1.0)
+    assert ending_of(answer, [good(0), failed]) == ending
+    assert (f" in module {failed.module}" in answer.message) == bool(failed.module)
 
 
 # --- who sent a SIGKILL, who failed first -------------------------------------------------------
@@ -384,29 +304,30 @@ def test_who_sent_a_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill_more 9\noom_kill 7\n")
     monkeypatch.setattr(outcomes, "_COUNTERS", counters)
-    assert [memory_kills_since(before) for before in (7, 5, None)] == [0, 2, None]
+    assert [outcomes.memory_kills_since(before) for before in (7, 5, None)] == [0, 2, None]
     for text in ("nr_free_pages 1\n", "oom_kill many\n", "oom_kill \n"):
         counters.write_text(text)
-        assert num_memory_kills() is memory_kills_since(7) is None
+        assert outcomes.num_memory_kills() is outcomes.memory_kills_since(7) is None
     counters.unlink()
-    assert num_memory_kills() is None
+    assert outcomes.num_memory_kills() is None
     for outcome in (killed(), killed(culprit=None)):  # of a rank, or of the leader
-        told = with_sender(outcome, 0)
-        assert told == replace(outcome, message=f"it died; {NOT_THE_KERNEL}", from_outside=True)
-    told = with_sender(killed(), 1)
-    assert (told.from_outside, with_sender(killed(), None)) == (False, killed())
+        told = outcomes.with_sender(outcome, 0)
+        assert told == replace(
+            outcome, message=f"it died; {outcomes.NOT_THE_KERNEL}", from_outside=True
+        )
+    told = outcomes.with_sender(killed(), 1)
+    assert (told.from_outside, outcomes.with_sender(killed(), None)) == (False, killed())
     assert told.message == "it died; the kernel killed 1 for want of memory meanwhile"
     for other in (killed(what="crashed"), killed(code=-15)):
-        assert with_sender(other, 0) == other
+        assert outcomes.with_sender(other, 0) == other
 
 
 def test_the_first_to_say_that_it_failed_is_found() -> None:
     """Whoever asks in time; a later failure does not take its place, and words are cut."""
     store, at_once = dist.HashStore(), timedelta(milliseconds=1)
-    assert find(store, at_once) is None
-    assert find(None, at_once) is None
-    claim(store, FirstFailure(3, "x" * 100_000))
-    claim(store, FirstFailure(1, "Connection closed"))
-    assert find(store, at_once) == FirstFailure(3, "x" * 500)
+    assert outcomes.find(store, at_once) is outcomes.find(None, at_once) is None
+    outcomes.claim(store, FirstFailure(3, "x" * 100_000))
+    outcomes.claim(store, FirstFailure(1, "Connection closed"))
+    assert outcomes.find(store, at_once) == FirstFailure(3, "x" * 500)
     for no_store in (object(), None):  # a leader whose ranks need no torch has a socket there
-        claim(no_store, FirstFailure(0, "x"))
+        outcomes.claim(no_store, FirstFailure(0, "x"))
