@@ -41,18 +41,12 @@ class Recorded(Json):
 class Place(Json):
     """Where a rank is. What is not known is "", a step -1.
 
-    Attributes:
-        operator: the collective that it entered last, as torch calls it.
-        label: whose it is: `layers.1`, or `IN_CAPTURE`.
-        group: global ranks that take part in it; `name` where it is not the one of all ranks.
-        is_inside: whether it has not come back from it.
-        entered: how many collectives of each group it has entered, by ranks as `0,1`.
-        module: innermost module that was running, in the step that captures graphs.
-        sizes: of the tensors that it takes, where all ranks must have the same.
-        called_at: line of the program that called it, as `train.py:7 in main`.
-        phase: forward, backward or optimizer, whatever the rank was in.
-        at: line of the program that the rank was at.
-        recent: what torch's flight recorder has of the last collectives of all groups.
+    The collective that it entered last: `operator` as torch calls it; `label`, whose it is; the
+    global ranks of its `group`, whose `name` is "" if it is the one of all ranks; whether the rank
+    `is_inside` still; `sizes` of tensors, where all ranks must have the same; the line that called
+    it, as `train.py:7 in main`. `entered`: how many of each group, by ranks as `0,1`. The innermost
+    `module` of the step that captures graphs; the `phase` (forward, ...) and the line that the rank
+    was `at`; `recent`: what torch's flight recorder has of the last collectives of all groups.
     """
 
     step: int
@@ -155,12 +149,11 @@ def fault_words(fault: CollectiveFault) -> str:
     words = f"{due}{when} (collective {fault.number} of ranks {group_key(fault.group)}{called})"
     if mine is None:
         return f"{rank_names(fault.ranks)} never entered {words}"
-    told = str(mine)
-    if told == str(due) and mine.sizes != due.sizes:
-        told += f" of sizes {mine.sizes}, not {due.sizes},"
-    called = f", called at {mine.called_at}," if mine.called_at else ""
-    others = f"where {rank_names(fault.others)} entered {words}"
-    return f"{rank_names(fault.ranks)} entered {told}{called} {others}"
+    differs = str(mine) == str(due) and mine.sizes != due.sizes
+    more = f" of sizes {mine.sizes}, not {due.sizes}" if differs else ""
+    more += f", called at {mine.called_at}" if mine.called_at else ""
+    others = f"{',' if more else ''} where {rank_names(fault.others)} entered {words}"
+    return f"{rank_names(fault.ranks)} entered {mine}{more}{others}"
 
 
 def rank_names(ranks: Iterable[int]) -> str:

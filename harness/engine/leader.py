@@ -75,18 +75,12 @@ _FIRST_END = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport(Json):
-    """What became of the ranks of one node.
+    """What became of the ranks of the `node`-th node of the step `job` ("" of a local run).
 
-    Attributes:
-        job: name of the step; "" of a local run.
-        node: number of the node in the step.
-        failed_unix_s: when each rank that failed did.
-        stopped_by: signal that ended ranks which were still running, "" if none did.
-        record_bytes: length of each rank's record file.
-        problem: why output was lost, "" if none was.
-        stalled_s: seconds without a record for which its ranks were ended, None if they were not.
-        suspended: whether Slurm had stopped the ranks for a while.
-        memory_kills: what the kernel killed there for want of memory meanwhile; None: not known.
+    By rank: when each that failed did, and the length of its record file. `stopped_by`: the signal
+    that ended ranks which were still running, "" if none did; `stalled_s`: the seconds without a
+    record for which they were ended; `suspended`: Slurm had stopped them for a while; `problem`:
+    why output was lost; `memory_kills`: by the kernel meanwhile, None if that is not known.
     """
 
     exits: tuple[RankExit, ...]
@@ -126,10 +120,9 @@ NO_WORD = Word()
 def lead(
     job: Job, rank_main: RankMain, open_store: OpenStore, limits: Limits | None = None
 ) -> None:
-    """Run a local job to its end and write `outcome.json`. Called once, in a process of its own.
+    """Run a local job to its end and write `outcome.json`, in a process of its own.
 
-    Raises:
-        OSError: no port, no pipe, or the outcome cannot be written; ranks are dead by then.
+    Raises `OSError` (no port, no pipe) or `Infrastructure` (no room); ranks are dead by then.
     """
     os.setsid()
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
@@ -147,11 +140,7 @@ def lead_share(
 ) -> int:  # fmt: skip
     """Run the ranks of a step's `node`-th node to their end and write its report; the exit code.
 
-    The store is hosted here if `meeting` has a listener.
-
-    Raises:
-        OSError: no pipe, or no process. Ranks are dead by then.
-        Infrastructure: the report cannot be written.
+    The store is hosted here if `meeting` has a listener. Raises as `lead`.
     """
     report = replace(_lead(job, meeting, rank_main, open_store, limits), job=name, node=node)
     remove_pipes(Path(), job.ranks, all_went_well=False)
@@ -286,16 +275,8 @@ def put_together(
     spec: RunSpec, folder: Path, reports: Reports, word: Word = NO_WORD, *,
     num_nodes: int = 1, attempt: int = 0,
 ) -> RunOutcome:  # fmt: skip
-    """Say what happened to a run; every record file that a report speaks of is visible here.
-
-    Args:
-        spec: the run.
-        folder: of the run.
-        reports: of the nodes that made one.
-        word: what Slurm says.
-        num_nodes: that the run had.
-        attempt: the outcome's.
-    """
+    """Say what happened to a run on `num_nodes`; every record file that a report speaks of is
+    visible here. Without a `word` Slurm has nothing to say."""
     known = reports.values()
     exits = {state.rank: state for report in known for state in report.exits}
     ranks = [

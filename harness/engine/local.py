@@ -198,16 +198,11 @@ class LocalEngine(Closing):
         devices: Sequence[str] = (), limits: Limits | None = None,
         mps: Callable[[], bool] = mps_runs, recovery_s: Sequence[float] = RECOVERY_S,
     ) -> None:  # fmt: skip
-        """Prepare; nothing is started yet (`UsageError`: counts that make no sense).
+        """Prepare for `slots` ranks, in `jobs` runs, at a time (`UsageError`: no such counts).
 
-        Args:
-            slots: ranks that may run at the same time.
-            jobs: runs that may be under way at the same time, None for no limit.
-            entry: `module:function` of a `RankMain`, imported by the server.
-            devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty without GPUs.
-            limits: how patient leaders are.
-            mps: whether processes that use CUDA go through MPS now.
-            recovery_s: waits between starts of a run that MPS, after a fault, gives no GPU.
+        The server imports `entry`, `module:function` of a `RankMain`. `devices`: GPU of each slot,
+        as CUDA_VISIBLE_DEVICES names it, empty without. `mps`: whether CUDA goes through MPS now;
+        `recovery_s`: waits between starts of a run that MPS, after a fault, gives no GPU.
         """
         self._slots = Slots(slots, devices, jobs)
         self.slots = slots

@@ -69,15 +69,12 @@ def limit_options(limits: Limits) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to lead, or the share of it that one node has.
+    """One run to lead, or the `ranks` of it that are on one node.
 
-    Attributes:
-        devices: GPU of each rank here, as CUDA_VISIBLE_DEVICES names it; empty without.
-        ranks: those that run here; all of the run by default.
-        stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
-        shares_gpus: whether a failure may be that of another run on its GPUs: it is undecided.
-        gate_fd: of a run that is started early, where a byte for each rank and one for the leader
-            says that its devices are free; None: they are. The run's time begins then.
+    `devices`: GPU of each rank here, empty without. SIGTERM may end the ranks, stacks first. If it
+    `shares_gpus`, a failure is undecided: it may be that of another run on its GPUs. `gate_fd`, of
+    a run that is started early: a byte for each rank and one for the leader says there that its
+    devices are free, and its time begins.
     """
 
     spec: RunSpec
@@ -177,10 +174,10 @@ class Watch:
         self, rank: int, code: int | None, now_s: float, *, left_early: bool = False,
         number: int = 0,
     ) -> None:  # fmt: skip
-        """Take note that a rank ended; the first failure starts the grace of the others.
+        """Take note that a rank ended, or could not be started (error `number`).
 
-        So does one that left with 0 and without an end record: the others may wait for it. `number`
-        is the error number of one that could not be started.
+        The first failure starts the grace of the others; so does one that left with 0 and without
+        an end record: the others may wait for it.
         """
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
             self.phase >= Phase.STACKS and code == -signal.SIGUSR1

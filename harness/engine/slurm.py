@@ -282,9 +282,7 @@ class SlurmEngine(Closing):
     def check(self, spec: RunSpec) -> None:
         """Refuse a run that could never start; the allocation will have the nodes that it needs.
 
-        Raises:
-            UsageError: more ranks than slots, GPUs not asked for, more nodes than there are.
-            Infrastructure: no Slurm here.
+        Raises `UsageError`, or `Infrastructure` if there is no Slurm here.
         """
         if not 1 <= spec.world_size <= self.slots:
             raise UsageError(

@@ -9,30 +9,10 @@ from typing import Any
 import pytest
 
 from harness.codec import dumps
-from harness.engine.collective_log import (
-    SIZE_BYTES,
-    Place,
-    PlaceFile,
-    Recorded,
-    answer_path,
-    fault_words,
-    find_mismatch,
-    find_missing,
-    odd_one,
-    place_path,
-    read_place,
-)
-from harness.engine.evidence import (
-    ANSWER_S,
-    ask_for_dumps,
-    dumps_take_s,
-    evidence_environment,
-    kernel_words,
-    last_place,
-    prepare_to_ask,
-    read_dump,
-    remove_pipes,
-)
+from harness.engine import collective_log as log
+from harness.engine import evidence
+from harness.engine.collective_log import Place, Recorded, answer_path, place_path, read_place
+from harness.engine.evidence import evidence_environment, kernel_words, last_place, read_dump
 from harness.provenance import variables
 from harness.recorder.collectives import fitting
 from harness.records import RunSpec
@@ -49,12 +29,6 @@ def place(entered: dict[str, int], group: tuple[int, ...] = ALL, *, inside: bool
     )  # fmt: skip
 
 
-WAITING = place({"0,1,2,3": 12})
-ABSENT = place({"0,1,2,3": 11}, inside=False)
-REDUCES = replace(WAITING, operator="c10d::allreduce_")
-TWELFTH = "in step 7 (collective 12 of ranks 0,1,2,3)"
-
-
 def recent(*operators: str, first: int = 10, sizes: str = "") -> tuple[Recorded, ...]:
     return tuple(
         Recorded(key="0,1,2,3", number=number, operator=operator, sizes=sizes, step=5)
@@ -62,81 +36,88 @@ def recent(*operators: str, first: int = 10, sizes: str = "") -> tuple[Recorded,
     )
 
 
-MISSING: dict[str, tuple[dict[int, Place], str, int | None]] = {
+WAITING = place({"0,1,2,3": 12})
+ABSENT = place({"0,1,2,3": 11}, inside=False)
+REDUCES = replace(WAITING, operator="c10d::allreduce_")
+WHOLE, PARTED = recent("all_gather", "broadcast", "all_reduce"), recent("all_reduce", first=11)
+TWELFTH = "allgather_base of layers.1 in step 7 (collective 12 of ranks 0,1,2,3)"
+NINTH = "allgather_base of layers.1 in step 7 (collective 9 of ranks 1,3)"
+Row = tuple[dict[int, Place], str, int | None]
+MISSING: dict[str, Row] = {
     "one is outside": (
-        {0: WAITING, 1: WAITING, 2: ABSENT, 3: WAITING},
-        f"rank 2 never entered allgather_base of layers.1 {TWELFTH}", 2,
+        {0: WAITING, 1: WAITING, 2: ABSENT, 3: WAITING}, f"rank 2 never entered {TWELFTH}", 2,
     ),
     "0 waits for 1, which waits for 3": (
         {0: place({"0,1": 5}, (0, 1)), 1: place({"0,1": 4, "1,3": 9}, (1, 3)),
-         3: place({"1,3": 8}, (1, 3), inside=False)},
-        "rank 3 never entered allgather_base of layers.1 in step 7 (collective 9 of ranks 1,3)", 3,
+         3: place({"1,3": 8}, (1, 3), inside=False)}, f"rank 3 never entered {NINTH}", 3,
     ),
-    "nobody is known": ({}, "None", None),
-    "all inside": ({0: WAITING, 1: WAITING}, "None", None),
-    "none inside": ({0: ABSENT, 2: ABSENT}, "None", None),
-    "the others unknown": ({0: WAITING}, "None", None),
+    "nobody is known": ({}, "", None),
+    "all inside": ({0: WAITING, 1: WAITING}, "", None),
+    "none inside": ({0: ABSENT, 2: ABSENT}, "", None),
+    "the others unknown": ({0: WAITING}, "", None),
     "a circle": (
-        {0: place({"0,1": 5, "0,1,2,3": 1}, (0, 1)), 1: place({"0,1": 4, "0,1,2,3": 2})},
-        "None", None,
+        {0: place({"0,1": 5, "0,1,2,3": 1}, (0, 1)), 1: place({"0,1": 4, "0,1,2,3": 2})}, "", None,
     ),
 }  # fmt: skip
-MISMATCH: dict[str, tuple[dict[int, Place], str, int | None]] = {
+MISMATCH: dict[str, Row] = {
     "one call was another": (
         {0: WAITING, 1: WAITING, 2: WAITING, 3: REDUCES},
-        "rank 3 entered allreduce of layers.1 where ranks 0, 1, 2 entered allgather_base of "
-        f"layers.1 {TWELFTH}", 3,
+        f"rank 3 entered allreduce of layers.1 where ranks 0, 1, 2 entered {TWELFTH}", 3,
     ),
     "one was left out": (
         {0: WAITING, 1: replace(WAITING, label="layers.2"), 3: WAITING},
-        "rank 1 entered allgather_base of layers.2 where ranks 0, 3 entered allgather_base of "
-        f"layers.1 {TWELFTH}", 1,
+        f"rank 1 entered allgather_base of layers.2 where ranks 0, 3 entered {TWELFTH}", 1,
+    ),
+    "one has other sizes": (
+        {0: replace(WAITING, sizes="[8]"), 1: replace(WAITING, sizes="[8]"),
+         2: replace(WAITING, sizes="[4]", called_at="train.py:7 in main")},
+        "rank 2 entered allgather_base of layers.1 of sizes [4], not [8], called at train.py:7 in "
+        f"main, where ranks 0, 1 entered {TWELFTH}", 2,
     ),
     "which of two was due cannot be known": (
         {0: REDUCES, 1: WAITING},
-        "rank 1 entered allgather_base of layers.1 where rank 0 entered allreduce of layers.1 "
-        f"{TWELFTH}", None,
+        "rank 1 entered allgather_base of layers.1 where rank 0 entered "
+        f"{TWELFTH.replace('allgather_base', 'allreduce')}", None,
     ),
     "NCCL's hosts go on after they parted": (
-        {0: replace(WAITING, recent=recent("all_gather", "broadcast", "all_reduce")),
-         1: replace(WAITING, recent=recent("all_reduce", "broadcast", first=11)),
-         2: replace(WAITING, recent=recent("all_gather", "broadcast", "all_reduce"))},
+        {0: replace(WAITING, recent=WHOLE), 1: replace(WAITING, recent=PARTED),
+         2: replace(WAITING, recent=WHOLE)},
         "rank 1 entered all_reduce where ranks 0, 2 entered broadcast in step 5 "
         "(collective 11 of ranks 0,1,2,3)", 1,
     ),
     "buffers that begin elsewhere, sizes that one did not record": (
         {0: replace(ABSENT, recent=recent("all_gather", "broadcast", sizes="[[8]]")),
-         1: replace(ABSENT, recent=recent("broadcast", "all_reduce", first=11))}, "None", None,
+         1: replace(ABSENT, recent=recent("broadcast", "all_reduce", first=11))}, "", None,
     ),
-    "agree": ({0: WAITING, 1: WAITING}, "None", None),
-    "unknown owner": ({0: WAITING, 1: replace(WAITING, label="")}, "None", None),
-    "came back": ({0: WAITING, 1: replace(REDUCES, is_inside=False)}, "None", None),
-    "another number": ({0: WAITING, 1: replace(REDUCES, entered={"0,1,2,3": 13})}, "None", None),
-    "another group": ({0: WAITING, 1: replace(REDUCES, group=(1, 3))}, "None", None),
-    "no group": ({0: REDUCES, 1: replace(WAITING, group=())}, "None", None),
+    "agree": ({0: WAITING, 1: WAITING}, "", None),
+    "unknown owner": ({0: WAITING, 1: replace(WAITING, label="")}, "", None),
+    "came back": ({0: WAITING, 1: replace(REDUCES, is_inside=False)}, "", None),
+    "another number": ({0: WAITING, 1: replace(REDUCES, entered={"0,1,2,3": 13})}, "", None),
+    "another group": ({0: WAITING, 1: replace(REDUCES, group=(1, 3))}, "", None),
+    "no group": ({0: REDUCES, 1: replace(WAITING, group=())}, "", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [*MISSING, *MISMATCH])
 def test_who_kept_whom_waiting(row: str) -> None:
     """By name, with the collective; where places do not single anybody out, nobody is named."""
-    find = find_missing if row in MISSING else find_mismatch
+    find = log.find_missing if row in MISSING else log.find_mismatch
     places, told, at_fault = (MISSING | MISMATCH)[row]
     fault = find(places)
-    assert (told == "None") if fault is None else (fault_words(fault) == told)
-    assert (None if fault is None else odd_one(fault)) == at_fault
+    assert ("" if fault is None else log.fault_words(fault)) == told
+    assert (None if fault is None else log.odd_one(fault)) == at_fault
 
 
 def test_a_place_is_there_whatever_becomes_of_the_writer(tmp_path: Path) -> None:
     """The last one is read while the file is open, a shorter one whole; a damaged one is none."""
     path = place_path(tmp_path, 3)
     assert read_place(path) is None
-    file, shorter = PlaceFile(path), replace(WAITING, label="", entered={})
+    file, shorter = log.PlaceFile(path), replace(WAITING, label="", entered={})
     assert read_place(path) is None
     for written in (WAITING, shorter):
         file.write(written)
         assert read_place(path) == written
-    file.write(replace(WAITING, label="x" * SIZE_BYTES))
+    file.write(replace(WAITING, label="x" * log.SIZE_BYTES))
     assert read_place(path) == shorter
     file.remove()
     assert not path.exists()
@@ -149,16 +130,15 @@ def test_a_place_is_there_whatever_becomes_of_the_writer(tmp_path: Path) -> None
 def test_an_answer_is_as_long_as_the_leader_reads(ranks: int, tmp_path: Path) -> None:
     """Of groups of many ranks it names fewer collectives, the latest; its place is there."""
     key = ",".join(map(str, range(ranks)))
-    told = [
+    called = [
         {"key": key, "number": number, "operator": "all_reduce", "step": 3} for number in range(32)
     ]
     answer = {
         "step": 3, "operator": "all_reduce", "label": "", "group": list(range(ranks)),
-        "is_inside": True, "entered": {key: 31}, "recent": told,
+        "is_inside": True, "entered": {key: 31}, "recent": called,
     }  # fmt: skip
-    path = tmp_path / "rank0.answer"
-    path.write_text(fitting(answer))
-    found = read_place(path)
+    (tmp_path / "rank0.answer").write_text(fitting(answer))
+    found = read_place(tmp_path / "rank0.answer")
     assert found is not None
     numbers = [each.number for each in found.recent]
     assert numbers == list(range(32))[32 - len(numbers) :]
@@ -173,48 +153,42 @@ def places_in(folder: Path) -> dict[int, Place]:
     return {rank: place for rank, place in found.items() if place is not None}
 
 
-def missing_words(folder: Path) -> str:
-    fault = find_missing(places_in(folder))
-    return "" if fault is None else fault_words(fault)
+DONE, STARTED, LATER = (("0", GATHER, how) for how in ("completed", "started", "scheduled"))
+OF_7, REDUCED = ("7", "all_reduce", "started"), ("0", "all_reduce", "completed")
+CALLS = [("0", "all_reduce", "started"), ("0", "broadcast", "scheduled")]
+Calls = list[tuple[str, str, str]]
+DUMPS: dict[str, tuple[Calls, Calls, str]] = {
+    "rank 0 enqueued more, and waits in the first of them": (
+        [DONE, STARTED, LATER, LATER], [DONE],
+        "rank 1 never entered all_gather_base in step 5 (collective 2 of ranks 0,1, "
+        "called at train.py:2 in main)",
+    ),
+    "two groups of the same ranks are counted each": (
+        [*[REDUCED] * 3, OF_7], [REDUCED] * 3,
+        "rank 1 never entered all_reduce in step 5 (collective 1 of ranks 0,1, "
+        "called at train.py:4 in main)",
+    ),
+    "different collectives": (
+        CALLS, CALLS[::-1],
+        "rank 1 entered broadcast, called at train.py:1 in main, where rank 0 entered all_reduce "
+        "in step 5 (collective 1 of ranks 0,1, called at train.py:1 in main)",
+    ),
+}  # fmt: skip
 
 
-def test_the_rank_that_a_collective_lacks_is_named_by_dumps(tmp_path: Path) -> None:
-    """Rank 0 has enqueued more collectives than rank 1, and waits in the first of them."""
-    done, waits, later = (("0", GATHER, how) for how in ("completed", "started", "scheduled"))
-    dump(tmp_path / "nccl_rank0", done, waits, later, later, first=6, frames=False)
-    dump(tmp_path / "nccl_rank1", done, done, first=5, frames=False)
-    expected = "rank 1 never entered all_gather_base (collective 7 of ranks 0,1)"
-    assert missing_words(tmp_path) == expected
-
-
-def test_two_groups_of_the_same_ranks_are_counted_each(tmp_path: Path) -> None:
-    """As a mesh makes them: the first has more collectives, the rank lacks one of the second."""
-    done = [("0", "all_reduce", "completed")] * 3
-    dump(tmp_path / "nccl_rank0", *done, ("7", "all_reduce", "started"))
-    dump(tmp_path / "nccl_rank1", *done)
-    assert missing_words(tmp_path) == (
-        "rank 1 never entered all_reduce (collective 1 of ranks 0,1, called at train.py:4 in main)"
-    )
-
-
-def test_ranks_that_call_different_collectives_are_told_from_their_dumps(tmp_path: Path) -> None:
-    """What each waits in, and the lines that called them; the step is the program's own note."""
-    calls = [("0", "all_reduce", "started"), ("0", "broadcast", "scheduled")]
-    dump(tmp_path / "nccl_rank0", *calls)
-    dump(tmp_path / "nccl_rank1", *reversed(calls))
+@pytest.mark.parametrize("row", DUMPS)
+def test_dumps_name_the_rank_and_the_line_that_called(tmp_path: Path, row: str) -> None:
+    """Numbers and lines are the recorder's, the step is the program's own note."""
     own = Place(
         step=5, operator="all_reduce", label="", group=(0, 1), is_inside=False, entered={"0,1": 9}
     )
-    for rank in range(2):
+    for rank, calls in enumerate(DUMPS[row][:2]):
+        dump(tmp_path / f"nccl_rank{rank}", *calls)
         place_path(tmp_path, rank).write_text(dumps(own) + "\n")
     places = places_in(tmp_path)
-    assert [place.entered for place in places.values()] == [{"0,1": 1}] * 2
-    fault = find_mismatch(places)
+    fault = log.find_missing(places) or log.find_mismatch(places)
     assert fault is not None
-    assert fault_words(fault) == (
-        "rank 1 entered broadcast, called at train.py:1 in main, where rank 0 entered all_reduce "
-        "in step 5 (collective 1 of ranks 0,1, called at train.py:1 in main)"
-    )
+    assert log.fault_words(fault) == DUMPS[row][2]
 
 
 def test_an_answer_comes_before_a_dump_and_a_dump_before_notes(tmp_path: Path) -> None:
@@ -249,10 +223,7 @@ def test_a_dump_that_cannot_be_understood_says_nothing(tmp_path: Path) -> None:
         [], {"pg_config": {}, "entries": []}, {"pg_config": groups, "entries": [{}]}, Path,
         {"pg_config": {}, "entries": [Making(made)]},
     ]  # fmt: skip
-    for plain in plains:
-        path.write_bytes(pickle.dumps(plain))
-        assert read_dump(path) is None
-    for damage in (b"", b"text"):
+    for damage in (b"", b"text", *map(pickle.dumps, plains)):
         path.write_bytes(damage)
         assert read_dump(path) is None
     assert not made.exists()
@@ -267,6 +238,7 @@ def spec(**changes: Any) -> RunSpec:
 
 
 PROGRAM = spec(soak=None, config={"program": {"kind": "script", "target": "/x", "folder": "/"}})
+OF_CPU = replace(PROGRAM, device="cpu")
 
 
 def test_soaks_and_programs_on_gpus_leave_evidence(tmp_path: Path) -> None:
@@ -279,58 +251,47 @@ def test_soaks_and_programs_on_gpus_leave_evidence(tmp_path: Path) -> None:
     assert variables(soak) == variables(program) == {}
     mine = {"CUDA_COREDUMP_FILE": "/mine"}
     assert soak.keys() - evidence_environment(spec(), tmp_path, 3, mine).keys() == mine.keys()
-    for other in (spec(device="cpu"), spec(soak=None), replace(PROGRAM, device="cpu")):
+    for other in (spec(device="cpu"), spec(soak=None), OF_CPU):
         assert evidence_environment(other, tmp_path, 0, {}) == {}
+    # Ranks have time to answer; alone one waits for nobody, and is not asked.
+    assert evidence.dumps_take_s(OF_CPU) == evidence.ANSWER_S < evidence.dumps_take_s(PROGRAM)
+    assert evidence.dumps_take_s(replace(OF_CPU, world_size=1)) == 0.0
 
 
-def test_ranks_of_a_program_have_time_to_answer() -> None:
-    """Alone it waits for nobody, and is not asked."""
-    of_cpu = replace(PROGRAM, device="cpu")
-    assert dumps_take_s(of_cpu) == ANSWER_S < dumps_take_s(PROGRAM)
-    assert dumps_take_s(replace(of_cpu, world_size=1)) == 0.0
-
-
-def test_pipes_go_with_the_run_and_places_with_one_that_ended_well(tmp_path: Path) -> None:
-    """A run folder has plain files only."""
+def test_pipes_are_asked_and_go_with_the_run(tmp_path: Path) -> None:
+    """No pipe, one that nobody reads, one that is read; a run folder has plain files only, and
+    places of a run that did not end well."""
 
     def names() -> set[str]:
         return {path.name for path in tmp_path.iterdir()}
 
-    prepare_to_ask(PROGRAM, tmp_path, range(2))
+    evidence.prepare_to_ask(spec(soak=None), tmp_path, range(2))
+    assert names() == set()
+    evidence.prepare_to_ask(PROGRAM, tmp_path, range(2))
     assert names() == {"rank0.ask", "rank1.ask"}
     os.mkfifo(tmp_path / "nccl_rank0.pipe")
     place_path(tmp_path, 0).touch()
-    remove_pipes(tmp_path, range(2), all_went_well=False)
-    assert names() == {"rank0.place"}
-    remove_pipes(tmp_path, range(2), all_went_well=True)
-    prepare_to_ask(spec(soak=None), tmp_path, range(2))
-    assert names() == set()
-
-
-def test_ranks_without_a_pipe_are_passed_over(tmp_path: Path) -> None:
-    """No pipe, a pipe that nobody reads, and one that is read."""
-    for rank in (1, 2):
-        os.mkfifo(tmp_path / f"nccl_rank{rank}.pipe")
-    reader = os.open(tmp_path / "nccl_rank2.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    ask_for_dumps(tmp_path, range(3))
+    reader = os.open(tmp_path / "nccl_rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    evidence.ask_for_dumps(tmp_path, range(3))
     assert os.read(reader, 10) == b"1\n"
     os.close(reader)
-
-
-TOLD = "coredump: Detected an exception of type CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS (14)\n"
-"""As CUDA 13's driver writes it on an H200."""
+    evidence.remove_pipes(tmp_path, range(2), all_went_well=False)
+    assert names() == {"rank0.place"}
+    evidence.remove_pipes(tmp_path, range(2), all_went_well=True)
+    assert names() == set()
 
 
 def test_words_of_a_core_dump_go_as_far_as_it_does(tmp_path: Path) -> None:
     """A kernel that is named, a dump that has it, an exception without a dump, nothing."""
     what = "CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS"
+    printed = f"coredump: Detected an exception of type {what} (14)\n"  # by CUDA 13 on an H200
     assert kernel_words("noise", tmp_path, 1) == ""
-    assert kernel_words(TOLD, tmp_path, 1) == (
+    assert kernel_words(printed, tmp_path, 1) == (
         f"CUDA says {what}; it left no core dump, so the kernel is not known"
     )
     (tmp_path / "cuda1.core").touch()
-    assert "target cudacore cuda1.core" in kernel_words(TOLD, tmp_path, 1)
-    named = TOLD + "[07:05:01.106483] coredump:   #0\t0x7f3c43786350\tmemcpy128\n"
+    assert "target cudacore cuda1.core" in kernel_words(printed, tmp_path, 1)
+    named = printed + "[07:05:01.106483] coredump:   #0\t0x7f3c43786350\tmemcpy128\n"
     assert kernel_words(named, tmp_path, 1).endswith(f"{what} in kernel memcpy128")
     named += "[07:05:01.106484] coredump:   #1\t0x7f3c43786000\tcopy_kernel(float*)\n"
     assert kernel_words(named, tmp_path, 1).endswith("in memcpy128 of kernel copy_kernel(float*)")

@@ -165,41 +165,46 @@ def test_what_comes_from_outside_says_nothing_of_the_program(
     assert got.ending.machine == ("" if state == "CANCELLED" else "node_failure")
 
 
-def test_the_first_failure_of_any_node_is_to_blame(folder: Path) -> None:
+ENDED_AFTER_1 = '{"kind":"end","rank":3,"steps":1,"peak_bytes":1,"startup_s":0.0,"wall_s":0.0}\n'
+LATE = report(1, (13, 13), failed_unix_s={"2": 80.0, "3": 90.0})
+SAID: dict[str, tuple[dict[int, str], list[NodeReport], int, str, int | None]] = {
+    "the first failure that is no lost peer": (
+        {0: LOST, 3: "broken"}, [report(0, (1, 0)), report(1, (0, 1))], 0, "crashed", 3),
+    "the first of any node": ({0: LOST}, [report(0), LATE], 0, "crashed", 2),
+    "what a rank says, beside a silent node": (
+        {0: "no such layer"}, [report(0, (1, 0))], 15, "crashed", 0),
+    "only lost peers, beside a silent node": (
+        {0: LOST}, [report(0, (1, 0))], 0, "interrupted", None),
+    "all gave up while they were suspended": (
+        dict.fromkeys(range(4), WAITED), [report(0, (1, 1), suspended=True), report(1, (1, 1))], 0,
+        "interrupted", None),
+    "one ended well after one of four steps": (
+        {**dict.fromkeys(range(3), LOST), 3: ""}, [report(0, (1, 1)), report(1, (1, 0))], 0,
+        "crashed", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SAID)
+def test_what_ranks_say_across_nodes(folder: Path, row: str) -> None:
     """The order of failures goes across nodes; who only lost its peer is not to blame."""
-    fails(folder, 0, LOST)
-    fails(folder, 3, "broken")
-    got = outcome(folder, report(0, (1, 0)), report(1, (0, 1)))
-    assert (got.what, got.culprit_rank) == ("crashed", 3)
-    late = report(1, (13, 13), failed_unix_s={"2": 80.0, "3": 90.0})
-    (folder / "rank3.jsonl").unlink()
-    assert outcome(folder, report(0), late).culprit_rank == 2
+    errors, reports, killed_by, what, culprit = SAID[row]
+    for rank, message in errors.items():
+        if message:
+            fails(folder, rank, message)
+        else:
+            with (folder / f"rank{rank}.jsonl").open("a") as file:
+                file.write(ENDED_AFTER_1)
+    got = outcome(folder, *reports, word=Word(killed_by=killed_by))
+    assert (got.what, got.culprit_rank) == (what, culprit), got.message
+    if len(reports) == 1 and what == "crashed":
+        assert "no such layer" in got.message
+        assert got.message.endswith("node 1 left no report")
 
 
-def test_what_a_silent_node_leaves_open(folder: Path) -> None:
-    """A rank's own words are told, as an agent that is stopped as it starts has nothing to report.
-
-    Ranks that only saw the others go, or that never began, leave it to the silent node.
-    """
-    fails(folder, 0, "no such layer")
-    got = outcome(folder, report(0, (1, 0)), word=Word(killed_by=15))
-    assert (got.what, got.culprit_rank) == ("crashed", 0)
-    assert "no such layer" in got.message
-    assert got.message.endswith("node 1 left no report")
-    (folder / "rank0.jsonl").write_text((folder / "rank1.jsonl").read_text().replace("1", "0"))
-    fails(folder, 0, LOST)
-    assert outcome(folder, report(0, (1, 0))).what == "interrupted"
+def test_an_agent_that_was_killed_before_its_ranks_began(folder: Path) -> None:
     for rank in range(4):
         (folder / f"rank{rank}.jsonl").unlink()
     assert outcome(folder, word=Word(killed_by=9)).what == "interrupted"
-
-
-def test_ranks_that_gave_up_while_they_were_suspended(folder: Path) -> None:
-    """Time that went by without the program is not held against it."""
-    for rank in range(4):
-        fails(folder, rank, WAITED)
-    waited = outcome(folder, report(0, (1, 1), suspended=True), report(1, (1, 1)))
-    assert waited.what == "interrupted"
 
 
 def test_evidence_of_every_node_is_read(folder: Path) -> None:
@@ -218,17 +223,6 @@ def test_evidence_of_every_node_is_read(folder: Path) -> None:
     got = outcome(folder, report(0), report(1, (-6, 0)))
     assert (got.what, got.culprit_rank) == ("illegal_access", 2)
     assert "CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS in kernel scatter_add" in got.message
-
-
-def test_who_left_before_all_steps_is_to_blame(folder: Path) -> None:
-    """The steps that are due are known: rank 3 ended well after one of four."""
-    for rank in range(3):
-        fails(folder, rank, LOST)
-    end = '{"kind":"end","rank":3,"steps":1,"peak_bytes":1,"startup_s":0.0,"wall_s":0.0}\n'
-    with (folder / "rank3.jsonl").open("a") as file:
-        file.write(end)
-    got = outcome(folder, report(0, (1, 1)), report(1, (1, 0)))
-    assert (got.what, got.culprit_rank) == ("crashed", 3)
 
 
 def test_whether_slurm_has_to_be_asked() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from harness.engine.ranks import (
     Phase,
     Records,
     Watch,
-    exit_status,
-    rank_environment,
 )
 from harness.records import RunSpec
 from harness.soaking import SoakSpec
@@ -115,31 +112,13 @@ def test_a_stall_is_looked_for_only_when_it_may_be_there() -> None:
     assert not leaving.may_stall(99.0)
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [(0, 0), (1, 1), (13, 13), (255, 255), (256, 1), (-1, 255), (None, 1)]
-)
-def test_only_zero_exits_with_zero(code: object, status: int) -> None:
-    """No exit code but 0 may look like 0 to the leader."""
-    assert exit_status(code) == status
-
-
-def job(device: Any = "cpu", soak: SoakSpec | None = None, **config: Any) -> Job:
-    spec = RunSpec(config=config, device=device, world_size=2, timeout_s=100, soak=soak)
-    return Job(spec=spec, folder=Path(), devices=("2", "3") if device == "cuda" else ())
-
-
-def test_environment_of_a_rank() -> None:
-    """A rank finds its place, its store and its GPUs; a run without GPUs sees none."""
-    found = rank_environment(job("cuda"), 1, 4242)
-    expected = {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "4242", "CUDA_VISIBLE_DEVICES": "2,3",
-    }  # fmt: skip
-    assert found.items() >= expected.items()
-    assert rank_environment(job(), 0, 1)["CUDA_VISIBLE_DEVICES"] == ""
-
-
 # --- what ranks record ------------------------------------------------------------------------
+
+
+def job(soak: SoakSpec | None = None, **config: Any) -> Job:
+    spec = RunSpec(config=config, device="cpu", world_size=2, timeout_s=100, soak=soak)
+    return Job(spec=spec, folder=Path())
+
 
 START, NAMES = '{"kind":"start"}\n', '{"kind":"names","step":-1}\n'
 INITIAL, STEP = '{"digests":{},"kind":"initial"}\n', '{"kind":"step","step":0}\n'
@@ -206,62 +185,42 @@ def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
 # --- what ranks print -------------------------------------------------------------------------
 
 
-def stored(path: Path, data: bytes, cap_bytes: int) -> bytes:
-    """What is in the file after `data` was written from another thread."""
+@pytest.mark.parametrize("number", [100, 3 * TAIL_BYTES])
+def test_output_beyond_the_cap_keeps_its_head_and_its_end(tmp_path: Path, number: int) -> None:
+    """Up to the cap byte for byte; above it the head, the number of bytes dropped, the tail.
+
+    What somebody else still holds open is closed with what has arrived.
+    """
     read_fd, write_fd = os.pipe()
-    output = CappedOutput(read_fd, path, cap_bytes=cap_bytes)
-
-    def write() -> None:
-        with os.fdopen(write_fd, "wb", buffering=0) as pipe:
-            view = memoryview(data)
-            while view:
-                view = view[pipe.write(view) or 0 :]
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    os.set_blocking(read_fd, True)
-    while output.drain():
-        pass
-    writer.join()
+    output, data = CappedOutput(read_fd, tmp_path / "out", cap_bytes=100), os.urandom(number)
+    for start in range(0, number, 1 << 16):
+        os.write(write_fd, data[start : start + (1 << 16)])
+        output.drain()
     output.close()
-    return output.problem.encode() or path.read_bytes()
-
-
-@pytest.mark.parametrize("cap_bytes", [8, 100])
-def test_output_up_to_the_cap_is_stored_as_it_is(tmp_path: Path, cap_bytes: int) -> None:
-    """Byte for byte, without a remark."""
-    assert stored(tmp_path / "out", b"\x00hello\n!", cap_bytes) == b"\x00hello\n!"
-
-
-def test_a_flood_keeps_its_head_and_its_end_and_says_what_is_gone(tmp_path: Path) -> None:
-    """Above the cap the file holds the head, the number of bytes dropped, and the tail."""
-    data = b"head" + os.urandom(3 * TAIL_BYTES) + b"last words"
-    found = stored(tmp_path / "out", data, 4)
-    dropped = len(data) - 4 - TAIL_BYTES
-    assert found.startswith(b"head\n[harness: output above 4 bytes: %d bytes dropped" % dropped)
-    assert found.endswith(data[-TAIL_BYTES:])
-    assert len(found) < 4 + TAIL_BYTES + 200
+    output.close()
+    os.close(write_fd)
+    found, dropped = (tmp_path / "out").read_bytes(), number - 100 - TAIL_BYTES
+    if number == 100:
+        assert found == data
+        return
+    remark = b"\n[harness: output above 100 bytes: %d bytes dropped here, the last %d follow]\n"
+    assert found == data[:100] + remark % (dropped, TAIL_BYTES) + data[-TAIL_BYTES:]
 
 
 def test_a_full_disk_is_noted_and_draining_goes_on() -> None:
     """The rank is not blocked by a disk that takes no more, and the loss is on record."""
-    assert b"No space left" in stored(Path("/dev/full"), b"x" * 300_000, 1 << 20)
-
-
-def test_close_does_not_wait_for_a_stray_writer(tmp_path: Path) -> None:
-    """Output that somebody else still holds open is closed with what has arrived."""
     read_fd, write_fd = os.pipe()
-    output = CappedOutput(read_fd, tmp_path / "out")
-    os.write(write_fd, b"so far")
-    output.close()
+    output = CappedOutput(read_fd, Path("/dev/full"))
+    for _ in range(3):
+        os.write(write_fd, bytes(1 << 15))
+        assert output.drain()
     output.close()
     os.close(write_fd)
-    assert (tmp_path / "out").read_bytes() == b"so far"
+    assert "No space left" in output.problem
 
 
 def test_tail_of_a_file(tmp_path: Path) -> None:
     """The tail is the last bytes; a file that is not there is empty."""
     (tmp_path / "x").write_bytes(b"abc\xffdef")
-    assert tail_of(tmp_path / "x", 3) == "def"
-    assert tail_of(tmp_path / "x", 100) == "abc\ufffddef"
-    assert tail_of(tmp_path / "none") == ""
+    tails = [tail_of(tmp_path / name, size) for name, size in (("x", 3), ("x", 100), ("none", 9))]
+    assert tails == ["def", "abc\ufffddef", ""]
