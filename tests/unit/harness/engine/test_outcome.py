@@ -214,7 +214,7 @@ IN_VAIN: dict[str, tuple[list[RankEvidence], What, Entered | None, int | None, s
     "stalled, one lacks": (
         [at(ended(0, WAITING)), absent(ended(1, SLEEPING))], "hang", None, 1,
         NEVER.format(1) + "no rank recorded anything for 2 s; still running: rank 0 "),
-    "stalled, one waits in another": ([at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")], "hang",
+    "stalled, another call": ([at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")], "hang",
                              REDUCE, 2, "rank 2 entered allreduce of root where ranks 0, 1 "),
     "one ended well, and should not have": (
         [absent(good(0)), at(ended(1)), at(ended(2))], "hang", None, 0, NEVER.format(0)),
