@@ -290,7 +290,8 @@ def put_together(
         for records in read_ranks(folder, spec.world_size)
     ]
     state = word.state or step_state(folder)
-    answer = _Concluder(spec, folder, reports, ranks, word, state, num_nodes).answer()
+    said = _said(folder, word, state)
+    answer = _answer(spec, reports, ranks, range(num_nodes), state, said, word.killed_by)
     what, message, culprit, _ = answer
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(ranks[culprit].stderr_tail, folder, culprit)
@@ -309,92 +310,64 @@ def put_together(
     return outcomes.with_sender(outcome, next((report.memory_kills for report in there), None))
 
 
-@dataclass(frozen=True)
-class _Concluder:
-    """The table of the module's docstring. `state`: how Slurm ended the step, "" if it did not."""
+def _answer(
+    spec: RunSpec, reports: Reports, ranks: Sequence[RankEvidence], nodes: range, state: str,
+    said: str, killed_by: int,
+) -> Answer:  # fmt: skip
+    """The table of the module's docstring. `state`: how Slurm ended the step, `said` in words."""
+    when = {rank: at for report in reports.values() for rank, at in report.failed_unix_s.items()}
+    order = [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
+    known = [rank for rank in ranks if rank.exit.code is not None]
+    failed_itself = outcomes.culprit_of(known, order) is not None
+    steps, all_of = spec.config.get("steps"), reports.values()
 
-    spec: RunSpec
-    folder: Path
-    reports: Reports
-    ranks: Sequence[RankEvidence]
-    word: Word
-    state: str
-    num_nodes: int
-
-    def answer(self) -> Answer:
-        """The same answer, unless it only says that time went by: Slurm had taken that away."""
-        answer = self._answer()
-        only_waited = answer.what == "hang" or (answer.what == "crashed" and not self._own_failure)
-        if not only_waited or not any(report.suspended for report in self.reports.values()):
-            return answer
-        why = f"the run was suspended while it ran; {answer.message}"
-        return Answer("interrupted", why, None, answer.fault)
-
-    def _answer(self) -> Answer:
-        absent = [node for node in range(self.num_nodes) if node not in self.reports]
-        if not absent and not needs_word(self.reports.values()):
-            return self._classified(self.ranks)
-        if self.state == "OUT_OF_MEMORY":
-            killed = [r.rank for r in self.ranks if r.exit.code == -9 and not r.still_running]
-            return Answer("oom", self._said, killed[0] if len(killed) == 1 else None)
-        if self.state:
-            return Answer("interrupted", self._said, None)
-        if absent:
-            return self._without_report(absent)
-        answer = self._classified(self.ranks)
-        if answer.what not in ("", "interrupted"):
-            return answer
-        return answer._replace(message=self._said, culprit=None)
-
-    def _classified(self, ranks: Sequence[RankEvidence]) -> Answer:
-        """What ranks tell by themselves."""
-        steps, reports = self.spec.config.get("steps"), self.reports.values()
+    def classified(of: Sequence[RankEvidence]) -> Answer:
         return outcomes.classify(
-            ranks,
-            timed_out=any(report.timed_out for report in reports),
-            timeout_s=self.spec.timeout_s,
-            failed_order=self._failed_order,
-            stalled_s=max((r.stalled_s for r in reports if r.stalled_s), default=None),
-            steps=steps if isinstance(steps, int) and self.spec.soak is None else None,
-        )
+            of, timed_out=any(report.timed_out for report in all_of), timeout_s=spec.timeout_s,
+            failed_order=order,
+            stalled_s=max((r.stalled_s for r in all_of if r.stalled_s), default=None),
+            steps=steps if isinstance(steps, int) and spec.soak is None else None,
+        )  # fmt: skip
 
-    @property
-    def _known(self) -> list[RankEvidence]:
-        return [rank for rank in self.ranks if rank.exit.code is not None]
-
-    @property
-    def _own_failure(self) -> bool:
-        return outcomes.culprit_of(self._known, self._failed_order) is not None
-
-    @property
-    def _failed_order(self) -> list[int]:
-        when = {r: at for report in self.reports.values() for r, at in report.failed_unix_s.items()}
-        return [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
-
-    def _without_report(self, absent: Sequence[int]) -> Answer:
-        """Nodes that did not say how their ranks ended: killed, or they never got so far."""
-        nodes = f"node {absent[0]}" if len(absent) == 1 else f"nodes {', '.join(map(str, absent))}"
-        if self._own_failure:
-            # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
-            # stop before it has forked its ranks has nothing to report.
-            answer = self._classified(self._known)
-            return answer._replace(message=f"{answer.message}; {nodes} left no report")
+    absent = [str(node) for node in nodes if node not in reports]
+    silent = f"node{'s' * (len(absent) > 1)} {', '.join(absent)} left no report"
+    if not absent and not needs_word(all_of):
+        answer = classified(ranks)
+    elif state == "OUT_OF_MEMORY":
+        killed = [rank.rank for rank in ranks if rank.exit.code == -9 and not rank.still_running]
+        answer = Answer("oom", said, killed[0] if len(killed) == 1 else None)
+    elif state:
+        answer = Answer("interrupted", said, None)
+    elif absent and failed_itself:
+        # The rest is collateral: an agent that is told to stop before it has forked its ranks has
+        # nothing to report.
+        answer = classified(known)
+        answer = answer._replace(message=f"{answer.message}; {silent}")
+    elif absent:
         # What a rank does can get its agent killed, not make the agent leave without a report.
-        began = any(rank.records.start is not None for rank in self.ranks)
-        by_rank = began and self.word.killed_by in (6, 7, 9, 11, 15)
-        what: What = "crashed" if by_rank else "interrupted"
-        return Answer(what, f"{nodes} left no report; {self._said}", None)
+        by_rank = any(rank.records.start for rank in ranks) and killed_by in (6, 7, 9, 11, 15)
+        answer = Answer("crashed" if by_rank else "interrupted", f"{silent}; {said}", None)
+    else:
+        answer = classified(ranks)
+        if answer.what in ("", "interrupted"):
+            answer = answer._replace(message=said, culprit=None)
+    only_waited = answer.what == "hang" or (answer.what == "crashed" and not failed_itself)
+    if only_waited and any(report.suspended for report in all_of):
+        # Slurm had taken the time away that went by.
+        why = f"the run was suspended while it ran; {answer.message}"
+        answer = Answer("interrupted", why, None, answer.fault)
+    return answer
 
-    @property
-    def _said(self) -> str:
-        """The step's end in one sentence: Slurm's words, and the line of the log that says most."""
-        ending = self.word.text or f"the step ended ({self.state or 'Slurm says no more'})"
-        log = tail_of(self.folder / LOG_FILE, 8 << 10).splitlines()
-        lines = [line.strip() for line in log if line.strip()]
-        slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
-        plain = [line for line in lines if not any(noise in line.lower() for noise in _NOISE)]
-        said = next(iter(slurm or plain[-1:]), "")[:300]
-        return f"{ending}; {LOG_FILE}: {said}" if said else ending
+
+def _said(folder: Path, word: Word, state: str) -> str:
+    """The step's end in one sentence: Slurm's words, and the line of the log that says most."""
+    ending = word.text or f"the step ended ({state or 'Slurm says no more'})"
+    log = tail_of(folder / LOG_FILE, 8 << 10).splitlines()
+    lines = [line.strip() for line in log if line.strip()]
+    slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
+    plain = [line for line in lines if not any(noise in line.lower() for noise in _NOISE)]
+    said = next(iter(slurm or plain[-1:]), "")[:300]
+    return f"{ending}; {LOG_FILE}: {said}" if said else ending
 
 
 def step_state(folder: Path) -> str:

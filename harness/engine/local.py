@@ -180,7 +180,7 @@ class _Active:
 
     @property
     def overdue_s(self) -> float:
-        """When the engine takes the next step against a leader that does not answer."""
+        """When the engine kills a leader that does not answer, then the server."""
         patience_s = self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
         return math.inf if self.after else self.started_s + patience_s
 
@@ -219,7 +219,7 @@ class LocalEngine(Closing):
 
     @property
     def server_pid(self) -> int | None:
-        """Process id of the forkserver, None while there is none."""
+        """Of the forkserver, None while there is none."""
         return None if self._server is None else self._server.pid
 
     def check(self, spec: RunSpec) -> None:
@@ -307,7 +307,11 @@ class LocalEngine(Closing):
             now_s = time.monotonic()
             if now_s > deadline_s:
                 break
-            self._end_overdue(now_s)
+            for run in self._active.values():
+                if now_s >= run.overdue_s and self._server is not None:
+                    run.num_kills += 1
+                    leads = run.num_kills == 1 and run.leader_pid is not None
+                    (run if leads else self._server).kill()
             until_s = min(deadline_s, *(run.overdue_s for run in self._active.values()))
             self._take_messages(max(until_s - now_s, 0.001))
         if not self._ended and self._failure is not None:
@@ -345,25 +349,28 @@ class LocalEngine(Closing):
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
         outcome, missing = read_outcome(run.folder, run.spec.key)
-        last = words.split("\n")[-1] or missing
+        what: What = "not_run"
+        last, ending = words.split("\n")[-1] or missing, Ending()
         if outcome is not None:
             self._tell(run, outcome)
-        elif status is None:
-            why = f"the run could not be started: {message.get('why', '')}"
-            self._conclude(run, "not_run", why, machine=no_process(message.get("errno", 0)))
+            return
+        if status == ExitCode.NO_VERDICT:
+            self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
+            return
+        if status is None:
+            why = f"the run could not be started: {message['why']}"
+            ending = Ending(machine=no_process(message["errno"]))
         elif status in (NOT_RUN, NO_PROCESS):
             why = f"the run could not be led: {last}"
-            self._conclude(run, "not_run", why, machine="no_process" * (status == NO_PROCESS))
-        elif status == ExitCode.NO_VERDICT:
-            self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
+            ending = Ending(machine="no_process" if status == NO_PROCESS else "")
         elif status < 0:
             # What a rank does can kill its leader, but cannot make the leader's own code fail.
-            what: What = "killed" if status == -signal.SIGKILL else "crashed"
-            name = signal_name(-status)
-            self._conclude(run, what, f"the leader of the run died by {name}: {last}", signal_=name)
+            what = "killed" if status == -signal.SIGKILL else "crashed"
+            ending = Ending(signal=signal_name(-status))
+            why = f"the leader of the run died by {ending.signal}: {last}"
         else:
-            why = f"the leader of the run exited with code {status}: {last}"
-            self._conclude(run, "interrupted", why)
+            what, why = "interrupted", f"the leader of the run exited with code {status}: {last}"
+        self._conclude(run, what, why, ending)
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
@@ -379,7 +386,7 @@ class LocalEngine(Closing):
                 self._tell(run, outcome)
             else:
                 why = f"the forkserver {how} during the run"
-                self._conclude(run, "interrupted", why, machine="forkserver_died")
+                self._conclude(run, "interrupted", why, Ending(machine="forkserver_died"))
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
         """Hand an outcome out, unless the run is to be made alone."""
@@ -405,12 +412,11 @@ class LocalEngine(Closing):
             self._save(run, decided)
         self._ended.append(decided)
 
-    def _save(self, run: _Active, outcome: RunOutcome) -> bool:
+    def _save(self, run: _Active, outcome: RunOutcome) -> None:
         try:
             save_outcome(run.folder, outcome)
         except Infrastructure as error:
             self._failure = error
-        return self._failure is None
 
     def _release(self, key: str) -> _Active:
         """Forget a run; its slots go to the run that waits for them, if one does."""
@@ -424,32 +430,21 @@ class LocalEngine(Closing):
             self._slots.release(key)
         return run
 
-    def _conclude(
-        self, run: _Active, what: What, message: str, *, machine: str = "", signal_: str = ""
-    ) -> None:
+    def _conclude(self, run: _Active, what: What, message: str, ending: Ending) -> None:
         """Write the outcome of a run whose leader could not."""
         outcome = RunOutcome(
             key=run.spec.key, what=what, message=message, culprit_rank=None,
             ranks=tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size)),
             started_unix_s=run.started_unix_s, wall_s=time.monotonic() - run.started_s,
-            attempt=run.attempt, ending=Ending(machine=machine, signal=signal_),
+            attempt=run.attempt, ending=ending,
         )  # fmt: skip
         outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
         with suppress(OSError):
             for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
                 half_written.unlink(missing_ok=True)
-        if self._save(run, outcome):
+        self._save(run, outcome)
+        if self._failure is None:
             self._tell(run, outcome)
-
-    def _end_overdue(self, now_s: float) -> None:
-        """A leader that does not answer is killed, then the server."""
-        for run in self._active.values():
-            if now_s >= run.overdue_s and self._server is not None:
-                run.num_kills += 1
-                if run.num_kills == 1 and run.leader_pid is not None:
-                    run.kill()
-                else:
-                    self._server.kill()
 
     def cancel(self) -> None:
         """Kill every run, and the forkserver. What they recorded stays; they get no outcome."""

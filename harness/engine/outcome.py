@@ -179,8 +179,8 @@ def classify(
     The harness saw ranks fail in `failed_order`, and ended the run as `timeout_s` were up if it
     `timed_out`, or after `stalled_s` without a record. Each was to take `steps`, where that is set.
     """
-    place, ordered = _in_order(ranks, failed_order)
-    if (culprit := _culprit(ordered, place)) is not None:
+    ordered = sorted(ranks, key=lambda r: (_place(r, failed_order), r.rank))
+    if (culprit := _culprit(ordered, failed_order)) is not None:
         return _blame(culprit, ordered)
     if (left := _left_behind(ordered)) is not None:
         return left
@@ -219,30 +219,26 @@ def _gone(ordered: Ranks, running: Ranks, victims: Ranks, steps: int | None) -> 
 
 def culprit_of(ranks: Ranks, failed_order: Sequence[int] = ()) -> int | None:
     """The first rank to fail by itself; None if those that failed did so because others left."""
-    place, ordered = _in_order(ranks, failed_order)
-    culprit = _culprit(ordered, place)
+    ordered = sorted(ranks, key=lambda r: (_place(r, failed_order), r.rank))
+    culprit = _culprit(ordered, failed_order)
     return None if culprit is None else culprit.rank
 
 
-def _in_order(
-    ranks: Ranks, failed_order: Sequence[int]
-) -> tuple[dict[int, int], list[RankEvidence]]:
-    """The place of each rank that failed, and all of them in that order."""
-    place = {rank: i for i, rank in enumerate(failed_order)}
-    return place, sorted(ranks, key=lambda r: (place.get(r.rank, len(place)), r.rank))
+def _place(rank: RankEvidence, failed_order: Sequence[int]) -> int:
+    return failed_order.index(rank.rank) if rank.rank in failed_order else len(failed_order)
 
 
-def _culprit(ordered: Ranks, place: dict[int, int]) -> RankEvidence | None:
+def _culprit(ordered: Ranks, failed_order: Sequence[int]) -> RankEvidence | None:
     """The first rank to fail by itself, victims aside."""
     silent = [r for r in ordered if r.silent]
-    first = min((place.get(r.rank, len(place)) for r in silent), default=len(place) + 1)
+    first = min((_place(r, failed_order) for r in silent), default=len(failed_order) + 1)
 
     def is_own(r: RankEvidence) -> bool:
         error = r.records.error
         if error is None or error.blames not in (None, error.rank):
             return False
         lost = error.what == "hang" or "peer_lost" in r.failures
-        follows = lost or first < place.get(r.rank, len(place))
+        follows = lost or first < _place(r, failed_order)
         return not (follows and error.what in ("", "crashed", "hang"))
 
     return next(iter([r for r in ordered if is_own(r)] + silent), None)
@@ -253,9 +249,7 @@ def _blame(culprit: RankEvidence, ranks: Ranks) -> Answer:
     mismatch = log.find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
         # Whose process gloo ends says nothing of who was wrong.
-        odd = log.odd_one(mismatch)
-        at_fault = culprit.rank if odd is None else odd
-        return Answer(what, f"{log.fault_words(mismatch)}; {how}", at_fault, mismatch)
+        return _in_vain(what, mismatch, how, culprit.rank)
     others = [r for r in ranks if r.rank != culprit.rank]
     if lost := [r for r in others if r.records.error is not None or r.silent]:
         how += f"; then {_names(lost)} failed too"
@@ -305,12 +299,7 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
     if (fault := log.find_missing(places) or log.find_mismatch(places)) is not None:
-        return Answer(
-            "hang",
-            f"{log.fault_words(fault)}; {message}",
-            log.odd_one(fault),
-            fault,
-        )
+        return _in_vain("hang", fault, message, None)
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         message = f"the others waited for rank {hung.rank}, {hung.where_now}; {message}"
@@ -326,7 +315,14 @@ def _left_behind(ranks: Ranks) -> Answer | None:
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    return Answer("hang", f"{log.fault_words(missing)}; {first.left}", first.rank, missing)
+    return _in_vain("hang", missing, first.left, first.rank)
+
+
+def _in_vain(what: What, fault: CollectiveFault, more: str, otherwise: int | None) -> Answer:
+    """With the rank at fault, or `otherwise` if two sides may be."""
+    odd = log.odd_one(fault)
+    culprit = otherwise if odd is None else odd
+    return Answer(what, f"{log.fault_words(fault)}; {more}", culprit, fault)
 
 
 def _places(ranks: Ranks) -> dict[int, Place]:

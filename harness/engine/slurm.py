@@ -417,21 +417,17 @@ class SlurmEngine(Closing):
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (run := self._active) is not None:
             left_s = until_s - time.monotonic()
-            if self._has_ended(run, max(min(left_s, self._patience.poll_s), 0.0)):
-                if not self._begins_again(run):
-                    return [self._conclude(run)]
-            elif left_s <= 0:
-                break
+            try:
+                run.srun.wait(max(min(left_s, self._patience.poll_s), 0.0))
+            except subprocess.TimeoutExpired:
+                if not run.is_overdue(time.monotonic(), self._patience.leave_s):
+                    if left_s <= 0:
+                        break
+                    continue
+                run.stop(self._patience.cancel_s)
+            if not self._begins_again(run):
+                return [self._conclude(run)]
         return []
-
-    def _has_ended(self, run: _Active, patience_s: float) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            run.srun.wait(patience_s)
-            return True
-        if run.is_overdue(time.monotonic(), self._patience.leave_s):
-            run.stop(self._patience.cancel_s)
-            return True
-        return False
 
     def _begins_again(self, run: _Active) -> bool:
         """Whether the step was started once more, as no controller was there to start it."""
