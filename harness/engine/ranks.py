@@ -106,27 +106,22 @@ class Meeting:
 class Phase(IntEnum):
     """Where a run is; it only moves forward."""
 
-    RUNNING = 0
-    GRACE = 1
-    STACKS = 2
-    KILLED = 3
+    RUNNING, GRACE, STACKS, KILLED = range(4)
 
 
 @dataclass
 class Watch:
     """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
 
-    `stall_s` None: ranks may be silent for as long as they have time. `window_s`: what the steps
-    that ranks record together take; silence within it is no stall. `failed_s`: when each rank
-    failed by itself, in the order in which they were seen to.
+    Without a record for `stall_s`, now `patience_s`, ranks have stalled; infinite: never.
+    `failed_s`: when each rank failed by itself, in the order in which they were seen to.
     """
 
     ranks: Sequence[int]
     timeout_s: float
     limits: Limits
     started_s: float
-    stall_s: float | None = None
-    window_s: float = 0.0
+    stall_s: float = math.inf
     phase: Phase = Phase.RUNNING
     timed_out: bool = False
     stalled: bool = False
@@ -134,14 +129,10 @@ class Watch:
     exits: dict[int, RankExit] = field(default_factory=dict)
     failed_s: dict[int, float] = field(default_factory=dict)
     deadline_s: float = field(init=False)
+    patience_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.progressed(self.started_s)
-
-    @property
-    def patience_s(self) -> float | None:
-        """Seconds without a record that count as a stall; None if none do."""
-        return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
 
     @property
     def running(self) -> list[int]:
@@ -153,11 +144,12 @@ class Watch:
         self.started_s = now_s
         self.progressed(now_s)
 
-    def progressed(self, now_s: float) -> None:
-        """Take note that ranks do something, while none has failed."""
+    def progressed(self, now_s: float, window_s: float = 0.0) -> None:
+        """Take note that ranks do something, and of what the steps that they record together take:
+        silence within it is no stall."""
         if self.phase is Phase.RUNNING:
-            end_s, patience_s = self.started_s + self.timeout_s, self.patience_s
-            self.deadline_s = min(end_s, now_s + (math.inf if patience_s is None else patience_s))
+            self.patience_s = max(self.stall_s, WINDOWS * window_s)
+            self.deadline_s = min(self.started_s + self.timeout_s, now_s + self.patience_s)
 
     def leaves(self, now_s: float) -> None:
         """Take note that every rank left has written its end record, and has only to exit."""
@@ -167,8 +159,8 @@ class Watch:
 
     def may_stall(self, now_s: float) -> bool:
         """Whether it must be looked at what ranks have recorded, before `advance`."""
-        waits = self.phase is Phase.RUNNING and not self.leaving
-        return waits and self.stall_s is not None and now_s >= self.deadline_s
+        waits = self.phase is Phase.RUNNING and not self.leaving and self.stall_s < math.inf
+        return waits and now_s >= self.deadline_s
 
     def ended(
         self, rank: int, code: int | None, now_s: float, *, left_early: bool = False,
@@ -341,7 +333,7 @@ class Crew:
             ranks=job.ranks, timeout_s=job.spec.timeout_s,
             limits=replace(limits, stacks_s=stacks_s),
             started_s=time.monotonic() if job.gate_fd is None else math.inf,
-            stall_s=job.spec.stall_s if soak is None else soak.stall_s,
+            stall_s=(job.spec.stall_s or math.inf) if soak is None else soak.stall_s,
         )  # fmt: skip
         self.told_to_stop = self.was_suspended = False
         self._job, self._rank_main, self._meeting = job, rank_main, meeting
@@ -437,8 +429,7 @@ class Crew:
                 watch.leaves(now_s)
             run_s = now_s - watch.started_s
             if watch.may_stall(now_s) and self._records.have_grown(run_s):
-                watch.window_s = self._records.window_s
-                watch.progressed(now_s)
+                watch.progressed(now_s, self._records.window_s)
             number = watch.advance(time.monotonic())
             if number == signal.SIGUSR1:
                 evidence.ask_for_dumps(Path(), watch.running)

@@ -1,5 +1,6 @@
 """The leader's clock over its ranks, what they record and print; no run is started."""
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -26,7 +27,7 @@ LIMITS = Limits(grace_s=3.0, stacks_s=1.0, leave_s=5.0)
 STACKS, KILL = signal.SIGUSR1, signal.SIGKILL
 
 
-def watch(num_ranks: int = 2, timeout_s: float = 10.0, stall_s: float | None = None) -> Watch:
+def watch(num_ranks: int = 2, timeout_s: float = 10.0, stall_s: float = math.inf) -> Watch:
     """Of a run that starts at 0 s."""
     return Watch(
         ranks=range(num_ranks), timeout_s=timeout_s, limits=LIMITS, started_s=0.0, stall_s=stall_s
@@ -176,8 +177,7 @@ def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
     assert [records.have_grown(run_s) for run_s in (300, 1799, 1800)] == [True, True, False]
     file.write_text(START + STEPS_OF_4_S)
     assert [records.have_grown(run_s) for run_s in (1800, 1801)] == [True, True]
-    clock.window_s = records.window_s
-    clock.progressed(1801)
+    clock.progressed(1801, records.window_s)
     assert [clock.may_stall(1801 + silent_s) for silent_s in (799, 800)] == [False, True]
     assert not records.have_grown(1801 + 800)
 

@@ -1,12 +1,11 @@
 """Contracts of the forkserver's process before it can serve."""
 
 import os
-import select
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
+
+from tests.planted.local_runs import wait_gone
 
 PARENT = """
 import sys, time
@@ -29,19 +28,10 @@ def test_a_server_that_still_imports_ends_with_a_killed_harness(tmp_path: Path) 
     (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY)
     os.mkfifo(tmp_path / "importing")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert parent.stdout is not None
-    with parent, parent.stdout:
-        server = os.pidfd_open(int(parent.stdout.readline()))
-        try:
-            assert (tmp_path / "importing").read_text() == "importing"
-            parent.kill()
-            ended, _, _ = select.select([server], [], [], 30.0)
-            assert ended == [server]
-        finally:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(server, signal.SIGKILL)
-            os.close(server)
+    command, environment = [sys.executable, "-c", PARENT], {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        server = int(parent.stdout.readline())
+        assert (tmp_path / "importing").read_text() == "importing"
+        parent.kill()
+        wait_gone(server)

@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import slurm
-from harness.engine.slurm import (
-    Allocation,
-    Patience,
-    SlurmEngine,
-    SlurmOptions,
-    own_environment,
-    share_out,
-)
+from harness.engine.slurm import Allocation, Patience, SlurmEngine, SlurmOptions
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunSpec
 
@@ -38,16 +31,15 @@ def test_where_ranks_go(
     world_size: int, options: SlurmOptions, device: str, shares: list[int]
 ) -> None:
     """Blocks of neighbours, as even as they come, on as few nodes as may be; none is empty."""
-    step = share_out(world_size, options, device)
+    step = slurm.share_out(world_size, options, device)
     ranks = [step.ranks(node, world_size) for node in range(step.num_nodes)]
     assert [len(each) for each in ranks] == shares
     assert [rank for each in ranks for rank in each] == list(range(world_size))
 
 
 def test_variables_of_a_job_around_us_are_not_handed_on() -> None:
-    """What says which Slurm is; a filter, a memory limit, the step that we are in are not."""
     given = {"SLURM_CONF": "c", "SLURM_JOB_ID": "1", "SQUEUE_PARTITION": "x", "HOME": "/h"}
-    assert own_environment(given) == {"SLURM_CONF": "c", "HOME": "/h"}
+    assert slurm.own_environment(given) == {"SLURM_CONF": "c", "HOME": "/h"}
 
 
 @pytest.fixture
@@ -124,30 +116,34 @@ def test_a_step_that_stays_is_ended(programs: Path, tmp_path: Path) -> None:
     [("PREEMPTED", "Slurm job 7 ended as PREEMPTED (None, nodes n1)"), ("RUNNING", ""),
      ("COMPLETING", "")],
 )  # fmt: skip
-def test_how_an_allocation_ended(programs: Path, state: str, told: str) -> None:
-    """As scontrol says; one that is on its way out is waited for, with a bound."""
+def test_how_an_allocation_ended(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str
+) -> None:
+    """As scontrol says; one that is on its way out is waited for, with a bound.
+
+    If it is our own there is no other to ask for: --resume goes on in the next.
+    """
     play(programs, "scontrol", f"echo JobId=7 JobState={state} Reason=None NodeList=n1")
     assert Allocation("7", 1).read_state(0.05, 0.01).text == told
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with SlurmEngine(SlurmOptions()) as engine:
+        if told:
+            with pytest.raises(Infrastructure, match=f"{state}.*--resume"):
+                engine.start(RUN, tmp_path / "runs" / "a")
+        else:
+            engine.start(RUN, tmp_path / "runs" / "a")
 
 
 def test_what_the_engine_cannot_run(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs that nobody asked for, too many ranks, no Slurm: one line each."""
     engine = SlurmEngine(SlurmOptions(), slots=4)
-    with pytest.raises(UsageError, match=r"expected launch\.slurm\.gpus_per_node"):
-        engine.check(replace(RUN, device="cuda"))
-    with pytest.raises(UsageError, match="needs 5 slots, there are 4"):
-        engine.check(replace(RUN, world_size=5))
+    for run, told in (
+        (replace(RUN, device="cuda"), r"expected launch\.slurm\.gpus_per_node"),
+        (replace(RUN, world_size=5), "needs 5 slots, there are 4"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            engine.check(run)
     (programs / "srun").unlink()
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(Infrastructure, match="srun was not found on PATH"):
         engine.check(RUN)
-
-
-def test_ones_own_allocation_that_has_ended(
-    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no other to ask for: --resume goes on in the next."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    play(programs, "scontrol", "echo JobId=7 JobState=TIMEOUT Reason=TimeLimit NodeList=n1")
-    with SlurmEngine(SlurmOptions()) as engine, pytest.raises(Infrastructure, match="TIMEOUT"):
-        engine.start(RUN, tmp_path / "runs" / "a")
