@@ -164,56 +164,19 @@ def _end(process: "subprocess.Popen[bytes]", patience_s: float) -> None:
         process.wait()
 
 
-@dataclass
-class Allocation:
-    """Nodes of Slurm; `salloc` None: those of the job that we are in. `words`: what it prints."""
-
-    job_id: str
-    num_nodes: int
-    salloc: "subprocess.Popen[bytes] | None" = None
-    words: IO[bytes] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether Slurm has not taken it back, as far as salloc knows."""
-        return self.salloc is None or self.salloc.poll() is None
-
-    @property
-    def said(self) -> str:
-        """What salloc printed, in one line."""
-        if self.words is None:
-            return ""
-        self.words.seek(0)
-        lines = self.words.read().decode(errors="replace").splitlines()
-        return "; ".join(line.strip() for line in lines if line.strip())
-
-    def read_state(self, late_s: float, poll_s: float) -> Word:
-        """What became of it; `state` "" while it lives, or where nobody knows."""
-        until_s = time.monotonic() + late_s
-        while True:
-            printed = ask("scontrol", "-o", "show", "job", self.job_id)
-            found = dict(re.findall(r"(\w+)=(\S+)", printed))
-            state = found.get("JobState", "")
-            if state != "COMPLETING" or time.monotonic() > until_s:
-                break
-            time.sleep(poll_s)
-        if state in ("", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING"):
-            return NO_WORD
-        reason, nodes = found.get("Reason", ""), found.get("NodeList", "?")
-        return Word(state, f"Slurm job {self.job_id} ended as {state} ({reason}, nodes {nodes})")
-
-    def give_back(self, patience_s: float) -> None:
-        """End it, if it is ours, and wait until it is gone."""
-        if self.salloc is None or self.salloc.stdin is None or self.words is None:
-            return
-        with suppress(OSError):
-            self.salloc.stdin.close()
-        if not self.job_id:
-            self.salloc.terminate()  # it waits in the queue still
-        _end(self.salloc, patience_s)
-        if self.job_id:
-            ask("scancel", "--quiet", self.job_id)  # salloc may have been killed
-        self.words.close()
+def job_word(job_id: str, late_s: float, poll_s: float) -> Word:
+    """What became of a job; `state` "" while it lives, or where nobody knows."""
+    until_s = time.monotonic() + late_s
+    while True:
+        found = dict(re.findall(r"(\w+)=(\S+)", ask("scontrol", "-o", "show", "job", job_id)))
+        state = found.get("JobState", "")
+        if state != "COMPLETING" or time.monotonic() > until_s:
+            break
+        time.sleep(poll_s)
+    if state in ("", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING"):
+        return NO_WORD
+    reason, nodes = found.get("Reason", ""), found.get("NodeList", "?")
+    return Word(state, f"Slurm job {job_id} ended as {state} ({reason}, nodes {nodes})")
 
 
 def cancel_leftovers(name: str, patience: Patience) -> None:
@@ -272,8 +235,11 @@ class SlurmEngine(Closing):
         self.slots = slots
         self._options, self._entry = options, entry
         self._limits, self._patience = limits or Limits(), patience or Patience()
+        # What the runs that were checked need, and what is held.
         self._nodes, self._cpus, self._gpus = 1, 1, False
-        self._allocation: Allocation | None = None
+        self._job_id, self._num_held = "", 0
+        self._salloc: subprocess.Popen[bytes] | None = None
+        self._words: IO[bytes] | None = None
         self._active: _Active | None = None
         self._outer = os.environ.get("SLURM_JOB_ID", "")
         nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or "1"
@@ -316,51 +282,61 @@ class SlurmEngine(Closing):
         """Start the step of a run, and wait for the allocation first; see `Engine.start`."""
         self.check(spec)
         folder = folder.absolute()
-        allocation = self._allocated(folder.parent)
+        self._allocate(folder.parent)
         step = share_out(spec.world_size, self._options, spec.device)
         begin_run(folder, spec)
         write_atomic(folder / STEP_FILE, dumps(step) + "\n")
-        srun = self._begin(allocation, step, folder)
+        srun = self._begin(step, folder)
         self._active = _Active(spec, folder, attempt, step, srun)
 
-    def _allocated(self, root: Path) -> Allocation:
-        """The allocation; another one if there is none any more, or it has too few nodes."""
-        held = self._allocation
-        if held is not None and held.is_held and held.num_nodes >= self._nodes:
-            return held
+    @property
+    def _is_held(self) -> bool:
+        """Whether there is an allocation that Slurm has not taken back, as far as salloc knows."""
+        return bool(self._job_id) and (self._salloc is None or self._salloc.poll() is None)
+
+    def _allocate(self, root: Path) -> None:
+        """Have an allocation; another one if there is none any more, or it has too few nodes."""
+        if self._is_held and self._num_held >= self._nodes:
+            return
         self.close()
         if self._outer:
-            made = Allocation(self._outer, self._outer_nodes)
-            if (word := made.read_state(0.0, 0.0)).state:
+            if (word := job_word(self._outer, 0.0, 0.0)).state:
                 raise Infrastructure(f"{word.text}; go on with --resume in another one")
-            self._allocation = made
-            return made
+            self._job_id, self._num_held = self._outer, self._outer_nodes
+            return
         name = f"harness-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
         cancel_leftovers(name, self._patience)
         until_s = time.monotonic() + self._options.pending_s
-        while (asked := self._ask_for_nodes(name, until_s)) is None:
+        while not self._ask_for_nodes(name, until_s):
             time.sleep(self._patience.poll_s)
-        return asked
 
-    def _ask_for_nodes(self, name: str, until_s: float) -> Allocation | None:
-        """Nodes by salloc; None if Slurm did not answer, and there is time to ask again."""
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the allocation
-        salloc = subprocess.Popen(
+    @property
+    def _said(self) -> str:
+        """What salloc printed, in one line."""
+        assert self._words is not None
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").splitlines()
+        return "; ".join(line.strip() for line in lines if line.strip())
+
+    def _ask_for_nodes(self, name: str, until_s: float) -> bool:
+        """Nodes by salloc; False if Slurm did not answer, and there is time to ask again."""
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the allocation
+        # Known at once: a signal from now on must find it to give back.
+        salloc = self._salloc = subprocess.Popen(
             ["salloc", "--kill-command", f"--job-name={name}", *self._request(), "cat"],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=words,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._words,
             env=_environment(), start_new_session=True,
         )  # fmt: skip
-        # Known at once: a signal from now on must find it to give back.
-        made = self._allocation = Allocation("", self._nodes, salloc, words)
+        self._num_held = self._nodes
         reason, asked_s = "", -math.inf
-        while (granted := re.search(r"Granted job allocation (\d+)", made.said)) is None:
-            pending = re.search(r"Pending job allocation (\d+)", made.said)
+        while (granted := re.search(r"Granted job allocation (\d+)", self._said)) is None:
+            pending = re.search(r"Pending job allocation (\d+)", self._said)
             job_id, now_s = pending.group(1) if pending else "", time.monotonic()
             if salloc.poll() is not None:
-                said = one_line(made.said)[:500]
+                said = one_line(self._said)[:500]
                 self.close()
                 if _passes(said) and now_s <= until_s:
-                    return None
+                    return False
                 raise UsageError(f"salloc refused: {said}")
             if job_id and now_s - asked_s > min(10 * self._patience.poll_s, until_s - now_s):
                 asked_s, before = now_s, reason
@@ -371,15 +347,15 @@ class SlurmEngine(Closing):
                 if reason not in (before, "None"):
                     sys.stderr.write(f"harness: Slurm job {job_id} waits: {reason}\n")
             if now_s > until_s:
-                said = reason or made.said
+                said = reason or self._said
                 self.close()
                 raise Infrastructure(
                     f"Slurm did not start job {job_id} in {self._options.pending_s:g} s "
                     f"(launch.slurm.pending_s): {said}"
                 )
             time.sleep(min(self._patience.poll_s, 0.1))
-        made.job_id = granted.group(1)
-        return made
+        self._job_id = granted.group(1)
+        return True
 
     def _request(self) -> list[str]:
         """Options of salloc."""
@@ -392,10 +368,10 @@ class SlurmEngine(Closing):
         }  # fmt: skip
         return [f"{name}{value}" for name, value in wanted.items() if value != ""] + [*options.args]
 
-    def _begin(self, allocation: Allocation, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
+    def _begin(self, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
         """Start one agent a node, on the first nodes; a failing one ends the others."""
         command = [
-            "srun", f"--jobid={allocation.job_id}", f"--nodes={step.num_nodes}", "--relative=0",
+            "srun", f"--jobid={self._job_id}", f"--nodes={step.num_nodes}", "--relative=0",
             f"--ntasks={step.num_nodes}", "--ntasks-per-node=1", "--overlap", "--whole",
             "--cpu-bind=none", "--distribution=block", "--mpi=none", "--label", "--export=ALL",
             # The first to end well must not start a countdown for the others.
@@ -431,23 +407,21 @@ class SlurmEngine(Closing):
 
     def _begins_again(self, run: _Active) -> bool:
         """Whether the step was started once more, as no controller was there to start it."""
-        log, allocation = tail_of(run.folder / LOG_FILE), self._allocation
+        log = tail_of(run.folder / LOG_FILE)
         began = "slurmstepd" in log or any(run.folder.glob("rank*"))
         late = time.monotonic() - run.started_s > self._patience.away_s
-        if run.srun.returncode == 0 or began or late or not _passes(log):
-            return False
-        if allocation is None or not allocation.is_held:
+        if run.srun.returncode == 0 or began or late or not (_passes(log) and self._is_held):
             return False
         time.sleep(self._patience.poll_s)
         (run.folder / LOG_FILE).unlink()
-        run.srun = self._begin(allocation, run.step, run.folder)
+        run.srun = self._begin(run.step, run.folder)
         return True
 
     def _conclude(self, run: _Active) -> RunOutcome:
         """The outcome, once every record is here as its node left it, or has had the time to be."""
         patience, word, (reports, whole) = self._patience, NO_WORD, run.reports()
-        if self._allocation is not None and (not whole or leader.needs_word(reports.values())):
-            word = self._allocation.read_state(patience.late_s, patience.poll_s)
+        if self._job_id and (not whole or leader.needs_word(reports.values())):
+            word = job_word(self._job_id, patience.late_s, patience.poll_s)
         until_s = time.monotonic() + (0.0 if word.state else patience.late_s)
         while not whole or not_yet_visible(run.folder, reports):
             if time.monotonic() > until_s:
@@ -479,9 +453,18 @@ class SlurmEngine(Closing):
     def close(self) -> None:
         """Kill the run under way and give the allocation back."""
         self.cancel()
-        allocation, self._allocation = self._allocation, None
-        if allocation is not None:
-            allocation.give_back(self._patience.cancel_s)
+        salloc, self._salloc = self._salloc, None
+        job_id, self._job_id = self._job_id, ""
+        if salloc is None or salloc.stdin is None or self._words is None:
+            return  # none, or the one that we are in
+        with suppress(OSError):
+            salloc.stdin.close()
+        if not job_id:
+            salloc.terminate()  # it waits in the queue still
+        _end(salloc, self._patience.cancel_s)
+        if job_id:
+            ask("scancel", "--quiet", job_id)  # salloc may have been killed
+        self._words.close()
 
 
 def _environment() -> dict[str, str]:

@@ -214,9 +214,8 @@ def test_an_allocation_that_is_left_over_is_cancelled(slurm: LocalSlurm, tmp_pat
     """Harness and salloc killed at once: whoever goes on with the folder cancels it first."""
     dead = engine()
     dead.start(spec(HANG), tmp_path / "a")
-    assert dead._allocation is not None
-    assert dead._allocation.salloc is not None
-    dead._allocation.salloc.kill()
+    assert dead._salloc is not None
+    dead._salloc.kill()
     (left,) = jobs(slurm)
     with engine() as made:
         assert finish(made, spec(), tmp_path / "b").what == ""

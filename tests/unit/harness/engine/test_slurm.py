@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import slurm
-from harness.engine.slurm import Allocation, Patience, SlurmEngine, SlurmOptions
+from harness.engine.slurm import Patience, SlurmEngine, SlurmOptions
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunSpec
 
@@ -124,7 +124,7 @@ def test_how_an_allocation_ended(
     If it is our own there is no other to ask for: --resume goes on in the next.
     """
     play(programs, "scontrol", f"echo JobId=7 JobState={state} Reason=None NodeList=n1")
-    assert Allocation("7", 1).read_state(0.05, 0.01).text == told
+    assert slurm.job_word("7", 0.05, 0.01).text == told
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with SlurmEngine(SlurmOptions()) as engine:
         if told:
