@@ -1,20 +1,14 @@
 """Runs on this machine: a warm forkserver behind a socket, slots in front of it.
 
-The server is started with the first run and lives as long as the engine. If it dies, the runs that
-were under way end as `interrupted` and the next run starts a new one. If only a leader dies, its
-run is `crashed`, or `killed` by a SIGKILL.
-
-Under CUDA's MPS a rank that faults or is killed takes the ranks of other runs on its GPU with it. A
-run that failed while it shared a GPU is therefore kept as an attempt, undecided on the disk, and
-made again once, alone: that outcome counts.
+If the server dies, the runs that were under way end as `interrupted` and the next run starts a new
+one. If only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Under CUDA's MPS a rank
+that faults takes the ranks of other runs on its GPU with it: a run that failed in such company is
+kept as an attempt, undecided on the disk, and made again once, alone.
 
 A run whose devices are exactly those of one that is under way is started early: its processes make
 their contexts and communicators, and wait with the model until that run has ended (`after`). Only
-of the built-in program, on `HARNESS_START_EARLY` (devices, "cuda" if not set), never a soak, a
-timed run, or one that was started before. A run that had no memory while another one waited is made
-again alone, as under MPS.
-
-The server speaks JSON lines over a socket pair (`harness.worker.serve`); torch lives only there.
+of the built-in program, on the devices in `HARNESS_START_EARLY` ("cuda" if not set), never a soak,
+a timed run, or one that was started before. Whoever had no memory then is made again, as under MPS.
 """
 
 import json
@@ -158,11 +152,8 @@ class ServerProcess:
 
 @dataclass
 class _Active:
-    """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone.
-
-    `after` is the run under way whose slots it waits for, "" once it has them; `heir` the one that
-    waited for its own.
-    """
+    """A run under way; `after`: whose slots it waits for; `heir`: who waited for its own; `alone`:
+    after that many refusals of a GPU, None if it is not made alone."""
 
     spec: RunSpec
     folder: Path
@@ -223,7 +214,7 @@ class LocalEngine(Closing):
         return None if self._server is None else self._server.pid
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start here (`UsageError`)."""
+        """See `Engine.check`."""
         self._slots.check(spec)
 
     def can_start(self, spec: RunSpec) -> bool:
@@ -239,10 +230,11 @@ class LocalEngine(Closing):
         if self._shares and self._mps():
             return ""  # a fault of one would end the other
         awaited = {run.after for run in self._active.values()}
-        for key, run in self._active.items():
-            same = (run.spec.device, run.spec.world_size) == (spec.device, spec.world_size)
-            if same and not run.after and key not in awaited and self._may_be_early(run.spec):
-                return key
+        free = (run for key, run in self._active.items() if not run.after and key not in awaited)
+        wanted = (spec.device, spec.world_size)
+        for ahead in (run.spec for run in free if self._may_be_early(run.spec)):
+            if (ahead.device, ahead.world_size) == wanted:
+                return ahead.key
         return ""
 
     def _may_be_early(self, spec: RunSpec) -> bool:

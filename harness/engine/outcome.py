@@ -97,10 +97,7 @@ class RankEvidence:
 
     @property
     def stack(self) -> tuple[str, ...]:
-        """Frames of the last stack that faulthandler printed, innermost first: 'where (file:line)'.
-
-        Threads are apart by an empty line; only the first one answered the signal.
-        """
+        """Frames of the thread that answered for a stack, innermost first: 'where (file:line)'."""
         _, found, printed = self.stderr_tail.rpartition("Current thread 0x")
         own = printed.partition("\n\n")[0].partition("\nThread 0x")[0] if found else ""
         return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))

@@ -257,11 +257,6 @@ class CappedOutput:
             self._write(f"{note}\n".encode() + tail)
         self._file.close()
 
-    def abandon(self) -> None:
-        """Close without copying: in a forked process, to which this belongs only by inheritance."""
-        os.close(self.read_fd)
-        self._file.close()
-
     def _store(self, data: bytes) -> None:
         room = max(self._cap_bytes - self._written_bytes, 0)
         head, rest = data[:room], data[room:]
@@ -322,10 +317,7 @@ class Crew:
     """The processes of one run: forks them, pumps their output, reaps them."""
 
     def __init__(self, job: Job, rank_main: RankMain, meeting: Meeting, limits: Limits) -> None:
-        """Fork the ranks of `job`; the caller is the only thread of its process.
-
-        From now on SIGTERM, if the job says so, ends the ranks, stacks first.
-        """
+        """Fork the ranks of `job`; the caller is the only thread of its process."""
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
         stacks_s, soak = max(limits.stacks_s, evidence.dumps_take_s(job.spec)), job.spec.soak
@@ -377,7 +369,8 @@ class Crew:
 
     def _become_rank(self, rank: int, write_fd: int, leader_pid: int) -> None:
         """In the new process: never returns, and runs none of the leader's clean-up."""
-        code, job, meeting = 1, self._job, self._meeting
+        code: object = 1
+        job, meeting = self._job, self._meeting
         try:
             if job.stops_on_sigterm:
                 # Slurm sends it to all that came from the leader: only the leader is to act on it,
@@ -387,19 +380,14 @@ class Crew:
             ChildWakeup.disarm()
             die_with_parent(leader_pid)
             redirect(write_fd)
-            # What belongs to the leader, earlier ranks' pipes included.
             if meeting.listener is not None:
-                meeting.listener.close()
-            self._selector.close()
-            for output in self._outputs:
-                output.abandon()
-            self._wakeup.close()
+                meeting.listener.close()  # or a store that is gone would still be connected to
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             os.environ.update(rank_environment(job, rank, meeting.port, meeting.address))
             code = self._rank_main(job.spec, job.folder, rank, meeting.port)
         except SystemExit as stop:
-            code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
+            code = 0 if stop.code is None else stop.code
         except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
             traceback.print_exc()
         finally:
