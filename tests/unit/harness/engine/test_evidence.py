@@ -53,6 +53,7 @@ MISSING: dict[str, Row] = {
     ),
     "nobody is known": ({}, "", None),
     "all inside": ({0: WAITING, 1: WAITING}, "", None),
+    "all entered, one is back": ({0: WAITING, 1: replace(WAITING, is_inside=False)}, "", None),
     "none inside": ({0: ABSENT, 2: ABSENT}, "", None),
     "the others unknown": ({0: WAITING}, "", None),
     "a circle": (
@@ -80,7 +81,7 @@ MISMATCH: dict[str, Row] = {
         f"{TWELFTH.replace('allgather_base', 'allreduce')}", None,
     ),
     "NCCL's hosts go on after they parted": (
-        {0: replace(WAITING, recent=WHOLE), 1: replace(WAITING, recent=PARTED),
+        {0: replace(WAITING, recent=WHOLE), 1: replace(REDUCES, recent=PARTED),
          2: replace(WAITING, recent=WHOLE)},
         "rank 1 entered all_reduce where ranks 0, 2 entered broadcast in step 5 "
         "(collective 11 of ranks 0,1,2,3)", 1,
