@@ -8,7 +8,8 @@ kept as an attempt, undecided on the disk, and made again once, alone.
 A run whose devices are exactly those of one that is under way is started early: its processes make
 their contexts and communicators, and wait with the model until that run has ended (`after`). Only
 of the built-in program, on the devices in `HARNESS_START_EARLY` ("cuda" if not set), never a soak,
-a timed run, or one that was started before. Whoever had no memory then is made again, as under MPS.
+a timed run, or one that was started before. A run that failed on GPUs as it waited, or had no
+memory there while another one waited, is made again alone, as under MPS.
 """
 
 import json
@@ -420,6 +421,8 @@ class LocalEngine(Closing):
             run.heir = heir.spec.key
         elif not run.after:
             self._slots.release(key)
+        elif run.devices:
+            run.shared_with.add(run.after)  # two runs' communicators may have been too much
         return run
 
     def _conclude(self, run: _Active, what: What, message: str, ending: Ending) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.engine.local import EARLY_VARIABLE, LocalEngine
 from harness.engine.process import parent_of
+from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from harness.repeats import FIRST_REPEAT
 from harness.soaking import SoakSpec
@@ -107,6 +108,25 @@ def test_a_rank_that_dies_as_it_waits_fails_its_own_run(
     engine.start(third, tmp_path / "third")
     (tmp_path / "present" / "go").touch()
     assert {each.what for each in ended(engine, 2).values()} == {""}
+
+
+def test_what_fails_as_it_waits_on_gpus_is_made_again_alone(tmp_path: Path) -> None:
+    """Two communicators may be too much for a machine: only what fails alone is a run's own."""
+    first, second = (
+        replace(run, device="cuda") for run in (PRESENT, spec("early", {"early": "1"}))
+    )
+    with LocalEngine(2, entry=ENTRY, limits=Limits(grace_s=0.1), devices=("0", "1")) as engine:
+        engine.start(first, tmp_path / "present")
+        wait_for(tmp_path / "present" / "waiting0")
+        engine.start(second, tmp_path / "early")
+        wait_for(tmp_path / "early" / "outcome.json")
+        assert engine.wait(0.05) == []
+        assert not engine.can_start(replace(spec("third"), device="cuda"))
+        (tmp_path / "present" / "go").touch()
+        found = ended(engine, 2)
+    again = found[second.key]
+    assert (again.what, again.culprit_rank, again.attempt) == ("killed", 1, 1)
+    assert again.message.endswith(f"this time alone, before that on a GPU with {first.key}")
 
 
 def test_cancelled_it_was_never_run(engine: LocalEngine, tmp_path: Path) -> None:
