@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import Nest, all_reduce
-from fsdp_core.fsdp.layout import build_layout
+from fsdp_core.fsdp.layout import build_layout, view_at
 from fsdp_core.fsdp.pool import Key, Pool
 from fsdp_core.fsdp.precision import GroupDtypes
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
@@ -62,7 +62,7 @@ class FlatBuffers:
             return shard[:0].view(spec.local_shape)
         start = slot.offset + spec.row_start * slot.row_numel
         start -= spec.shard_index * self.layout.shard_numel
-        return shard[start : start + spec.local_numel].view(spec.local_shape)
+        return view_at(shard, start, spec.local_shape)
 
     def sharded(self, shard: torch.Tensor, index: int) -> RowSharded:
         """Parameter `index` over this rank's rows of it in `shard`."""

@@ -39,6 +39,14 @@ class Slot:
         return math.prod(self.shape[1:])
 
 
+def view_at(buffer: Any, offset: int, shape: Sequence[int]) -> Any:
+    """`shape` as a view of a flat buffer from element `offset` on: one operator, not two."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return buffer.as_strided(shape, strides[: len(shape)], buffer.storage_offset() + offset)
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """Places of all parameters of a unit. `shard_numel` is the same on every rank."""
@@ -62,7 +70,7 @@ class FlatLayout:
 
     def views(self, full: Any) -> list[Any]:
         """Every parameter as a view of a full buffer."""
-        return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+        return [view_at(full, s.offset, s.shape) for s in self.slots]
 
     def row_bounds(self, index: int) -> tuple[int, ...]:
         """Rows of parameter `index` before each shard, and all of them: shard s has [b[s], b[s+1]).

@@ -34,13 +34,21 @@ ROW_WORDS = 64  # a page row belongs to one tensor; also keeps every slot aligne
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, stop) of tensor number `tensor`, whose first word has index `word`."""
+    """Elements [start, stop) of tensor number `tensor`, whose first word has index `word`.
+
+    `shape` is that of a tensor which is one piece: it is copied as it is, without more views.
+    """
 
     tensor: int
     start: int
     stop: int
     word: int
     num_words: int
+    shape: torch.Size | None
+
+    def elements(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor of integers."""
+        return tensor.reshape(-1)[self.start : self.stop] if self.shape is None else tensor
 
 
 class _Page:
@@ -60,7 +68,8 @@ class _Page:
             ramp = torch.arange(piece.num_words) * C1 + index_key(piece.word)
             key[start : start + piece.num_words] = ramp & MASK32
             first_element = start * WORD_BYTES // dtype.itemsize
-            self.slots.append(elements[first_element : first_element + piece.stop - piece.start])
+            slot = elements[first_element : first_element + piece.stop - piece.start]
+            self.slots.append(slot if piece.shape is None else slot.view(piece.shape))
             start += num_rows * ROW_WORDS
         self.key = key.to(torch.int32).to(device)
         self.factor = as_int32(second_factor(pieces[0].word))
@@ -104,10 +113,7 @@ class TorchPlan:
         out.copy_(self._start)
         columns = out.t()
         for page in self._pages:
-            sources = [
-                tensors[p.tensor].detach().view(page.int_dtype).reshape(-1)[p.start : p.stop]
-                for p in page.pieces
-            ]
+            sources = [p.elements(tensors[p.tensor].view(page.int_dtype)) for p in page.pieces]
             torch._foreach_copy_(page.slots, sources)
             columns.index_add_(1, page.owners, self._row_sums(page))
         columns[-1].clamp_(max=1)
@@ -172,4 +178,5 @@ def _cut(number: int, tensor: Tensor) -> Iterator[_Piece]:
             stop=stop,
             word=start * tensor.itemsize // WORD_BYTES,
             num_words=-(-(stop - start) * tensor.itemsize // WORD_BYTES),
+            shape=tensor.shape if stop - start == tensor.numel() else None,
         )

@@ -63,7 +63,8 @@ class BlockKernel(Protocol):
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to accumulate in."""
-    return torch.promote_types(dtype, torch.float32)
+    # Not `torch.promote_types`: it is an operator, which every dispatch mode is asked about.
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -115,6 +115,9 @@ class _Session:
         """Train every step and write every record."""
         determinism.prepare_environment()
         torch.set_num_threads(1)
+        if self.spec.device == "cpu" and hasattr(os, "SCHED_BATCH"):
+            # Gloo's threads spin where they preempt each other on a machine of few cores.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
         device = Device(self.spec.device, gpu)
         self.store = join_store(store_port)
