@@ -114,4 +114,5 @@ def test_every_run_goes_with_commits(
     failed_run(engine)
     assert main(["bisect", "dp2-attn", "r", "--every-run"]) == 4
     error = capsys.readouterr().err
-    assert "--commits" in error and "--package" in error
+    assert "--commits" in error
+    assert "--package" in error
