@@ -233,7 +233,7 @@ IN_VAIN: dict[str, tuple[list[RankEvidence], What, Entered | None, int | None, s
 def test_who_was_waited_for_in_vain(row: str) -> None:
     """Places name the rank and the collective, in fields and at the head of the message."""
     ranks, what, entered, culprit, told = IN_VAIN[row]
-    late = {"stalled_s": 2.0} if row.startswith("stalled") else {}
+    late: dict[str, Any] = {"stalled_s": 2.0} if row.startswith("stalled") else {}
     answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2), **late)
     assert (answer.what, answer.culprit) == (what, culprit), answer.message
     assert answer.message.startswith(told)
