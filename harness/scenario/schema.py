@@ -445,33 +445,23 @@ def _bytes_or_formula(node: Node, key: str) -> int | str:
 # --- launch -----------------------------------------------------------------------------------
 
 
-def _name(node: Node, key: str) -> str:
-    word = take.take_str(node, key)
-    if not word or word.split() != [word]:
-        raise node.refused(key, "a name without spaces")
-    return word
-
-
 def _arguments(node: Node, key: str) -> tuple[str, ...]:
     words = take.take_words(node, key, what="options of salloc", may_be_empty=True)
     for text in words:
         # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
         option = text.partition("=")[0] if text.startswith("--") else text[:2]
-        # salloc takes the beginning of an option's name for the option: --arr for --array.
-        option = next((o for o in OURS if len(option) > 2 and o.startswith(option)), option)
-        if option in OURS:
-            instead = f"launch.slurm.{OURS[option]}" if OURS[option] else "none that is set anyway"
-            expected = f"{instead}, as the engine says {option} itself"
-            raise node.refused(key, expected, got=repr(text))
-        if not text.startswith("-") or "\n" in text:
+        if option in OURS or not text.startswith("-") or "\n" in text:
             expected = "options of salloc, each with its value (--qos=high)"
+            if option in OURS:
+                instead = f"launch.slurm.{OURS[option]}" if OURS[option] else "nothing"
+                expected = f"{instead}, as the engine says {option} itself"
             raise node.refused(key, expected, got=repr(text))
     return words
 
 
 SLURM: Mapping[str, Key] = {
-    "partition": Key(_name, "as salloc knows it; the cluster's default if left out"),
-    "account": Key(_name, "the same"),
+    "partition": Key(take.take_str, "as salloc knows it; the cluster's default if left out"),
+    "account": Key(take.take_str, "the same"),
     "walltime_s": Key(take.take_seconds, "limit of a job; the run's timeout and time to start"),
     "pending_s": Key(take.take_seconds, "how long a job may wait in the queue; a day"),
     "nodes": Key(take.take_count, "over how many nodes a run is spread; 1"),

@@ -1,7 +1,7 @@
 """Settings: what `base`, an axis value or an `include` entry says about one training run.
 
-A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or one of
-`plant` and `world_size`. A mapping is short for the leaves that it names: `parallel: {dp: 2}` is
+A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or `plant`,
+the faults that are planted. A mapping is short for the leaves that it names: `parallel: {dp: 2}` is
 `parallel.dp: 2`, and says nothing about `parallel.tp`; later settings overlay earlier ones leaf by
 leaf. Legal leaves and their types are read off the dataclasses. An axis of layouts may be listed by
 the rules, for the model of `base`, each key of `parallel` with the value or values it may have:
@@ -176,7 +176,7 @@ def leaf_types() -> dict[str, Any]:
     for name, kind in _hints(TrainConfig).items():
         inner = _hints(kind).items() if name in parts() else ()
         leaves |= {f"{name}.{leaf}": each for leaf, each in inner} or {name: kind}
-    return leaves | {"world_size": int, "plant": PlantSpec}
+    return leaves | {"plant": PlantSpec}
 
 
 def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
@@ -199,7 +199,7 @@ def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[
         return (Setting(key, _leaf(key, node, full), node.origin),)
     head = key.partition(".")[0]
     near = tuple(leaf for leaf in leaf_types() if leaf.startswith(f"{head}."))
-    raise unknown_key(key, written, where, near or (*_FIELDS, "world_size", "plant"))
+    raise unknown_key(key, written, where, near or (*_FIELDS, "plant"))
 
 
 def _leaf(leaf: str, node: Node, full: str) -> Any:
@@ -354,24 +354,21 @@ def _checked(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
         part = error.key.partition(".")[0]
         near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
         found = settings.get(error.key) or (near[-1] if near else settings.get("graph"))
-        raise (found.origin if found else fallback).error(
-            error.key, error.expected, shown(error.got), legal=error.legal, rule=error.rule
-        ) from None
-    degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
-    ranks = config.parallel.world_size
-    if ranks > MAX_WORLD_SIZE:
-        largest = max(degrees, key=lambda axis: degrees[axis])
-        found = settings.get(f"parallel.{largest}")
-        raise (found.origin if found else fallback).error(
-            f"parallel.{largest}", f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees",
-            f"{degrees[largest]}, which makes {ranks} ranks",
-        )  # fmt: skip
-    stated = settings.get("world_size")
-    if stated is not None and stated.value != ranks:
-        product = " x ".join(f"{axis}={n}" for axis, n in degrees.items() if n != 1) or "all 1"
-        expected = f"{ranks}, the product of the degrees ({product})"
-        raise stated.origin.error("world_size", expected, shown(stated.value))
+        raise _broken(found.origin if found else fallback, error) from None
+    if (ranks := config.parallel.world_size) > MAX_WORLD_SIZE:
+        degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
+        key, degree = max(degrees.items(), key=lambda item: item[1])
+        found = settings.get(f"parallel.{key}")
+        expected = f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees"
+        got = f"{degree}, which makes {ranks} ranks"
+        raise (found.origin if found else fallback).error(f"parallel.{key}", expected, got)
     return config
+
+
+def _broken(origin: Origin, error: ConfigError) -> ScenarioError:
+    return origin.error(
+        error.key, error.expected, shown(error.got), legal=error.legal, rule=error.rule
+    )
 
 
 def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
@@ -382,7 +379,7 @@ def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
         part, _, name = leaf.partition(".")
         if name:
             nested[part][name] = setting.value
-        elif leaf not in ("world_size", "plant"):
+        elif leaf != "plant":
             values[leaf] = setting.value
     built = {part: _build_part(part, tuple(given.items())) for part, given in nested.items()}
     return TrainConfig(**values, **built)

@@ -20,8 +20,7 @@ from fsdp_core.layouts import legal_layouts
 from harness.errors import NothingSelected, ScenarioError
 from harness.records import CaseSpec, each_of
 from harness.repeats import NUM_SAMPLES, samples_of
-from harness.scenario.matrix import MAX_ID_CHARS
-from harness.scenario.matrix import count, expand, named
+from harness.scenario.matrix import MAX_ID_CHARS, count, expand, named
 from harness.scenario.schema import Overrides, load_scenario
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
 

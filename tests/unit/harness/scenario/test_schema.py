@@ -1,7 +1,5 @@
 """Contracts of the scenario decoder: values and their places, sections, options, refusals."""
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ def test_every_field_of_the_configuration_is_a_legal_leaf() -> None:
         for part, value in plain.items()
         for name in (value if isinstance(value, dict) else ("",))
     }
-    assert set(settings.leaf_types()) == leaves | {"world_size", "plant"}
+    assert set(settings.leaf_types()) == leaves | {"plant"}
 
 
 @pytest.mark.parametrize("leaf", sorted(settings.leaf_types()))
@@ -141,7 +139,7 @@ def test_axis_replaces_an_axis_and_may_add_one(tmp_path: Path) -> None:
         (("launch=2",), (), "--set launch: launch: expected a known key"),
         (("soak.perod=2",), (), "--set soak.perod: soak.perod: expected a known key"),
         (("launch.timeout_s=-5",), (), "--set launch.timeout_s: launch.timeout_s: expected"),
-        (("graph=[attn]",), (), "--axis graph=[...]"),
+        (("graph=[attn]",), (), "a key that no axis sets (say --axis graph=[...])"),
         (("parallel={dp: 2}",), (), "expected a key that no axis sets"),
         ((), ("graph=eager",), "--axis graph: axes.graph: expected a list"),
         ((), ("grph=[eager]",), "--axis grph: axes.grph: expected a known key"),
@@ -164,42 +162,6 @@ def test_a_rule_broken_by_an_axis_value_points_at_its_line(tmp_path: Path) -> No
     with pytest.raises(ScenarioError, match="a divisor of hidden=64, got 5") as caught:
         expand(load(tmp_path, axes=axes), "cpu")
     assert (caught.value.line, caught.value.key) == (8, "model.heads")
-
-
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 30))
-
-
-@pytest.mark.parametrize("text", ["[" * 500_000, "{a: " * 200_000, "- " * 400_000, CHAIN])
-def test_deep_nesting_is_refused_before_the_stack_is_used(text: str, tmp_path: Path) -> None:
-    """Depth is limited while reading, so no file can exhaust the stack."""
-    path = tmp_path / "deep.yaml"
-    path.write_text(text)
-    began = time.process_time()
-    with pytest.raises(ScenarioError, match="at most 20 levels"):
-        load_scenario(path)
-    assert time.process_time() - began < 1
-
-
-def test_aliases_may_be_used_within_the_limit(tmp_path: Path) -> None:
-    """An anchor is a legal way not to repeat oneself."""
-    scenario = load(tmp_path, axes="axes: {graph: [eager, [attn]], parallel: [&d {dp: 2}]}",
-                    exclude="exclude: [{parallel: *d}]")  # fmt: skip
-    assert scenario.exclude[0].choices["parallel"].leaves == {"parallel.dp": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("pipe", "not a regular file"),
-        ("a\0b", "a readable file"),
-        ("/proc/self/mem", "file: expected"),
-    ],
-)
-def test_what_is_no_file_is_not_read(name: str, said: str, tmp_path: Path) -> None:
-    """A pipe is not waited for; a file that lies about its size is read to the limit."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ScenarioError, match=said):
-        load_scenario(tmp_path / name)
 
 
 @given(data=st.binary(max_size=300))
@@ -233,15 +195,6 @@ def test_what_yaml_writes_is_read_back(value: Any) -> None:
         value, str
     ) else yaml.safe_dump(value, allow_unicode=True)  # fmt: skip
     assert parse_text(text, Origin("f", 1)).plain() == value
-
-
-@pytest.mark.parametrize(("product", "dp"), [("world_size: 4", 4), ("world_size: 2", 2)])
-def test_a_world_size_that_fits_is_accepted(product: str, dp: int, tmp_path: Path) -> None:
-    """`world_size` is checked against the degrees and changes nothing else."""
-    axes = "axes: {graph: [eager, [attn]]}"
-    scenario = load(tmp_path, base=f"base: {{parallel: {{dp: {dp}}}, {product}}}", axes=axes)
-    without = load(tmp_path, base=f"base: {{parallel: {{dp: {dp}}}}}", axes=axes)
-    assert expand(scenario, "cpu") == expand(without, "cpu")
 
 
 def test_the_fast_plain_form_equals_to_dict() -> None:
@@ -382,7 +335,7 @@ def test_who_rotates_is_under_stress(tmp_path: Path) -> None:
         ),
         ({"replays": 5, "rotate": ["jitter"] * 2, "period": 5}, "expected each stressor once"),
         ({"replays": 5, "perod": 5}, "soak.perod: expected a known key"),
-        ({"steps": 100}, "soak.steps: expected steps in one place, got steps in base, too"),
+        ({"steps": 100}, "soak.steps: expected each setting once, got steps, which base sets too"),
         ({"replays": 5, "stall_s": 0}, "soak.stall_s: expected a number > 0"),
         ({"replays": 5, "stall_s": 1e300}, "soak.stall_s: expected a number > 0 and at most"),
     ],
@@ -485,16 +438,14 @@ def test_every_key_of_slurm_is_taken(tmp_path: Path) -> None:
         ("{slurm: {pending_s: 0}}", "a number > 0"),
         ("{slurm: {pending_s: 1e300}}", "at most 2592000"),
         ("{slurm: {walltime_s: 1e300}}", "at most 2592000"),
-        ("{slurm: {partition: a b}}", "a name without spaces"),
         ("{slurm: {same_nodes: true}}", "expected a known key"),
         ("{slurm: {requeue: true}}", "expected a known key"),
         ("{slurm: {args: --qos=high}}", "a list of options of salloc"),
         ("{slurm: {args: [qos]}}", "each with its value"),
         ("{slurm: {args: ['--partition=x']}}", "launch.slurm.partition, as the engine says"),
         ("{slurm: {args: [-px]}}", "launch.slurm.partition, as the engine says"),
-        ("{slurm: {args: ['-Q']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--no-shell']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--no-sh']}}", "an option that is not its own"),
+        ("{slurm: {args: ['-Q']}}", "expected nothing, as the engine says"),
+        ("{slurm: {args: ['--no-shell']}}", "expected nothing, as the engine says"),
     ],
 )
 def test_slurm_options_that_cannot_be_are_refused(tmp_path: Path, text: str, told: str) -> None:

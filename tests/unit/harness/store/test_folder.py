@@ -22,7 +22,7 @@ from harness.records import (
     Verdict,
     dumps,
 )
-from harness.store import RunFolder, begin_run, load_case, save_outcome
+from harness.store import RunFolder, begin_run, load_case, num_kept, save_outcome
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
 
@@ -215,7 +215,7 @@ def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
         assert kept is not None
         assert kept.name == f"{key}.attempt{number}"
     assert not folder.run_folder(key).exists()
-    assert folder.num_attempts(key) == 3
+    assert num_kept(folder.run_folder(key)) == 3
     texts = [(p / "rank0.jsonl").read_text() for p in sorted(folder.path.glob("runs/*"))]
     assert texts == ["attempt 0", "attempt 1", "attempt 2"]
 
