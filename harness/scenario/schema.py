@@ -508,6 +508,7 @@ def _decode_soak(
 ) -> tuple[SoakSpec | None, list[Setting]]:
     """What runs are asked for, and the settings that the section is short for."""
     node = sections.get("soak")
+    values = {} if node is None else take.take_fields(node, "soak", SOAK)
     if soaked != (node is not None):
         got = "the check alone" if soaked else "the section alone"
         expected = "the check soak and the section soak together"
@@ -516,7 +517,7 @@ def _decode_soak(
         return None, []
     if expect == ROUNDING:
         raise node.refused("soak", "no soak with compare.expect rounding", got="one")
-    entries, values = take.take_mapping(node, "soak"), take.take_fields(node, "soak", SOAK)
+    entries = take.take_mapping(node, "soak")
     given = [name for name in LENGTHS if name in values]
     if len(given) != 1:
         expected = f"one of {', '.join(LENGTHS)}"

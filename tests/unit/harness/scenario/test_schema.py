@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -106,21 +107,19 @@ def test_legal_values_decode(text: str, leaf: str, value: Any, tmp_path: Path) -
     assert (decoded, type(decoded)) == (value, type(value))
 
 
-def test_set_replaces_a_base_value_and_launch(tmp_path: Path) -> None:
-    """`--set` wins over the file, for base keys and for launch."""
-    scenario = load(
-        tmp_path, Overrides(sets=("steps=7", "launch.timeout_s=5", "model={layers: 3}"))
-    )
-    assert value_of(scenario, "steps") == 7
-    assert value_of(scenario, "model.layers") == 3
+def test_options_replace_what_the_file_says(tmp_path: Path) -> None:
+    """`--set` wins over base, launch and a soak's length; `--axis` replaces or adds an axis."""
+    sets = ("steps=7", "launch.timeout_s=5", "model={layers: 3}")
+    scenario = load(tmp_path, Overrides(sets, ("parallel=[{dp: 8}]", "seed=[1, 2]")))
+    assert (value_of(scenario, "steps"), value_of(scenario, "model.layers")) == (7, 3)
     assert scenario.launch.timeout_s == 5.0
-
-
-def test_axis_replaces_an_axis_and_may_add_one(tmp_path: Path) -> None:
-    """`--axis` replaces the file's values, or adds an axis."""
-    scenario = load(tmp_path, Overrides(axes=("parallel=[{dp: 8}]", "seed=[1, 2]")))
     assert [axis.name for axis in scenario.axes] == ["parallel", "graph", "seed"]
     assert scenario.axes[0].choices[0].leaves == {"parallel.dp": 8}
+    lines = {"base": "base: {steps: 64}", "checks": "checks: {state: {}, soak: {}}"}
+    for exclude in ("soak: {replays: 500, stall_s: 9}", "exclude: []"):
+        options = Overrides(sets=("soak.duration_s=7", "soak.stall_s=9"))
+        spec = load(tmp_path, options, exclude=exclude, **lines).soak
+        assert spec == SoakSpec(by="duration", amount=7, stall_s=9)
 
 
 @pytest.mark.parametrize(
@@ -176,24 +175,22 @@ def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
 
 
 TEXTS = st.text("ab:#-[]{}'\"\n é", max_size=8)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
 
 
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXTS,
-        lambda inner: st.lists(inner, max_size=3)
-        | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3),
-        max_leaves=12,
-    )
-)  # fmt: skip
+@given(value=PLAIN)
 def test_what_yaml_writes_is_read_back(value: Any) -> None:
     """Plain values survive a round trip through PyYAML's writer and our reader."""
-    import yaml
-
-    # default_style quotes every string: keys such as a bare `no` are refused here, on purpose.
-    text = yaml.safe_dump(value, default_style='"', allow_unicode=True) if isinstance(
-        value, str
-    ) else yaml.safe_dump(value, allow_unicode=True)  # fmt: skip
+    # Strings in quotes: keys such as a bare `no` are refused here, on purpose.
+    style = '"' if isinstance(value, str) else None
+    text = yaml.safe_dump(value, default_style=style, allow_unicode=True)
     assert parse_text(text, Origin("f", 1)).plain() == value
 
 
@@ -220,16 +217,6 @@ def compare(expect: str) -> str:
         ("rounding", "rounding"),
         ("{rtol: 1e-5, atol: 0}", {"rtol": 1e-5, "atol": 0.0}),
         ("{loss_gap: 0.01, over: 3}", {"loss_gap": 0.01, "over": 3.0}),
-    ],
-)
-def test_compare_expect_is_bitwise_or_a_tolerance(tmp_path: Path, text: str, expect: Any) -> None:
-    """Numbers as YAML writes them, `1e-5` included, become the cases' `expect`."""
-    assert load(tmp_path, compare=compare(text)).compare.expect == expect
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("{rtol: 0}", "compare.expect: expected rtol or atol above 0"),
         ("{rtol: -1}", "compare.expect.rtol: expected a number >= 0, got -1.0"),
         ("{rtol: 1, over: 2}", "compare.expect: expected rtol and atol, or both loss_gap and over"),
@@ -238,16 +225,16 @@ def test_compare_expect_is_bitwise_or_a_tolerance(tmp_path: Path, text: str, exp
         ("{ulps: 3}", "compare.expect.ulps: expected a known key"),
     ],
 )
-def test_an_expect_that_bounds_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    """A tolerance is refused with its key and what was expected, before anything runs."""
-    with pytest.raises(ScenarioError, match=message):
-        load(tmp_path, compare=compare(text))
-
-
-def test_a_tolerance_asks_for_the_check_that_it_is_on(tmp_path: Path) -> None:
-    """Without the check `loss` a tolerance would compare nothing."""
-    with pytest.raises(ScenarioError, match="expected loss, which is what the tolerance"):
-        load(tmp_path, compare=compare("{rtol: 1e-5}"), checks="checks: {state: {}}")
+def test_compare_expect_is_bitwise_or_a_tolerance(tmp_path: Path, text: str, expect: Any) -> None:
+    """Numbers as YAML writes them, `1e-5` included; one that bounds nothing is refused."""
+    if ": expected" in expect:
+        with pytest.raises(ScenarioError, match=expect):
+            load(tmp_path, compare=compare(text))
+        return
+    assert load(tmp_path, compare=compare(text)).compare.expect == expect
+    if expect != "bitwise":
+        with pytest.raises(ScenarioError, match="expected loss, which is what the tolerance"):
+            load(tmp_path, compare=compare(text), checks="checks: {state: {}}")
 
 
 @pytest.mark.parametrize(
@@ -272,52 +259,52 @@ def test_more_ranks_than_there_are_is_a_usage_error(
 # --- soak ---
 
 CHECKS: dict[str, Any] = {"state": {}, "soak": {}}
-
-
 BASE = {"steps": 64}
+STRESS = {
+    "axes": {"stress": ["none", ["poison"]]},
+    "compare": {"axis": "stress", "reference": "none", "expect": "bitwise"},
+}
 
 
 def soaked(folder: Path, soak: dict[str, Any], **sections: Any) -> tuple[CaseSpec, ...]:
     return cases(folder, **{"base": BASE, "soak": soak, "checks": CHECKS} | sections)
 
 
-def test_graphed_runs_soak_and_eager_references_stop(tmp_path: Path) -> None:
-    """By replays and by duration the reference has the steps that are compared, and no more."""
+def test_who_soaks_and_how_long(tmp_path: Path) -> None:
+    """By steps all runs; else those with graphs, all where none has any, and references stop."""
     for soak, by in (({"replays": 500}, "replays"), ({"duration_s": 9}, "duration")):
         for case in soaked(tmp_path, soak):
-            spec = case.candidate.soak
-            assert spec is not None
-            assert (spec.by, spec.amount) == (by, next(iter(soak.values())))
-            assert case.reference.soak is None
-            assert case.control.soak is None
+            spec = SoakSpec(by=by, amount=next(iter(soak.values())))  # type: ignore[arg-type]
+            runs = (case.reference, case.control, case.candidate)
+            assert [run.soak for run in runs] == [None, None, spec]
             assert case.candidate.config["steps"] == 64
-
-
-def test_by_steps_every_run_has_them(tmp_path: Path) -> None:
-    """All steps are compared, turns are taken in every run."""
     (case, *_) = soaked(tmp_path, {"steps": 300, "period": 50}, base={})
-    for spec in (case.reference, case.control, case.candidate):
-        assert spec.config["steps"] == 300
-        assert spec.soak == SoakSpec(by="steps", amount=300, turn_steps=50)
-
-
-def test_without_graphs_all_soak(tmp_path: Path) -> None:
-    """A comparison of stress with none, eager, by duration."""
-    sections = {
-        "axes": {"stress": ["none", ["poison"]]},
-        "compare": {"axis": "stress", "reference": "none", "expect": "bitwise"},
-    }
-    (case,) = soaked(tmp_path, {"duration_s": 5}, **sections)
+    for run in (case.reference, case.control, case.candidate):
+        spec = SoakSpec(by="steps", amount=300, turn_steps=50)
+        assert (run.config["steps"], run.soak) == (300, spec)
+    (case,) = soaked(tmp_path, {"duration_s": 5}, **STRESS)
     assert case.reference.soak == case.candidate.soak == SoakSpec(by="duration", amount=5)
-    with pytest.raises(ScenarioError, match=r"soak\.replays: expected a graph in every candidate"):
-        soaked(tmp_path, {"replays": 5}, **sections)
-
-
-def test_who_rotates_is_under_stress(tmp_path: Path) -> None:
-    """`rotate` is short for stress in base, in the order of the stressors."""
     (case, *_) = soaked(tmp_path, {"replays": 9, "rotate": ["scramble", "jitter"], "period": 8})
-    assert case.candidate.config["stress"] == ["jitter", "scramble"]
-    assert case.reference.config["stress"] == ["jitter", "scramble"]
+    for run in (case.reference, case.candidate):
+        assert run.config["stress"] == ["jitter", "scramble"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"soak": {"replays": 5}, "checks": {"state": {}}}, "got the section alone"),
+        ({"checks": CHECKS}, "got the check alone"),
+        ({"soak": {"replays": 5}, "checks": CHECKS, "base": {"steps": 63}},
+         "expected 64 steps at least, as growth of memory shows from there on, got steps 63"),
+        ({"soak": {"replays": 5}, "checks": CHECKS} | STRESS,
+         "soak.replays: expected a graph in every candidate"),
+    ],
+)  # fmt: skip
+def test_section_and_check_go_together(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """A soak that nobody judges, a bound without a soak, and one with nothing to see: mistakes."""
+    with pytest.raises(ScenarioError) as error:
+        cases(tmp_path, **{"base": BASE} | sections)
+    assert told in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -347,20 +334,6 @@ def test_a_soak_that_cannot_be_is_refused(tmp_path: Path, soak: dict[str, Any], 
     assert told in str(error.value)
 
 
-def test_section_and_check_go_together(tmp_path: Path) -> None:
-    """A soak that nobody judges, and a bound without a soak, are both mistakes."""
-    with pytest.raises(ScenarioError, match="got the section alone"):
-        soaked(tmp_path, {"replays": 5}, checks={"state": {}})
-    with pytest.raises(ScenarioError, match="got the check alone"):
-        cases(tmp_path, base=BASE, checks=CHECKS)
-
-
-def test_too_few_steps_to_see_memory_grow_are_refused(tmp_path: Path) -> None:
-    """Before a run is made, not after it."""
-    with pytest.raises(ScenarioError, match=r"expected 64 steps at least, .* got steps 63"):
-        soaked(tmp_path, {"replays": 5}, base={"steps": 63})
-
-
 def test_each_stressor_has_one_turn_a_cycle() -> None:
     """The order is another each cycle, by the seed alone; races are always on."""
     names = ("jitter", "poison", "scramble", "races")
@@ -385,17 +358,6 @@ def test_a_soak_is_expected_to_take_what_it_asks_for(tmp_path: Path) -> None:
     (plain, *_) = cases(tmp_path, base=BASE)
     assert seconds[2] == estimate_s(plain.candidate, 8)
     assert seconds[1] > 100 * seconds[2]
-
-
-def test_an_option_says_how_long_a_soak_is_instead_of_the_file(tmp_path: Path) -> None:
-    """Another length replaces the file's; a section that the file lacks is made."""
-    base, checks = "base: {steps: 64}", "checks: {state: {}, soak: {}}"
-    for exclude in ("soak: {replays: 500, stall_s: 9}", "exclude: []"):
-        options = Overrides(sets=("soak.duration_s=7", "soak.stall_s=9"))
-        scenario = load(tmp_path, options, base=base, checks=checks, exclude=exclude)
-        assert scenario.soak is not None
-        spec = scenario.soak.spec
-        assert (spec.by, spec.amount, spec.stall_s) == ("duration", 7.0, 9.0)
 
 
 # --- slurm ---
@@ -455,14 +417,21 @@ def test_slurm_options_that_cannot_be_are_refused(tmp_path: Path, text: str, tol
     assert told in str(refused.value)
 
 
-def test_the_device_is_not_that_of_the_machine_at_hand() -> None:
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "device"),
+    [("auto", None, "cpu"), ("auto", 8, "cuda"), ("cuda", 8, "cuda"), ("cpu", 8, "cpu"),
+     ("cuda", None, "")],
+)  # fmt: skip
+def test_the_device_is_not_that_of_the_machine_at_hand(
+    wanted: str, gpus: int | None, device: str
+) -> None:
     """On Slurm, auto is cuda exactly where GPUs are asked for; cuda without them is a mistake."""
-    gpus = SlurmOptions(gpus_per_node=8)
-    assert device_on_slurm("auto", SlurmOptions()) == "cpu"
-    assert device_on_slurm("auto", gpus) == device_on_slurm("cuda", gpus) == "cuda"
-    assert device_on_slurm("cpu", gpus) == "cpu"
-    with pytest.raises(UsageError, match="gpus_per_node"):
-        device_on_slurm("cuda", SlurmOptions())
+    options = SlurmOptions(gpus_per_node=gpus)
+    if device:
+        assert device_on_slurm(wanted, options) == device
+    else:
+        with pytest.raises(UsageError, match="gpus_per_node"):
+            device_on_slurm(wanted, options)
 
 
 def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> None:
