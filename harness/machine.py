@@ -121,21 +121,18 @@ def default_slots(machine: Machine) -> int:
 
 def visible(gpus: tuple[Gpu, ...], devices: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, stops at a bad entry."""
-    if devices is None:
-        return gpus
     chosen: list[Gpu] = []
-    for entry in (part.strip() for part in devices.split(",")):
-        match = _find(gpus, entry)
-        if match is None or match in chosen:
+    for entry in (part.strip() for part in (devices or "").split(",")):
+        named = (
+            gpu
+            for n, gpu in enumerate(gpus)
+            if (n == int(entry) if entry.isdecimal() else entry and gpu.id.startswith(entry))
+        )
+        gpu = next(named, None)  # fmt: skip
+        if gpu is None or gpu in chosen:
             break
-        chosen.append(match)
-    return tuple(chosen)
-
-
-def _find(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
-    if entry.isdecimal():
-        return gpus[int(entry)] if int(entry) < len(gpus) else None
-    return next((gpu for gpu in gpus if entry and gpu.id.startswith(entry)), None)
+        chosen.append(gpu)
+    return gpus if devices is None else tuple(chosen)
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:

@@ -144,16 +144,18 @@ class _Reader:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
-                    where = self.source.at(event.start_mark.line)
-                    raise where.error("file", "one YAML document", "a second one")
+                    raise self._at(event).error("file", "one YAML document", "a second one")
                 root = self._node(next(self.events), "", 1)
         if root is None:
             raise self.source.error("file", "a scenario", "an empty file")
         return root
 
+    def _at(self, event: Any) -> Origin:
+        return self.source.at(event.start_mark.line)
+
     def _node(self, event: Any, path: str, level: int) -> Node:
         """The node that begins with an event; `level` is that of a container in this place."""
-        origin = self.source.at(event.start_mark.line)
+        origin = self._at(event)
         self.total += 1
         if self.total > MAX_NODES:
             raise origin.error(path or "file", f"at most {MAX_NODES:,} values", "more")
@@ -179,8 +181,8 @@ class _Reader:
         keys: dict[str, Origin] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if isinstance(event, yaml.CollectionStartEvent) and event.tag is None:
-                where = self.source.at(event.start_mark.line)
-                raise where.error(path or "file", "a string key", "a list or mapping")
+                got = "a list or mapping"
+                raise self._at(event).error(path or "file", "a string key", got)
             key = self._node(event, path, 0)
             name, where = key.value, key.origin
             if not isinstance(name, str):
