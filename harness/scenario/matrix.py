@@ -317,7 +317,8 @@ class _Maker:
         if timed := checks.get("throughput"):
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
-            captured = max(leg.num_steps_before_graphs for leg in (candidate, reference))
+            graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
+            captured = max((config.graph_warmup_steps + 1 for config in graphed), default=0)
             if skipped < captured:
                 expected = f"{captured} or more, as graphs are captured in the step before"
                 yield at, "checks.throughput.skip_steps", expected, str(skipped)

@@ -43,7 +43,7 @@ from harness.scenario.settings import (
     listed_layouts,
     overlay,
 )
-from harness.scenario.yaml_source import Key, Node, Origin, Taker, dotted, one_of
+from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of
 from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
 from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
 
@@ -170,7 +170,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     for each in more:
         key = "soak.steps" if each.leaf == "steps" else "soak.rotate"
         _claim(owned, "soak", [each.leaf], key, each.origin)
-    simple = {n: key.take(sections[n], n) for n, key in SIMPLE.items() if n in sections}
+    simple = {n: taker(sections[n], n) for n, taker in SIMPLE.items() if n in sections}
     return Scenario(
         path=path, source=source, base=(*base, *more), axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode, owners),
@@ -183,7 +183,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
 def read_tier(path: Path) -> str:
     """The tier of a scenario file, whatever else is in it; "" for none (or `ScenarioError`)."""
     root = take.take_mapping(take.parse_bytes(take.read_bytes(path), Origin(str(path), 1)), "file")
-    return str(SIMPLE["tier"].take(root["tier"], "tier")) if "tier" in root else ""
+    return str(SIMPLE["tier"](root["tier"], "tier")) if "tier" in root else ""
 
 
 def _claim(
@@ -254,12 +254,9 @@ def _sentence(node: Node, key: str) -> str:
     return text
 
 
-SIMPLE: Mapping[str, Key] = {
-    "name": Key(_slug, "safe as a file name"),
-    "why": Key(_sentence, "what is at stake"),
-    "tier": Key(one_of(*TIERS), "when it is run"),
-    "select": Key(one_of(*SELECTIONS), "which of its cases; all"),
-}
+SIMPLE: Mapping[str, Taker] = {
+    "name": _slug, "why": _sentence, "tier": one_of(*TIERS), "select": one_of(*SELECTIONS),
+}  # fmt: skip
 
 
 def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabulary | None:
@@ -374,10 +371,9 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> tuple
     return Compare(name, reference, expect), over
 
 
-EXPECT: Mapping[str, Key] = {
-    name: Key(take.take_count if name == "over" else take.take_float, "see harness.tolerance")
-    for form in FORMS for name in form
-}  # fmt: skip
+EXPECT: Mapping[str, Taker] = {
+    name: take.take_count if name == "over" else take.take_float for form in FORMS for name in form
+}
 
 
 def decode_expect(node: Node, key: str) -> Expect:
@@ -417,8 +413,7 @@ def _options(name: str, node: Node) -> dict[str, Any]:
     key, legal = dotted("checks", name), CHECKS[name].options
     if not legal and node.value != {}:
         raise node.refused(key, "an empty mapping, {}")
-    fields = {each: Key(_of_option(option), option.doc) for each, option in legal.items()}
-    options = take.take_fields(node, key, fields)
+    options = take.take_fields(node, key, {n: _of_option(each) for n, each in legal.items()})
     if CHECKS[name].needs_option and not options:
         raise node.refused(key, " or ".join(legal), got="an empty mapping", legal=legal)
     return defaults(name) | options
@@ -459,29 +454,27 @@ def _arguments(node: Node, key: str) -> tuple[str, ...]:
     return words
 
 
-SLURM: Mapping[str, Key] = {
-    "partition": Key(take.take_str, "as salloc knows it; the cluster's default if left out"),
-    "account": Key(take.take_str, "the same"),
-    "walltime_s": Key(take.take_seconds, "limit of a job; the run's timeout and time to start"),
-    "pending_s": Key(take.take_seconds, "how long a job may wait in the queue; a day"),
-    "nodes": Key(take.take_count, "over how many nodes a run is spread; 1"),
-    "ranks_per_node": Key(take.take_count, "at most; by default a node's GPUs, or no limit"),
-    "gpus_per_node": Key(take.take_count, "that a job takes of each node"),
-    "cpus_per_rank": Key(take.take_count, "processors of a rank; 1"),
-    "args": Key(_arguments, "more options of salloc, as they are"),
+SLURM: Mapping[str, Taker] = {
+    "partition": take.take_str,  # as salloc knows it; the cluster's default if left out
+    "account": take.take_str,  # the same
+    "walltime_s": take.take_seconds,  # limit of a job; the run's timeout and time to start
+    "pending_s": take.take_seconds,  # how long a job may wait in the queue; a day
+    "nodes": take.take_count,  # over how many nodes a run is spread; 1
+    "ranks_per_node": take.take_count,  # at most; by default a node's GPUs, or no limit
+    "gpus_per_node": take.take_count,  # that a job takes of each node
+    "cpus_per_rank": take.take_count,  # processors of a rank; 1
+    "args": _arguments,  # more options of salloc, as they are
 }
-LAUNCH: Mapping[str, Key] = {
-    "device": Key(one_of("auto", "cpu", "cuda"), "where runs train; auto: GPUs where there are"),
-    "timeout_s": Key(take.take_seconds, "of a run; 300"),
-    "stall_s": Key(take.take_seconds, "without a record of any rank, until it is a hang; no limit"),
-    "slots": Key(take.take_count, "ranks at a time; what the machine has, or the cluster"),
-    "engine": Key(one_of(*ENGINES), "who starts the runs; local"),
-    "retries": Key(partial(take.take_int, least=0, most=MAX_RETRIES),
-                   "how often a run may be repeated after a failure of the machine; 0"),
-    "confirm": Key(take.take_bool, "where bits differ, both sides are run once more; false"),
-    "slurm": Key(lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
-                 "what each job asks for (`SLURM`)"),
-}  # fmt: skip
+LAUNCH: Mapping[str, Taker] = {
+    "device": one_of("auto", "cpu", "cuda"),  # where runs train; auto: GPUs where there are
+    "timeout_s": take.take_seconds,  # of a run; 300
+    "stall_s": take.take_seconds,  # without a record of any rank, until it is a hang; no limit
+    "slots": take.take_count,  # ranks at a time; what the machine has, or the cluster
+    "engine": one_of(*ENGINES),  # who starts the runs; local
+    "retries": partial(take.take_int, least=0, most=MAX_RETRIES),  # after failures of the machine
+    "confirm": take.take_bool,  # where bits differ, both sides are run once more; false
+    "slurm": lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
+}
 
 
 # --- soak -------------------------------------------------------------------------------------
@@ -493,13 +486,13 @@ def _stressors(node: Node, key: str) -> tuple[str, ...]:
     return tuple(sorted(names, key=legal.index))
 
 
-SOAK: Mapping[str, Key] = {
-    "steps": Key(take.take_count, "how long, as steps"),
-    "replays": Key(take.take_count, "how long, as launches of graphs"),
-    "duration_s": Key(take.take_positive, "how long, as seconds of training"),
-    "rotate": Key(_stressors, "stressors of every run, short for `stress` in base"),
-    "period": Key(take.take_count, "steps of a stressor's turn; without it all are always on"),
-    "stall_s": Key(take.take_seconds, "without a record, until the run counts as hung; 300"),
+SOAK: Mapping[str, Taker] = {
+    "steps": take.take_count,  # how long, as steps
+    "replays": take.take_count,  # how long, as launches of graphs
+    "duration_s": take.take_positive,  # how long, as seconds of training
+    "rotate": _stressors,  # stressors of every run, short for `stress` in base
+    "period": take.take_count,  # steps of a stressor's turn; without it all are always on
+    "stall_s": take.take_seconds,  # without a record, until the run counts as hung; 300
 }
 
 

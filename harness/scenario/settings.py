@@ -39,7 +39,7 @@ from harness.faults.fault import Fault
 from harness.program.spec import ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario import yaml_source as take
-from harness.scenario.yaml_source import Key, Node, Origin, Taker, dotted, one_of, unknown_key
+from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
 
 LAST_RANK = -1
 LISTED = "legal_layouts"
@@ -155,7 +155,6 @@ class Leg:
     microbatches: int = 0
     engine: str = ""
     compiled: str = "none"
-    num_steps_before_graphs: int = 0
     config: TrainConfig | None = None
     plant: PlantSpec | None = None
 
@@ -269,15 +268,14 @@ def _chance(node: Node, full: str) -> float:
     return chance
 
 
-FAULT: Mapping[str, Key] = {
-    "fault": Key(one_of(*CATALOGUE), "its name in the catalogue"),
-    "step": Key(partial(take.take_int, least=0), "in which it is planted"),
-    "rank": Key(_rank, "`last`, or a number"),
-    "tensor": Key(take.take_str, "a parameter's name; by default the fault's own choice"),
-    "legs": Key(partial(take.take_words, what="legs", legal=LEGS, once="leg"),
-                "runs of the case that it is planted in; candidate"),
-    "chance": Key(_chance, "that it fires; 1"),
-}  # fmt: skip
+FAULT: Mapping[str, Taker] = {
+    "fault": one_of(*CATALOGUE),
+    "step": partial(take.take_int, least=0),  # in which it is planted
+    "rank": _rank,  # `last`, or a number
+    "tensor": take.take_str,  # a parameter's name; by default the fault's own choice
+    "legs": partial(take.take_words, what="legs", legal=LEGS, once="leg"),  # candidate
+    "chance": _chance,  # that it fires; 1
+}
 _OF_TYPE: Mapping[Any, Taker] = {
     bool: take.take_bool, int: take.take_int, float: take.take_float, str: take.take_str,
     tuple[int, ...]: _sizes,
@@ -325,7 +323,6 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
         steps=config.steps, world_size=config.parallel.world_size, taps=config.taps,
         graph=config.graph, microbatches=config.microbatches, engine=config.engine,
         compiled=f"{compiled} by {config.compile_backend}" if compiled else "none",
-        num_steps_before_graphs=config.graph_warmup_steps + 1 if config.graph else 0,
     )  # fmt: skip
 
 
@@ -504,17 +501,15 @@ def _version(node: Node, full: str) -> str | None:
 
 OPEN: Mapping[str, Taker] = {"args": _argument, "env": _variable, "packages": _version}
 """Keys that hold names of the program's own."""
-PROGRAM: Mapping[str, Key] = {
-    "ranks": Key(partial(take.take_int, least=1, most=MAX_WORLD_SIZE), "processes; 1"),
-    "steps": Key(take.take_count, "the optimizer steps that each of them takes"),
-    "taps": Key(partial(take.take_words, what="patterns", may_be_empty=True),
-                "modules whose calls are compared"),
-    "stress": Key(partial(take.take_words, what="stressors", legal=STRESSORS, may_be_empty=True),
-                  "what disturbs memory between replays of CUDA graphs"),
-    "every": Key(take.take_count, "state is digested in each step whose number this divides; 1"),
-    "determinism": Key(one_of(*DETERMINISM), "enforce: deterministic kernels, seeded; off"),
-    "record": Key(one_of("auto", "lines"), "lines: only what the script itself records; auto"),
-}  # fmt: skip
+PROGRAM: Mapping[str, Taker] = {
+    "ranks": partial(take.take_int, least=1, most=MAX_WORLD_SIZE),  # processes; 1
+    "steps": take.take_count,  # the optimizer steps that each of them takes
+    "taps": partial(take.take_words, what="patterns", may_be_empty=True),
+    "stress": partial(take.take_words, what="stressors", legal=STRESSORS, may_be_empty=True),
+    "every": take.take_count,  # state is digested in each step whose number this divides; 1
+    "determinism": one_of(*DETERMINISM),  # enforce: deterministic kernels, seeded; off
+    "record": one_of("auto", "lines"),  # lines: only what the script itself records; auto
+}
 KEYS = (*KINDS, *OPEN, *PROGRAM, "smaller", "folder")
 
 
@@ -562,7 +557,7 @@ class ProgramVocabulary:
         if key not in PROGRAM:
             legal = (*(f"{name}.X" for name in OPEN), *PROGRAM)
             raise written.error(full, "a known key", shown(key), legal=legal)
-        return (Setting(key, PROGRAM[key].take(node, full), node.origin),)
+        return (Setting(key, PROGRAM[key](node, full), node.origin),)
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a tap that is no pattern)."""

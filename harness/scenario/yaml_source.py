@@ -234,14 +234,6 @@ Taker = Callable[[Node, str], Any]
 """From a node and its dotted key, which messages name, to the value."""
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of a section: how its value is taken, and what it means. Defaults are the section's."""
-
-    take: Taker
-    doc: str
-
-
 def dotted(parent: str, name: str) -> str:
     """`parent.name`, or `name` at the top of the file."""
     return f"{parent}.{name}" if parent not in ("", "file") else name
@@ -273,12 +265,12 @@ def take_mapping(
 
 
 def take_fields(
-    node: Node, key: str, fields: Mapping[str, Key], *, required: Iterable[str] = ()
+    node: Node, key: str, fields: Mapping[str, Taker], *, required: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The values of a mapping with none but the fields' keys, in the fields' order."""
     entries = take_mapping(node, key, legal=fields, required=required)
-    return {name: each.take(entries[name], dotted(key, name))
-            for name, each in fields.items() if name in entries}  # fmt: skip
+    return {name: taker(entries[name], dotted(key, name))
+            for name, taker in fields.items() if name in entries}  # fmt: skip
 
 
 def take_list(node: Node, key: str, what: str, *, may_be_empty: bool = False) -> tuple[Node, ...]:

@@ -93,37 +93,6 @@ def test_which_cases_there_are(name: str, tmp_path: Path) -> None:
     assert ids(tmp_path, **sections) == expected
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "alike": ({"axes": {"parallel": [{"dp": 2}, {"dp": 2, "tp": 1}]},
-               "compare": compare("parallel", {"dp": 2})}, "a value that changes the run"),
-    "steps": ({"axes": {"steps": [3, 4]}, "compare": compare("steps", 3)}, "to compare one to one"),
-    "microbatches": ({"axes": {"microbatches": [3, 4]}, "compare": compare("microbatches", 3)},
-                     "to compare one to one"),
-    "compiled": ({"axes": {"compile": ["none", ["mlp"]]}, "compare": compare("compile", "none")},
-                 "compiled parts, none, to compare one to one, got mlp"),
-    "graphs do not round": (
-        {"axes": {"seed": [1, 2]}, "base": {"graph": ["attn"]},
-         "compare": compare("seed", 1, "rounding")}, "reference with graph none, for rounding"),
-    "te does not round": (
-        {"axes": {"seed": [1, 2]}, "base": {"backend": "te"},
-         "compare": compare("seed", 1, "rounding")}, "reference with backend torch, for rounding"),
-    "engines": ({"axes": {"engine": ["ours", "ddp"]}, "compare": compare("engine", "ours"),
-                 "checks": {"state": {}}}, "expected no state, as ranks of two engines"),
-    "plant of our engine": (
-        {"axes": {"plant": ["none", {"fault": "step_count", "step": 1}]},
-         "base": {"engine": "ddp"}, "compare": compare("plant", "none")},
-        "engine: expected ours, for step_count to be"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_proves_nothing_is_refused(name: str, tmp_path: Path) -> None:
-    """Before anything runs, in one line."""
-    sections, said = REFUSED[name]
-    with pytest.raises(ScenarioError, match=re.escape(said)):
-        ids(tmp_path, **sections)
-
-
 def test_the_three_runs_of_a_case(tmp_path: Path) -> None:
     """Candidate and reference differ in the compared axis alone; the control is the reference."""
     case = cases(tmp_path)[0]

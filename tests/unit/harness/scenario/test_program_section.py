@@ -38,68 +38,6 @@ def with_(**keys: Any) -> dict[str, Any]:
     return {k: v for k, v in (PROGRAM | keys).items() if v is not None}
 
 
-ONE_OF = ("script", "module", "entry")
-REFUSED: dict[str, tuple[dict[str, Any], str, str, str, tuple[str, ...]]] = {
-    # what: sections, key, expected, got, legal
-    "no file": ({"program": with_(script="lost.py")}, "program.script", "a file", "'lost.py'", ()),
-    "a folder": ({"program": with_(script=".")}, "program.script", "a file", "'.'", ()),
-    "two kinds": ({"program": with_(module="m")}, "program", "one of script, module and entry",
-                  "script and module", ONE_OF),
-    "no kind": ({"program": with_(script=None)}, "program", "one of script, module and entry",
-                "none of them", ONE_OF),
-    "no function": ({"program": with_(script=None, entry="train")}, "program.entry",
-                    "module:function", "'train'", ()),
-    "unknown key": ({"program": with_(arg=1)}, "program.arg", "a known key", "'arg'", ("args",)),
-    "no steps": ({"program": with_(steps=None)}, "program.steps", "this key", "nothing", ()),
-    "no step": ({"program": with_(steps=0)}, "program.steps", "an integer >= 1", "0", ()),
-    "steps true": ({"program": with_(steps=True)}, "program.steps", "an integer >= 1", "true", ()),
-    "many ranks": ({"program": with_(ranks=10**9)}, "program.ranks", "131072", "1000000000", ()),
-    "every 0": ({"program": with_(every=0)}, "program.every", "an integer >= 1", "0", ()),
-    "nested args": ({"program": with_(args={"x": {"y": 1}})}, "program.args.x", "a text", "mapping",
-                    ()),
-    "nested list": ({"program": with_(args={"x": [[1]]})}, "program.args.x", "a text", "list", ()),
-    "args list": ({"program": with_(args=["--x"])}, "program.args", "a mapping", "list", ()),
-    "env list": ({"program": with_(env={"X": [1]})}, "program.env.X", "a text or a number", "list",
-                 ()),
-    "env bool": ({"program": with_(env={"X": True})}, "program.env.X", "a text or a number", "true",
-                 ()),
-    "no version": ({"program": with_(packages={"x": ""})}, "program.packages.x", "a version", "''",
-                   ()),
-    "tap kind": ({"program": with_(taps=["a:outputs"])}, "taps", "", "outputs", ("input",)),
-    "mean of more steps": (
-        {"compare": {"axis": "args.amp", "reference": False,
-                     "expect": {"loss_gap": 0.1, "over": 5}}},
-        "compare.expect.over", "at most the number of steps, 4", "5", ()),
-    "taps text": ({"program": with_(taps="a")}, "program.taps", "a list of patterns", "'a'", ()),
-    "smaller list": ({"program": with_(smaller=["x"])}, "program.smaller", "a mapping", "list", ()),
-    "determinism": ({"program": with_(determinism="on")}, "program.determinism",
-                    "one of the legal values", "'on'", ("off", "enforce")),
-    "base": ({"base": {"steps": 3}}, "base", "", "", ()),
-    "soak": ({"soak": {"steps": 100}}, "soak", "", "", ()),
-    "unknown axis": ({"axes": {"model.layers": [1, 2]},
-                      "compare": {"axis": "model.layers", "reference": 1, "expect": "bitwise"}},
-                     "axes.model.layers", "a known key", "'model.layers'", ("args.X",)),
-    "axis of nothing": ({"axes": {"args.x": [False, None]},
-                         "compare": {"axis": "args.x", "reference": False, "expect": "bitwise"}},
-                        "axes", "", "", ()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals_say_where_and_what(name: str, tmp_path: Path) -> None:
-    """File, line, key, what was expected, what was got and the legal values."""
-    sections, key, expected, got, legal = REFUSED[name]
-    path = written(tmp_path, **sections)
-    with pytest.raises(ScenarioError) as raised:
-        cases(path)
-    error = raised.value
-    assert (error.file, error.line) == (str(path), 1)
-    assert error.key.startswith(key)
-    assert expected in error.expected
-    assert got in error.got
-    assert set(legal) <= set(error.legal)
-
-
 @pytest.mark.parametrize("word", ["on", "off", "yes", "no"])
 def test_a_bare_word_that_yaml_takes_for_a_bool_is_refused(word: str, tmp_path: Path) -> None:
     """The message says what to write; in quotes it is a text."""
