@@ -143,7 +143,7 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
             got = f"{_words(rule)}, a case that the axes already give"
             raise rule.origin.error("include", "an entry that extends or adds a case", got)
         for place in places:
-            _extend(left[place], others, rule)
+            left[place].update(others)
     return left, added
 
 
@@ -151,15 +151,6 @@ def _matching(assignments: Sequence[Assignment], wanted: Mapping[str, Choice]) -
     """Places of those that have every wanted choice; entries hold the axes' own objects."""
     pairs = tuple(wanted.items())
     return [n for n, held in enumerate(assignments) if all(held[k] is c for k, c in pairs)]
-
-
-def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
-    for key, choice in others.items():
-        for other, earlier in held.items():
-            if other != key and (shared := set(earlier.leaves) & set(choice.leaves)):
-                got = f"{min(shared)}, which an earlier entry sets as {other}"
-                raise rule.origin.error(dotted("include", key), "one name for a setting", got)
-        held[key] = choice
 
 
 def _added(scenario: Scenario, rule: Rule) -> Assignment:
