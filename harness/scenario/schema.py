@@ -263,7 +263,7 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     """The program of a scenario that has one; then nothing is said of the built-in trainer."""
     if "program" not in sections:
         return None
-    for other in {"base", "soak"} & sections.keys():
+    for other in (each for each in ("base", "soak") if each in sections):
         expected = "none with program, which is another trainer"
         raise sections[other].origin.error(other, expected, "a section")
     return ProgramVocabulary(sections["program"], path)

@@ -95,10 +95,10 @@ class Node:
 def read_bytes(path: Path) -> bytes:
     """A scenario file's bytes; not of a pipe, a device, or a file over `MAX_FILE_BYTES`."""
     origin = Origin(str(path))
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "not a regular file"
-        raise origin.error("file", "a scenario file", kind if path.exists() else "no such file")
     try:
+        if not path.is_file():
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise origin.error("file", "a scenario file", kind if path.exists() else "no such file")
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -409,9 +409,9 @@ def _why_none(path: Path) -> str:
 def _check_vacant(path: Path) -> None:
     """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
     ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
-    if path.is_file():
-        raise UsageError(f"{path}: expected a folder or nothing, got a file")
     with refusals("look into", path):
+        if path.is_file():
+            raise UsageError(f"{path}: expected a folder or nothing, got a file")
         names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if MANIFEST_FILE in names:
         raise UsageError(f"{path} is a run folder already; continue it with --resume")

@@ -493,7 +493,7 @@ MUTATIONS = [
     ),
     *_of(
         "scenario/matrix.py",
-        "scenario/test_matrix scenario/test_schema",
+        "scenario/test_matrix scenario/test_schema scenario/test_malformed",
         ("reference_is_a_case", "[c for c in axis.choices if c is not reference]",
          "list(axis.choices)"),
         ("exclude_matches_any_value", "if all(held[k] is c for k, c in pairs)]",

@@ -98,17 +98,6 @@ def test_variables_that_decide_numbers() -> None:
     assert variables(DECIDING | others) == DECIDING
 
 
-def test_the_driver_is_that_of_the_kernel(tmp_path: Path) -> None:
-    """As the kernel's module says it; "" where there is none."""
-    said = tmp_path / "version"
-    said.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
-        "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1)\n"
-    )
-    assert driver(said) == "580.82.07"
-    assert driver(tmp_path / "none") == ""
-
-
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_cudnn_that_pytorch_refuses_is_a_fact(is_refused: bool) -> None:
     """TransformerEngine, imported first, brings its own: no reason not to record the program."""
@@ -130,16 +119,18 @@ def test_a_cudnn_that_pytorch_refuses_is_a_fact(is_refused: bool) -> None:
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.replace("avx2", "avx512f")])
-def test_what_the_cpu_can_do_counts(tmp_path: Path, change: Callable[[str], str]) -> None:
+def test_processor_and_driver_by_the_kernel(tmp_path: Path, change: Callable[[str], str]) -> None:
     """Another model or other features: other kernels are chosen."""
-    described = tmp_path / "cpuinfo"
+    described = tmp_path / "described"
     described.write_text("model name\t: Xeon\nflags\t: sse avx2\n\nmodel name\t: Xeon\n")
     before = processor(described)
     described.write_text("model name\t: Xeon\nflags\t: avx2 sse\nmhz\t: 2400\n\n")
     assert processor(described) == before
     described.write_text(f"model name\t: {change('Xeon')}\nflags\t: {change('sse avx2')}\n")
-    assert processor(described) != before
-    assert processor(tmp_path / "none") != before
+    assert processor(described) != before != processor(tmp_path / "none")
+    described.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  R\n"
+                         "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1)\n")  # fmt: skip
+    assert (driver(described), driver(tmp_path / "none")) == ("580.82.07", "")
 
 
 # --- the machine ---
@@ -171,11 +162,18 @@ def test_describe_works_anywhere_and_names_nobody() -> None:
         ("auto", make(gpus=GPUS), "cuda"),
         ("cpu", make(gpus=GPUS), "cpu"),
         ("cuda", make(gpus=GPUS), "cuda"),
+        ("cuda", make(), ""),
+        ("cuda", make(gpus=GPUS, torch="2.13.0+cpu"), ""),
+        ("cuda", make(gpus=GPUS, torch=""), ""),
     ],
 )
 def test_auto_takes_the_gpu_if_torch_can(wanted: str, here: Machine, device: str) -> None:
-    """`auto` is cuda where GPUs and a torch built for them are; cpu is always cpu."""
-    assert resolve_device(wanted, here) == device
+    """`auto` is cuda where GPUs and a torch built for them are; cuda is never replaced by cpu."""
+    if device:
+        assert resolve_device(wanted, here) == device
+        return
+    with pytest.raises(Infrastructure, match="expected a GPU, got none"):
+        resolve_device(wanted, here)
 
 
 def test_auto_does_not_fall_back_where_there_are_gpus(
@@ -200,13 +198,6 @@ def test_auto_does_not_fall_back_where_there_are_gpus(
     without = dataclasses.replace(make(gpus=GPUS, torch="2+cpu"), gpus_expected="4 x G")
     with pytest.raises(Infrastructure, match=r"the installed torch is 2\+cpu"):
         resolve_device("auto", without)
-
-
-@pytest.mark.parametrize("here", [make(), make(gpus=GPUS, torch="2.13.0+cpu"), make(torch="")])
-def test_cuda_is_never_replaced_by_the_cpu(here: Machine) -> None:
-    """A scenario that says cuda does not pass on a machine without."""
-    with pytest.raises(Infrastructure, match="expected a GPU, got none"):
-        resolve_device("cuda", here)
 
 
 def test_slots_are_two_a_core_and_at_least_eight() -> None:
