@@ -258,8 +258,7 @@ def _fault(node: Node, full: str) -> PlantSpec:
 
 
 def _rank(node: Node, full: str) -> int:
-    last = node.value in ("last", LAST_RANK)
-    return LAST_RANK if last else take.take_int(node, full, least=0)
+    return LAST_RANK if node.value in ("last", -1) else take.take_int(node, full, least=0)
 
 
 def _chance(node: Node, full: str) -> float:
@@ -456,11 +455,10 @@ def listed_layouts(
 def _allowed(name: str, node: Node, full: str) -> tuple[Any, ...]:
     """The values that a field may have: one, or a list. `dynamic_cp` is a list, or one of lists."""
     nodes = node.value if isinstance(node.value, tuple) else (node,)
-    if name == "dynamic_cp" and not any(isinstance(each.value, tuple) for each in nodes):
-        nodes = (node,)
-    if name == "dynamic_cp":
-        return tuple(() if n.value == () else _sizes(n, full) for n in nodes)
-    return tuple(_leaf(f"parallel.{name}", each, full) for each in nodes)
+    if name != "dynamic_cp":
+        return tuple(_leaf(f"parallel.{name}", each, full) for each in nodes)
+    nodes = nodes if any(isinstance(each.value, tuple) for each in nodes) else (node,)
+    return tuple(() if each.value == () else _sizes(each, full) for each in nodes)
 
 
 # --- programs that are not the built-in trainer -----------------------------------------------
@@ -486,20 +484,18 @@ def _argument(node: Node, full: str) -> Any:
     return node.value
 
 
-def _variable(node: Node, full: str) -> str | None:
-    if isinstance(node.value, bool | dict | tuple):
-        raise node.refused(full, "a text or a number")
-    return None if node.value is None else node.raw or str(node.value)
+def _text_only(node: Node, full: str, *, what: str, may_be_empty: bool = True) -> str | None:
+    text = node.raw or str(node.value)  # 2.10 would lose its zero as a number
+    is_one = not isinstance(node.value, bool | dict | tuple)
+    if not is_one or not (text or may_be_empty):
+        raise node.refused(full, what)
+    return None if node.value is None else text
 
 
-def _version(node: Node, full: str) -> str | None:
-    text = node.raw or node.value  # 2.10 would lose its zero as a number
-    if node.value is not None and not (isinstance(text, str) and text):
-        raise node.refused(full, "a version")
-    return None if node.value is None else str(text)
-
-
-OPEN: Mapping[str, Taker] = {"args": _argument, "env": _variable, "packages": _version}
+OPEN: Mapping[str, Taker] = {
+    "args": _argument, "env": partial(_text_only, what="a text or a number"),
+    "packages": partial(_text_only, what="a version", may_be_empty=False),
+}  # fmt: skip
 """Keys that hold names of the program's own."""
 PROGRAM: Mapping[str, Taker] = {
     "ranks": partial(take.take_int, least=1, most=MAX_WORLD_SIZE),  # processes; 1
@@ -532,11 +528,18 @@ class ProgramVocabulary:
         if "folder" in entries:
             inner = take.take_str(entries["folder"], "program.folder")
             self.folder = (self.folder / inner).resolve()
-        self.target = _target(self.kind, entries[self.kind], self.folder)
-        smaller = take.take_mapping(entries.get("smaller", Node({}, node.origin)),
-                                    "program.smaller")  # fmt: skip
-        self.smaller = {name: take.take_str(value, f"program.smaller.{name}")
-                        for name, value in smaller.items()}  # fmt: skip
+        named = entries[self.kind]
+        self.target = take.take_str(named, f"program.{self.kind}")
+        if self.kind == "script":
+            if not (self.folder / self.target).is_file():
+                expected = "a file, by its path from the scenario's folder"
+                raise named.refused("program.script", expected)
+            self.target = str((self.folder / self.target).resolve())
+        if self.kind == "entry" and not all(self.target.partition(":")):
+            raise named.refused("program.entry", "module:function")
+        smaller, key = entries.get("smaller", Node({}, node.origin)), "program.smaller"
+        self.smaller = {name: take.take_str(value, f"{key}.{name}")
+                        for name, value in take.take_mapping(smaller, key).items()}  # fmt: skip
         self.base = tuple(
             each
             for name, value in entries.items()
@@ -548,16 +551,13 @@ class ProgramVocabulary:
         """As `decode_settings`."""
         full = dotted(where, key)
         head, _, name = key.partition(".")
-        if head in OPEN and name:
-            return (Setting(key, OPEN[head](node, full), node.origin),)
         if key in OPEN:
-            entries = take.take_mapping(node, full)
-            return tuple(Setting(f"{key}.{n}", OPEN[key](value, f"{full}.{n}"), value.origin)
-                         for n, value in entries.items())  # fmt: skip
-        if key not in PROGRAM:
+            return tuple(each for n, value in take.take_mapping(node, full).items()
+                         for each in self.decode(f"{key}.{n}", value, written, where))  # fmt: skip
+        if (taker := OPEN.get(head) if name else PROGRAM.get(key)) is None:
             legal = (*(f"{name}.X" for name in OPEN), *PROGRAM)
             raise written.error(full, "a known key", shown(key), legal=legal)
-        return (Setting(key, PROGRAM[key](node, full), node.origin),)
+        return (Setting(key, taker(node, full), node.origin),)
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a tap that is no pattern)."""
@@ -572,9 +572,7 @@ class ProgramVocabulary:
             try:
                 tap_pattern(pattern)
             except ConfigError as error:
-                raise settings["taps"].origin.error(
-                    "taps", error.expected, shown(error.got), legal=error.legal
-                ) from None
+                raise _broken(settings["taps"].origin, error) from None
         spec = ProgramSpec(
             kind=self.kind,  # type: ignore[arg-type] # one of KINDS
             target=self.target, folder=str(self.folder), **opened, smaller=self.smaller,
@@ -594,14 +592,3 @@ class ProgramVocabulary:
             plain=plain, identity=(started, rest, steps, world_size, taps, stress), steps=steps,
             world_size=world_size, taps=taps,
         )  # fmt: skip
-
-
-def _target(kind: str, node: Node, folder: Path) -> str:
-    text = take.take_str(node, f"program.{kind}")
-    if kind == "script":
-        if not (folder / text).is_file():
-            raise node.refused("program.script", "a file, by its path from the scenario's folder")
-        return str((folder / text).resolve())
-    if kind == "entry" and not all(text.partition(":")):
-        raise node.refused("program.entry", "module:function")
-    return text
