@@ -528,7 +528,7 @@ MUTATIONS = [
     *_of(
         "provenance.py",
         "test_provenance",
-        ("flags_of_the_cpu_count_for_nothing", "sha256(features.encode())", 'sha256(b"")'),
+        ("flags_of_the_cpu_count_for_nothing", "sha256(features.encode())", "sha256(bytes())"),
         ("changes_on_top_unseen", "if not changed and not added:", "if not added:"),
         ("variables_are_no_fact", 'found["variables"] = dict(stored)', 'found["variables"] = {}'),
     ),
