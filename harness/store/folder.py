@@ -58,6 +58,13 @@ from harness.store.files import (
 )  # fmt: skip
 from harness.store.streams import read_ranks
 
+__all__ = [
+    "CASES_FILE", "CASE_FILE", "LEGS", "MANIFEST_FILE", "OUTCOME_FILE", "OWN_FOLDERS",
+    "SEARCH_FILE", "SHARDS_FILE", "SPEC_FILE", "VERDICT_FILE", "CaseRuns", "RunFolder", "begin_run",
+    "find_verdict", "kept_folder", "load_case", "load_run_folder", "num_kept", "read_outcome",
+    "read_verdict", "save_outcome", "sealed_outcome", "set_aside",
+]  # fmt: skip
+"""Of `harness.store`."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
