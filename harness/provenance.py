@@ -242,29 +242,26 @@ def facts(manifest: Mapping[str, Any]) -> Facts:
     return found
 
 
+def _named(manifest: Mapping[str, Any], *kinds: Kind) -> dict[str, Any]:
+    """Programs, and the facts of some kinds, by name."""
+    found, named = facts(manifest), dict(_mapping(manifest.get(PROGRAMS_KEY)))
+    for kind in kinds:
+        named |= {f"{_NOUNS.get(kind, '')}{name}": v for name, v in found.get(kind, {}).items()}
+    return named
+
+
 def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same where runs of one folder are made in several sittings, by name.
 
     Not the machine: ranks record it, and a verdict over two of them says so.
     """
-    found = facts(manifest)
-    plain: dict[str, Any] = {"code": manifest.get("code"), **_mapping(manifest.get(PROGRAMS_KEY))}
-    for kind in ("packages", "variables"):
-        plain |= {f"{_NOUNS[kind]}{name}": v for name, v in found.get(kind, {}).items()}
-    return plain
+    return {"code": manifest.get("code")} | _named(manifest, "packages", "variables")
 
 
 def everything(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """All facts of a manifest but the commit, by name, as text: what answers of a search hold for.
-
-    The code is named by its contents.
-    """
-    named = {
-        f"{_NOUNS.get(kind, '')}{name}": str(value)
-        for kind in MACHINE_KINDS
-        for name, value in facts(manifest).get(kind, {}).items()
-    }
-    return named | {name: str(v) for name, v in _mapping(manifest.get(PROGRAMS_KEY)).items()}
+    """All facts but the commit, by name, as text: what answers of a search hold for. Of the
+    programs the code is named by its contents."""
+    return {name: str(v) for name, v in _named(manifest, *MACHINE_KINDS).items()}
 
 
 # --- differences ------------------------------------------------------------------------------
