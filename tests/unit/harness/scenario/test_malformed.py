@@ -6,6 +6,7 @@ for the file's path. A line that ends in `legal values:` goes on with names that
 
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -26,23 +27,38 @@ def test_the_table_is_the_corpus() -> None:
     assert {path.stem for path in CORPUS.glob("*.yaml")} == set(EXPECTED)
 
 
+def complaint(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str]:
+    """Exit code of `harness run` and the only line that it says."""
+    began = time.process_time()
+    code = main(["run", *map(str, args)])
+    assert time.process_time() - began < 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return code, err.rstrip("\n")
+
+
+def fits(err: str, expected: str) -> bool:
+    """Whether a line is as expected, or begins so where it goes on with legal values."""
+    whole = f"harness: {expected}"
+    return err.startswith(whole) if expected.endswith("legal values:") else err == whole
+
+
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_one_clear_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A mistake costs one line with file, line, key, expected, got; exit 4, or 5 for no case."""
     path = CORPUS / f"{name}.yaml"
-    began = time.process_time()
-    code = main(["run", str(path), "--dry-run"])
-    seconds = time.process_time() - began
-    out, err = capsys.readouterr()
-    expected = "harness: " + EXPECTED[name].replace("@", str(path))
-    if expected.endswith("legal values:"):
-        assert err.startswith(expected)
-    else:
-        assert err == expected + "\n"
-    assert err.count("\n") == 1
-    assert out == ""
+    code, err = complaint(capsys, path, "--dry-run")
+    assert fits(err, EXPECTED[name].replace("@", str(path))), err
     assert code == (5 if name in NOTHING_LEFT else 4)
-    assert seconds < 2
+
+
+@pytest.mark.parametrize("line", (CORPUS / "options.txt").read_text().splitlines())
+def test_a_wrong_option_is_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error in an option names the option, not the file, and never goes unnoticed."""
+    options, _, expected = line.partition("\t")
+    path = CORPUS.parent / "legal" / "the_reference_is_no_case.yaml"
+    code, err = complaint(capsys, path, *shlex.split(options))
+    assert (code, fits(err, expected)) == (4, True), err
 
 
 MONSTERS: dict[str, tuple[bytes, str]] = {
@@ -70,14 +86,10 @@ def test_monsters_cost_one_line_and_no_time(
         path = tmp_path / "missing" / ".." / "gone.yaml"
     elif name == "pipe":
         os.mkfifo(path)
-    began = time.process_time()
-    code = main(["run", str(path)])
-    seconds = time.process_time() - began
-    out, err = capsys.readouterr()
-    assert (code, out, err.count("\n")) == (4, "", 1)
+    code, err = complaint(capsys, path)
+    assert code == 4
     assert err.startswith(f"harness: {path}:")
     assert said in err
-    assert seconds < 2
 
 
 def test_the_same_through_a_real_process() -> None:

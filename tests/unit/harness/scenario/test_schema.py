@@ -121,39 +121,6 @@ def test_options_replace_what_the_file_says(tmp_path: Path) -> None:
         assert spec == SoakSpec(by="duration", amount=7, stall_s=9)
 
 
-@pytest.mark.parametrize(
-    ("sets", "axes", "said"),
-    [
-        (("stepz=5",), (), "--set stepz: stepz: expected a known key"),
-        (("steps=five",), (), "--set steps: steps: expected an integer, got 'five'"),
-        (("steps",), (), "expected KEY=YAML, got 'steps'"),
-        (("=5",), (), "expected KEY=YAML"),
-        (("steps=",), (), "expected KEY=YAML"),
-        (("steps=[",), (), "--set steps: syntax: expected valid YAML"),
-        (("launch.tmeout_s=5",), (), "--set launch.tmeout_s: launch.tmeout_s: expected a known"),
-        (("launch.timeout_s=1e300",), (), "and at most 2592000"),
-        (("launch.slots=2", "launch.slots.x=2"), (), "--set launch.slots.x: launch.slots.x: exp"),
-        (("launch.slots.x=2",), (), "launch.slots: expected an integer >= 1, got the mapping"),
-        (("launch=2",), (), "--set launch: launch: expected a known key"),
-        (("soak.perod=2",), (), "--set soak.perod: soak.perod: expected a known key"),
-        (("launch.timeout_s=-5",), (), "--set launch.timeout_s: launch.timeout_s: expected"),
-        (("graph=[attn]",), (), "a key that no axis sets (say --axis graph=[...])"),
-        (("parallel={dp: 2}",), (), "expected a key that no axis sets"),
-        ((), ("graph=eager",), "--axis graph: axes.graph: expected a list"),
-        ((), ("grph=[eager]",), "--axis grph: axes.grph: expected a known key"),
-        ((), ("seed=[1, 1]",), "--axis seed: axes.seed: expected each value once, got 1 twice"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    sets: tuple[str, ...], axes: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    """An error in an option names the option, not the file, and never goes unnoticed."""
-    with pytest.raises(ScenarioError) as caught:
-        load(tmp_path, Overrides(sets, axes))
-    assert said in str(caught.value)
-    assert "case.yaml" not in str(caught.value)
-
-
 @given(data=st.binary(max_size=300))
 @example(data=b"1_")
 @example(data=b"1__0")
