@@ -241,13 +241,14 @@ class _Maker:
         # some: an eager reference stops there, as what is compared is what both have.
         is_open = self.scenario.soak is not None and self.scenario.soak.is_open
         some = is_open and bool(candidate.graph or reference.graph)
+        specs = {
+            role: self._run(leg, role, plants[role], soaks=not some or bool(leg.graph))
+            for role, leg in zip(LEGS, (candidate, reference, reference), strict=True)
+        }
         return CaseSpec(
             id=name, scenario=self.scenario.name,
             labels={key: choice.label for key, choice in held.items()},
-            **{
-                role: self._run(leg, role, plants[role], soaks=not some or bool(leg.graph))
-                for role, leg in zip(LEGS, (candidate, reference, reference), strict=True)
-            },
+            reference=specs["reference"], control=specs["control"], candidate=specs["candidate"],
             expect=compare.expect, checks=checks,
             repeats=checks.get("throughput", {}).get("repeats", 0),
             # Within a tolerance bits differ by design: that they come again says nothing.

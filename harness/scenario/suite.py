@@ -352,8 +352,15 @@ def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
 class Labelled(Protocol):
     """What is asked of a case: its name, and its value on each axis."""
 
-    id: str
-    labels: dict[str, str]
+    @property
+    def id(self) -> str:
+        """Of its own."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Values by axis."""
+        ...
 
 
 Case = TypeVar("Case", bound=Labelled)
