@@ -134,8 +134,10 @@ def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
 def test_ids_are_blind_to_order(tmp_path: Path) -> None:
     """Other orders of keys and values change the order of cases, never an id or a run."""
     fsdp = [{"pool": "double", "reduce_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
-    axes: dict[str, list[Any]] = {"parallel": DPS, "seed": [3, 1], "optim.lr": [1, 0.1, 1e-5], "dtype": ["bf16", "fp32"],
-            "fsdp": fsdp[1:], "steps": [4, 3], "graph": GRAPHS}  # fmt: skip
+    axes: dict[str, list[Any]] = {
+        "parallel": DPS, "seed": [3, 1], "optim.lr": [1, 0.1, 1e-5], "dtype": ["bf16", "fp32"],
+        "fsdp": fsdp[1:], "steps": [4, 3], "graph": GRAPHS,
+    }  # fmt: skip
     other = {name: list(reversed(values)) for name, values in reversed(axes.items())}
     first, second = (cases(tmp_path, axes=each) for each in (axes, other))
     assert len({case.id for case in first}) == len(first) == 2 * 2 * 3 * 2 * 2 * 2
