@@ -64,10 +64,12 @@ _NOUNS: dict[Kind, str] = {"packages": "package ", "variables": "variable "}
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that decide bits, without secrets."""
     masker = Masker(environ)
-    return {
-        name: masker.text(value) for name, value in sorted(environ.items())
-        if _NUMERIC.fullmatch(name) and not _OF_NO_NUMBER.fullmatch(name) and not is_telling(name)
-    }  # fmt: skip
+    return {name: masker.text(value) for name, value in sorted(environ.items()) if _decides(name)}
+
+
+def _decides(name: str) -> bool:
+    is_numeric = _NUMERIC.fullmatch(name) is not None and _OF_NO_NUMBER.fullmatch(name) is None
+    return is_numeric and not is_telling(name)
 
 
 # --- of a rank --------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def facts(manifest: Mapping[str, Any]) -> Facts:
         found["commit"] = said
     stored = _mapping(manifest.get("environment")).get("variables")
     if isinstance(stored, Mapping):
-        found["variables"] = dict(stored)
+        found["variables"] = {name: v for name, v in stored.items() if _decides(str(name))}
     machine = manifest.get("machine")
     if not isinstance(machine, Mapping):
         return found
