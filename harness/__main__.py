@@ -13,10 +13,9 @@ from typing import Any, TextIO
 
 
 class _Outlet(io.FileIO):
-    """A stream's descriptor."""
+    """A stream's descriptor: to nowhere once nobody reads; `Infrastructure`: the device refused."""
 
     def write(self, data: Any, /) -> int:
-        """Write; to nowhere once nobody reads (`Infrastructure`: the device refused)."""
         try:
             return super().write(data) or 0
         except OSError as error:

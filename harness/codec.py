@@ -28,8 +28,7 @@ class Json:
     def __post_init__(self) -> None:
         """Hold the defaults of keys that were left out: msgspec leaves them to the class."""
         if len(self.__dict__) < len(fields := dataclasses.fields(self)):
-            for field in fields:
-                self.__dict__.setdefault(field.name, getattr(self, field.name))
+            self.__dict__.update({f.name: getattr(self, f.name) for f in fields})
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""
@@ -59,9 +58,7 @@ def dumps(value: Json | Mapping[str, Any]) -> str:
 
 
 def strict_loads(data: bytes | str) -> Any:
-    """The value of a text of JSON.
-
-    Not by msgspec, which refuses half of a surrogate pair: what programs print may hold some.
+    """The value of a text of JSON, by the standard library: msgspec refuses half surrogate pairs.
 
     Raises:
         ValueError: not UTF-8, not JSON, no number of 64 bits, a key twice, or nested too deeply.

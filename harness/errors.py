@@ -27,9 +27,8 @@ def one_line(text: str) -> str:
 
 def shown(value: object) -> str:
     """`value` as an error message shows it: quoted, on one line, cut to a readable length."""
-    plain = {True: "true", False: "false", None: "nothing"}
-    known = value is None or isinstance(value, bool)
-    text = plain[value] if known else one_line(repr(value))  # type: ignore[index]
+    words = {"True": "true", "False": "false", "None": "nothing"}
+    text = words.get(text := repr(value)) or one_line(text)
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return f"{text[: MAX_SHOWN_CHARS - 1]}… ({len(text)} characters)"
@@ -62,42 +61,23 @@ class UsageError(HarnessError, ValueError):
 class ScenarioError(UsageError):
     """A value in a scenario file (or in a `--set` or `--axis` option) that cannot be.
 
-    Attributes:
-        file: path as the user gave it, or the option's name.
-        line: line in the file, from 1; None for a whole file or an option.
-        key: dotted key at fault.
-        expected: what should be there, in words.
-        got: what is there, already rendered (see `shown`).
-        legal: the legal values, if they can be listed.
-        rule: name of the rule of the configuration that is broken, if it is one.
+    `file` is the path as the user gave it, or the option's name; `line` counts from 1, None for a
+    whole file or an option; `got` is already rendered (see `shown`); `legal` are the legal values,
+    if they can be listed; `rule` names the broken rule of the configuration, if it is one.
     """
 
     def __init__(
-        self,
-        *,
-        file: str,
-        line: int | None,
-        key: str,
-        expected: str,
-        got: str,
-        legal: Iterable[object] = (),
-        rule: str = "",
-    ) -> None:
-        self.file = file
-        self.line = line
-        self.key = key
-        self.expected = expected
-        self.got = got
-        self.legal = tuple(legal)
-        self.rule = rule
+        self, *, file: str, line: int | None, key: str, expected: str, got: str,
+        legal: Iterable[object] = (), rule: str = "",
+    ) -> None:  # fmt: skip
+        self.file, self.line, self.key, self.expected, self.got = file, line, key, expected, got
+        self.legal, self.rule = tuple(legal), rule
         where = file if line is None else f"{file}:{line}"
         text = f"{where}: {key}: expected {expected}, got {got}"
         if self.legal:
-            legal_words = (v if isinstance(v, str) else shown(v) for v in self.legal)
-            text += f"; legal values: {', '.join(legal_words)}"
-        if self.rule:
-            text += f"; rule: {self.rule}"
-        super().__init__(text)
+            words = (v if isinstance(v, str) else shown(v) for v in self.legal)
+            text += f"; legal values: {', '.join(words)}"
+        super().__init__(text + (f"; rule: {rule}" if rule else ""))
 
 
 class NothingSelected(HarnessError):
@@ -123,9 +103,7 @@ class Interrupted(HarnessError):
 
 
 class InternalError(HarnessError):
-    """A mistake of the harness itself."""
-
-    exit_code = ExitCode.INTERNAL
+    """A mistake of the harness itself, as `HarnessError` says of any."""
 
 
 def did_you_mean(word: str, legal: Iterable[str]) -> str:

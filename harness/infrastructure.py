@@ -1,18 +1,17 @@
 """Failures of the machine and not of the program, by name: the only ones that may be tried again.
 
 A candidate that crashed by one of them is not judged: no verdict, with the name of what failed. One
-that hung is: only its own ranks know why they did not meet.
-
-What ended a run decides. A run whose records hold a NaN, or in which some rank saw an illegal
-access, ran out of memory or refused its graph is the program's. What a rank printed counts for
-nothing: an exception counts if the rank at fault recorded it, blames no other, and is in the table
-of `harness.recorder.session`.
+that hung is: only its own ranks know why they did not meet. A run whose records hold a NaN, or in
+which some rank saw an illegal access, ran out of memory or refused its graph is the program's. What
+a rank printed counts for nothing: an exception counts if the rank at fault recorded it, blames no
+other, and is in the table of `harness.recorder.session`.
 """
 
 import errno
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from harness.provenance import fingerprint
 from harness.recorder.session import failures_of
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
 
@@ -68,10 +67,7 @@ def signature_of(
 ) -> str:
     """Name of the failure of the machine that ended a run; "" if it was none.
 
-    Args:
-        outcome: how the run ended.
-        errors: what its ranks recorded as their ends.
-        any_step: whether some rank completed a step.
+    `errors` are what its ranks recorded as their ends, `any_step` whether one completed a step.
     """
     # Of a hang nobody is known to be at fault: who waited in vain says what for. None is heard of
     # who quotes what another one said.
@@ -106,14 +102,7 @@ def _is_of_the_program(records: RankRecords) -> bool:
 
 def shares_gpus(run: RunResult) -> bool:
     """Whether any rank of the run shared its GPU with another one: its times mean nothing."""
-    return any(
-        _host(rank.start.environment).startswith(SHARED_HOST)
-        for rank in run.ranks
-        if rank.start is not None
-    )
-
-
-def _host(environment: Mapping[str, object]) -> str:
-    fingerprint = environment.get("fingerprint", environment)
-    variables = fingerprint.get("environment") if isinstance(fingerprint, Mapping) else None
-    return str(variables.get(HOST_KEY, "")) if isinstance(variables, Mapping) else ""
+    started = (rank.start.environment for rank in run.ranks if rank.start is not None)
+    variables = (fingerprint(environment).get("environment") for environment in started)
+    hosts = (str(held.get(HOST_KEY, "")) for held in variables if isinstance(held, Mapping))
+    return any(host.startswith(SHARED_HOST) for host in hosts)

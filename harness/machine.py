@@ -62,18 +62,13 @@ class Machine(Json):
 def describe(environ: Mapping[str, str] = os.environ) -> Machine:
     """Look at the machine; what cannot be found out is left empty, never an exception."""
     gpus, driver, note = _gpus(environ)
-    versions = {name: found for name in PACKAGES if (found := package_version(name))}
     return Machine(
-        cores=num_cores(),
-        memory_bytes=psutil.virtual_memory().total,
+        cores=num_cores(), memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        python=platform.python_version(),
-        versions=versions,
-        gpus=gpus,
-        gpu_driver=driver,
-        gpu_note=note,
+        python=platform.python_version(), gpus=gpus, gpu_driver=driver, gpu_note=note,
+        versions={name: found for name in PACKAGES if (found := package_version(name))},
         gpus_expected=_gpus_expected(environ, gpus),
-    )
+    )  # fmt: skip
 
 
 def _gpus_expected(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> str:
@@ -82,22 +77,19 @@ def _gpus_expected(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> str:
         return ""
     if gpus:
         return f"the driver reports {len(gpus)} x {gpus[0].name}"
-    if node := next(iter(sorted(Path(DEVICES).glob("nvidia[0-9]*"))), None):
-        return f"{node} is there"
+    if nodes := sorted(Path(DEVICES).glob("nvidia[0-9]*")):
+        return f"{nodes[0]} is there"
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LISTING_S, check=True
-        ).stdout.strip()
+        listed = subprocess.check_output(["nvidia-smi", "-L"], text=True, timeout=LISTING_S,
+                                         stderr=subprocess.DEVNULL)  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "nvidia-smi lists GPUs" if listed.startswith("GPU ") else ""
+    return "nvidia-smi lists GPUs" if listed.strip().startswith("GPU ") else ""
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
@@ -129,21 +121,18 @@ def default_slots(machine: Machine) -> int:
 
 def visible(gpus: tuple[Gpu, ...], devices: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, stops at a bad entry."""
-    if devices is None:
-        return gpus
     chosen: list[Gpu] = []
-    for entry in (part.strip() for part in devices.split(",")):
-        match = _find(gpus, entry)
-        if match is None or match in chosen:
+    for entry in (part.strip() for part in (devices or "").split(",")):
+        named = (
+            gpu
+            for n, gpu in enumerate(gpus)
+            if (n == int(entry) if entry.isdecimal() else entry and gpu.id.startswith(entry))
+        )
+        gpu = next(named, None)  # fmt: skip
+        if gpu is None or gpu in chosen:
             break
-        chosen.append(match)
-    return tuple(chosen)
-
-
-def _find(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
-    if entry.isdecimal():
-        return gpus[int(entry)] if int(entry) < len(gpus) else None
-    return next((gpu for gpu in gpus if entry and gpu.id.startswith(entry)), None)
+        chosen.append(gpu)
+    return gpus if devices is None else tuple(chosen)
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
@@ -158,22 +147,19 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
         return (), "", f"no NVIDIA driver: {error}"
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(
-                Gpu(
-                    id=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(pynvml.nvmlDeviceGetName(handle)),
-                    memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                )
-            )
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        found = tuple(
+            Gpu(id=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+            for handle in handles
+        )  # fmt: skip
     except pynvml.NVMLError as error:
         return (), "", f"the NVIDIA driver does not answer: {error}"
     finally:
         pynvml.nvmlShutdown()
     devices = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible(tuple(found), devices)
+    gpus = visible(found, devices)
     note = "" if gpus else f"CUDA_VISIBLE_DEVICES={devices} leaves none of {len(found)}"
     return gpus, driver, note if found else "no GPU"
 

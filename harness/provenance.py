@@ -1,13 +1,12 @@
 """The one fingerprint of the environment: what made a run, and on what.
 
     of a rank     in its start record      `of_rank` must agree between runs whose bits are compared
-                                           `about_rank` is told: commit, host
+                                           `about_rank` only says: commit, host
     of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
 
-What reads them: the gates of a verdict (`harness.checks.evidence`), `--resume` (`deciding`), the
-history (`for_history`), the bisector (`facts`). Values of variables have no
-secrets, a host is a hash of its name. Needs nothing but the standard library, so that the recorder
-can use it in a program's own environment.
+Read by the gates of a verdict (`harness.checks.evidence`), `--resume` (`deciding`), the history and
+the bisector (`facts`, `everything`). Values have no secrets, a host is a hash of its name. Needs
+nothing but the standard library: the recorder uses it in a program's own environment.
 """
 
 import hashlib
@@ -31,18 +30,17 @@ _OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_CO
 FINGERPRINT = "fingerprint"
 """Key of a start record's environment: the part that gates verdicts."""
 CODE_VARIABLE, COMMIT_VARIABLE = "DELTAZERO_CODE", "DELTAZERO_COMMIT"
-"""What a harness tells its ranks, who were started from the same files."""
 PROGRAM_VARIABLE = "DELTAZERO_PROGRAM"
-"""The same of a program's own files."""
+"""What a harness tells its ranks of the files that they started from, its own and a program's."""
 PROGRAMS_KEY = "programs"
 """Of a manifest: name of a program to a hash of its code."""
-MAX_SHOWN_CHARS = 60
-MOST_SHOWN = 4
+MAX_SHOWN_CHARS, MOST_SHOWN = 60, 4
 
 _NUMERIC = re.compile(
     r"ATEN_CPU_CAPABILITY|CUBLAS\w*|CUDA_(?:LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER"
     r"|MODULE_LOADING)|CUDNN_\w+|DNNL_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|NCCL_\w+|NVIDIA_TF32_OVERRIDE"
-    r"|NVTE_\w+|OMP_(?:DYNAMIC|NUM_THREADS|SCHEDULE|THREAD_LIMIT)|ONEDNN_\w+|OPENBLAS_\w+|PYTHONHASHSEED|PYTORCH_\w+|TORCHDYNAMO_\w+"
+    r"|NVTE_\w+|OMP_(?:DYNAMIC|NUM_THREADS|SCHEDULE|THREAD_LIMIT)|ONEDNN_\w+|OPENBLAS_\w+"
+    r"|PYTHONHASHSEED|PYTORCH_\w+|TORCHDYNAMO_\w+"
     r"|TORCHINDUCTOR_\w+|TORCH_\w+|TRITON_\w+"
 )
 _OF_NO_NUMBER = re.compile(
@@ -80,38 +78,28 @@ def _decides(name: str) -> bool:
 def of_rank(torch: Any, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What decides the bits of a process on any device; `torch` is the module."""
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "machine": platform.machine(),
-        "processor": processor(),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "machine": platform.machine(), "processor": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "environment": variables(environ),
-    }
+        "threads": torch.get_num_threads(), "environment": variables(environ),
+    }  # fmt: skip
 
 
 def of_gpu(torch: Any) -> dict[str, Any]:
-    """The same of its current GPU; only for a process that uses it."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "driver": driver(),
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-        "cudnn": _cudnn(torch),
-    }
+    """The same of its current GPU; only for a process that uses it.
 
-
-def _cudnn(torch: Any) -> int | str | None:
-    """Version of the loaded cuDNN. PyTorch refuses to name one that is older than it was built for.
-
-    A program gets there by importing TransformerEngine before PyTorch loads its own cuDNN.
+    PyTorch refuses to name a cuDNN that is older than it was built for, as a program has it that
+    imports TransformerEngine first: the refusal is the fact then.
     """
     try:
-        version: int | None = torch.backends.cudnn.version()
+        cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:
-        return str(error).partition(". ")[0]
-    return version
+        cudnn = str(error).partition(". ")[0]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()), "driver": driver(),
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()), "cudnn": cudnn,
+    }  # fmt: skip
 
 
 def of_program(packages: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -186,11 +174,9 @@ def installed_packages() -> dict[str, str]:
 def code(root: Path | None = None) -> str:
     """Names the contents of the packages' files: equal for commits that touch other files only."""
     root = root or Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    files = [path for name in PACKAGES for path in sorted((root / name).rglob("*.py"))]
+    named = (f"{path.relative_to(root)}\0".encode() + path.read_bytes() for path in files)
+    return hashlib.sha256(b"".join(named)).hexdigest()[:16]
 
 
 def code_of_scripts(folder: Path) -> str:
@@ -215,57 +201,55 @@ def code_of_program(folder: Path) -> str:
 
 
 def record(
-    machine: Mapping[str, Any],
-    programs: Mapping[str, str] | None = None,
+    machine: Mapping[str, Any], programs: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What a manifest says of the environment.
 
-    Args:
-        machine: `harness.machine.Machine`, as JSON.
-        programs: name to code of programs that are not the built-in one.
-        environ: of this process.
+    `machine` is a `harness.machine.Machine` as JSON; `programs` has the code of those that are not
+    the built-in one, by name.
     """
     return {
-        "machine": machine,
-        "processor": processor(),
-        "packages": installed_packages(),
-        "commit": describe(),
-        "code": code(),
-        PROGRAMS_KEY: dict(programs or {}),
+        "machine": machine, "processor": processor(), "packages": installed_packages(),
+        "commit": describe(), "code": code(), PROGRAMS_KEY: dict(programs or {}),
         "environment": {"python": platform.python_version(), "variables": variables(environ)},
-    }
+    }  # fmt: skip
 
 
 def facts(manifest: Mapping[str, Any]) -> Facts:
     """What a manifest says of the environment, by kind; damage is as if it said nothing."""
     found: Facts = {}
-    if said := {"commit": manifest.get("commit"), **_mapping(manifest.get(PROGRAMS_KEY))}:
-        found |= {"commit": said} if any(said.values()) else {}
+    said = {"commit": manifest.get("commit"), **_mapping(manifest.get(PROGRAMS_KEY))}
+    if any(said.values()):
+        found["commit"] = said
     stored = _mapping(manifest.get("environment")).get("variables")
     if isinstance(stored, Mapping):
-        # Of older manifests, which kept others, too.
         found["variables"] = {name: v for name, v in stored.items() if _decides(str(name))}
     machine = manifest.get("machine")
     if not isinstance(machine, Mapping):
         return found
     found["packages"] = {
-        "python": machine.get("python"),
-        **_mapping(machine.get("versions")),
+        "python": machine.get("python"), **_mapping(machine.get("versions")),
         **_mapping(manifest.get("packages")),
-    }
+    }  # fmt: skip
     found["driver"] = {"gpu_driver": machine.get("gpu_driver")}
-    gpus = machine.get("gpus")
+    gpus, model = machine.get("gpus"), manifest.get("processor")
     found["hardware"] = {
         "cores": machine.get("cores"),
         # Whole GiB: what a kernel keeps for itself differs from boot to boot.
         "memory_gib": round(int(machine.get("memory_bytes") or 0) / 2**30),
         "system": machine.get("system"),
         "gpus": [_mapping(g).get("name") for g in gpus] if isinstance(gpus, list) else [],
-    }
-    if model := manifest.get("processor"):
-        found["hardware"]["processor"] = model
+    } | ({"processor": model} if model else {})
     return found
+
+
+def _named(manifest: Mapping[str, Any], *kinds: Kind) -> dict[str, Any]:
+    """Programs, and the facts of some kinds, by name."""
+    found, named = facts(manifest), dict(_mapping(manifest.get(PROGRAMS_KEY)))
+    for kind in kinds:
+        named |= {f"{_NOUNS.get(kind, '')}{name}": v for name, v in found.get(kind, {}).items()}
+    return named
 
 
 def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,24 +257,13 @@ def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     Not the machine: ranks record it, and a verdict over two of them says so.
     """
-    found = facts(manifest)
-    plain: dict[str, Any] = {"code": manifest.get("code"), **_mapping(manifest.get(PROGRAMS_KEY))}
-    for kind in ("packages", "variables"):
-        plain |= {f"{_NOUNS[kind]}{name}": v for name, v in found.get(kind, {}).items()}
-    return plain
+    return {"code": manifest.get("code")} | _named(manifest, "packages", "variables")
 
 
 def everything(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """All facts of a manifest but the commit, by name, as text: what answers of a search hold for.
-
-    The code is named by its contents.
-    """
-    named = {
-        f"{_NOUNS.get(kind, '')}{name}": str(value)
-        for kind in MACHINE_KINDS
-        for name, value in facts(manifest).get(kind, {}).items()
-    }
-    return named | {name: str(v) for name, v in _mapping(manifest.get(PROGRAMS_KEY)).items()}
+    """All facts but the commit, by name, as text: what answers of a search hold for. Of the
+    programs the code is named by its contents."""
+    return {name: str(v) for name, v in _named(manifest, *MACHINE_KINDS).items()}
 
 
 # --- differences ------------------------------------------------------------------------------
@@ -336,14 +309,13 @@ def describe(root: Path | None = None) -> str:
     """The code under `root`, by default where this package lies; never an exception."""
     root = root or Path(__file__).parents[1]
     folders = [name for name in PACKAGES if (root / name).is_dir()]
+    changes = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", *folders)
     try:
         commit = git(root, "rev-parse", "--verify", "HEAD").decode().strip()
         # A package in site-packages may lie inside somebody's repository without being part of it.
         if not folders or not git(root, "ls-files", "--", *folders):
             return ""
-        changed = git(
-            root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", *folders
-        )
+        changed = git(root, *changes)
         added = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
         if not changed and not added:
             return commit

@@ -1,19 +1,15 @@
 """What flows down the road: run and case specifications, rank records, outcomes, verdicts.
 
-Every type here is a frozen dataclass with `to_json` and `from_json`; files hold one JSON object a
-line (records) or one object (everything else). Floats that are compared are kept as raw bits beside
-a value for people, so nothing is rounded before a comparison. NaN and infinity never appear as JSON
-numbers: `FloatBits.value` is None there and the bits speak.
+Every type is a frozen dataclass with `to_json` and `from_json`. Floats that are compared are kept
+as raw bits beside a value for people, which is None for NaN and infinity. Lines of a rank's file:
 
-Record lines of one rank, in order:
-
-    start  once: rank, world size, device, tensor names of each digest, environment fingerprint
-    names  from a program that the harness did not write: tensor names from one step on
+    start    once: rank, world size, device, tensor names of each digest, environment fingerprint
+    names    from a program that the harness did not write: tensor names from one step on
     initial  at most once: digests of the state before the first step
-    step   once a step: loss, microbatch losses, gradient norm, digests, non-finite tensors, memory
-    event  any time: a named fact that is not compared (graph captured, fault planted)
-    error  at most once: the exception that ended the rank
-    end    once, only if all steps ran
+    step     once a step: losses, gradient norm, digests, non-finite tensors, memory
+    event    any time: a named fact that is not compared (graph captured, fault planted)
+    error    at most once: the exception that ended the rank
+    end      once, only if all steps ran
 """
 
 import dataclasses
@@ -21,6 +17,7 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
@@ -49,10 +46,8 @@ WHATS: tuple[What, ...] = typing.get_args(What)
 
 DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
-SAMPLES = "samples"
-"""Group of what a rank of the built-in trainer reads in a step: its tokens and targets."""
-TOKENS = "tokens"
-"""The first tensor of `SAMPLES`."""
+SAMPLES, TOKENS = "samples", "tokens"
+"""Group of what a rank of the built-in trainer reads in a step; the first tensor in it."""
 GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
 COPIES = "copies"
@@ -66,11 +61,9 @@ ABSENT = "f" * DIGEST_HEX_CHARS
 NEVER_RAN = "f" * 8
 UNFINISHED = "unfinished step"
 """Name of the event of a rank that fails in a run with taps: their rows so far."""
-
-
 Passed = Literal["", "forward", "backward", "reduce", "optimizer", "capture", "replay"]
 """The part of a step that an exception passed through; `replay`: of a graph of a whole step."""
-
+MAX_KEPT_BYTES = 256 << 20
 MAX_WORLD_SIZE = 1 << 17
 """Each rank is looked for: a damaged number must not keep a reader for ever."""
 
@@ -85,9 +78,6 @@ class ExitCode(IntEnum):
     USAGE = 4
     NOTHING_RAN = 5
     NO_VERDICT = 6
-
-
-MAX_KEPT_BYTES = 256 << 20
 
 
 # --- specifications ---------------------------------------------------------------------------
@@ -146,9 +136,9 @@ class KeepSpec(Json):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, is_legal in {"step": self.step >= 0, "names": bool(self.names),
-                               "max_bytes": self.max_bytes > 0}.items():  # fmt: skip
-            if not is_legal:
+        for name, amount in {"step": self.step + 1, "names": len(self.names),
+                             "max_bytes": self.max_bytes}.items():  # fmt: skip
+            if amount < 1:
                 raise RecordError(f"keep.{name}: expected one or more, got {getattr(self, name)}")
 
 
@@ -307,8 +297,7 @@ class StepRecord(Json):
 class NamesRecord(Json):
     """Names of tensors from step `step` on, for the groups that change; -1 is the initial state.
 
-    The readers of rank files lay them over the steps, so that every step of a `RankRecords` has the
-    same tensors; what a step did not hold has the digest `ABSENT`.
+    Readers lay them over the steps, so that all of a `RankRecords` have the same tensors.
     """
 
     rank: int
@@ -645,10 +634,8 @@ class Verdict(Json):
     confirmation: Confirmation | None = None
 
 
-# --- what a rank gave to collectives ---------------------------------------------------------
-
 GIVEN = "given"
-"""Name of the event."""
+"""Name of the event that says what a rank gave to collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -666,9 +653,6 @@ def given_in(records: RankRecords, step: int) -> tuple[GivenCall, ...]:
     """In the order in which the rank entered them; empty where nothing was written down."""
     for event in records.events:
         if event.name == GIVEN and event.step == step:
-            calls = event.detail.get("calls")
-            try:
-                return tuple(GivenCall.from_json(each) for each in calls or ())
-            except (RecordError, TypeError):
-                return ()
+            with suppress(RecordError, TypeError):
+                return tuple(GivenCall.from_json(each) for each in event.detail.get("calls") or ())
     return ()

@@ -6,8 +6,7 @@ from typing import Any
 
 from fsdp_core.config import ConfigError, ParallelConfig
 from harness.errors import UsageError
-from harness.scenario.case_id import Choice
-from harness.scenario.settings import decode_settings
+from harness.scenario.settings import Choice, decode_settings
 from harness.scenario.yaml_source import Origin, parse_text
 
 OPTION = "--parallel"

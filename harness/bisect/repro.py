@@ -54,10 +54,10 @@ from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, command_line
 from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
-from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
 from harness.scenario.settings import OPEN
+from harness.scenario.suite import whole_id
 from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")

@@ -53,7 +53,7 @@ from harness.repeats import runs_of
 from harness.runner import launch
 from harness.runner.retries import clear_leftovers
 from harness.runner.run import stop_on_signals
-from harness.scenario.case_id import whole_id
+from harness.scenario.suite import whole_id
 from harness.store import LEGS, MANIFEST_FILE, RunFolder
 from harness.store.verify import DEFAULT_OUT
 from harness.terminal import typed

@@ -31,7 +31,7 @@ from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
 from harness.runner.estimates import Seconds
 from harness.runner.plan import Plan, Queue, arrange
 from harness.runner.retries import held_against_attempts, is_left, why_again
-from harness.store import CASE_FILE, CASES_FILE, LEGS, RunFolder
+from harness.store import CASE_FILE, CASES_FILE, LEGS, RunFolder, num_kept
 from harness.store.files import write_atomic
 from harness.store.verify import verified
 
@@ -256,7 +256,7 @@ class _Matrix:
     def _start(self, spec: RunSpec) -> None:
         self.under_way.add(spec.key)
         self.folder.set_aside(spec.key)
-        attempt = self.folder.num_attempts(spec.key)
+        attempt = num_kept(self.folder.run_folder(spec.key))
         self.engine.start(spec, self.folder.run_folder(spec.key), attempt=attempt)
         self.progress.run_started(spec)
 

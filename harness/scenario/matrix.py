@@ -1,28 +1,31 @@
 """From a scenario to its cases: axes multiply, exclude removes, include extends or adds.
 
-The rules, in the order in which they apply:
-
 1. The product of all axes is taken. The combinations whose compared axis has its reference value
-   are not cases: each is the reference leg of its neighbours.
-2. An `exclude` entry names some axes, each with one of its values, and removes every case that has
-   all of them. An entry that removes no case of the product is an error.
-3. An `include` entry names axes and any other settings. If some of the cases left agree with every
-   axis value that it names (all agree if it names none), it extends these with its other settings,
-   in both legs; a later entry wins over an earlier one. If no case agrees, it adds one case of
-   exactly its settings over `base`, which needs a value of the compared axis that is not the
-   reference. Values that are not on the axis are allowed here. Entries see the cases of the
-   product only, not those that other entries added. An entry that changes nothing is an error.
+   are not cases: each is the reference of its neighbours.
+2. An `exclude` entry removes every case that has all the values of axes that it names.
+3. An `include` entry names values of axes and any other settings. Cases of the product that agree
+   with every such value (all agree if there is none) get the other settings, in both runs; a later
+   entry wins. If no case agrees, one is added of exactly the entry's settings over `base`: it needs
+   a value of the compared axis that is not the reference, and its values may be on no axis.
 
-Each case then has three runs: the candidate; the reference, with the compared axis at its reference
-value and nothing else changed; and the control, which is the reference again. A planted fault goes
-into the legs that it names; the other legs get its counterpart, if the catalogue gives it one.
+An entry that changes nothing is an error. Each case has three runs: the candidate; the reference,
+with the compared axis at its reference value and nothing else changed; and the control, which is
+the reference again. A planted fault goes into the runs that it names, its counterpart, if the
+catalogue gives it one, into the others.
+
+An id has one token a key: `parallel` first, the compared axis last, the others in alphabetical
+order, as in `dp2_tp4-lr0.001-attn`. It says all in which the case departs from `base`, so an edit
+of one part of a scenario renames only the cases that this part makes.
 """
 
 import dataclasses
 import gc
+import hashlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,16 +34,16 @@ from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.records import CaseSpec, PlantSpec, RunSpec, each_of, joined
 from harness.repeats import refusal
-from harness.scenario.case_id import Assignment, Choice, unique_ids
-from harness.scenario.decode import dotted
 from harness.scenario.schema import Rule, Scenario
-from harness.scenario.settings import Leg, check_has_part, overlay
-from harness.scenario.yaml_source import Origin
+from harness.scenario.settings import Choice, Leg, check_has_part, overlay
+from harness.scenario.yaml_source import Origin, dotted
 from harness.soaking import LEAST_STEPS
 from harness.tolerance import ROUNDING, LossGap, tolerance_of
 
-MAX_COMBINATIONS = 50_000
+MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
 Device = Literal["cpu", "cuda"]
+Assignment = dict[str, Choice]
+"""What a case says beyond the scenario's base: key to choice."""
 Plants = Mapping[str, PlantSpec | None]
 """What is planted, by role of the run in its case."""
 _NO_PLANTS: Plants = dict.fromkeys(LEGS)
@@ -68,7 +71,7 @@ def expand_marked(
         left, added = _assignments(scenario)
         if not (assignments := left + added):
             raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
-        ids = unique_ids(assignments, last=scenario.compare.axis)
+        ids = _unique_ids(assignments, scenario.compare.axis)
         maker = _Maker(scenario, device)
         cases = [maker.case(name, held) for name, held in zip(ids, assignments, strict=True)]
         return tuple(cases), tuple(ids[len(left) :])
@@ -83,127 +86,79 @@ def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
         ScenarioError: an exclude or include entry does nothing, or there are too many cases.
     """
     assignments = list(itertools.chain(*_assignments(scenario)))
-    ids = unique_ids(assignments, last=scenario.compare.axis)
+    ids = _unique_ids(assignments, scenario.compare.axis)
     for name, held in zip(ids, assignments, strict=True):
         yield name, {key: choice.label for key, choice in held.items()}
 
 
 def count(scenario: Scenario) -> int:
-    """How many cases `expand` gives. Only axes that an entry names are multiplied out.
+    """How many cases `expand` gives; only axes that an entry names are multiplied out.
 
     Raises:
         ScenarioError: as `named`.
     """
     _check_size(scenario)
     ruled = {key for rule in (*scenario.exclude, *scenario.include) for key in rule.choices}
-    few = dataclasses.replace(
-        scenario, axes=tuple(axis for axis in scenario.axes if axis.name in ruled)
-    )
-    left, added = _assignments(few)
-    others = (c for axis, c in _columns(scenario).items() if axis not in ruled)
-    return len(left) * math.prod(map(len, others)) + len(added)
+    few = tuple(axis for axis in scenario.axes if axis.name in ruled)
+    left, added = _assignments(dataclasses.replace(scenario, axes=few))
+    others = (len(c) for name, c in _columns(scenario).items() if name not in ruled)
+    return len(left) * math.prod(others) + len(added)
 
 
-def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]]:
-    """What the axes give, without what is excluded, and what include entries add."""
-    held = _product(scenario)
-    matching, removed = _matching(held), set[int]()
-    for rule in scenario.exclude:
-        if not (places := matching(rule.choices)):
-            raise rule.origin.error(
-                "exclude",
-                "an entry that removes a case",
-                f"{_words(rule)}, which matches none (the reference leg is no case)",
-            )
-        removed.update(places)
-    return _include(scenario, [each for n, each in enumerate(held) if n not in removed])
+# --- which cases ------------------------------------------------------------------------------
 
 
 def _check_size(scenario: Scenario) -> None:
-    count = math.prod(len(axis.choices) for axis in scenario.axes)
-    if count > MAX_COMBINATIONS:
-        lengths = " x ".join(f"{axis.name} {len(axis.choices)}" for axis in scenario.axes)
-        most, got = f"at most {MAX_COMBINATIONS:,} combinations", f"{lengths} = {count:,}"
+    lengths = [len(axis.choices) for axis in scenario.axes]
+    if (size := math.prod(lengths)) > MAX_COMBINATIONS:
+        words = [f"{axis.name} {n}" for axis, n in zip(scenario.axes, lengths, strict=True)]
+        most, got = f"at most {MAX_COMBINATIONS:,} combinations", f"{' x '.join(words)} = {size:,}"
         raise scenario.axes[0].origin.error("axes", most, got)
 
 
 def _columns(scenario: Scenario) -> dict[str, list[Choice]]:
     """The values of each axis in a candidate."""
-    compare = scenario.compare
-    return {
-        each.name: [c for c in each.choices
-                    if each.name != compare.axis or c.identity != compare.reference.identity]
-        for each in scenario.axes
-    }  # fmt: skip
+    reference = scenario.compare.reference
+    return {axis.name: [c for c in axis.choices if c is not reference] for axis in scenario.axes}
 
 
-def _product(scenario: Scenario) -> list[Assignment]:
+def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]]:
+    """What the axes give, without what is excluded, and what include entries add."""
     _check_size(scenario)
     columns = _columns(scenario)
-    return [dict(zip(columns, row, strict=True)) for row in itertools.product(*columns.values())]
-
-
-def _matching(assignments: list[Assignment]) -> Callable[[Mapping[str, Choice]], list[int]]:
-    """Finds the places of those that have every wanted choice, without asking each each time."""
-    by_names: dict[tuple[str, ...], dict[tuple[Hashable, ...], list[int]]] = {}
-
-    def matching(wanted: Mapping[str, Choice]) -> list[int]:
-        names = tuple(sorted(wanted))
-        if names not in by_names:
-            groups = by_names[names] = {}
-            for place, held in enumerate(assignments):
-                key = tuple([held[name].identity for name in names])
-                groups.setdefault(key, []).append(place)
-        return by_names[names].get(tuple(wanted[name].identity for name in names), [])
-
-    return matching
-
-
-def _include(
-    scenario: Scenario, assignments: list[Assignment]
-) -> tuple[list[Assignment], list[Assignment]]:
-    matching = _matching(assignments)
-    extended = [dict(held) for held in assignments]
-    added: list[Assignment] = []
+    left = [dict(zip(columns, row, strict=True)) for row in itertools.product(*columns.values())]
+    removed, whole = set[int](), left
+    for rule in scenario.exclude:
+        if not (places := _matching(whole, rule.choices)):
+            got = f"{_words(rule)}, which matches none (the reference leg is no case)"
+            raise rule.origin.error("exclude", "an entry that removes a case", got)
+        removed.update(places)
+    left, added = [held for n, held in enumerate(whole) if n not in removed], []
     for rule in scenario.include:
-        on_axes = {key: c for key, c in rule.choices.items() if scenario.axis(key) is not None}
-        others = {key: c for key, c in rule.choices.items() if key not in on_axes}
-        places = matching(on_axes)
-        if not places:
+        on_axes = {key: choice for key, choice in rule.choices.items() if key in columns}
+        others = {key: choice for key, choice in rule.choices.items() if key not in columns}
+        if not (places := _matching(left, on_axes)):
             added.append(_added(scenario, rule))
         elif not others:
-            raise rule.origin.error(
-                "include",
-                "an entry that extends or adds a case",
-                f"{_words(rule)}, a case that the axes already give",
-            )
+            got = f"{_words(rule)}, a case that the axes already give"
+            raise rule.origin.error("include", "an entry that extends or adds a case", got)
         for place in places:
-            _extend(extended[place], others, rule)
-    return extended, added
+            left[place].update(others)
+    return left, added
 
 
-def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
-    for key, choice in others.items():
-        for other, earlier in held.items():
-            if other != key and (shared := set(earlier.leaves) & set(choice.leaves)):
-                raise rule.origin.error(
-                    dotted("include", key),
-                    "one name for a setting",
-                    f"{min(shared)}, which an earlier entry sets as {other}",
-                )
-        held[key] = choice
+def _matching(assignments: Sequence[Assignment], wanted: Mapping[str, Choice]) -> list[int]:
+    """Places of those that have every wanted choice; entries hold the axes' own objects."""
+    pairs = tuple(wanted.items())
+    return [n for n, held in enumerate(assignments) if all(held[k] is c for k, c in pairs)]
 
 
 def _added(scenario: Scenario, rule: Rule) -> Assignment:
-    axis = scenario.compare.axis
-    choice = rule.choices.get(axis)
-    if choice is None or choice.identity == scenario.compare.reference.identity:
+    choice = rule.choices.get(scenario.compare.axis)
+    if choice is None or choice is scenario.compare.reference:
         got = "nothing" if choice is None else "the reference, which is no case by itself"
-        raise (rule.origin if choice is None else choice.origin).error(
-            dotted("include", axis),
-            "a value to compare with the reference, since no case fits to be extended",
-            got,
-        )
+        expected = "a value to compare with the reference, since no case fits to be extended"
+        raise rule.origin.error(dotted("include", scenario.compare.axis), expected, got)
     return dict(rule.choices)
 
 
@@ -211,11 +166,45 @@ def _words(rule: Rule) -> str:
     return ", ".join(f"{key}: {choice.label}" for key, choice in rule.choices.items())
 
 
+# --- ids --------------------------------------------------------------------------------------
+
+
+def _unique_ids(assignments: Sequence[Assignment], last: str) -> list[str]:
+    """An id for each assignment, the axis `last` last; a hash tells those apart that read alike."""
+    ids = []
+    for held in assignments:
+        names = sorted(held, key=lambda name: (name == last, name != "parallel", name))
+        text = "-".join([held[name].token for name in names])
+        ids.append(text if len(text) <= MAX_ID_CHARS else shortened(text, _plain(held)))
+    # Folded: two cases must not share a folder on a file system that ignores case either.
+    counts = Counter(name.casefold() for name in ids)
+    return [name if counts[name.casefold()] == 1 else shortened(name, _plain(held))
+            for name, held in zip(ids, assignments, strict=True)]  # fmt: skip
+
+
+def shortened(name: str, held: str, most: int = MAX_ID_CHARS) -> str:
+    """The beginning of a name and a hash of what it stands for, together at most so long."""
+    digest = hashlib.sha256(held.encode()).hexdigest()[:_HASH_CHARS]
+    return f"{name[: most - _HASH_CHARS - 1]}-{digest}"
+
+
+def _plain(assignment: Assignment) -> str:
+    """Everything that an assignment holds, whatever the order of its keys."""
+    held = {
+        name: {k: v.to_json() if isinstance(v, PlantSpec) else v for k, v in choice.leaves.items()}
+        for name, choice in assignment.items()
+    }
+    return json.dumps(held, sort_keys=True, allow_nan=False)
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Maker:
     """Builds cases; legs and runs that cases share are built once.
 
-    `legs` have a number beside them, one for all that do the same: it is cheaper to hash.
+    Each leg has a number, one for all that do the same: it is cheaper to hash.
     """
 
     scenario: Scenario
@@ -242,21 +231,29 @@ class _Maker:
             raise choice.origin.error(key, "each case once", got)
         for origin, at, expected, got in self._idle(candidate, reference):
             raise origin.error(at, expected, got)
-        self._check_planted(held, candidate, reference, plants)
-        soaks = self._who_soaks(candidate, reference)
+        for role, plant in plants.items():
+            leg = candidate if role == "candidate" else reference
+            for planted in each_of(plant):
+                assert leg.config is not None
+                written = held.get("plant", choice).origin
+                check_has_part(CATALOGUE[planted.fault], leg.config, role, written)
+        # By replays and by duration only runs with graphs go on past their `steps`, if any has
+        # some: an eager reference stops there, as what is compared is what both have.
+        is_open = self.scenario.soak is not None and self.scenario.soak.is_open
+        some = is_open and bool(candidate.graph or reference.graph)
+        specs = {
+            role: self._run(leg, role, plants[role], soaks=not some or bool(leg.graph))
+            for role, leg in zip(LEGS, (candidate, reference, reference), strict=True)
+        }
         return CaseSpec(
-            id=name,
-            scenario=self.scenario.name,
+            id=name, scenario=self.scenario.name,
             labels={key: choice.label for key, choice in held.items()},
-            reference=self._run(reference, "reference", plants["reference"], soaks=soaks[1]),
-            control=self._run(reference, "control", plants["control"], soaks=soaks[1]),
-            candidate=self._run(candidate, "candidate", plants["candidate"], soaks=soaks[0]),
-            expect=compare.expect,
-            checks=checks,
+            reference=specs["reference"], control=specs["control"], candidate=specs["candidate"],
+            expect=compare.expect, checks=checks,
             repeats=checks.get("throughput", {}).get("repeats", 0),
             # Within a tolerance bits differ by design: that they come again says nothing.
             confirm=self.scenario.launch.confirm and compare.expect == "bitwise",
-        )
+        )  # fmt: skip
 
     def _leg(self, held: Assignment) -> tuple[Leg, int]:
         # Choices live as long as the scenario, so their addresses name them.
@@ -267,29 +264,15 @@ class _Maker:
             self.legs[key] = leg, self.numbers.setdefault(leg.identity, len(self.numbers))
         return self.legs[key]
 
-    def _who_soaks(self, candidate: Leg, reference: Leg) -> tuple[bool, bool]:
-        """Whether each leg goes on past its `steps`: those with graphs, all where none has any.
-
-        An eager reference beside graphs stops there: what is compared is what both have.
-        """
-        if (soak := self.scenario.soak) is None:
-            return False, False
-        graphed = bool(candidate.graph), bool(reference.graph)
-        return graphed if any(graphed) and soak.spec.is_open else (True, True)
-
     def _run(self, leg: Leg, role: str, plant: PlantSpec | None, *, soaks: bool) -> RunSpec:
         key = (id(leg), role, plant, soaks)
         if key not in self.runs:
+            launch = self.scenario.launch
             self.runs[key] = RunSpec(
-                config=leg.plain(),
-                device=self.device,
-                world_size=leg.world_size,
-                timeout_s=self.scenario.launch.timeout_s,
-                replica=1 if role == "control" else 0,
-                plant=plant,
-                soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
-                stall_s=self.scenario.launch.stall_s,
-            )
+                config=leg.plain(), device=self.device, world_size=leg.world_size,
+                timeout_s=launch.timeout_s, replica=1 if role == "control" else 0, plant=plant,
+                soak=self.scenario.soak if soaks else None, stall_s=launch.stall_s,
+            )  # fmt: skip
         return self.runs[key]
 
     def _mismatches(self, choice: Choice, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
@@ -311,25 +294,23 @@ class _Maker:
         if compare.expect == ROUNDING and builtin and (why := refusal(reference.plain())):
             # A reference that cannot round at random has no bounds of rounding.
             expected = f"{why[0]}, for rounding to be measured"
-            yield compare.origin, "compare.expect", expected, why[1]
+            yield self.scenario.origins["compare"], "compare.expect", expected, why[1]
 
     def _idle(self, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
         """A check or a soak with nothing to look at would be for nothing."""
-        scenario, checks = self.scenario, self.scenario.checks
-        at, steps = scenario.checks_origin, candidate.steps
+        scenario, checks, steps = self.scenario, self.scenario.checks, candidate.steps
+        at = scenario.origins["checks"]
         taps_due = scenario.program is None  # a script may give its recorder some
         if taps_due and "taps" in checks and not (candidate.taps and reference.taps):
             yield at, "checks.taps", "taps in base, of the modules to compare", "none"
         if "state" in checks and candidate.engine != reference.engine:
-            expected = (
-                "no state, as ranks of two engines hold other parts of each tensor; loss, "
-                "taps and finite say what can be said"
-            )
+            expected = "no state, as ranks of two engines hold other parts of each tensor"
             yield at, "checks.state", expected, f"{candidate.engine} against {reference.engine}"
         if timed := checks.get("throughput"):
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
-            captured = max(leg.num_steps_before_graphs for leg in (candidate, reference))
+            graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
+            captured = max((config.graph_warmup_steps + 1 for config in graphed), default=0)
             if skipped < captured:
                 expected = f"{captured} or more, as graphs are captured in the step before"
                 yield at, "checks.throughput.skip_steps", expected, str(skipped)
@@ -338,25 +319,15 @@ class _Maker:
                 yield at, "steps", expected, str(steps)
         tolerance = tolerance_of(scenario.compare.expect)
         if isinstance(tolerance, LossGap) and tolerance.over > steps:
-            expected = f"at most the number of steps, {steps}"
-            stated = scenario.compare.expect_origin
-            yield stated, "compare.expect.over", expected, str(tolerance.over)
+            expected, got = f"at most the number of steps, {steps}", str(tolerance.over)
+            yield scenario.origins["expect"], "compare.expect.over", expected, got
         if (soak := scenario.soak) is not None:
+            at = scenario.origins["soak"]
             if steps < LEAST_STEPS:
                 expected = f"{LEAST_STEPS} steps at least, as growth of memory shows from there on"
-                yield soak.origin, "soak", expected, f"steps {steps}"
-            if soak.spec.by == "replays" and not candidate.graph:
-                yield soak.origin, "soak.replays", "a graph in every candidate", "an eager one"
-
-    def _check_planted(
-        self, held: Assignment, candidate: Leg, reference: Leg, plants: Plants
-    ) -> None:
-        for role, plant in plants.items():
-            leg = candidate if role == "candidate" else reference
-            for planted in each_of(plant):
-                assert leg.config is not None
-                written = held.get("plant", held[self.scenario.compare.axis]).origin
-                check_has_part(CATALOGUE[planted.fault], leg.config, role, written)
+                yield at, "soak", expected, f"steps {steps}"
+            if soak.by == "replays" and not candidate.graph:
+                yield at, "soak.replays", "a graph in every candidate", "an eager one"
 
 
 def _planted(candidate: Leg, reference: Leg) -> Plants:

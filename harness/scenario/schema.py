@@ -6,7 +6,7 @@
     program  in place of base: a training program of the user's own (`harness.scenario.settings`)
     axes     axis -> list of values; the matrix is their product
     exclude  partial mappings axis -> value: cases that match one are removed
-    include  mappings key -> value: extend the cases that they fit, or add a case
+    include  mappings key -> value: extend the cases that they fit, or add a case (see `matrix`)
     compare  the axis whose reference value every other value is compared with, and how equal they
              are to be: `bitwise`, or a tolerance (harness.tolerance)
     checks   name -> its limits (harness.checks)
@@ -16,7 +16,7 @@
              scenario is run by its name only
     select   all, or pairwise: so many cases that every pair of values that some case has is covered
 
-`matrix` says what exclude and include mean. Every refusal is a `ScenarioError`.
+Every refusal is a `ScenarioError`, one line with file, line and key.
 """
 
 import dataclasses
@@ -31,10 +31,9 @@ from fsdp_core.config import STRESSORS
 from harness.checks import CHECKS, Option, defaults
 from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
 from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
-from harness.scenario import decode as take
-from harness.scenario.case_id import Choice
-from harness.scenario.decode import Key, Taker, dotted, one_of, refuse
+from harness.scenario import yaml_source as take
 from harness.scenario.settings import (
+    Choice,
     Leg,
     ProgramVocabulary,
     Setting,
@@ -44,7 +43,7 @@ from harness.scenario.settings import (
     listed_layouts,
     overlay,
 )
-from harness.scenario.yaml_source import Node, Origin, parse_bytes, parse_text, read_bytes
+from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of
 from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
 from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
 
@@ -80,15 +79,6 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Soak:
-    """The section: what runs are told, the settings that it is short for, and where it is."""
-
-    spec: SoakSpec
-    settings: tuple[Setting, ...]
-    origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
 class Axis:
     """A named list of values, in the order of the file."""
 
@@ -107,16 +97,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Which axis is compared, and which of its values is the reference.
-
-    `expect_origin` is that of `over` in a tolerance that has it.
-    """
+    """Which axis is compared, and which of its values is the reference."""
 
     axis: str
     reference: Choice
     expect: Expect
-    expect_origin: Origin
-    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +114,8 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A decoded scenario. `source` holds the file's bytes, as they go into the run folder."""
+    """A decoded scenario. `source` holds the file's bytes, as they go into the run folder;
+    `origins` are those of compare, its `expect`, checks and soak."""
 
     name: str
     why: str
@@ -141,10 +127,9 @@ class Scenario:
     include: tuple[Rule, ...]
     compare: Compare
     checks: dict[str, dict[str, Any]]
-    checks_origin: Origin
     launch: Launch
-    origin: Origin
-    soak: Soak | None = None
+    origins: Mapping[str, Origin]
+    soak: SoakSpec | None = None
     tier: str = ""
     select: str = "all"
     program: ProgramVocabulary | None = None
@@ -152,78 +137,75 @@ class Scenario:
     def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a rule is broken)."""
         if self.program is None:
-            return build_leg(settings, self.compare.origin)
+            return build_leg(settings, self.origins["compare"])
         return self.program.build(settings)
-
-    def axis(self, name: str) -> Axis | None:
-        """The axis of that name, if there is one."""
-        return next((axis for axis in self.axes if axis.name == name), None)
 
 
 def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Scenario:
-    """Read and decode one scenario file, under values that replace what it says.
-
-    Raises:
-        ScenarioError: the file or an option cannot be used; one line says where and why.
-    """
-    return decode_scenario(read_bytes(Path(path)), str(Path(path)), overrides=overrides)
+    """Read and decode one scenario file, under values that replace what it says."""
+    return decode_scenario(take.read_bytes(Path(path)), str(Path(path)), overrides=overrides)
 
 
 def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Overrides()) -> Scenario:
-    """Decode what a scenario file holds, or would hold; `path` names it in messages.
-
-    Raises:
-        ScenarioError: as `load_scenario`.
-    """
+    """Decode what a scenario file holds, or would hold; `path` names it in messages."""
     origin = Origin(path, 1)
-    root = parse_bytes(source, origin)
+    root = take.parse_bytes(source, origin)
     written = take.take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
     sections, options = _with_options(written, overrides.sets)
     program = _decode_program(sections, path)
     decode = decode_settings if program is None else program.decode
     base = _decode_base(sections.get("base"), decode) if program is None else program.base
     base += tuple(each for option in options for each in decode(*option, ""))
-    axes = _decode_axes(sections["axes"], overrides.axes, base, decode)
-    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    axes, owners = _decode_axes(sections["axes"], overrides.axes, base, decode)
     for key, value, where in options:
-        _refuse_set_axes(key, decode(key, value, where, ""), owners)
-    compare = _decode_compare(sections["compare"], axes, decode)
+        for leaf in (setting.leaf for setting in decode(key, value, where, "")):
+            if leaf in owners:  # it would change nothing
+                expected = f"a key that no axis sets (say --axis {owners[leaf]}=[...])"
+                raise where.error(key, expected, f"{leaf}, a value of the axis {owners[leaf]}")
+    compare, stated = _decode_compare(sections["compare"], axes, decode)
     launch = Launch(**take.take_fields(sections.get("launch", Node({}, origin)), "launch", LAUNCH))
-    soak = _decode_soak(sections.get("soak"), launch.timeout_s)
     checks = _decode_checks(sections["checks"], compare.expect)
-    _refuse_soak(sections, compare, soaked="soak" in checks)
+    soak, more = _decode_soak(sections, launch.timeout_s, compare.expect, soaked="soak" in checks)
+    owned = {each.leaf: "base" for each in base} | {k: f"the axis {v}" for k, v in owners.items()}
+    for each in more:
+        key = "soak.steps" if each.leaf == "steps" else "soak.rotate"
+        _claim(owned, "soak", [each.leaf], key, each.origin)
+    simple = {n: taker(sections[n], n) for n, taker in SIMPLE.items() if n in sections}
     return Scenario(
-        name=_decode_name(sections["name"]), why=_decode_why(sections["why"]),
-        path=path, source=source, base=_with_soak(base, owners, soak), axes=axes,
-        exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode),
+        path=path, source=source, base=(*base, *more), axes=axes,
+        exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode, owners),
         include=_decode_rules("include", sections.get("include"), axes, decode, owners),
-        compare=compare, checks=checks, checks_origin=sections["checks"].origin,
-        launch=launch, origin=origin, soak=soak, tier=_word(sections, "tier", TIERS),
-        select=_word(sections, "select", SELECTIONS) or "all", program=program,
+        compare=compare, checks=checks, launch=launch, soak=soak, program=program, **simple,
+        origins={n: node.origin for n, node in sections.items()} | {"expect": stated.origin},
     )  # fmt: skip
 
 
 def read_tier(path: Path) -> str:
     """The tier of a scenario file, whatever else is in it; "" for none (or `ScenarioError`)."""
-    root = parse_bytes(read_bytes(path), Origin(str(path), 1))
-    return _word(take.take_mapping(root, "file"), "tier", TIERS)
+    root = take.take_mapping(take.parse_bytes(take.read_bytes(path), Origin(str(path), 1)), "file")
+    return str(SIMPLE["tier"](root["tier"], "tier")) if "tier" in root else ""
 
 
-def _word(sections: Mapping[str, Node], key: str, legal: tuple[str, ...]) -> str:
-    return take.take_str(sections[key], key, legal=legal) if key in sections else ""
+def _claim(
+    owners: dict[str, str], owner: str, leaves: Iterable[str], key: str, origin: Origin
+) -> None:
+    """Note who sets some leaves: each is set in one place."""
+    for leaf in leaves:
+        if (other := owners.setdefault(leaf, owner)) != owner:
+            raise origin.error(key, "each setting once", f"{leaf}, which {other} sets too")
 
 
 # --- options over the file --------------------------------------------------------------------
 
 
-def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
+def _split_option(option: str, text: str) -> tuple[str, Node, Origin]:
     """Key, value and origin of a `KEY=YAML` text."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not (equals and key and value.strip()):
         raise Origin(f"{option} {text!r}").error(key or "key", "KEY=YAML", repr(text))
     origin = Origin(f"{option} {key}")
-    return key, parse_text(value, origin), origin
+    return key, take.parse_text(value, origin), origin
 
 
 def _with_options(
@@ -232,7 +214,7 @@ def _with_options(
     """The sections with `--set launch.X` and `--set soak.X` in them, and what else is set."""
     sections, others = dict(written), []
     for option in sets:
-        key, value, origin = split_option("--set", option)
+        key, value, origin = _split_option("--set", option)
         head, *names = key.split(".")
         if head in ("launch", "soak") and names:
             sections[head] = _put(sections.get(head), key, names, value, origin)
@@ -255,61 +237,47 @@ def _put(node: Node | None, key: str, names: list[str], value: Node, origin: Ori
     return dataclasses.replace(node, value=held, keys=node.keys | {name: origin})
 
 
-def _refuse_set_axes(key: str, settings: Iterable[Setting], owners: Mapping[str, str]) -> None:
-    """An option that sets what an axis sets would change nothing."""
-    for setting in settings:
-        if owner := owners.get(setting.leaf):
-            raise setting.origin.error(
-                key,
-                f"a key that no axis sets (say --axis {owner}=[...])",
-                f"{setting.leaf}, a value of the axis {owner}",
-            )
-
-
 # --- name, why, program, base -----------------------------------------------------------------
 
 
-def _decode_name(node: Node) -> str:
-    name = take.take_str(node, "name")
-    if not _SLUG.fullmatch(name):
+def _slug(node: Node, key: str) -> str:
+    if not _SLUG.fullmatch(name := take.take_str(node, key)):
         expected = "a file name of at most 80 letters, digits, '_', '-' and '.', no '.' first"
-        raise refuse(node, "name", expected)
+        raise node.refused(key, expected)
     return name
 
 
-def _decode_why(node: Node) -> str:
-    why = take.take_str(node, "why").strip()
-    if not why:
-        raise refuse(node, "why", "a sentence that says what is at stake", got="an empty string")
-    if len(why) > MAX_WHY_CHARS:
-        raise refuse(node, "why", f"at most {MAX_WHY_CHARS} characters")
-    return why
+def _sentence(node: Node, key: str) -> str:
+    if not 0 < len(text := take.take_str(node, key).strip()) <= MAX_WHY_CHARS:
+        expected = f"a sentence that says what is at stake, of at most {MAX_WHY_CHARS} characters"
+        raise node.refused(key, expected, got="" if text else "an empty string")
+    return text
+
+
+SIMPLE: Mapping[str, Taker] = {
+    "name": _slug, "why": _sentence, "tier": one_of(*TIERS), "select": one_of(*SELECTIONS),
+}  # fmt: skip
 
 
 def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabulary | None:
     """The program of a scenario that has one; then nothing is said of the built-in trainer."""
     if "program" not in sections:
         return None
-    for other in ("base", "soak"):
-        if other in sections:
-            raise sections[other].origin.error(
-                other, "none with program, which is another trainer", "a section"
-            )
+    for other in (each for each in ("base", "soak") if each in sections):
+        expected = "none with program, which is another trainer"
+        raise sections[other].origin.error(other, expected, "a section")
     return ProgramVocabulary(sections["program"], path)
 
 
 def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
-    if node is None:
-        return ()
-    seen: dict[str, Setting] = {}
-    for key, value in take.take_mapping(node, "base").items():
-        for setting in decode(key, value, node.keys[key], "base"):
-            if setting.leaf in seen:
-                got = f"it again (first on line {seen[setting.leaf].origin.line})"
-                where = dotted("base", setting.leaf)
-                raise setting.origin.error(where, "each setting once", got)
-            seen[setting.leaf] = setting
-    return tuple(seen.values())
+    owners: dict[str, str] = {}
+    found: list[Setting] = []
+    for key, value in () if node is None else take.take_mapping(node, "base").items():
+        assert node is not None
+        settings = decode(key, value, node.keys[key], "base")
+        _claim(owners, key, (s.leaf for s in settings), dotted("base", key), value.origin)
+        found += settings
+    return tuple(found)
 
 
 # --- axes, exclude, include, compare ----------------------------------------------------------
@@ -317,32 +285,26 @@ def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
 
 def _decode_axes(
     node: Node, overrides: Iterable[str], base: tuple[Setting, ...], decode: Decode
-) -> tuple[Axis, ...]:
+) -> tuple[tuple[Axis, ...], dict[str, str]]:
+    """The axes, and the name of that which sets a leaf, by leaf."""
     entries, origins = dict(take.take_mapping(node, "axes")), dict(node.keys)
     for option in overrides:
-        name, value, origin = split_option("--axis", option)
+        name, value, origin = _split_option("--axis", option)
         entries[name], origins[name] = value, origin
     if not entries:
-        raise refuse(node, "axes", "at least one axis", got="an empty mapping")
+        raise node.refused("axes", "at least one axis", got="an empty mapping")
     axes = tuple(_decode_axis(name, entries[name], origins[name], base, decode) for name in entries)
-    # Which layouts are legal depends on the model, so there can be but one.
-    listed = any(is_listed(name, entry) for name, entry in entries.items())
     owners: dict[str, str] = {}
     for axis in axes:
-        where = dotted("axes", axis.name)
-        for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
-            if leaf in owners:
-                got = f"{leaf}, which the axis {owners[leaf]} sets too"
-                raise axis.origin.error(where, "each setting on one axis", got)
-            owners[leaf] = axis.name
-    for axis in axes:
-        if listed and any(leaf[:6] == "model." for c in axis.choices for leaf in c.leaves):
-            raise axis.origin.error(
-                dotted("axes", axis.name),
-                "the model in base, as the axis parallel lists layouts that are legal for it",
-                "an axis of models",
-            )
-    return axes
+        leaves = (leaf for choice in axis.choices for leaf in choice.leaves)
+        _claim(owners, axis.name, leaves, dotted("axes", axis.name), axis.origin)
+    # Which layouts are legal depends on the model, so there can be but one.
+    models = [each for each in axes if any(owners[leaf] == each.name for leaf in owners
+                                           if leaf.startswith("model."))]  # fmt: skip
+    if models and any(is_listed(name, entry) for name, entry in entries.items()):
+        expected = "the model in base, as the axis parallel lists layouts that are legal for it"
+        raise models[0].origin.error(dotted("axes", models[0].name), expected, "an axis of models")
+    return axes, owners
 
 
 def _decode_axis(
@@ -357,60 +319,42 @@ def _decode_axis(
         choice = Choice(decode(name, value, origin, "axes"), value.origin)
         if (first := seen.setdefault(choice.identity, choice)) is not choice:
             line = first.origin.line
-            again = (
-                "twice" if line in (None, value.origin.line) else f"again (first on line {line})"
-            )
-            raise refuse(value, key, "each value once", got=f"{value.shown()} {again}")
+            near = line in (None, value.origin.line)
+            got = f"{value.shown()} {'twice' if near else f'again (first on line {line})'}"
+            raise value.refused(key, "each value once", got=got)
     return Axis(name, tuple(seen.values()), origin)
 
 
 def _decode_rules(
     section: str, node: Node | None, axes: tuple[Axis, ...], decode: Decode,
-    owners: Mapping[str, str] | None = None,
+    owners: Mapping[str, str],
 ) -> tuple[Rule, ...]:  # fmt: skip
-    """The entries of exclude, or of include, which knows the owners of leaves."""
-    by_name = {axis.name: axis for axis in axes}
-    rules = []
+    """The entries of exclude or include, with the axes' own objects for values of axes."""
+    by_name, rules = {axis.name: axis for axis in axes}, []
+    legal = by_name if section == "exclude" else None
     nodes = () if node is None else take.take_list(node, section, "mappings", may_be_empty=True)
     for entry in nodes:
-        legal = by_name if owners is None else None
-        entries = take.take_mapping(entry, section, legal=legal, may_be_empty=False)
-        choices = {
-            key: Choice(decode(key, value, entry.keys[key], section), value.origin)
-            for key, value in entries.items()
-        }
-        if owners is not None:
-            _refuse_overlap(choices, owners)
-        else:
-            for key, choice in choices.items():
-                _find_choice(by_name[key], choice, entries[key], dotted(section, key))
+        choices, seen = {}, dict(owners)
+        for key, value in take.take_mapping(
+            entry, section, legal=legal, may_be_empty=False
+        ).items():
+            where = dotted(section, key)
+            choice = Choice(decode(key, value, entry.keys[key], section), value.origin)
+            _claim(seen, key, choice.leaves, where, value.origin)
+            found = _find_choice(by_name[key], choice) if key in by_name else None
+            if found is None and section == "exclude":
+                raise value.refused(where, f"a value of the axis {key}")
+            choices[key] = found or choice
         rules.append(Rule(choices, entry.origin))
     return tuple(rules)
 
 
-def _refuse_overlap(choices: dict[str, Choice], owners: Mapping[str, str]) -> None:
-    """An include entry may set a leaf once, and an axis' leaf only by the axis' own name."""
-    seen: dict[str, str] = {}
-    for key, choice in choices.items():
-        where = dotted("include", key)
-        for leaf in choice.leaves:
-            if (owner := owners.get(leaf, key)) != key:
-                expected, got = f"the axis' own name, {owner}", f"{leaf} under another name"
-                raise choice.origin.error(where, expected, got)
-            if leaf in seen:
-                got = f"{leaf}, which {seen[leaf]} sets too"
-                raise choice.origin.error(where, "each setting once", got)
-            seen[leaf] = key
+def _find_choice(axis: Axis, choice: Choice) -> Choice | None:
+    return next((each for each in axis.choices if each.identity == choice.identity), None)
 
 
-def _find_choice(axis: Axis, choice: Choice, node: Node, key: str) -> Choice:
-    for candidate in axis.choices:
-        if candidate.identity == choice.identity:
-            return candidate
-    raise refuse(node, key, f"a value of the axis {axis.name}")
-
-
-def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compare:
+def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> tuple[Compare, Node]:
+    """The section, and the node to point at where a tolerance does not fit the steps."""
     keys = ("axis", "reference", "expect")
     entries = take.take_mapping(node, "compare", legal=keys, required=keys)
     by_name = {axis.name: axis for axis in axes}
@@ -418,21 +362,18 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
     stated, wanted, axis = entries["expect"], entries["reference"], by_name[name]
     expect = decode_expect(stated, "compare.expect")
     given = Choice(decode(name, wanted, entries["axis"].origin, "compare.reference"), wanted.origin)
-    reference = _find_choice(axis, given, wanted, "compare.reference")
+    if (reference := _find_choice(axis, given)) is None:
+        raise wanted.refused("compare.reference", f"a value of the axis {name}")
     if len(axis.choices) < 2:
-        raise axis.origin.error(
-            dotted("axes", name),
-            "a value beside the reference to compare with it",
-            "the reference alone",
-        )
+        expected = "a value beside the reference to compare with it"
+        raise axis.origin.error(dotted("axes", name), expected, "the reference alone")
     over = stated.value.get("over", stated) if isinstance(stated.value, dict) else stated
-    return Compare(name, reference, expect, over.origin, node.origin)
+    return Compare(name, reference, expect), over
 
 
-EXPECT: Mapping[str, Key] = {
-    name: Key(take.take_count if name == "over" else take.take_float, "see harness.tolerance")
-    for form in FORMS for name in form
-}  # fmt: skip
+EXPECT: Mapping[str, Taker] = {
+    name: take.take_count if name == "over" else take.take_float for form in FORMS for name in form
+}
 
 
 def decode_expect(node: Node, key: str) -> Expect:
@@ -444,7 +385,7 @@ def decode_expect(node: Node, key: str) -> Expect:
     try:
         tolerance_of(expect, key)
     except ToleranceError as error:
-        raise refuse(node, error.key, error.expected, got=error.got) from None
+        raise node.refused(error.key, error.expected, got=error.got) from None
     return expect
 
 
@@ -456,14 +397,14 @@ def _decode_checks(node: Node, expect: Expect) -> dict[str, dict[str, Any]]:
     entries = take.take_mapping(node, "checks", legal=CHECKS)
     got = ", ".join(entries)
     if not entries:
-        raise refuse(node, "checks", "at least one check", got="an empty mapping", legal=CHECKS)
+        raise node.refused("checks", "at least one check", got="an empty mapping", legal=CHECKS)
     if expect != "bitwise" and "loss" not in entries:
         expected = "loss, which is what the tolerance of compare.expect is on"
-        raise refuse(node, "checks", expected, got=got)
+        raise node.refused("checks", expected, got=got)
     evidence = tuple(name for name, check in CHECKS.items() if check.compares)
     if not set(entries) & set(evidence):
         expected = "a check that compares bits, since compare.expect is bitwise"
-        raise refuse(node, "checks", expected, got=got, legal=evidence)
+        raise node.refused("checks", expected, got=got, legal=evidence)
     return {name: _options(name, entry) for name, entry in entries.items()}
 
 
@@ -471,11 +412,10 @@ def _options(name: str, node: Node) -> dict[str, Any]:
     """What a check is asked; what is left unsaid is filled in, so that a case's file says it."""
     key, legal = dotted("checks", name), CHECKS[name].options
     if not legal and node.value != {}:
-        raise refuse(node, key, "an empty mapping, {}")
-    fields = {each: Key(_of_option(option), option.doc) for each, option in legal.items()}
-    options = take.take_fields(node, key, fields)
+        raise node.refused(key, "an empty mapping, {}")
+    options = take.take_fields(node, key, {n: _of_option(each) for n, each in legal.items()})
     if CHECKS[name].needs_option and not options:
-        raise refuse(node, key, " or ".join(legal), got="an empty mapping", legal=legal)
+        raise node.refused(key, " or ".join(legal), got="an empty mapping", legal=legal)
     return defaults(name) | options
 
 
@@ -491,21 +431,13 @@ def _bytes_or_formula(node: Node, key: str) -> int | str:
     try:
         unknown = sorted(names_in(node.value) - set(FORMULA_NAMES))
     except FormulaError as error:
-        raise refuse(node, key, error.expected, got=error.got) from None
+        raise node.refused(key, error.expected, got=error.got) from None
     if unknown:
-        expected = "a formula over known names"
-        raise refuse(node, key, expected, got=unknown[0], legal=FORMULA_NAMES)
+        raise node.refused(key, "a formula over known names", got=unknown[0], legal=FORMULA_NAMES)
     return node.value
 
 
 # --- launch -----------------------------------------------------------------------------------
-
-
-def _name(node: Node, key: str) -> str:
-    word = take.take_str(node, key)
-    if not word or word.split() != [word]:
-        raise refuse(node, key, "a name without spaces")
-    return word
 
 
 def _arguments(node: Node, key: str) -> tuple[str, ...]:
@@ -513,43 +445,36 @@ def _arguments(node: Node, key: str) -> tuple[str, ...]:
     for text in words:
         # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
         option = text.partition("=")[0] if text.startswith("--") else text[:2]
-        # salloc takes the beginning of an option's name for the option: --arr for --array.
-        option = next((o for o in OURS if len(option) > 2 and o.startswith(option)), option)
-        if option in OURS:
-            ours = OURS[option]
-            instead = f"launch.slurm.{ours}" if ours else "an option that is not its own"
-            raise refuse(
-                node, key, f"{instead}, as the engine says {option} itself", got=repr(text)
-            )
-        if not text.startswith("-") or "\n" in text:
-            raise refuse(node, key, "options of salloc, each with its value (--qos=high)",
-                         got=repr(text))  # fmt: skip
+        if option in OURS or not text.startswith("-") or "\n" in text:
+            expected = "options of salloc, each with its value (--qos=high)"
+            if option in OURS:
+                instead = f"launch.slurm.{OURS[option]}" if OURS[option] else "nothing"
+                expected = f"{instead}, as the engine says {option} itself"
+            raise node.refused(key, expected, got=repr(text))
     return words
 
 
-SLURM: Mapping[str, Key] = {
-    "partition": Key(_name, "as salloc knows it; the cluster's default if left out"),
-    "account": Key(_name, "the same"),
-    "walltime_s": Key(take.take_seconds, "limit of a job; the run's timeout and time to start"),
-    "pending_s": Key(take.take_seconds, "how long a job may wait in the queue; a day"),
-    "nodes": Key(take.take_count, "over how many nodes a run is spread; 1"),
-    "ranks_per_node": Key(take.take_count, "at most; by default a node's GPUs, or no limit"),
-    "gpus_per_node": Key(take.take_count, "that a job takes of each node"),
-    "cpus_per_rank": Key(take.take_count, "processors of a rank; 1"),
-    "args": Key(_arguments, "more options of salloc, as they are"),
+SLURM: Mapping[str, Taker] = {
+    "partition": take.take_str,  # as salloc knows it; the cluster's default if left out
+    "account": take.take_str,  # the same
+    "walltime_s": take.take_seconds,  # limit of a job; the run's timeout and time to start
+    "pending_s": take.take_seconds,  # how long a job may wait in the queue; a day
+    "nodes": take.take_count,  # over how many nodes a run is spread; 1
+    "ranks_per_node": take.take_count,  # at most; by default a node's GPUs, or no limit
+    "gpus_per_node": take.take_count,  # that a job takes of each node
+    "cpus_per_rank": take.take_count,  # processors of a rank; 1
+    "args": _arguments,  # more options of salloc, as they are
 }
-LAUNCH: Mapping[str, Key] = {
-    "device": Key(one_of("auto", "cpu", "cuda"), "where runs train; auto: GPUs where there are"),
-    "timeout_s": Key(take.take_seconds, "of a run; 300"),
-    "stall_s": Key(take.take_seconds, "without a record of any rank, until it is a hang; no limit"),
-    "slots": Key(take.take_count, "ranks at a time; what the machine has, or the cluster"),
-    "engine": Key(one_of(*ENGINES), "who starts the runs; local"),
-    "retries": Key(partial(take.take_int, least=0, most=MAX_RETRIES),
-                   "how often a run may be repeated after a failure of the machine; 0"),
-    "confirm": Key(take.take_bool, "where bits differ, both sides are run once more; false"),
-    "slurm": Key(lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
-                 "what each job asks for (`SLURM`)"),
-}  # fmt: skip
+LAUNCH: Mapping[str, Taker] = {
+    "device": one_of("auto", "cpu", "cuda"),  # where runs train; auto: GPUs where there are
+    "timeout_s": take.take_seconds,  # of a run; 300
+    "stall_s": take.take_seconds,  # without a record of any rank, until it is a hang; no limit
+    "slots": take.take_count,  # ranks at a time; what the machine has, or the cluster
+    "engine": one_of(*ENGINES),  # who starts the runs; local
+    "retries": partial(take.take_int, least=0, most=MAX_RETRIES),  # after failures of the machine
+    "confirm": take.take_bool,  # where bits differ, both sides are run once more; false
+    "slurm": lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
+}
 
 
 # --- soak -------------------------------------------------------------------------------------
@@ -561,69 +486,47 @@ def _stressors(node: Node, key: str) -> tuple[str, ...]:
     return tuple(sorted(names, key=legal.index))
 
 
-SOAK: Mapping[str, Key] = {
-    "steps": Key(take.take_count, "how long, as steps"),
-    "replays": Key(take.take_count, "how long, as launches of graphs"),
-    "duration_s": Key(take.take_positive, "how long, as seconds of training"),
-    "rotate": Key(_stressors, "stressors of every run, short for `stress` in base"),
-    "period": Key(take.take_count, "steps of a stressor's turn; without it all are always on"),
-    "stall_s": Key(take.take_seconds, "without a record, until the run counts as hung; 300"),
+SOAK: Mapping[str, Taker] = {
+    "steps": take.take_count,  # how long, as steps
+    "replays": take.take_count,  # how long, as launches of graphs
+    "duration_s": take.take_positive,  # how long, as seconds of training
+    "rotate": _stressors,  # stressors of every run, short for `stress` in base
+    "period": take.take_count,  # steps of a stressor's turn; without it all are always on
+    "stall_s": take.take_seconds,  # without a record, until the run counts as hung; 300
 }
 
 
-def _decode_soak(node: Node | None, timeout_s: float) -> Soak | None:
-    """The section, if there is one: how long runs go on, and stressors that take turns."""
+def _decode_soak(
+    sections: Mapping[str, Node], timeout_s: float, expect: Expect, *, soaked: bool
+) -> tuple[SoakSpec | None, list[Setting]]:
+    """What runs are asked for, and the settings that the section is short for."""
+    node = sections.get("soak")
+    values = {} if node is None else take.take_fields(node, "soak", SOAK)
+    if soaked != (node is not None):
+        got = "the check alone" if soaked else "the section alone"
+        expected = "the check soak and the section soak together"
+        raise sections["checks"].refused("checks.soak", expected, got=got)
     if node is None:
-        return None
-    entries, values = take.take_mapping(node, "soak"), take.take_fields(node, "soak", SOAK)
+        return None, []
+    if expect == ROUNDING:
+        raise node.refused("soak", "no soak with compare.expect rounding", got="one")
+    entries = take.take_mapping(node, "soak")
     given = [name for name in LENGTHS if name in values]
     if len(given) != 1:
-        got = " and ".join(given) or "none"
-        raise refuse(node, "soak", f"one of {', '.join(LENGTHS)}", got=got)
+        expected = f"one of {', '.join(LENGTHS)}"
+        raise node.refused("soak", expected, got=" and ".join(given) or "none")
     (name,) = given
     amount, rotate, period = values[name], values.get("rotate", ()), values.get("period", 0)
-    settings = []
     if name == "duration_s" and amount >= timeout_s:
         expected = f"less than launch.timeout_s, {timeout_s:g}, which ends the whole run"
-        raise refuse(entries[name], "soak.duration_s", expected)
-    if name == "steps":
-        settings.append(Setting("steps", amount, entries[name].origin))
-    if rotate:
-        settings.append(Setting("stress", rotate, entries["rotate"].origin))
-        if not period:
-            expected = "the steps of a stressor's turn together with rotate"
-            raise refuse(entries["rotate"], "soak.period", expected, got="none")
+        raise entries[name].refused("soak.duration_s", expected)
+    if rotate and not period:
+        expected = "the steps of a stressor's turn together with rotate"
+        raise entries["rotate"].refused("soak.period", expected, got="none")
     if name == "steps" and period and amount <= (max(1, len(rotate)) - 1) * period:
         expected = f"less, as {len(rotate)} stressors are to have a turn in {amount} steps"
-        raise refuse(entries["period"], "soak.period", expected)
+        raise entries["period"].refused("soak.period", expected)
+    settings = [Setting("steps", amount, entries[name].origin)] if name == "steps" else []
+    settings += [Setting("stress", rotate, entries["rotate"].origin)] if rotate else []
     stall_s = values.get("stall_s", DEFAULT_STALL_S)
-    spec = SoakSpec(by=LENGTHS[name], amount=amount, turn_steps=period, stall_s=stall_s)
-    return Soak(spec, tuple(settings), node.origin)
-
-
-def _refuse_soak(sections: Mapping[str, Node], compare: Compare, *, soaked: bool) -> None:
-    has_section = "soak" in sections
-    if has_section and compare.expect == ROUNDING:
-        raise sections["soak"].origin.error("soak", "no soak with compare.expect rounding", "one")
-    if soaked != has_section:
-        raise sections["checks"].origin.error(
-            "checks.soak",
-            "the check soak and the section soak together",
-            "the section alone" if has_section else "the check alone",
-        )
-
-
-def _with_soak(
-    base: tuple[Setting, ...], owners: Mapping[str, str], soak: Soak | None
-) -> tuple[Setting, ...]:
-    """`base` with what the soak sets, which neither base nor an axis may set, too."""
-    written = {setting.leaf for setting in base}
-    for setting in () if soak is None else soak.settings:
-        owner = owners.get(setting.leaf)
-        if setting.leaf in written or owner is not None:
-            where = "base" if owner is None else f"the axis {owner}"
-            raise setting.origin.error(
-                "soak.steps" if setting.leaf == "steps" else "soak.rotate",
-                f"{setting.leaf} in one place", f"{setting.leaf} in {where}, too",
-            )  # fmt: skip
-    return (*base, *(() if soak is None else soak.settings))
+    return SoakSpec(by=LENGTHS[name], amount=amount, turn_steps=period, stall_s=stall_s), settings

@@ -1,20 +1,12 @@
 """Settings: what `base`, an axis value or an `include` entry says about one training run.
 
-A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or one of
-`graph`, `plant` and `world_size`, with the place where it was written. A mapping is short for the
-leaves that it names: `parallel: {dp: 2}` is `parallel.dp: 2`, and says nothing about `parallel.tp`.
-So later settings overlay earlier ones leaf by leaf: base, then axes, then include. The legal leaves
-and their types are read off the dataclasses, so a new field of the configuration is a legal key.
+A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or `plant`,
+the faults that are planted. A mapping is short for the leaves that it names: `parallel: {dp: 2}` is
+`parallel.dp: 2`, and says nothing about `parallel.tp`; later settings overlay earlier ones leaf by
+leaf. Legal leaves and their types are read off the dataclasses. An axis of layouts may be listed by
+the rules, for the model of `base`, each key of `parallel` with the value or values it may have:
 
-An axis of layouts may be listed by the rules, in place of the file:
-
-    axes:
-      parallel: {legal_layouts: 64}                       every legal layout of 64 ranks
-      parallel: {legal_layouts: 64, tp: [1, 2], pp: 1}    those of these degrees
-
-The model is that of `base`. The keys beside `legal_layouts` are those of `parallel`, each with the
-value, or the list of values, that it may have; any, if it is left out (`pp_chunks` is 1 then, and
-`dynamic_cp` empty). A value of the axis names what differs from degree 1 alone.
+    parallel: {legal_layouts: 64, tp: [1, 2], pp: 1}
 
 With the key `program` a scenario has somebody's training program in place of the built-in one:
 
@@ -26,11 +18,14 @@ With the key `program` a scenario has somebody's training program in place of th
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import re
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +38,18 @@ from harness.faults.catalogue import CATALOGUE, LEGS, is_of_any_engine
 from harness.faults.fault import Fault
 from harness.program.spec import ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
-from harness.scenario import decode as take
-from harness.scenario.decode import Key, Taker, dotted, one_of, refuse, unknown_key
-from harness.scenario.yaml_source import Node, Origin
+from harness.scenario import yaml_source as take
+from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
 
 LAST_RANK = -1
 LISTED = "legal_layouts"
 MAX_LAYOUTS = 50_000
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 _DEGREES = {f.name: f.default for f in dataclasses.fields(ParallelConfig)}
-Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | PlantSpec | None
+_BARE = ("graph", "model.preset", "fsdp.strategy", "engine", "backend", "dtype")
+"""Leaves whose values speak for themselves; every other token carries the leaf's name."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]")
+_hints = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +61,89 @@ class Setting:
     origin: Origin
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One value of an axis, or one key of an include entry: the settings that it stands for."""
+
+    settings: tuple[Setting, ...]
+    origin: Origin
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Any]:
+        """Leaf to value."""
+        return {setting.leaf: setting.value for setting in self.settings}
+
+    @functools.cached_property
+    def identity(self) -> tuple[tuple[str, Any], ...]:
+        """Two choices are the same if these are."""
+        return tuple(sorted(self.leaves.items(), key=lambda item: item[0]))
+
+    @functools.cached_property
+    def label(self) -> str:
+        """What a table shows: the value alone, or all settings if there are more."""
+        if len(self.settings) == 1 and self.settings[0].leaf.partition(".")[0] != "parallel":
+            (setting,) = self.settings
+            is_none = setting.leaf in ("stress", "compile") and not setting.value
+            return "none" if is_none else _text(setting.value)
+        return self.token
+
+    @functools.cached_property
+    def token(self) -> str:
+        """The part of an id: the settings in the order of the configuration, safe in file names."""
+        order = list(leaf_types())
+        # A program's own leaves have no order but the file's.
+        place = {leaf: order.index(leaf) for leaf in self.leaves if leaf in order}
+        leaves = sorted(self.leaves, key=lambda leaf: place.get(leaf, len(order)))
+        words = []
+        for text in (_leaf_token(leaf, self.leaves[leaf]) for leaf in leaves):
+            safe = _UNSAFE.sub("_", text)
+            mark = "" if safe == text else f"_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+            words.append(safe + mark)
+        return "_".join(words)
+
+
+def _leaf_token(leaf: str, value: Any) -> str:
+    head, _, name = leaf.partition(".")
+    name = name if head in OPEN else leaf.rpartition(".")[2]
+    if leaf in _BARE:
+        return _text(value)
+    if leaf == "plant":
+        return "unplanted" if value is None else _text(value)
+    if value == () or value is False:
+        return f"no_{name}"
+    if value is True:
+        return name
+    return f"{name}{value}" if isinstance(value, int | float) else f"{name}_{_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, PlantSpec):
+        return "+".join(map(_fault_text, value.each))
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "eager"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
+def _fault_text(plant: PlantSpec) -> str:
+    takes, rank = CATALOGUE[plant.fault].takes, "last" if plant.rank == LAST_RANK else plant.rank
+    words = [
+        plant.fault, f"s{plant.step}" if "step" in takes else "",
+        f"r{rank}" if "rank" in takes else "", plant.tensor,
+        "" if plant.legs == ("candidate",) else "+".join(plant.legs),
+        "" if plant.chance == 1.0 else f"p{plant.chance}",
+    ]  # fmt: skip
+    return "_".join(filter(None, words))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
     """The run that a set of settings describes, and the fault that they plant.
 
-    Attributes:
-        plain: makes `RunSpec.config`, another each time.
-        identity: equal for runs that do the same.
-        steps: of the run.
-        world_size: number of ranks.
-        taps: patterns of tapped modules.
-        graph: scopes of graphs.
-        microbatches: of a step; 0 where nobody knows.
-        engine: who shards the model.
-        compiled: what is compiled by whom; order means nothing.
-        num_steps_before_graphs: steps of warm-up and capture.
-        config: of the built-in trainer; None for another program.
+    `plain` makes `RunSpec.config`, another each time; `identity` is equal for runs that do the
+    same. `microbatches` is 0 where nobody knows, `compiled` says what is compiled by whom,
+    `config` is None for a program that is not the built-in trainer.
     """
 
     plain: Callable[[], dict[str, Any]]
@@ -91,33 +155,17 @@ class Leg:
     microbatches: int = 0
     engine: str = ""
     compiled: str = "none"
-    num_steps_before_graphs: int = 0
     config: TrainConfig | None = None
     plant: PlantSpec | None = None
 
 
-def plain_config(config: TrainConfig) -> dict[str, Any]:
-    """`config.to_dict()`, faster where thousands of configurations share their parts."""
-    plain: dict[str, Any] = {}
-    for name in _FIELDS:
-        value = getattr(config, name)
-        plain[name] = dict(_plain_part(value)) if name in parts() else value
-    plain |= {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
-    plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
-    return plain
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+# --- leaves -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def parts() -> dict[str, Any]:
     """The nested configurations of `TrainConfig`, by field name."""
-    return {
-        name: kind for name, kind in _hints(TrainConfig).items() if dataclasses.is_dataclass(kind)
-    }
+    return {n: kind for n, kind in _hints(TrainConfig).items() if dataclasses.is_dataclass(kind)}
 
 
 @functools.cache
@@ -125,43 +173,42 @@ def leaf_types() -> dict[str, Any]:
     """Type of every leaf, by dotted name."""
     leaves: dict[str, Any] = {}
     for name, kind in _hints(TrainConfig).items():
-        if name in parts():
-            leaves |= {f"{name}.{inner}": each for inner, each in _hints(kind).items()}
-        else:
-            leaves[name] = kind
-    return leaves | {"world_size": int, "plant": PlantSpec}
+        inner = _hints(kind).items() if name in parts() else ()
+        leaves |= {f"{name}.{leaf}": each for leaf, each in inner} or {name: kind}
+    return leaves | {"plant": PlantSpec}
 
 
 def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
-    """The settings that `key: node` stands for. `where` is the section, for messages.
+    """The settings that `key: node` stands for in the section `where`.
 
     Raises:
         ScenarioError: unknown key, or a value of the wrong type.
     """
-    full, part = dotted(where, key), key.partition(".")[0]
+    full = dotted(where, key)
     if key == "model" and not isinstance(node.value, dict):
         preset = take.take_str(node, full, legal=training.MODEL_PRESETS)
         return (Setting("model.preset", preset, node.origin),)
     if key in parts():
         entries = take.take_mapping(node, full, legal=_hints(parts()[key]), may_be_empty=False)
-        leaves = ((f"{key}.{name}", f"{full}.{name}", entry) for name, entry in entries.items())
-        return tuple(Setting(leaf, decode_leaf(leaf, entry, path), entry.origin)
-                     for leaf, path, entry in leaves)  # fmt: skip
+        return tuple(
+            Setting(f"{key}.{name}", _leaf(f"{key}.{name}", each, f"{full}.{name}"), each.origin)
+            for name, each in entries.items()
+        )
     if key in leaf_types():
-        return (Setting(key, decode_leaf(key, node, full), node.origin),)
-    inner = tuple(leaf for leaf in leaf_types() if leaf.startswith(f"{part}."))
-    raise unknown_key(key, written, where, inner or (*_FIELDS, "world_size", "plant"))
+        return (Setting(key, _leaf(key, node, full), node.origin),)
+    head = key.partition(".")[0]
+    near = tuple(leaf for leaf in leaf_types() if leaf.startswith(f"{head}."))
+    raise unknown_key(key, written, where, near or (*_FIELDS, "plant"))
 
 
-def decode_leaf(leaf: str, node: Node, full: str) -> Value:
-    """The value of one leaf, whose key in messages is `full` (`ScenarioError`: a wrong type)."""
+def _leaf(leaf: str, node: Node, full: str) -> Any:
+    """The value of one leaf, whose key in messages is `full`."""
     kind = leaf_types()[leaf]
     if isinstance(kind, types.UnionType):
         if node.value is None:
             return None
         (kind,) = (option for option in typing.get_args(kind) if option is not type(None))
-    value: Value = (_OF_LEAF.get(leaf) or _OF_TYPE[kind])(node, full)
-    return value
+    return (_OF_LEAF.get(leaf) or _OF_TYPE[kind])(node, full)
 
 
 def _sizes(node: Node, full: str) -> tuple[int, ...]:
@@ -178,7 +225,7 @@ def _none_or_list(
         got = node.shown() if node.value != () else f"an empty list (say {none})"
         if node.value in words:
             got += f" ({what} go in a list: [{node.value}])"
-        raise refuse(node, full, f"{none} or a list of {what}", got=got, legal=(none, *words))
+        raise node.refused(full, f"{none} or a list of {what}", got=got, legal=(none, *words))
     return tuple(sorted(take.take_words(node, full, what=what, legal=words), key=words.index))
 
 
@@ -190,62 +237,61 @@ def _plant(node: Node, full: str) -> PlantSpec | None:
         return _fault(node, full)
     faults = [_fault(each, full) for each in take.take_list(node, full, "faults")]
     names = [fault.fault for fault in faults]
-    for name in names:
-        if names.count(name) > 1:
-            raise refuse(node, full, "each fault once", got=f"{name} {names.count(name)} times")
+    if twice := [name for name in names if names.count(name) > 1]:
+        got = f"{twice[0]} {len(twice)} times"
+        raise node.refused(full, "each fault once", got=got)
     return joined(faults)
 
 
 def _fault(node: Node, full: str) -> PlantSpec:
     values = take.take_fields(node, full, FAULT, required=("fault",))
-    name = values["fault"]
-    takes = ("fault", *CATALOGUE[name].takes, "legs", "chance")
+    takes = ("fault", *CATALOGUE[values["fault"]].takes, "legs", "chance")
     # A step left out would be step 0, before any graph is captured: say it.
-    due = ("step",) if "step" in takes else ()
+    due = {"step"} & set(takes)
     for key in (*values, *due):
         if key not in takes or key not in values:
+            got = "nothing" if key in due else "a key that it does not take"
             raise node.keys.get(key, node.origin).error(
-                f"{full}.{key}", f"what the fault {name} takes",
-                "nothing" if key in due else "a key that it does not take", legal=takes,
-            )  # fmt: skip
+                f"{full}.{key}", f"what the fault {values['fault']} takes", got, legal=takes
+            )
     return PlantSpec(**values)
 
 
 def _rank(node: Node, full: str) -> int:
-    last = node.value in ("last", LAST_RANK)
-    return LAST_RANK if last else take.take_int(node, full, least=0)
+    return LAST_RANK if node.value in ("last", -1) else take.take_int(node, full, least=0)
 
 
 def _chance(node: Node, full: str) -> float:
-    if (chance := take.take_positive(node, full)) > 1:
-        raise refuse(node, full, "a number > 0, at most 1")
-    return float(chance)
+    if (chance := take.take_float(node, full, above=0)) > 1:
+        raise node.refused(full, "a number > 0, at most 1")
+    return chance
 
 
-FAULT: Mapping[str, Key] = {
-    "fault": Key(one_of(*CATALOGUE), "its name in the catalogue"),
-    "step": Key(functools.partial(take.take_int, least=0), "in which it is planted"),
-    "rank": Key(_rank, "`last`, or a number"),
-    "tensor": Key(take.take_str, "a parameter's name; by default the fault's own choice"),
-    "legs": Key(functools.partial(take.take_words, what="legs", legal=LEGS, once="leg"),
-                "runs of the case that it is planted in; candidate"),
-    "chance": Key(_chance, "that it fires; 1"),
-}  # fmt: skip
-# An empty list of names is a value too: an axis compares with and without.
-_names = functools.partial(take.take_words, what="names", may_be_empty=True)
+FAULT: Mapping[str, Taker] = {
+    "fault": one_of(*CATALOGUE),
+    "step": partial(take.take_int, least=0),  # in which it is planted
+    "rank": _rank,  # `last`, or a number
+    "tensor": take.take_str,  # a parameter's name; by default the fault's own choice
+    "legs": partial(take.take_words, what="legs", legal=LEGS, once="leg"),  # candidate
+    "chance": _chance,  # that it fires; 1
+}
 _OF_TYPE: Mapping[Any, Taker] = {
     bool: take.take_bool, int: take.take_int, float: take.take_float, str: take.take_str,
-    tuple[int, ...]: _sizes, tuple[str, ...]: _names,
+    tuple[int, ...]: _sizes,
+    # An empty list of names is a value too: an axis compares with and without.
+    tuple[str, ...]: partial(take.take_words, what="names", may_be_empty=True),
 }  # fmt: skip
-_WORDS = {
-    "graph": ("scopes", training.EAGER, training.SCOPES),
-    "stress": ("stressors", training.NO_STRESS, training.STRESSORS),
-    "compile": ("parts", training.NO_COMPILE, training.PARTS),
-}
 _OF_LEAF: Mapping[str, Taker] = {"plant": _plant} | {
-    leaf: functools.partial(_none_or_list, what=what, none=none, words=words)
-    for leaf, (what, none, words) in _WORDS.items()
+    leaf: partial(_none_or_list, what=what, none=none, words=words)
+    for leaf, what, none, words in (
+        ("graph", "scopes", training.EAGER, training.SCOPES),
+        ("stress", "stressors", training.NO_STRESS, training.STRESSORS),
+        ("compile", "parts", training.NO_COMPILE, training.PARTS),
+    )
 }
+
+
+# --- runs of the built-in trainer -------------------------------------------------------------
 
 
 def overlay(*layers: Iterable[Setting]) -> dict[str, Setting]:
@@ -261,53 +307,64 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
             where to point when the value at fault is a default.
     """
     config = _checked(settings, fallback)
-    plant = settings["plant"].value if "plant" in settings else None
-    if plant is not None:
-        _check_plant(plant, settings["plant"].origin, config)
+    plant: PlantSpec | None = settings["plant"].value if "plant" in settings else None
+    for fault in () if plant is None else plant.each:
+        written = settings["plant"].origin
+        if "step" in CATALOGUE[fault.fault].takes and fault.step >= config.steps:
+            expected = f"a step below steps={config.steps}"
+            raise written.error("plant.step", expected, shown(fault.step))
+        if fault.rank >= config.parallel.world_size:
+            expected = f"last or a rank below the world size {config.parallel.world_size}"
+            raise written.error("plant.rank", expected, shown(fault.rank))
     compiled = "+".join(sorted(config.compile))
     return Leg(
-        plain=functools.partial(plain_config, config),
-        identity=config,
-        steps=config.steps,
-        world_size=config.parallel.world_size,
-        taps=config.taps,
-        graph=config.graph,
-        microbatches=config.microbatches,
-        engine=config.engine,
+        plain=partial(plain_config, config), identity=config, config=config, plant=plant,
+        steps=config.steps, world_size=config.parallel.world_size, taps=config.taps,
+        graph=config.graph, microbatches=config.microbatches, engine=config.engine,
         compiled=f"{compiled} by {config.compile_backend}" if compiled else "none",
-        num_steps_before_graphs=config.graph_warmup_steps + 1 if config.graph else 0,
-        config=config,
-        plant=plant,
-    )
+    )  # fmt: skip
+
+
+def plain_config(config: TrainConfig) -> dict[str, Any]:
+    """`config.to_dict()`, faster where thousands of configurations share their parts."""
+    plain: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(config, name)
+        plain[name] = dict(_plain_part(value)) if name in parts() else value
+    plain |= {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
+    plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
+    return plain
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_part(part: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = to_plain(part)
+    return plain
 
 
 def _checked(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
     try:
         config = _build_config(settings)
     except ConfigError as error:
-        setting = _culprit(error.key, settings)
-        raise (setting.origin if setting else fallback).error(
-            error.key, error.expected, shown(error.got), legal=error.legal,
-            rule=error.rule,
-        ) from None  # fmt: skip
-    degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
-    ranks = config.parallel.world_size
-    if ranks > MAX_WORLD_SIZE:
-        largest = max(degrees, key=lambda axis: degrees[axis])
-        key = f"parallel.{largest}"
+        # The leaf itself, else the last one written in the same part.
+        part = error.key.partition(".")[0]
+        near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
+        found = settings.get(error.key) or (near[-1] if near else settings.get("graph"))
+        raise _broken(found.origin if found else fallback, error) from None
+    if (ranks := config.parallel.world_size) > MAX_WORLD_SIZE:
+        degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
+        key, degree = max(degrees.items(), key=lambda item: item[1])
+        found = settings.get(f"parallel.{key}")
         expected = f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees"
-        got = f"{degrees[largest]}, which makes {ranks} ranks"
-        where = settings[key].origin if key in settings else fallback
-        raise where.error(key, expected, got)
-    stated = settings.get("world_size")
-    if stated is not None and stated.value != ranks:
-        product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
-        raise stated.origin.error(
-            "world_size",
-            f"{ranks}, the product of the degrees ({product or 'all 1'})",
-            shown(stated.value),
-        )
+        got = f"{degree}, which makes {ranks} ranks"
+        raise (found.origin if found else fallback).error(f"parallel.{key}", expected, got)
     return config
+
+
+def _broken(origin: Origin, error: ConfigError) -> ScenarioError:
+    return origin.error(
+        error.key, error.expected, shown(error.got), legal=error.legal, rule=error.rule
+    )
 
 
 def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
@@ -318,15 +375,14 @@ def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
         part, _, name = leaf.partition(".")
         if name:
             nested[part][name] = setting.value
-        elif leaf not in ("world_size", "plant"):
+        elif leaf != "plant":
             values[leaf] = setting.value
-    for part, given in nested.items():
-        values[part] = _build_part(part, tuple(given.items()))
-    return TrainConfig(**values)
+    built = {part: _build_part(part, tuple(given.items())) for part, given in nested.items()}
+    return TrainConfig(**values, **built)
 
 
 @functools.lru_cache(maxsize=4096)
-def _build_part(part: str, given: tuple[tuple[str, Value], ...]) -> Any:
+def _build_part(part: str, given: tuple[tuple[str, Any], ...]) -> Any:
     fields: dict[str, Any] = dict(given)
     try:
         if part == "model":
@@ -337,52 +393,22 @@ def _build_part(part: str, given: tuple[tuple[str, Value], ...]) -> Any:
         raise error.within(part) from None
 
 
-@functools.lru_cache(maxsize=4096)
-def _plain_part(part: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = to_plain(part)
-    return plain
-
-
-def _culprit(key: str, settings: Mapping[str, Setting]) -> Setting | None:
-    """The setting to point at: the leaf itself, else the last one written in the same part."""
-    if key in settings:
-        return settings[key]
-    part = key.partition(".")[0]
-    near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
-    return near[-1] if near else settings.get("graph")
-
-
-def _check_plant(plant: PlantSpec, written: Origin, config: TrainConfig) -> None:
-    """Every fault needs a step and a rank of the run."""
-    for fault in plant.each:
-        if "step" in CATALOGUE[fault.fault].takes and fault.step >= config.steps:
-            raise written.error(
-                "plant.step", f"a step below steps={config.steps}", shown(fault.step)
-            )
-        if fault.rank >= config.parallel.world_size:
-            expected = f"last or a rank below the world size {config.parallel.world_size}"
-            raise written.error("plant.rank", expected, shown(fault.rank))
-
-
 def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin) -> None:
     """See that the run, `role` in its case, has what a fault is planted in (`ScenarioError`)."""
-    parallel = vars(config.parallel)
-    place = f"for {fault.name} to be planted in"
+    parallel, place = vars(config.parallel), f"for {fault.name} to be planted in"
     if fault.scopes and not set(fault.scopes) & set(config.graph):
-        raise written.error(
-            "plant.fault",
-            f"a graph scope that {fault.name} can be planted in",
-            f"{'+'.join(config.graph) or 'eager'} in the {role}",
-            legal=fault.scopes,
-        )
+        got = f"{'+'.join(config.graph) or 'eager'} in the {role}"
+        expected = f"a graph scope that {fault.name} can be planted in"
+        raise written.error("plant.fault", expected, got, legal=fault.scopes)
     if config.engine != "ours" and not is_of_any_engine(fault):
-        got = f"{config.engine} in the {role}"
-        raise written.error("engine", f"ours, {place}", got)
+        raise written.error("engine", f"ours, {place}", f"{config.engine} in the {role}")
     if lacks := fault.lacks(parallel):
         held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.needs)
-        raise written.error(
-            "plant.fault", f"a layout with {lacks}, {place}", f"{held} in the {role}"
-        )
+        expected = f"a layout with {lacks}, {place}"
+        raise written.error("plant.fault", expected, f"{held} in the {role}")
+
+
+# --- layouts that the rules list --------------------------------------------------------------
 
 
 def is_listed(axis: str, node: Node) -> bool:
@@ -393,10 +419,8 @@ def is_listed(axis: str, node: Node) -> bool:
 def listed_layouts(
     node: Node, key: str, base: Mapping[str, Setting], fallback: Origin
 ) -> tuple[tuple[Setting, ...], ...]:
-    """The settings of each legal layout, in the order of `fsdp_core.layouts`.
-
-    `node` is the axis, `key` its name in messages, `base` has the model; `fallback` is where to
-    point when a default of the model is at fault.
+    """The settings of each legal layout, in the order of `fsdp_core.layouts`: what departs from
+    degree 1. `node` is the axis, `key` its name in messages, `base` has the model.
 
     Raises:
         ScenarioError: bad keys or values, degrees in base too, no legal layout, or too many.
@@ -413,35 +437,28 @@ def listed_layouts(
     try:
         legal = legal_layouts(world_size, model, microbatches=microbatches, only=only)
     except ConfigError as error:
-        raise refuse(node, dotted(key, LISTED), error.expected, got=shown(error.got)) from None
+        raise node.refused(dotted(key, LISTED), error.expected, got=shown(error.got)) from None
     layouts = list(itertools.islice(legal, MAX_LAYOUTS + 1))
     if not layouts:
         expected = f"a legal layout of {world_size} ranks"
-        raise refuse(node, key, expected, got=f"none for the model {model.preset}")
+        raise node.refused(key, expected, got=f"none for the model {model.preset}")
     if len(layouts) > MAX_LAYOUTS:
-        raise refuse(node, key, f"at most {MAX_LAYOUTS:,} layouts", got="more")
-    return tuple(_degrees(layout, node.origin) for layout in layouts)
+        raise node.refused(key, f"at most {MAX_LAYOUTS:,} layouts", got="more")
+    found = []
+    for layout in layouts:
+        named = {k: getattr(layout, k) for k, v in _DEGREES.items() if getattr(layout, k) != v}
+        found.append(tuple(Setting(f"parallel.{name}", value, node.origin)
+                           for name, value in (named or {"dp": 1}).items()))  # fmt: skip
+    return tuple(found)
 
 
 def _allowed(name: str, node: Node, full: str) -> tuple[Any, ...]:
     """The values that a field may have: one, or a list. `dynamic_cp` is a list, or one of lists."""
-    many = node.value if isinstance(node.value, tuple) else None
-    if name == "dynamic_cp" and many is not None:
-        many = many if any(isinstance(entry.value, tuple) for entry in many) else None
-    nodes = (node,) if many is None else many
-    return tuple(
-        # No dynamic sizes, beside some.
-        () if name == "dynamic_cp" and each.value == () else decode_leaf(f"parallel.{name}", each,
-                                                                         full)
-        for each in nodes
-    )  # fmt: skip
-
-
-def _degrees(layout: ParallelConfig, origin: Origin) -> tuple[Setting, ...]:
-    named = {k: getattr(layout, k) for k, v in _DEGREES.items() if getattr(layout, k) != v}
-    return tuple(
-        Setting(f"parallel.{name}", value, origin) for name, value in (named or {"dp": 1}).items()
-    )
+    nodes = node.value if isinstance(node.value, tuple) else (node,)
+    if name != "dynamic_cp":
+        return tuple(_leaf(f"parallel.{name}", each, full) for each in nodes)
+    nodes = nodes if any(isinstance(each.value, tuple) for each in nodes) else (node,)
+    return tuple(() if each.value == () else _sizes(each, full) for each in nodes)
 
 
 # --- programs that are not the built-in trainer -----------------------------------------------
@@ -453,16 +470,12 @@ STRESSORS = ("poison", "scramble")
 
 
 def _argument(node: Node, full: str) -> Any:
-    if isinstance(node.value, tuple):
-        return tuple(_one_argument(each, full) for each in node.value)
-    return _one_argument(node, full)
-
-
-def _one_argument(node: Node, full: str) -> Any:
-    if isinstance(node.value, bool) and node.raw.lower() not in ("", "true", "false"):
-        raise refuse(node, full, f'true, false, or "{node.raw}" in quotes')
+    if isinstance(node.value, tuple) and not any(isinstance(n.value, tuple) for n in node.value):
+        return tuple(_argument(each, full) for each in node.value)
     if isinstance(node.value, dict | tuple):
-        raise refuse(node, full, "a text, a number, a bool, null, or a list of these")
+        raise node.refused(full, "a text, a number, a bool, null, or a list of these")
+    if isinstance(node.value, bool) and node.raw.lower() not in ("true", "false"):
+        raise node.refused(full, f'true, false, or "{node.raw}" in quotes')
     if isinstance(node.value, str) and node.raw:
         try:
             return take.take_float(node, full)  # YAML 1.1 reads 1e-3 as a text
@@ -471,37 +484,28 @@ def _one_argument(node: Node, full: str) -> Any:
     return node.value
 
 
-def _variable(node: Node, full: str) -> str | None:
-    if isinstance(node.value, bool | dict | tuple):
-        raise refuse(node, full, "a text or a number")
-    if node.value is None or isinstance(node.value, str):
-        return node.value
-    return node.raw or str(node.value)
+def _text_only(node: Node, full: str, *, what: str, may_be_empty: bool = True) -> str | None:
+    text = node.raw or str(node.value)  # 2.10 would lose its zero as a number
+    is_one = not isinstance(node.value, bool | dict | tuple)
+    if not is_one or not (text or may_be_empty):
+        raise node.refused(full, what)
+    return None if node.value is None else text
 
 
-def _version(node: Node, full: str) -> str | None:
-    if node.value is None:
-        return None
-    text = node.raw or node.value  # 2.10 would lose its zero as a number
-    if not isinstance(text, str) or not text:
-        raise refuse(node, full, "a version")
-    return text
-
-
-OPEN: Mapping[str, Taker] = {"args": _argument, "env": _variable, "packages": _version}
-"""Keys that hold names of the program's own."""
-PROGRAM: Mapping[str, Key] = {
-    "ranks": Key(functools.partial(take.take_int, least=1, most=MAX_WORLD_SIZE), "processes; 1"),
-    "steps": Key(take.take_count, "the optimizer steps that each of them takes"),
-    "taps": Key(functools.partial(take.take_words, what="patterns", may_be_empty=True),
-                "modules whose calls are compared"),
-    "stress": Key(functools.partial(take.take_words, what="stressors", legal=STRESSORS,
-                                    may_be_empty=True),
-                  "what disturbs memory between replays of CUDA graphs"),
-    "every": Key(take.take_count, "state is digested in each step whose number this divides; 1"),
-    "determinism": Key(one_of(*DETERMINISM), "enforce: deterministic kernels, seeded; off"),
-    "record": Key(one_of("auto", "lines"), "lines: only what the script itself records; auto"),
+OPEN: Mapping[str, Taker] = {
+    "args": _argument, "env": partial(_text_only, what="a text or a number"),
+    "packages": partial(_text_only, what="a version", may_be_empty=False),
 }  # fmt: skip
+"""Keys that hold names of the program's own."""
+PROGRAM: Mapping[str, Taker] = {
+    "ranks": partial(take.take_int, least=1, most=MAX_WORLD_SIZE),  # processes; 1
+    "steps": take.take_count,  # the optimizer steps that each of them takes
+    "taps": partial(take.take_words, what="patterns", may_be_empty=True),
+    "stress": partial(take.take_words, what="stressors", legal=STRESSORS, may_be_empty=True),
+    "every": take.take_count,  # state is digested in each step whose number this divides; 1
+    "determinism": one_of(*DETERMINISM),  # enforce: deterministic kernels, seeded; off
+    "record": one_of("auto", "lines"),  # lines: only what the script itself records; auto
+}
 KEYS = (*KINDS, *OPEN, *PROGRAM, "smaller", "folder")
 
 
@@ -518,21 +522,28 @@ class ProgramVocabulary:
         given = [name for name in KINDS if name in entries]
         if len(given) != 1:
             got = " and ".join(given) or "none of them"
-            raise refuse(node, "program", "one of script, module and entry", got=got, legal=KINDS)
+            raise node.refused("program", "one of script, module and entry", got=got, legal=KINDS)
         self.kind = given[0]
         self.folder = Path(path).resolve().parent
         if "folder" in entries:
-            self.folder = (
-                self.folder / take.take_str(entries["folder"], "program.folder")
-            ).resolve()
-        self.target = _target(self.kind, entries[self.kind], self.folder)
-        smaller = entries.get("smaller", Node({}, node.origin))
-        self.smaller = {name: take.take_str(value, f"program.smaller.{name}") for name, value in
-                        take.take_mapping(smaller, "program.smaller").items()}  # fmt: skip
+            inner = take.take_str(entries["folder"], "program.folder")
+            self.folder = (self.folder / inner).resolve()
+        named = entries[self.kind]
+        self.target = take.take_str(named, f"program.{self.kind}")
+        if self.kind == "script":
+            if not (self.folder / self.target).is_file():
+                expected = "a file, by its path from the scenario's folder"
+                raise named.refused("program.script", expected)
+            self.target = str((self.folder / self.target).resolve())
+        if self.kind == "entry" and not all(self.target.partition(":")):
+            raise named.refused("program.entry", "module:function")
+        smaller, key = entries.get("smaller", Node({}, node.origin)), "program.smaller"
+        self.smaller = {name: take.take_str(value, f"{key}.{name}")
+                        for name, value in take.take_mapping(smaller, key).items()}  # fmt: skip
         self.base = tuple(
             each
             for name, value in entries.items()
-            if name not in (*KINDS, "smaller", "folder")
+            if name in OPEN or name in PROGRAM
             for each in self.decode(name, value, node.keys[name], "program")
         )
 
@@ -540,17 +551,13 @@ class ProgramVocabulary:
         """As `decode_settings`."""
         full = dotted(where, key)
         head, _, name = key.partition(".")
-        if head in OPEN and name:
-            return (Setting(key, OPEN[head](node, full), node.origin),)
         if key in OPEN:
-            return tuple(
-                Setting(f"{key}.{each}", OPEN[key](value, f"{full}.{each}"), value.origin)
-                for each, value in take.take_mapping(node, full).items()
-            )
-        if key not in PROGRAM:
+            return tuple(each for n, value in take.take_mapping(node, full).items()
+                         for each in self.decode(f"{key}.{n}", value, written, where))  # fmt: skip
+        if (taker := OPEN.get(head) if name else PROGRAM.get(key)) is None:
             legal = (*(f"{name}.X" for name in OPEN), *PROGRAM)
             raise written.error(full, "a known key", shown(key), legal=legal)
-        return (Setting(key, PROGRAM[key].take(node, full), node.origin),)
+        return (Setting(key, taker(node, full), node.origin),)
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a tap that is no pattern)."""
@@ -565,42 +572,23 @@ class ProgramVocabulary:
             try:
                 tap_pattern(pattern)
             except ConfigError as error:
-                raise settings["taps"].origin.error(
-                    "taps", error.expected, shown(error.got), legal=error.legal
-                ) from None
+                raise _broken(settings["taps"].origin, error) from None
         spec = ProgramSpec(
             kind=self.kind,  # type: ignore[arg-type] # one of KINDS
-            target=self.target,
-            folder=str(self.folder),
-            **opened,
-            record=values.get("record", "auto"),
+            target=self.target, folder=str(self.folder), **opened, smaller=self.smaller,
+            record=values.get("record", "auto"), every=values.get("every", 1),
             determinism="enforce" if values.get("determinism") == "enforce" else "",
-            every=values.get("every", 1),
-            smaller=self.smaller,
-        )
+        )  # fmt: skip
         world_size = values.get("ranks", 1)
         words = command_line(spec.args) if spec.kind != "entry" else spec.args
-        told = dumps({"words": words, "env": spec.env, "packages": spec.packages})
+        started = dumps({"words": words, "env": spec.env, "packages": spec.packages})
         rest = (spec.kind, spec.target, spec.record, spec.determinism, spec.every)
 
         def plain() -> dict[str, Any]:
             held = {"program": spec.to_json(), "steps": steps, "taps": list(taps)}
-            # Keys of runs without it are older than this.
             return held | ({"stress": list(stress)} if stress else {})
 
         return Leg(
-            plain=plain, identity=(told, rest, steps, world_size, taps, stress), steps=steps,
+            plain=plain, identity=(started, rest, steps, world_size, taps, stress), steps=steps,
             world_size=world_size, taps=taps,
         )  # fmt: skip
-
-
-def _target(kind: str, node: Node, folder: Path) -> str:
-    text = take.take_str(node, f"program.{kind}")
-    if kind == "script":
-        path = folder / text
-        if not path.is_file():
-            raise refuse(node, "program.script", "a file, by its path from the scenario's folder")
-        return str(path.resolve())
-    if kind == "entry" and not all(text.partition(":")):
-        raise refuse(node, "program.entry", "module:function")
-    return text

@@ -5,16 +5,15 @@
 
 Of several scenarios, a case is `SCENARIO.CASE` and has the label `scenario`; a scenario that is for
 another device than this run is skipped, case by case, with the reason. What a selection leaves out
-is told: in the plan, in the run folder's manifest and in its report.
+is said in the plan, in the run folder's manifest and in its report.
 
 `-k` is an expression of words with `and`, `or`, `not` and brackets. A word selects the cases whose
 id contains it, or one of whose labels does, written `axis=value`; letter case does not matter.
 
 `pairwise` leaves cases that still have every pair of values that any case has; with one axis, every
 value. The choice is greedy: the case with the most pairs that are not covered yet, the first in the
-file's order among equals (V. Chvatal, "A greedy heuristic for the set-covering problem",
-Mathematics of Operations Research 4(3), 1979). What a case would add only shrinks, so the best by
-its last known count need be counted again only (M. Minoux, "Accelerated greedy algorithms", 1978).
+file's order among equals (V. Chvatal, Mathematics of Operations Research 4(3), 1979). What a case
+would add only shrinks, so only the best by its last known count is counted again (M. Minoux, 1978).
 """
 
 import ast
@@ -31,8 +30,7 @@ from typing import Protocol, TypeVar
 
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.records import CaseSpec, ExitCode, Json
-from harness.scenario.case_id import shortened
-from harness.scenario.matrix import Device, expand, expand_marked
+from harness.scenario.matrix import Device, expand, expand_marked, shortened
 from harness.scenario.schema import Launch, Overrides, Scenario, load_scenario, read_tier
 
 SUFFIXES = (".yaml", ".yml")
@@ -46,14 +44,8 @@ Picked = Mapping[Path, Collection[str]]
 class Selected(Json):
     """What is run of one scenario.
 
-    Attributes:
-        scenario: its name.
-        why: its sentence.
-        tier: its tier, "" for none.
-        select: how the cases were chosen, "pytest" by its options.
-        num_cases: chosen.
-        left_out: by the selection, not by `-k` and not by the shard.
-        pairs: of values, covered by a pairwise choice; 0 for others.
+    `select` is how cases were chosen, "pytest" by its options; `left_out` counts those that the
+    choice left, `-k` and the shard not counted; `pairs` of values are covered by a pairwise choice.
     """
 
     scenario: str
@@ -76,14 +68,9 @@ class Selected(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Scenarios that are run together.
+    """Scenarios that are run together; `alone` is one named by its file, whose ids stay.
 
-    Attributes:
-        name: of the scenario, the tiers or the folder.
-        why: one sentence.
-        scenarios: decoded.
-        tiers: that were asked for, joined by `+`; "" if none was.
-        alone: one scenario, named by its file: ids stay as they are.
+    `tiers` are those asked for, joined by `+`; "" if none was.
     """
 
     name: str
@@ -97,32 +84,28 @@ class Suite:
         """What goes into the run folder as scenario.yaml."""
         if self.alone:
             return self.scenarios[0].source.decode()
-        head = f"name: {json.dumps(self.name)}\nwhy: {json.dumps(self.why)}\nscenarios:\n"
-        return head + "".join(map(_quoted, self.scenarios))
+        text = f"name: {json.dumps(self.name)}\nwhy: {json.dumps(self.why)}\nscenarios:\n"
+        for scenario in self.scenarios:
+            lines = (f"      {line}".rstrip() for line in scenario.source.decode().splitlines())
+            text += f"  - file: {json.dumps(Path(scenario.path).name)}\n    text: |2\n"
+            text += "".join(f"{line}\n" for line in lines)
+        return text
 
     @property
     def launch(self) -> Launch:
-        """Where and how they run; of several, what all of them say.
-
-        Raises:
-            UsageError: they do not agree on the engine or its options.
-        """
-        first = self.scenarios[0].launch
-        for scenario in self.scenarios[1:]:
-            other = scenario.launch
+        """Where and how they run (`UsageError`: they disagree on the engine or its options)."""
+        start, *others = self.scenarios
+        first = start.launch
+        for path, other in ((each.path, each.launch) for each in others):
             if (other.engine, other.slurm) != (first.engine, first.slurm):
                 raise UsageError(
-                    f"{scenario.path}: launch.engine: expected that of "
-                    f"{self.scenarios[0].path}, {first.engine} with the same options, got "
-                    f"{other.engine}; say --engine, or run them one by one"
+                    f"{path}: launch.engine: expected that of {start.path}, {first.engine} with "
+                    f"the same options, got {other.engine}; say --engine, or run them one by one"
                 )
         launches = [scenario.launch for scenario in self.scenarios]
         devices = {launch.device for launch in launches}
-        return dataclasses.replace(
-            first,
-            device=devices.pop() if len(devices) == 1 else "auto",
-            retries=min(launch.retries for launch in launches),
-        )
+        device, retries = devices.pop(), min(launch.retries for launch in launches)
+        return dataclasses.replace(first, device="auto" if devices else device, retries=retries)
 
     def slots(self, default: int) -> int | None:
         """What all of them state, None for nothing; else the most, `default` among it.
@@ -133,14 +116,9 @@ class Suite:
         return stated.pop() if len(stated) == 1 else max(default, *filter(None, stated))
 
     def cases(
-        self,
-        device: Device,
-        *,
-        forced: bool,
-        keyword: str | None,
-        how: str | None,
+        self, device: Device, *, forced: bool, keyword: str | None, how: str | None,
         picked: Picked | None = None,
-    ) -> tuple[tuple[CaseSpec, ...], tuple[Selected, ...]]:
+    ) -> tuple[tuple[CaseSpec, ...], tuple[Selected, ...]]:  # fmt: skip
         """The cases to run, and what is left out of each scenario.
 
         Args:
@@ -160,13 +138,15 @@ class Suite:
         num_all = 0
         for scenario in self.scenarios:
             held, kept = expand_marked(scenario, device)
-            ids = None if picked is None else _there(scenario, held, picked)
-            if not self.alone:
-                names = {case.id: joined(scenario.name, case.id) for case in held}
-                ids = ids and {names[case] for case in ids}
-                held = tuple(_named(case, names[case.id]) for case in held)
-                kept = tuple(names[name] for name in kept)
             num_all += len(held)
+            ids = None if picked is None else set(picked[Path(scenario.path)])
+            if lost := (ids or set()).difference(case.id for case in held):
+                got = shown(min(lost))
+                raise UsageError(f"{scenario.path}: expected one of its cases, got {got}")
+            if not self.alone:
+                held = tuple(_named(case) for case in held)
+                kept = tuple(joined(scenario.name, name) for name in kept)
+                ids = ids and {joined(scenario.name, name) for name in ids}
             held = select(held, keyword)
             part, said = _select(scenario, held, kept, how or scenario.select, ids)
             wanted = scenario.launch.device
@@ -179,6 +159,40 @@ class Suite:
             none = f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
             raise NothingSelected(none)
         return tuple(chosen), tuple(told)
+
+
+def _select(
+    scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
+    ids: set[str] | None,
+) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
+    chosen, pairs = held, 0
+    if ids is not None:
+        how, chosen = "pytest", tuple(case for case in held if case.id in ids)
+    elif how == "pairwise":
+        chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
+    return chosen, Selected(
+        scenario=scenario.name, why=scenario.why, tier=scenario.tier, select=how,
+        num_cases=len(chosen), left_out=len(held) - len(chosen), pairs=pairs,
+    )  # fmt: skip
+
+
+def _named(case: CaseSpec) -> CaseSpec:
+    labels = {"scenario": case.scenario} | case.labels
+    return dataclasses.replace(case, id=joined(case.scenario, case.id), labels=labels)
+
+
+def joined(scenario: str, case: str) -> str:
+    """A case's id among those of several scenarios."""
+    name = f"{scenario}.{case}"
+    return name if len(name) <= MAX_ID_CHARS else shortened(name, name, MAX_ID_CHARS)
+
+
+def whole_id(scenario: str, case_id: str) -> str:
+    """`SCENARIO.CASE`, which is what a case of several scenarios in one run is called anyway."""
+    return case_id if case_id.startswith(f"{scenario}.") else f"{scenario}.{case_id}"
+
+
+# --- files ------------------------------------------------------------------------------------
 
 
 def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -210,80 +224,29 @@ def load_suite(
     alone = len(paths) == 1 and not tiers and not paths[0].is_dir()
     files: Sequence[Path] = paths if alone else find_scenarios(paths)
     if tiers:
-        files = _of_tiers(files, paths, tiers)
+        found = {file: read_tier(file) for file in files}
+        if missing := [tier for tier in tiers if tier not in found.values()]:
+            there = ", ".join(sorted(set(filter(None, found.values())))) or "none has any"
+            raise NothingSelected(
+                f"--tier {missing[0]}: no scenario in {', '.join(map(str, paths))} has this tier "
+                f"(tiers there: {there})"
+            )
+        files = [file for file, tier in found.items() if tier in tiers]
     scenarios = tuple(load_scenario(file, overrides=overrides) for file in files)
     names: dict[str, Scenario] = {}
-    for scenario in scenarios:
-        if scenario.name in names:
+    for each in scenarios:
+        if (other := names.setdefault(each.name, each)) is not each:
             raise UsageError(
-                f"{scenario.path}: name: expected one of its own, got {scenario.name}, the name "
-                f"of {names[scenario.name].path}"
+                f"{each.path}: name: expected one of its own, got {each.name}, the name of "
+                f"{other.path}"
             )
-        names[scenario.name] = scenario
     title = "+".join(dict.fromkeys(tiers))
     name, why = scenarios[0].name, scenarios[0].why
     if not alone:
-        folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else "several"
+        folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else ""
         name = title or folder or "several"
         why = f"{f'The tier {title}' if title else 'Together'}: {', '.join(names)}."
     return Suite(name=name, why=why, scenarios=scenarios, tiers=title, alone=alone)
-
-
-def _of_tiers(
-    files: Sequence[Path], paths: Sequence[Path], tiers: Sequence[str]
-) -> tuple[Path, ...]:
-    found = {file: read_tier(file) for file in files}
-    chosen = tuple(file for file, tier in found.items() if tier in tiers)
-    missing = [tier for tier in tiers if tier not in found.values()]
-    if missing:
-        there = ", ".join(sorted(set(filter(None, found.values())))) or "none has any"
-        places = ", ".join(map(str, paths))
-        raise NothingSelected(
-            f"--tier {missing[0]}: no scenario in {places} has this tier (tiers there: {there})"
-        )
-    return chosen
-
-
-def _there(scenario: Scenario, held: Sequence[CaseSpec], picked: Picked) -> set[str]:
-    ids = set(picked[Path(scenario.path)])
-    if missing := ids.difference(case.id for case in held):
-        raise UsageError(f"{scenario.path}: expected one of its cases, got {shown(min(missing))}")
-    return ids
-
-
-def _select(
-    scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
-    ids: set[str] | None,
-) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
-    pairs = 0
-    chosen = held
-    if ids is not None:
-        how, chosen = "pytest", tuple(case for case in held if case.id in ids)
-    elif how == "pairwise":
-        chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
-    return chosen, Selected(
-        scenario=scenario.name, why=scenario.why, tier=scenario.tier, select=how,
-        num_cases=len(chosen), left_out=len(held) - len(chosen), pairs=pairs,
-    )  # fmt: skip
-
-
-def _named(case: CaseSpec, name: str) -> CaseSpec:
-    return dataclasses.replace(case, id=name, labels={"scenario": case.scenario} | case.labels)
-
-
-def joined(scenario: str, case: str) -> str:
-    """A case's id among those of several scenarios."""
-    name = f"{scenario}.{case}"
-    if len(name) <= MAX_ID_CHARS:
-        return name
-    return shortened(name, name, MAX_ID_CHARS)
-
-
-def _quoted(scenario: Scenario) -> str:
-    """A file as it is, as a text in another."""
-    lines = scenario.source.decode().splitlines()
-    body = "".join(f"      {line}".rstrip() + "\n" for line in lines)
-    return f"  - file: {json.dumps(Path(scenario.path).name)}\n    text: |2\n{body}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,13 +262,12 @@ class Checked(Json):
 def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, ...]:
     """Decode and expand every file; errors become results."""
     results = []
-    for file in files:
+    for file in map(str, files):
         try:
-            cases = expand(load_scenario(file, overrides=overrides), "cpu")
+            num_cases = len(expand(load_scenario(file, overrides=overrides), "cpu"))
+            results.append(Checked(file=file, num_cases=num_cases))
         except HarnessError as error:
-            results.append(Checked(file=str(file), error=str(error), exit_code=error.exit_code))
-        else:
-            results.append(Checked(file=str(file), num_cases=len(cases)))
+            results.append(Checked(file=file, error=str(error), exit_code=error.exit_code))
     return tuple(results)
 
 
@@ -320,12 +282,8 @@ _OPERATORS = ("and", "or", "not", "(", ")")
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression that was read.
-
-    Attributes:
-        words: in it, each once.
-        holds: from a function that says which words are true to whether the expression is.
-    """
+    """An expression that was read: its words, each once, and from a function that says which words
+    are true to whether the expression is."""
 
     words: tuple[str, ...]
     holds: Holds
@@ -376,24 +334,19 @@ def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
         raise SyntaxError
     match tree:
         case ast.Name(id=name):
-            word = words[name]
-            return lambda is_true: is_true(word)
+            return lambda is_true: is_true(words[name])
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = _holds(operand, words, depth + 1)
             return lambda is_true: not inner(is_true)
         case ast.BoolOp(op=op, values=values):
             parts = [_holds(each, words, depth + 1) for each in values]
-            if isinstance(op, ast.And):
-                return lambda is_true: all(part(is_true) for part in parts)
-            return lambda is_true: any(part(is_true) for part in parts)
+            whole = all if isinstance(op, ast.And) else any
+            return lambda is_true: whole(part(is_true) for part in parts)
         case _:
             raise SyntaxError
 
 
 # --- pairwise ---------------------------------------------------------------------------------
-
-Element = tuple[int, ...]
-"""A value of an axis, or two values of two axes, by their numbers."""
 
 
 class Labelled(Protocol):
@@ -416,22 +369,18 @@ Case = TypeVar("Case", bound=Labelled)
 def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case, ...]:
     """Cases that cover every pair of values that any of `cases` has, in their order.
 
-    Args:
-        cases: all that there are.
-        keep: ids of cases that are chosen in any case.
+    Cases whose ids are in `keep` are chosen in any case.
     """
     covers = _elements(cases)
     chosen = {place for place, case in enumerate(cases) if case.id in keep}
-    covered = {element for place in chosen for element in covers[place]}
-    left = {element for held in covers for element in held} - covered
+    left = set(itertools.chain(*covers)).difference(*(covers[place] for place in chosen))
     queue = [(-len(held), place) for place, held in enumerate(covers) if place not in chosen]
     heapq.heapify(queue)
     while left:
         _, place = heapq.heappop(queue)
         gain = sum(element in left for element in covers[place])
         if queue and (-gain, place) > queue[0]:
-            if gain:
-                heapq.heappush(queue, (-gain, place))
+            heapq.heappush(queue, (-gain, place))
             continue
         chosen.add(place)
         left.difference_update(covers[place])
@@ -440,19 +389,21 @@ def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case
 
 def num_pairs(cases: Sequence[Labelled]) -> int:
     """How many pairs of values the cases have; of one axis, values."""
-    return len({element for held in _elements(cases) for element in held})
+    return len(set(itertools.chain(*_elements(cases))))
 
 
-def _elements(cases: Sequence[Labelled]) -> list[list[Element]]:
-    """What each case covers: its pairs, or its values where it has but one."""
+def _elements(cases: Sequence[Labelled]) -> list[list[tuple[int, ...]]]:
+    """What each case covers, by numbers: its pairs of values, or its values where it has but one.
+
+    Values may read alike. Cases that do are told apart by their ids, and so all stay.
+    """
     labels = [tuple(case.labels.items()) for case in cases]
-    # Values may read alike. Cases that do are told apart by their ids, and so all stay.
     alike = Counter(labels)
     numbers: dict[tuple[str, str], int] = {}
-    found: list[list[Element]] = []
+    found = []
     for case, held in zip(cases, labels, strict=True):
         named = held if alike[held] == 1 else (*held, ("", case.id))
         values = sorted(numbers.setdefault(value, len(numbers)) for value in named)
-        pairs: list[Element] = list(itertools.combinations(values, 2))
+        pairs: list[tuple[int, ...]] = list(itertools.combinations(values, 2))
         found.append(pairs or [(value,) for value in values])
     return found

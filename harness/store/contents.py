@@ -18,11 +18,9 @@ from harness.store.files import parsed, read_plain, told, write_atomic
 from harness.store.folder import changed_files
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1, "bool": 1,
-    "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8,
-    "int64": 8,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "bool": 1, "uint8": 1,
+    "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
 }  # fmt: skip
 """Bytes of an element, by the name of its dtype; bytes are in little-endian order."""
 MAX_INDEX_BYTES = 64 << 20
@@ -30,15 +28,8 @@ MAX_INDEX_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Json):
-    """A box of a rank's tensor, and where it lies in a tensor of the whole model.
-
-    Attributes:
-        name: of the whole tensor.
-        shape: of the whole tensor.
-        offsets: of the box in the whole tensor.
-        local_offsets: of the box in the rank's tensor.
-        sizes: of the box.
-    """
+    """A box of `sizes` at `local_offsets` of a rank's tensor, and where it lies in the tensor of
+    the whole model, which has this `name` and `shape`: at `offsets`."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,15 +40,11 @@ class Place(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptTensor(Json):
-    """What the index says of one tensor.
+    """What the index says of one tensor of a rank.
 
-    Attributes:
-        name: as records call it, with its group.
-        part: which tensor of a row of taps, which may be of several; else 0.
-        dtype: a key of `ITEM_BYTES`.
-        shape: on this rank.
-        as_digested: whether these bytes give the digest that the step recorded.
-        places: where it lies in the whole model; none for what is the rank's own.
+    `name` is that of its records, with the group; `part` the tensor of a row of taps, which may be
+    of several; `dtype` a key of `ITEM_BYTES`. `as_digested`: these bytes give the digest that the
+    step recorded. `places`: where it lies in the whole model; none for what is the rank's own.
     """
 
     name: str
@@ -66,11 +53,6 @@ class KeptTensor(Json):
     shape: tuple[int, ...]
     as_digested: bool
     places: tuple[Place, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole tensor on this rank."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +75,8 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a run has kept.
-
-    Attributes:
-        step: of which; -1 where nothing was to be kept.
-        ranks: by rank, what it has; a rank of which nothing can be read has nothing.
-        problems: a sentence each: what was asked for and is not there, or is damaged.
-    """
+    """What a run has kept of `step` (-1: nothing was to be kept), by rank; `problems` are sentences
+    about what was asked for and is not there, or is damaged."""
 
     step: int
     ranks: tuple[tuple[Loaded, ...], ...]
@@ -112,12 +89,7 @@ class Contents:
 
     def held(self, name: str) -> list[tuple[int, Loaded]]:
         """Every rank that has some of a tensor, with its parts."""
-        return [
-            (number, each)
-            for number, rank in enumerate(self.ranks)
-            for each in rank
-            if each.about.name == name
-        ]
+        return [(n, e) for n, rank in enumerate(self.ranks) for e in rank if e.about.name == name]
 
 
 def contents_path(folder: Path, rank: int) -> Path:
@@ -173,7 +145,8 @@ def _read_rank(path: Path, key: str, rank: int, keep: KeepSpec) -> tuple[Loaded,
             raise RecordError(f"{name}: expected {value}, got {got}")
     if any(about.dtype not in ITEM_BYTES for about in index.tensors):
         raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}")
-    ends = [0, *itertools.accumulate(about.num_bytes for about in index.tensors)]
+    sizes = (math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in index.tensors)
+    ends = [0, *itertools.accumulate(sizes)]
     if len(body) != ends[-1]:
         raise RecordError(f"expected {ends[-1]} bytes of tensors, got {len(body)}")
     parts = zip(index.tensors, itertools.pairwise(ends), strict=True)

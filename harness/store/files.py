@@ -2,9 +2,8 @@
 
 A file of one object carries its own checksum, `{..., "sha256": of all other keys}`, and where it
 speaks for other files, theirs by name under `files`. They tell damage, not forgery: whoever can
-write a file can write its checksum. A file without one is damaged.
-
-Whatever the disk refuses is one `Infrastructure` error that names the path and the reason.
+write a file can write its checksum. A file without one is damaged. Whatever the disk refuses is one
+`Infrastructure` error that names the path and the reason.
 """
 
 import errno
@@ -34,7 +33,8 @@ def refused(verb: str, path: Path, error: OSError) -> Infrastructure:
 
 
 @contextmanager
-def _refusals(verb: str, path: Path) -> Iterator[None]:
+def refusals(verb: str, path: Path) -> Iterator[None]:
+    """What the disk refuses inside is an `Infrastructure` error."""
     try:
         yield
     except OSError as error:
@@ -80,7 +80,7 @@ def _write(path: Path, text: str | bytes, put: Callable[[Path], object]) -> None
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, if need be (`Infrastructure`: the disk refused)."""
-    with _refusals("make folder", path):
+    with refusals("make folder", path):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -94,7 +94,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 def link_tree(source: Path, target: Path) -> None:
     """Fill `target`, which may exist, with links to all files of `source` (or `Infrastructure`)."""
-    with _refusals("write", target):
+    with refusals("write", target):
         shutil.copytree(source, target, symlinks=True, copy_function=link_or_copy,
                         dirs_exist_ok=True)  # fmt: skip
 
@@ -117,8 +117,7 @@ def open_plain(path: Path) -> BinaryIO:
 def read_plain(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The contents of a file of at most `max_bytes` (`OSError`: longer, or as `open_plain`)."""
     with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             why = f"expected at most {max_bytes} bytes, got {size}"
             raise OSError(errno.EFBIG, why, str(path))
         return file.read()
@@ -224,17 +223,18 @@ class FolderLock:
         """
         if self._fd is not None:
             return
-        with _refusals("lock", self._path):
+        with refusals("lock", self._path):
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(fd, 200).decode(errors="replace").strip()
-            os.close(fd)
-            if not isinstance(error, BlockingIOError):
-                raise refused("lock", self._path, error) from error
-            where = self._path.parent
-            raise UsageError(f"{where} is in use by another harness ({holder})") from None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+                os.close(fd)
+                where = self._path.parent
+                raise UsageError(f"{where} is in use by another harness ({holder})") from None
+            except OSError:
+                os.close(fd)
+                raise
         self._fd = fd
         # Only for the message of whoever comes second; a full disk must not matter here.
         with suppress(OSError):

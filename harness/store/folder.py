@@ -1,18 +1,16 @@
 """The run folder: everything that a harness run leaves behind, and how it is read again.
 
-    RunFolder.create   a new folder, locked; RunFolder.open reads one, `acquire` locks it
-    begin, set_aside   start a run's folder; keep the remains of one that did not finish
-    save_outcome       makes a run finished, with the checksum of every file that its ranks wrote
-    load_run           specification, outcome and records, whatever state the files are in
-    seal_case          a case folder that can be copied elsewhere; `load_case` reads it there
-    save_verdict       the answer, with the checksums of the outcomes that it was made from
+    manifest.json, scenario.yaml, cases.json   what was planned; a folder is one with a manifest
+    runs/KEY/       spec.json, rankN.jsonl, rankN.contents; `save_outcome` makes the run finished
+    cases/ID/       case.json, links to the files of its three runs, verdict.json
 
-So a manifest speaks for the plan, a verdict for outcomes and these for records: what is as its
-checksum says is believed. What is not is reported in `RankRecords.problems`, never dropped and
-never an exception. What the disk refuses is one `Infrastructure` error.
+A manifest speaks for the plan, a verdict for outcomes and these for what ranks wrote, by checksums:
+what is as they say is believed. What is not is reported in `RankRecords.problems`, never dropped
+and never an exception. What the disk refuses is one `Infrastructure` error.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -52,7 +50,7 @@ from harness.store.files import (
     read_object,
     read_plain,
     read_sealed,
-    refused,
+    refusals,
     told,
     with_checksum,
     write_atomic,
@@ -60,15 +58,20 @@ from harness.store.files import (
 )  # fmt: skip
 from harness.store.streams import read_ranks
 
+__all__ = [
+    "CASES_FILE", "CASE_FILE", "LEGS", "MANIFEST_FILE", "OUTCOME_FILE", "OWN_FOLDERS",
+    "SEARCH_FILE", "SHARDS_FILE", "SPEC_FILE", "VERDICT_FILE", "CaseRuns", "RunFolder", "begin_run",
+    "find_verdict", "kept_folder", "load_case", "load_run_folder", "num_kept", "read_outcome",
+    "read_verdict", "save_outcome", "sealed_outcome", "set_aside",
+]  # fmt: skip
+"""Of `harness.store`."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
-OWN_FOLDERS = ("runs", "cases", "report")
-"""Folders of a run folder that are written to."""
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
-SHARDS_FILE = "shards.json"
-"""Of a shard: `harness.runner.shards`."""
-SEARCH_FILE = "bisect.json"
-"""Of a search: what `harness bisect` asked."""
+SHARDS_FILE, SEARCH_FILE = "shards.json", "bisect.json"
+"""Of a shard (`harness.runner.shards`); of a search: what `harness bisect` asked."""
+OWN_FOLDERS = ("runs", "cases", "report")
+"""Folders of a run folder that are written to."""
 LEGS = ("reference", "control", "candidate")
 RANK_FILES = ("rank*.jsonl", "rank*.contents")
 MAX_CACHED_BYTES = 256 << 20
@@ -96,42 +99,28 @@ class _Plan(Json):
 
 
 class RunFolder:
-    """One run folder. Reading needs no lock; whoever writes calls `acquire` first.
+    """One run folder, at its absolute `path`. Reading needs no lock; who writes calls `acquire`.
 
-    Attributes:
-        path: absolute path.
-        manifest: schema version, scenario name, command line, environment, time of creation.
-        scenario_text: the scenario file as it was.
-        cases: every case planned, in order.
+    `scenario_text` is the scenario file as it was, `cases` are all that were planned, in order.
     """
 
     def __init__(
         self, path: Path, manifest: dict[str, Any], scenario_text: str, cases: Sequence[CaseSpec]
     ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.scenario_text = scenario_text
+        self.path, self.manifest, self.scenario_text = path, manifest, scenario_text
         self.cases = tuple(cases)
         self._lock = FolderLock(path / LOCK_FILE)
+        self.acquire, self.release = self._lock.acquire, self._lock.release
 
     @classmethod
     def create(
-        cls,
-        path: Path,
-        manifest: Mapping[str, Any],
-        scenario_text: str,
-        cases: Sequence[CaseSpec],
-        *,
-        fill: Callable[[Self], None] = lambda folder: None,
-    ) -> Self:
+        cls, path: Path, manifest: Mapping[str, Any], scenario_text: str,
+        cases: Sequence[CaseSpec], *, fill: Callable[[Self], None] = lambda folder: None,
+    ) -> Self:  # fmt: skip
         """Make a new run folder and lock it.
 
-        Args:
-            path: where it goes.
-            manifest: what it is to say of itself.
-            scenario_text: of the scenario, or of a file that stands for it.
-            cases: all that are planned.
-            fill: puts in what must be there whenever it is a run folder, whoever is killed when.
+        `scenario_text` may stand for several files; `fill` puts in what must be there whenever it
+        is a run folder, whoever is killed when.
 
         Raises:
             UsageError: there is something else at `path`, or two cases share an id.
@@ -190,14 +179,6 @@ class RunFolder:
         except (OSError, RecordError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
 
-    def acquire(self) -> None:
-        """Lock the folder for this process, until `release` or its death; as `FolderLock`."""
-        self._lock.acquire()
-
-    def release(self) -> None:
-        """Unlock the folder."""
-        self._lock.release()
-
     def __enter__(self) -> Self:
         self.acquire()
         return self
@@ -213,22 +194,17 @@ class RunFolder:
         """Folder of a case."""
         return self.path / "cases" / _safe(case_id)
 
-    def num_attempts(self, key: str) -> int:
-        """How many attempts of a run have been set aside."""
-        return num_kept(self.run_folder(key))
-
     def set_aside(self, key: str) -> Path | None:
         """Keep what there is of a run under another name; that name, None if there was nothing."""
         return set_aside(self.run_folder(key))
 
     def set_case_aside(self, case_id: str) -> Path | None:
-        """The same of a case: a verdict must not outlive the runs that it speaks of."""
+        """As `set_aside` of a case: a verdict must not outlive the runs that it speaks of."""
         return set_aside(self.case_folder(case_id))
 
     def finished(self, key: str) -> RunOutcome | None:
         """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
-        outcome, _ = read_outcome(self.run_folder(key), key)
-        return outcome
+        return read_outcome(self.run_folder(key), key)[0]
 
     def load_run(self, spec: RunSpec) -> RunResult:
         """A run as the checks see it, in whatever state its files are."""
@@ -243,7 +219,7 @@ class RunFolder:
         """Make the case's folder, with its own links to its runs' files (or `Infrastructure`)."""
         folder = self.case_folder(case.id)
         building = folder.with_name(f".{folder.name}.tmp")
-        try:
+        with refusals("write", folder):
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
             for leg in LEGS:
@@ -253,8 +229,6 @@ class RunFolder:
             write_object(building / CASE_FILE, case)
             set_aside(folder)
             building.rename(folder)
-        except OSError as error:
-            raise refused("write", folder, error) from error
         return folder
 
     def save_verdict(self, verdict: Verdict, case: CaseSpec) -> None:
@@ -264,15 +238,13 @@ class RunFolder:
         runs = [*runs_of(case), *confirming_runs(case).values()]
         paths = {spec.key: self.run_folder(spec.key) / OUTCOME_FILE for spec in runs}
         paths[CASE_FILE] = folder / CASE_FILE
-        try:
+        with refusals("read", folder):
             sums = {name: checksum_of(path) for name, path in paths.items() if path.exists()}
-        except OSError as error:
-            raise refused("read", folder, error) from error
         write_object(folder / VERDICT_FILE, verdict, sums)
 
     def load_verdict(self, case_id: str) -> Verdict | None:
         """The stored answer for a case; None if there is none that decodes for this case."""
-        return read_verdict(self.case_folder(case_id), case_id)
+        return find_verdict(self.case_folder(case_id), case_id)[0]
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Stored answers in the order of `cases`; cases without one are left out."""
@@ -285,10 +257,8 @@ def set_aside(folder: Path) -> Path | None:
     if not folder.exists():
         return None
     kept = kept_folder(folder, num_kept(folder))
-    try:
+    with refusals("set aside", folder):
         folder.rename(kept)
-    except OSError as error:
-        raise refused("set aside", folder, error) from error
     return kept
 
 
@@ -299,10 +269,7 @@ def kept_folder(folder: Path, number: int) -> Path:
 
 def num_kept(folder: Path) -> int:
     """How many earlier attempts of a run's or a case's folder are kept."""
-    number = 0
-    while kept_folder(folder, number).exists():
-        number += 1
-    return number
+    return next(n for n in itertools.count() if not kept_folder(folder, n).exists())
 
 
 def read_verdict(folder: Path, case_id: str) -> Verdict | None:
@@ -333,10 +300,8 @@ def begin_run(folder: Path, spec: RunSpec) -> None:
 
 def sealed_outcome(folder: Path, outcome: RunOutcome) -> str:
     """What `outcome.json` holds: the outcome, and checksums of its run's files."""
-    try:
+    with refusals("read", folder):
         sums = {path.name: checksum_of(path) for path in files_of_run(folder)}
-    except OSError as error:
-        raise refused("read", folder, error) from error
     return dumps(with_checksum(outcome, sums)) + "\n"
 
 
@@ -413,21 +378,17 @@ def _records(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
     key = tuple(state)
     found = _cached.pop(key, None)
     if found is None:
-        changed = changed_files(folder)
-        ranks = read_ranks(folder, world_size)
-        found = num_bytes, tuple(_with_damage(rank, changed) for rank in ranks)
+        changed, ranks = changed_files(folder), []
+        for rank in read_ranks(folder, world_size):
+            why = changed.get(f"rank{rank.rank}.jsonl")
+            damage = () if why is None else (f"line 0: {why}",)
+            ranks.append(dataclasses.replace(rank, problems=(*damage, *rank.problems)))
+        found = num_bytes, tuple(ranks)
     if time.time_ns() - newest_ns > RACY_NS:
         _cached[key] = found
         while sum(size for size, _ in _cached.values()) > MAX_CACHED_BYTES:
             del _cached[next(iter(_cached))]
     return found[1]
-
-
-def _with_damage(records: RankRecords, changed: Mapping[str, str]) -> RankRecords:
-    why = changed.get(f"rank{records.rank}.jsonl")
-    if why is None:
-        return records
-    return dataclasses.replace(records, problems=(f"line 0: {why}", *records.problems))
 
 
 def load_case(folder: Path) -> CaseRuns:
@@ -455,14 +416,10 @@ def _why_none(path: Path) -> str:
 def _check_vacant(path: Path) -> None:
     """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
     ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
-    try:
-        names = {entry.name for entry in path.iterdir()}
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        raise UsageError(f"{path}: expected a folder or nothing, got a file") from None
-    except OSError as error:
-        raise refused("look into", path, error) from error
+    with refusals("look into", path):
+        if path.is_file():
+            raise UsageError(f"{path}: expected a folder or nothing, got a file")
+        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if MANIFEST_FILE in names:
         raise UsageError(f"{path} is a run folder already; continue it with --resume")
     if any(name not in ours and not name.endswith(".tmp") for name in names):

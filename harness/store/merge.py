@@ -1,14 +1,11 @@
 """Run folders of shards, or of several scenarios, put together into one.
 
 Runs and cases are linked, or copied where links fail; the folders that are merged stay as they are.
-The result is a run folder like any other. What is missing shows:
-
-    a shard that was not given    its cases have the outcome `error`, `not_run`, and say which shard
-    one that cannot be read       the same: one killed job must not cost the report of the others
-    a case without a verdict      has none in the result either, which no report takes for a pass
-
-Refused are folders that hold the same case or run, and shards of different cuts or commits: their
-union could hold a case twice and another one never, or answer for other code.
+The result is a run folder like any other. What is missing shows: a case of a shard that was not
+given, or that cannot be read, has the outcome `error`, `not_run`, and says which shard; a case
+without a verdict has none in the result either, which no report takes for a pass. Refused are
+folders that hold the same case or run, and shards of different cuts or commits: their union could
+hold a case twice and another one never, or answer for other code.
 """
 
 import json
@@ -44,13 +41,9 @@ class Shard(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Json):
-    """The matrix that a shard is of.
+    """The matrix that a `shard` is of: all `cases` in order, and ids of those of each of `shards`.
 
-    Attributes:
-        shard: which one it is.
-        cut: names the cut; shards of one cut hold every case once.
-        cases: of all shards, in their order.
-        shards: ids of the cases of each.
+    `cut` names the cut; shards of one cut hold every case once.
     """
 
     shard: Shard
@@ -78,12 +71,7 @@ def _load_whole(folder: Path) -> Whole | None:
 
 
 def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
-    """Make the run folder `out` of others; it is locked.
-
-    Args:
-        paths: run folders; all shards of one cut and commit, or none a shard.
-        out: where nothing is yet.
-        argv: the command line, for the manifest.
+    """Make the run folder `out` of others; it is locked. `argv` is for the manifest.
 
     Raises:
         UsageError: they do not go together, one is damaged or in use, or `out` holds something.
@@ -96,18 +84,26 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
     for folder in folders:
         folder.acquire()  # nobody works there, and nobody begins to
     try:
-        whys = {shard: _why_missing(shard, unread) for shard in missing.values()}
-        texts = {folder.scenario_text for folder in folders}
+        lost = "; ".join(unread)
+        whys = {
+            shard: f"shard {shard} is missing: its run folder was not among those merged"
+            + (f" ({lost})" if lost else "")
+            for shard in missing.values()
+        }
         manifest = _manifest(opened, argv, [*whys.values()])
         named = {key: json.dumps(manifest.get(key, "Several run folders, merged.")) for key in
                  ("scenario", "why")}  # fmt: skip
+        texts = {folder.scenario_text for folder in folders}
         text = f"name: {named['scenario']}\nwhy: {named['why']}\n"
 
         def fill(merged: RunFolder) -> None:
             _link_all(folders, merged)
             for case in cases:
                 if case.id not in held:
-                    merged.save_verdict(_not_given(case, whys[missing[case.id]]), case)
+                    why = whys[missing[case.id]]
+                    verdict = Verdict(case_id=case.id, outcome="error", what="not_run", message=why,
+                                      checks=(), runs={}, wall_s=0.0)  # fmt: skip
+                    merged.save_verdict(verdict, case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.
         text = texts.pop() if len(texts) == 1 else text
@@ -147,42 +143,36 @@ def _cases(opened: Opened) -> tuple[tuple[CaseSpec, ...], dict[str, str]]:
                 raise UsageError(f"{folder.path} is {names[0]}, {start.path} is {names[1]}")
             continue
         if (whole.cut, whole.shard.number) != (first.cut, first.shard.number):
-            raise UsageError(
-                f"{folder.path} is shard {whole.shard} of another cut than {start.path}: "
-                f"expected the same scenarios, and options for all shards"
-            )
+            raise UsageError(f"{folder.path} is shard {whole.shard} of another cut than "
+                             f"{start.path}: expected the same scenarios and options")  # fmt: skip
         if (other := given.setdefault(whole.shard.index, folder)) is not folder:
             raise UsageError(f"{folder.path} is shard {whole.shard}, and so is {other.path}")
         commits = [str(each.manifest.get("commit") or "") for each in (folder, start)]
-        if all(commits) and len({*commits}) > 1:
-            raise UsageError(
-                f"{folder.path} was made by commit {commits[0]}, {start.path} by {commits[1]}: "
-                f"expected shards of one commit"
-            )
-    planned = {case.id: case for folder, _ in opened for case in folder.cases}
+        if all(commits) and commits[0] != commits[1]:
+            raise UsageError(f"{folder.path} was made by commit {commits[0]}, {start.path} by "
+                             f"{commits[1]}: expected shards of one commit")  # fmt: skip
     if first is None:
         return tuple(case for folder, _ in opened for case in folder.cases), {}
+    # As each shard planned them: only there is known what its machine had to skip.
+    planned = {case.id: case for folder, _ in opened for case in folder.cases}
     missing = {name: f"{index}/{first.shard.number}" for index, ids in enumerate(first.shards, 1)
                if index not in given for name in ids}  # fmt: skip
-    # As each shard planned them: only there is known what its machine had to skip.
     return tuple(planned.get(case.id, case) for case in first.cases), missing
 
 
-def _held(folders: Sequence[RunFolder]) -> dict[str, Path]:
-    """Which folder has a case (`UsageError`: two have the same case or run)."""
-    cases: dict[str, Path] = {}
-    runs: dict[str, Path] = {}
+def _held(folders: Sequence[RunFolder]) -> set[str]:
+    """Ids of the cases that some folder has (`UsageError`: two have the same case or run)."""
+    owners: dict[tuple[str, str], Path] = {}
     for folder in folders:
-        for case in folder.cases:
-            if (other := cases.setdefault(case.id, folder.path)) != folder.path:
+        things = [("case", case.id) for case in folder.cases]
+        things += [("run", run.name) for run in (folder.path / "runs").glob("*")]
+        for thing in things:
+            if (other := owners.setdefault(thing, folder.path)) != folder.path:
                 raise UsageError(
-                    f"{folder.path} holds the case {case.id}, and so does {other}: expected "
+                    f"{folder.path} holds the {' '.join(thing)}, and so does {other}: expected "
                     f"shards of one matrix, or scenarios whose cases differ"
                 )
-        for run in (folder.path / "runs").glob("*"):
-            if (other := runs.setdefault(run.name, folder.path)) != folder.path:
-                raise UsageError(f"{folder.path} made the run {run.name}, and so did {other}")
-    return cases
+    return {name for kind, name in owners if kind == "case"}
 
 
 def _link_all(folders: Sequence[RunFolder], merged: RunFolder) -> None:
@@ -194,32 +184,18 @@ def _link_all(folders: Sequence[RunFolder], merged: RunFolder) -> None:
             link_tree(source, merged.path / source.name)
 
 
-def _why_missing(shard: str, unread: Sequence[str]) -> str:
-    told = f"shard {shard} is missing: its run folder was not among those merged"
-    return f"{told} ({'; '.join(unread)})" if unread else told
-
-
-def _not_given(case: CaseSpec, why: str) -> Verdict:
-    return Verdict(case_id=case.id, outcome="error", what="not_run", message=why, checks=(),
-                   runs={}, wall_s=0.0)  # fmt: skip
-
-
 def _manifest(opened: Opened, argv: Sequence[str], notes: list[str]) -> Mapping[str, Any]:
     manifests = [folder.manifest for folder, _ in opened]
     first = manifests[0]
     agreed = {key: first[key] for key in _OF_ALL
               if key in first and all(m.get(key) == first[key] for m in manifests)}  # fmt: skip
     merged = [
-        {"id": said.get("id"), "shard": "" if whole is None else str(whole.shard),
-         "created": said.get("created"), "machine": said.get("machine")}
+        {"shard": "" if whole is None else str(whole.shard)}
+        | {key: said.get(key) for key in ("id", "created", "machine")}
         for said, (_, whole) in zip(manifests, opened, strict=True)
-    ]  # fmt: skip
+    ]
     return {"scenario": "+".join(dict.fromkeys(str(m.get("scenario", "")) for m in manifests))} | {
-        **agreed,
-        "notes": [*agreed.get("notes", ()), *notes],
-        "id": uuid.uuid4().hex,
+        **agreed, "notes": [*agreed.get("notes", ()), *notes], "id": uuid.uuid4().hex,
         "created": max(str(said.get("created", "")) for said in manifests),
-        "command": list(argv),
-        "python": sys.version.split()[0],
-        "merged": merged,
-    }
+        "command": list(argv), "python": sys.version.split()[0], "merged": merged,
+    }  # fmt: skip

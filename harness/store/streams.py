@@ -7,7 +7,7 @@ belongs to another rank is a problem only.
 A program that the harness did not write makes optimizer state in its first step, leaves gradients
 out, adds parameters: its rank says from which step on a group has which tensors (`NamesRecord`).
 Here every step gets the tensors of all steps, with the digest `ABSENT` for what it did not hold: so
-a tensor that one run has and another has not differs like any other, at its step, by its name.
+what one run has and another has not differs like any other tensor, at its step, by its name.
 """
 
 import contextlib
@@ -25,10 +25,8 @@ from harness.records import (
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
-    EventRecord,
     NamesRecord,
     RankRecords,
-    Record,
     RecordError,
     RunResult,
     StartRecord,
@@ -125,20 +123,19 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     if (more := len(problems) - MAX_PROBLEMS) > 0:
         problems[MAX_PROBLEMS:] = [f"line 0: {more} more problems"]
     records = RankRecords(
-        rank=rank, steps=tuple(held.steps), events=tuple(held.events),
-        problems=tuple(problems), after_end=tuple(after_end), **held.once,
+        rank=rank, problems=tuple(problems), after_end=tuple(after_end),
+        steps=tuple(held.lists["step"]), events=tuple(held.lists["event"]), **held.once,
     )  # fmt: skip
-    return with_all_names(records, held.names) if held.names else records
+    names = held.lists["names"]
+    return with_all_names(records, names) if names else records
 
 
 class _Held:
-    """What one file has said so far."""
+    """What one file has said so far: records of which there are many, and those there once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.steps: list[StepRecord] = []
-        self.events: list[EventRecord] = []
-        self.names: list[NamesRecord] = []
+        self.lists: dict[str, list[Any]] = {"step": [], "event": [], "names": []}
         self.once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
 
     def take(self, number: int, line: bytes) -> Iterator[str]:
@@ -152,34 +149,29 @@ class _Held:
             why = why if len(why) <= 200 else f"{why[:200]}..."
             yield f"{cut}{why}{' after end' if is_after_end else ''}"
             return
-        yield from self._misplaced(record, number)
-        if is_after_end:
-            yield f"{record.kind} record after end"
-        elif self.once["error"] is not None and not isinstance(record, EventRecord):
-            yield f"{record.kind} record after an error record"
-        if record.rank != self.rank and not isinstance(record, StartRecord):
-            return
-        listed = {"step": self.steps, "event": self.events, "names": self.names}.get(record.kind)
-        if listed is not None:
-            listed.append(record)  # type: ignore[attr-defined] # a list of its kind
-        elif self.once[record.kind] is None:
-            self.once[record.kind] = record
-        else:
-            yield f"a second {record.kind} record"
-
-    def _misplaced(self, record: Record, number: int) -> Iterator[str]:
+        steps, kind = self.lists["step"], record.kind
         if record.rank != self.rank:
-            yield f"{record.kind} record of rank {record.rank} in the file of rank {self.rank}"
-        if isinstance(record, StartRecord):
-            if number != 1:
-                yield "start record is not the first line"
-            if record.schema != SCHEMA_VERSION:
-                yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
-        if isinstance(record, StepRecord):
-            if self.once["start"] is None:
-                yield f"step {record.step} before a start record"
-            if self.steps and record.rank == self.rank and record.step <= self.steps[-1].step:
-                yield f"step {record.step} follows step {self.steps[-1].step}"
+            yield f"{kind} record of rank {record.rank} in the file of rank {self.rank}"
+        if isinstance(record, StartRecord) and number != 1:
+            yield "start record is not the first line"
+        if isinstance(record, StartRecord) and record.schema != SCHEMA_VERSION:
+            yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
+        if isinstance(record, StepRecord) and self.once["start"] is None:
+            yield f"step {record.step} before a start record"
+        if isinstance(record, StepRecord) and steps and record.step <= steps[-1].step:
+            yield f"step {record.step} follows step {steps[-1].step}"
+        if is_after_end:
+            yield f"{kind} record after end"
+        elif self.once["error"] is not None and kind != "event":
+            yield f"{kind} record after an error record"
+        if record.rank != self.rank and kind != "start":
+            return
+        if kind in self.lists:
+            self.lists[kind].append(record)
+        elif self.once[kind] is None:
+            self.once[kind] = record
+        else:
+            yield f"a second {kind} record"
 
 
 # --- names that change from step to step ------------------------------------------------------
@@ -214,18 +206,17 @@ def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
         if (start := records.start) is not None:
             held.setdefault(records.rank, []).append((start.tensors, start.taps))
     wholes = {rank: _union(names) for rank, names in held.items()}
-    return tuple(
-        replace(run, ranks=tuple(_laid_over(each, wholes.get(each.rank)) for each in run.ranks))
-        for run in runs
-    )
-
-
-def _laid_over(records: RankRecords, whole: Names | None) -> RankRecords:
-    start = records.start
-    if start is None or whole is None or (start.tensors, start.taps) == whole:
-        return records
-    own = (start.tensors, start.taps)
-    return replace(_spread(records, lambda step: own, whole), problems=records.problems)
+    found = []
+    for run in runs:
+        ranks = list(run.ranks)
+        for place, records in enumerate(ranks):
+            start, whole = records.start, wholes.get(records.rank)
+            own = ({}, ()) if start is None else (start.tensors, start.taps)
+            if whole is not None and own != whole:
+                laid = _spread(records, lambda step, own=own: own, whole)  # type: ignore[misc]
+                ranks[place] = replace(laid, problems=records.problems)
+        found.append(replace(run, ranks=tuple(ranks)))
+    return tuple(found)
 
 
 def _union(names: Iterable[Names]) -> Names:
@@ -241,7 +232,8 @@ def _union(names: Iterable[Names]) -> Names:
 
 def _spread(records: RankRecords, names_at: Callable[[int], Names], whole: Names) -> RankRecords:
     """The records laid over the names `whole`; their own ones are `names_at` each step."""
-    assert records.start is not None
+    if records.start is None:
+        return records
     problems: list[str] = []
 
     def digests(held: Mapping[str, str], step: int) -> dict[str, str]:
@@ -257,22 +249,18 @@ def _spread(records: RankRecords, names_at: Callable[[int], Names], whole: Names
             laid[group] = _laid(text, own, names, ABSENT)
         return laid
 
-    initial = records.initial
+    initial, never = records.initial, "f" * TAP_HEX_CHARS
     if initial is not None:
         initial = replace(initial, digests=digests(initial.digests, -1))
-    never = "f" * TAP_HEX_CHARS
     steps = tuple(
         replace(step, digests=digests(step.digests, step.step),
                 taps=_laid(step.taps, names_at(step.step)[1], whole[1], never))
         for step in records.steps
     )  # fmt: skip
-    named = {group: tuple(names) for group, names in whole[0].items()}
-    taps = tuple(whole[1])
+    named, taps = {group: tuple(names) for group, names in whole[0].items()}, tuple(whole[1])
     start = replace(records.start, tensors=named, taps=taps, tap_stages=(0,) * len(taps))
-    return replace(
-        records, start=start, steps=steps, initial=initial,
-        problems=(*records.problems, *problems[:8]),
-    )  # fmt: skip
+    return replace(records, start=start, steps=steps, initial=initial,
+                   problems=(*records.problems, *problems[:8]))  # fmt: skip
 
 
 def _laid(text: str, own: Sequence[str], whole: Sequence[str], absent: str) -> str:

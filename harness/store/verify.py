@@ -11,7 +11,7 @@ turn the failure into a question. Nothing is judged again, and nothing is change
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from harness.store.files import CHANGED, checksum_of, read_object, read_sealed, 
 from harness.store.folder import (
     CASE_FILE,
     LEGS,
+    MANIFEST_FILE,
     OUTCOME_FILE,
     SEARCH_FILE,
     SPEC_FILE,
@@ -43,14 +44,10 @@ Damage = Iterator[tuple[Path, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found.
+    """What was found: `verdicts` of cases that have one, those of damaged passes being errors; ids
+    of cases that are `unjudged`; `damage`, one line a file, its path in the folder first.
 
-    Attributes:
-        verdicts: of each case that has one; those of damaged passes are errors.
-        num_cases: cases planned.
-        num_runs: runs that these need.
-        unjudged: cases without a verdict, by id: interrupted, or their folder is gone.
-        damage: one line for each file that is not as it was written, its path in the folder first.
+    `num_runs` counts those that the `num_cases` planned need.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -63,13 +60,14 @@ class Inspection:
 def inspect(path: Path) -> Inspection:
     """Try every checksum of a run folder (`UsageError`: it is none, or damaged beyond reading)."""
     folder = RunFolder.open(path)
-    damage: dict[str, None] = {}
-    """Lines as keys: runs are shared by cases, and each line is told once."""
     verdicts, unjudged, runs = [], [], dict[str, None]()
+    damage: dict[tuple[Path, str], None] = {}
+    """As keys: runs are shared by cases, and each file is named once."""
     planned = {case.id for case in folder.cases}
     for case in folder.cases:
         stored = folder.load_verdict(case.id)
         found = list(_case_damage(folder, case))
+        damage |= dict.fromkeys(found)
         if stored is None:
             unjudged.append(case.id)
         else:
@@ -79,7 +77,6 @@ def inspect(path: Path) -> Inspection:
             is_made = repeats is not None and repeats.outcome != "not_made"
             specs = [*runs_of(case), *(confirming_runs(case).values() if is_made else ())]
             runs |= dict.fromkeys(spec.key for spec in specs)
-        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
     # Questions of a search are in no plan.
     for place in sorted(each.parent for each in folder.path.glob(f"cases/*/{CASE_FILE}")):
         if place.name in planned or place.name.startswith(".") or _EARLIER.search(place.name):
@@ -88,32 +85,29 @@ def inspect(path: Path) -> Inspection:
             case = CaseSpec.from_json(read_object(place / CASE_FILE))
             if case.id != place.name:
                 raise RecordError(f"is that of case {case.id}")
-            found = list(_case_damage(folder, case, is_question=True))
+            damage |= dict.fromkeys(_case_damage(folder, case, is_question=True))
         except (OSError, RecordError, UsageError) as error:
-            found = [(place / CASE_FILE, told(error))]
-        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
+            damage[place / CASE_FILE, told(error)] = None
     return Inspection(
         verdicts=tuple(verdicts), num_cases=len(folder.cases), num_runs=len(runs),
-        unjudged=tuple(unjudged), damage=tuple(damage),
+        unjudged=tuple(unjudged), damage=tuple(_line(folder.path, *each) for each in damage),
     )  # fmt: skip
 
 
 def verified(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
     """The stored verdict, or an error if it is a pass and files that it rests on are damaged."""
-    if stored.outcome not in TRUSTING:
-        return stored
-    return _standing(stored, list(_case_damage(folder, case)), folder.path)
+    return _standing(stored, _case_damage(folder, case), folder.path)
 
 
 def verified_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
     """As `verified`, of a case's folder by itself, wherever it lies, with its three runs."""
-    if stored.outcome not in TRUSTING or case.skip_reason:
+    if case.skip_reason:
         return stored
-    return _standing(stored, list(_damage(place, case, _kept_legs(place, case))), place)
+    return _standing(stored, _damage(place, case, _kept_legs(place, case)), place)
 
 
-def _standing(stored: Verdict, damage: list[tuple[Path, str]], root: Path) -> Verdict:
-    if stored.outcome not in TRUSTING or not damage:
+def _standing(stored: Verdict, found: Iterable[tuple[Path, str]], root: Path) -> Verdict:
+    if stored.outcome not in TRUSTING or not (damage := list(found)):
         return stored
     # Whole folders that are gone were not made, as far as anybody can tell.
     gone = next(((path, why) for path, why in damage if not path.parent.exists()), None)
@@ -149,7 +143,7 @@ def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False
 
 
 def _damage(
-    place: Path, case: CaseSpec, runs: list[tuple[RunSpec, Path]], *, is_question: bool = False
+    place: Path, case: CaseSpec, runs: Sequence[tuple[RunSpec, Path]], *, is_question: bool = False
 ) -> Damage:
     """What is not as it was when the verdict was made, or since it was written.
 
@@ -188,7 +182,7 @@ def _case_file_damage(path: Path, case: CaseSpec, checksum: str | None) -> Damag
         yield path, told(error)
 
 
-# --- where run folders and cases are ---
+# --- where run folders and cases are ----------------------------------------------------------
 
 
 def unused(path: Path) -> Path:
@@ -201,7 +195,7 @@ def unused(path: Path) -> Path:
 
 def newest_run(out: Path = DEFAULT_OUT) -> Path:
     """The run folder made last under `out`, no search's (`UsageError`: there is none)."""
-    made = [path for path in out.glob("*/manifest.json")
+    made = [path for path in out.glob(f"*/{MANIFEST_FILE}")
             if path.is_file() and not path.with_name(SEARCH_FILE).exists()]  # fmt: skip
     if not made:
         raise UsageError(f"expected a run folder, {out}/ holds none")
@@ -223,12 +217,11 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
         there = f"one without {CASE_FILE}" if path.is_dir() else "no folder there"
         raise UsageError(f"{shown(name)}: expected a case folder, got {there}")
     folder = RunFolder.open(run or newest_run())
-    case = next((each for each in folder.cases if each.id == name), None)
-    if case is None:
-        ids = [each.id for each in folder.cases]
-        known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
+    ids = {each.id: each for each in folder.cases}
+    if name not in ids:
+        known = ", ".join([*list(ids)[:10], *(["..."] if len(ids) > 10 else [])])
         raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
-    return folder.case_folder(name), case
+    return folder.case_folder(name), ids[name]
 
 
 def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | None, str]:
@@ -239,13 +232,13 @@ def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | 
     """
     place, case = find_case(name, run)
     stored, why = find_verdict(place, case.id)
+    parent = place.absolute().parent.parent
     if stored is None:
         return place, case, None, why
-    parent = place.absolute().parent.parent
-    if (parent / "manifest.json").is_file() and place.name == case.id:
+    if (parent / MANIFEST_FILE).is_file() and place.name == case.id:
         folder = RunFolder.open(parent)
-        planned = next((each for each in folder.cases if each.id == case.id), None)
-        stored = stored if planned is None else verified(folder, planned, stored)
+        for planned in (each for each in folder.cases if each.id == case.id):
+            stored = verified(folder, planned, stored)
     return place, case, verified_alone(place, case, stored), ""
 
 

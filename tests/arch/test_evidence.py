@@ -15,7 +15,7 @@ from tests.arch.tree import ROOT, code_files, syntax
 NAMES = "a grammar of names or of what a user writes"
 PATTERNS = {
     "harness/bisect/repro.py": (1, NAMES),
-    "harness/scenario/case_id.py": (1, NAMES),
+    "harness/scenario/settings.py": (1, NAMES),
     "harness/campaign/scoring.py": (3, NAMES),
     "harness/store/verify.py": (1, NAMES),
     "harness/runner/retries.py": (1, NAMES),

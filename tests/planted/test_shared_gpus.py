@@ -206,7 +206,7 @@ def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder) -> N
     found: dict[str, str] = {}
     for run in runs:
         folder.set_aside(run.key)
-        attempt = folder.num_attempts(run.key)
+        attempt = num_kept(folder.run_folder(run.key))
         machine.engine.start(run, folder.run_folder(run.key), attempt=attempt)
     while len(found) < 2:
         found |= {outcome.key: outcome.what for outcome in machine.engine.wait(PATIENCE_S)}

@@ -1,16 +1,19 @@
-"""Records go through JSON and back; errors are one line."""
+"""Records go through JSON and back, floats as bits; errors are one line."""
 
 import dataclasses
+import struct
 from typing import Any
 
 import pytest
 
 from harness import errors
+from harness.codec import MAX_INT, RecordError
 from harness.errors import ScenarioError, cut, did_you_mean, one_line, shown
 from harness.records import (
     EndRecord,
     ErrorRecord,
     ExitCode,
+    FloatBits,
     PlantSpec,
     RankExit,
     RunOutcome,
@@ -18,21 +21,27 @@ from harness.records import (
     dumps,
     each_of,
     joined,
+    ulp_distance,
 )
 from harness.soaking import SoakSpec
 
-SPEC = RunSpec(
-    config={"steps": 2}, device="cpu", world_size=2, timeout_s=5.0,
-    plant=PlantSpec(fault="hang", step=1), soak=SoakSpec(by="replays", amount=3.0),
-)  # fmt: skip
+ULP = PlantSpec(fault="ulp", step=3, rank=1)
+SURE = PlantSpec(fault="hang", step=4)
+HANG = PlantSpec(fault="hang", step=4, chance=0.3)
+PLANTS = (None, ULP, SURE, HANG, joined([ULP, HANG]), joined([ULP, SURE]), joined([HANG, ULP]))
+
+
+def spec(plant: PlantSpec | None = None, **more: Any) -> RunSpec:
+    return RunSpec(config={"steps": 2}, device="cpu", world_size=2, timeout_s=5, plant=plant,
+                   **more)  # fmt: skip
+
+
 VALUES: list[Any] = [
-    SPEC,
+    *map(spec, PLANTS), spec(ULP, soak=SoakSpec(by="replays", amount=3)),
     ErrorRecord(rank=1, step=1, what="oom", type="E", message="m", traceback=""),
     EndRecord(rank=0, steps=1, peak_bytes=1, startup_s=0.5, wall_s=0.5),
-    RunOutcome(
-        key="k", what="", message="", culprit_rank=None, ranks=(RankExit(rank=0, code=0),),
-        started_unix_s=0.0, wall_s=1.0,
-    ),
+    RunOutcome(key="k", what="", message="", culprit_rank=None, started_unix_s=0.0, wall_s=1.0,
+               ranks=(RankExit(rank=0, code=0),)),
 ]  # fmt: skip
 
 
@@ -52,105 +61,91 @@ def test_what_is_left_out_is_written_again(value: Any) -> None:
     """A default is a value: what is decoded without it is encoded, compared and keyed with it."""
     plain = without_defaults(value)
     assert len(plain) < len(dataclasses.fields(value))
-    again = type(value).from_json(plain)
-    assert again == value
-    assert dumps(again) == dumps(value)
-    assert type(value).from_json(again.to_json()) == value
-    if isinstance(value, RunSpec):
-        assert again.key == value.key
+    for again in (type(value).from_json(plain), type(value).from_json(value.to_json())):
+        assert again == value
+        assert dumps(again) == dumps(value)
+        assert getattr(again, "key", "") == getattr(value, "key", "")
 
 
-ULP = PlantSpec(fault="ulp", step=3, rank=1)
-HANG = PlantSpec(fault="hang", step=4, chance=0.3)
-
-
-def spec_with(plant: PlantSpec | None) -> RunSpec:
-    """A run with a plant."""
-    return RunSpec(config={}, device="cpu", world_size=2, timeout_s=1, plant=plant)
-
-
-def test_taking_apart_and_putting_together_are_inverse() -> None:
-    """`joined` of `each` is the plant itself, whatever number of faults it has."""
+def test_faults_are_joined_and_taken_apart() -> None:
+    """`joined` of `each` is the plant itself; other faults, or chances, are other runs."""
     for faults in ((), (ULP,), (ULP, HANG)):
-        plant = joined(faults)
-        assert each_of(plant) == faults
-        assert joined(each_of(plant)) == plant
-    assert joined([]) is None
-    assert joined([PlantSpec(fault="a", beside=(ULP,)), HANG]) == PlantSpec(
-        fault="a", beside=(ULP, HANG)
-    )
+        assert each_of(joined(faults)) == faults
+    both = PlantSpec(fault="a", beside=(ULP,))
+    assert joined([both, HANG]) == PlantSpec(fault="a", beside=(ULP, HANG))
+    assert len({spec(plant).key for plant in PLANTS}) == len(PLANTS)
 
 
-def test_specifications_come_back_whole() -> None:
-    """Faults beside others and their chances survive JSON."""
-    for plant in (None, ULP, HANG, joined([ULP, HANG]), joined([HANG, ULP])):
-        spec = spec_with(plant)
-        assert RunSpec.from_json(spec.to_json()) == spec
-        assert RunSpec.from_json(spec.to_json()).key == spec.key
+# --- floats as bits ---
 
 
-def test_keys_tell_faults_and_chances_apart() -> None:
-    """Runs with other faults, or other chances, are other runs."""
-    sure = PlantSpec(fault="hang", step=4)
-    plants = [None, ULP, sure, HANG, joined([ULP, HANG]), joined([ULP, sure]), joined([HANG, ULP])]
-    assert len({spec_with(plant).key for plant in plants}) == len(plants)
+def f64(value: float) -> FloatBits:
+    return FloatBits.from_hex(struct.pack(">d", value).hex())
 
 
-def test_a_scenario_error_is_one_line_with_place_key_and_legal_values() -> None:
-    """The whole error is one line: file, line, key, expected, got, legal values."""
-    error = ScenarioError(
-        file="a.yaml", line=3, key="base.x", expected="a string", got="1", legal=("p", "q")
-    )
-    assert str(error) == "a.yaml:3: base.x: expected a string, got 1; legal values: p, q"
+def f32(value: float) -> FloatBits:
+    return FloatBits.from_hex(struct.pack(">f", value).hex())
 
 
-def test_an_option_has_no_line() -> None:
-    """An error in an option names the option where a file and line would be."""
-    error = ScenarioError(file="--set x", line=None, key="x", expected="a", got="b")
-    assert str(error) == "--set x: x: expected a, got b"
+@pytest.mark.parametrize("make", [f32, f64])
+def test_bits_and_value_go_together(make: Any) -> None:
+    """Both widths come back from JSON as they were; the number cannot say another thing."""
+    for value in (0.0, -0.0, 1.5, float("inf"), float("nan")):
+        held = make(value)
+        assert FloatBits.from_json(held.to_json()) == held
+        assert held.finite is (value - value == 0)
+        assert held.value == (value if held.finite else None)
+    with pytest.raises(RecordError, match="but value says"):
+        FloatBits(bits=make(1.0).bits, value=2.0)
 
 
-@pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\x1b[31mb", "a\u2028b", "a\ud800b"])
-def test_no_text_breaks_the_line(text: str) -> None:
-    """Line breaks, escape sequences and half surrogates from a file are shown escaped."""
-    said = str(errors.UsageError(text))
-    assert said.isprintable()
-    assert said == one_line(text)
-    assert said != text
+@pytest.mark.parametrize("bits", ["", "3f8", "3F800000", "3f8000000", "g" * 16, "0" * 32])
+def test_what_is_no_float_is_refused(bits: str) -> None:
+    """Neither 8 nor 16 lower-case hex digits."""
+    with pytest.raises(RecordError, match="hex digits"):
+        FloatBits(bits=bits, value=0.0)
 
 
-def test_what_is_cut_ends_with_a_whole_word_and_a_mark() -> None:
-    """A text that fits stays; one word alone that does not is cut within."""
-    assert cut("the group says", 14) == "the group says"
-    assert cut("the group says", 13) == "the group …"
-    assert cut("the group says", 11) == "the group …"
-    assert cut("the group says", 10) == "the …"
-    assert cut("thegroupsays", 10) == "thegroup …"
+def test_distances() -> None:
+    """In units of the width that both have; none between widths, to infinity, or past 64 bits."""
+    assert ulp_distance(f32(1.0), f32(1 + 2.0**-23)) == 1
+    assert ulp_distance(f64(1.0), f64(1 + 2.0**-52)) == 1
+    assert ulp_distance(f64(-0.0), f64(0.0)) == 0
+    assert ulp_distance(f32(1.0), f64(1.0)) is None
+    assert ulp_distance(f64(1.0), f64(float("inf"))) is None
+    widest = ulp_distance(f64(-1e308), f64(1e308))
+    assert widest is None or widest < MAX_INT
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        (errors.UsageError, ExitCode.USAGE),
-        (errors.NothingSelected, ExitCode.NOTHING_RAN),
-        (errors.Infrastructure, ExitCode.NO_VERDICT),
-        (errors.Interrupted, ExitCode.INTERRUPTED),
+# --- errors ---
+
+
+def test_errors_are_one_line_with_their_exit_codes() -> None:
+    """File, line, key, expected, got, legal values; an option has no line; no text breaks it."""
+    about: dict[str, Any] = {"key": "x", "expected": "a string", "got": "1"}
+    error = ScenarioError(file="a.yaml", line=3, legal=("p", "q"), **about)
+    assert str(error) == "a.yaml:3: x: expected a string, got 1; legal values: p, q"
+    error = ScenarioError(file="--set x", line=None, **about)
+    assert str(error) == "--set x: x: expected a string, got 1"
+    for kind, code in (
+        (errors.UsageError, ExitCode.USAGE), (errors.NothingSelected, ExitCode.NOTHING_RAN),
+        (errors.Infrastructure, ExitCode.NO_VERDICT), (errors.Interrupted, ExitCode.INTERRUPTED),
         (errors.InternalError, ExitCode.INTERNAL),
-    ],
-)
-def test_each_kind_has_its_exit_code(kind: type[errors.HarnessError], code: ExitCode) -> None:
-    """The tree maps one to one to the documented exit codes."""
-    assert kind("x").exit_code == code
+    ):  # fmt: skip
+        assert kind("x").exit_code == code
+        for text in ("a\nb", "a\rb", "a\x1b[31mb", "a\u2028b", "a\ud800b"):
+            assert str(kind(text)).isprintable()
+            assert str(kind(text)) == one_line(text) != text
 
 
-def test_long_values_are_cut_and_say_so() -> None:
-    """A value that is too long to read is cut, with its length."""
-    text = shown("x" * 1000)
-    assert len(text) < 120
-    assert "1002 characters" in text
-
-
-def test_the_closest_word_is_suggested_and_only_that() -> None:
-    """A near miss names the word meant; a far one suggests nothing."""
+def test_values_and_texts_are_cut_and_words_suggested() -> None:
+    """What is too long says its length; a cut ends with a whole word; only a near miss is named."""
+    assert "1002 characters" in shown("x" * 1000)
+    assert len(shown("x" * 1000)) < 120
+    assert [shown(v) for v in (None, True, "a\n")] == ["nothing", "true", "'a\\n'"]
+    for most, said in ((14, "the group says"), (13, "the group …"), (11, "the group …"),
+                       (10, "the …")):  # fmt: skip
+        assert cut("the group says", most) == said
+    assert cut("thegroupsays", 10) == "thegroup …"
     assert did_you_mean("stepz", ["steps", "seed"]) == " (did you mean steps?)"
     assert did_you_mean("qqqq", ["steps", "seed"]) == ""

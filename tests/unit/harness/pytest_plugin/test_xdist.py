@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import RunFolder
+from harness.store import RunFolder, num_kept
 from tests.unit.harness.pytest_plugin.test_plugin import CASES, FAULT, SCENARIO
 
 pytest_plugins = ["pytester"]
@@ -68,7 +68,7 @@ def test_one_worker_has_all_cases_and_another_goes_on_if_it_dies(
     assert outcomes == ["failed" if FAULT in case else "passed" for case in CASES]
     ended = (session.path / "ended").read_text().split()
     assert ended
-    assert not any(folder.num_attempts(key) for key in ended)
+    assert not any(num_kept(folder.run_folder(key)) for key in ended)
 
 
 def test_a_distribution_that_gives_every_worker_all_cases_is_refused(

@@ -91,11 +91,7 @@ def test_selections_are_said_and_legs_stay(
     [
         (("--tier", "weekly"), 5, "no scenario in scenarios has this tier (tiers there: pr"),
         (("--tier", "smoke", "--tier", "nightly"), 5, "--tier nightly: no scenario"),
-        (("scenarios", "--shard", "0/0"), 4, "expected from 1 to 1000 shards, got 0"),
         (("scenarios", "--shard", "5/4"), 4, "from 1 to 4 (the first is 1), got 5"),
-        (("scenarios", "--shard", "0/4"), 4, "got 0"),
-        (("scenarios", "--shard", "two"), 4, "expected I/N, as 2/4, got 'two'"),
-        (("scenarios", "--shard", "-1/4"), 4, "expected I/N"),
         (("scenarios", "--shard", "1/99999"), 4, "from 1 to 1000 shards"),
         (("scenarios/free.yaml", "--shard", "4/4"), 5, "shard 4/4 holds no case"),
         (("scenarios/free.yaml", "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
@@ -130,21 +126,19 @@ def test_shards_are_all_cases_once_and_ci_can_ask(
 ) -> None:
     """The job matrix names the shards that hold cases; together they run what one run would."""
     matrix = run_json(capsys, "list", "scenarios", "--shards", "4")[1]["include"]
-    assert [set(part) for part in matrix] == [
-        {"shard", "cases", "runs", "expected_slot_s"} for _ in matrix
-    ]
-    assert len(matrix) == 4
+    assert [*matrix[0]] == ["shard", "cases", "runs", "expected_slot_s"]
     found: list[str] = []
     for part in matrix:
-        listed = run_json(capsys, "list", "scenarios", "--shard", part["shard"])[1]
-        (cases,) = listed.values()
+        (cases,) = run_json(capsys, "list", "scenarios", "--shard", part["shard"])[1].values()
         assert len(cases) == part["cases"]
         found += [case["id"] for case in cases]
     (every,) = run_json(capsys, "list", "scenarios", "--select", "all")[1].values()
-    assert len(found) == len(set(found))
+    assert (len(matrix), len(found)) == (4, len(set(found)))
     assert set(found) < {case["id"] for case in every}  # wide says pairwise
     few = run_json(capsys, "list", "scenarios/free.yaml", "--shards", "5")[1]["include"]
     assert [part["shard"] for part in few] == ["1/5", "2/5"]  # two references
+    assert main(["list", str(folder / "free.yaml"), "--shards", "2", "--shard", "1/2"]) == 4
+    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
 
 
 def test_merged_shards_are_one_report(
@@ -163,21 +157,6 @@ def test_merged_shards_are_one_report(
     assert names[0] == names[1]
     assert main(["show", cases_of("m")[0], "m"]) == 0
     assert RunFolder.open(Path("m")).manifest["merged"][0]["shard"] == "2/2"
-
-
-def test_a_missing_shard_shows(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a shard nothing is green: its cases are errors that name it; resuming makes them."""
-    assert main(["run", *SMOKE, "--shard", "1/2", "--out", "s1"]) == 0
-    assert run_json(capsys, "merge", "s1", "--out", "m")[0] == 6
-    verdicts = RunFolder.open(Path("m")).verdicts()
-    lost = [verdict for verdict in verdicts if verdict.outcome == "error"]
-    assert len(lost) == len(cases_of("m")) - len(cases_of("s1")) == 4
-    assert {verdict.message for verdict in lost} == {
-        "shard 2/2 is missing: its run folder was not among those merged"
-    }
-    assert main(["run", "--resume", "m"]) == 0
 
 
 @pytest.fixture
@@ -199,10 +178,11 @@ def test_what_a_killed_job_left_is_a_missing_shard(
     assert "typed-wrong is not a run folder" in capsys.readouterr().err
     assert main(["merge", "s1", "s2", "--out", "m"]) == 6
     told = capsys.readouterr().out
-    assert "shard 2/3 is missing: " in told
-    assert "s2 is a damaged run folder" in told
     lost = [v for v in RunFolder.open(Path("m")).verdicts() if v.outcome == "error"]
     assert len(lost) == 8 - len(cases_of("s1"))
+    for said in ("shard 2/3 is missing: ", "s2 is a damaged run folder"):
+        assert said in told
+    assert main(["run", "--resume", "m"]) == 0  # what is missing is made
     assert main(["merge", "s2", "s2", "--out", "n"]) == 4
     assert main(["run", "scenarios/free.yaml", "--out", "whole"]) == 0
     assert main(["merge", "whole", "s2", "--out", "n"]) == 4  # nothing would say what is missed
@@ -226,13 +206,6 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
     assert f"s2 was made by commit {'b' * 40}, " in said
     assert f"s1 by {'a' * 40}: expected shards of one commit" in said
     assert main(["merge", "s1", "unknown", "--out", "m"]) == 0
-
-
-def test_a_list_is_cut_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards of a shard are none that `harness run` knows."""
-    file = folder / "free.yaml"
-    assert main(["list", str(file), "--shards", "2", "--shard", "1/2"]) == 4
-    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
 
 
 def test_what_does_not_go_together_is_refused(
@@ -391,11 +364,7 @@ def test_few_are_chosen() -> None:
     """Of 3^4 cases at most 12 are needed for greed to cover 54 pairs (9 is the least)."""
     assert 9 <= len(pairwise(product(3, 3, 3, 3))) <= 12
     assert num_pairs(product(3, 3, 3, 3)) == 6 * 9
-
-
-def test_one_axis_is_all_its_values_and_nothing_is_nothing() -> None:
-    """Without pairs every value is covered; no cases are no cases."""
-    assert len(pairwise(product(5))) == 5
+    assert len(pairwise(product(5))) == 5  # without pairs, every value
     assert pairwise([]) == ()
 
 

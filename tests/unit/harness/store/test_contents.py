@@ -68,16 +68,9 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
         found = read_contents(tmp_path, spec())
         assert found.problems[0].startswith("rank0.contents: changed since it was written")
         assert found.ranks == ((),)
-
-
-@pytest.mark.parametrize("size", [0, 10, -1])
-def test_a_file_cut_short_has_nothing(tmp_path: Path, size: int) -> None:
-    """A file that ends early is damage of the whole rank."""
-    path = write(tmp_path)
-    path.write_bytes(path.read_bytes()[:size])
-    found = read_contents(tmp_path, spec())
-    assert found.ranks == ((),)
-    assert found.problems[0].startswith("rank0.contents: ")
+    for size in (0, 10, -1):  # cut short
+        path.write_bytes(good[:size])
+        assert read_contents(tmp_path, spec()).ranks == ((),)
 
 
 def test_files_in_other_places_are_not_believed(tmp_path: Path) -> None:

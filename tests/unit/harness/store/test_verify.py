@@ -56,25 +56,16 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (flip, "changed since it was written"),
-        (cut, "changed since it was written"),
-        (Path.unlink, "missing"),
-        (lambda path: path.write_bytes(b""), "changed since it was written"),
-    ],
-)
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_damaged_contents_are_named(
-    search: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], told: str
+    search: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object]
 ) -> None:
     """Changed, cut, emptied or gone: the file is named, with what is wrong."""
     path = next(path for path in search.glob("runs/*attn*/rank1.contents"))
     damage(path)
     code, found = run_json(capsys, "check", str(search))
-    lines = [line for line in found["damage"] if line.startswith(str(path.relative_to(search)))]
-    assert len(lines) == 1
-    assert told in lines[0]
+    (line,) = (line for line in found["damage"] if str(path.relative_to(search)) in line)
+    assert ("missing" if damage is Path.unlink else "changed since it was written") in line
     assert code == 1
 
 
