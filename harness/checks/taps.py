@@ -3,16 +3,12 @@
     record -> rows of one rank, named by the start record -> which microbatch each is of
       -> both runs, all ranks -> program order -> the first row that differs
 
-The first difference in program order is where a fault entered. A gradient is that of a module's
-output, so what differs first was computed by what comes after it.
-
-Program order is the place in the step, which every rank counts alike. In a pipeline ranks work at
-other microbatches at a time: forward passes come before backward passes; then microbatches in
-order; then stages as data flows through them; then places. A module that is called more often than
-once a microbatch fills its rows with its first calls and folds what is left into the last: a row
-past the microbatches. Such a row says that something differs, not when, so it comes last; unless
-what it returned differs and all that it was given does not, which is its own work. Gradients of
-such a module come last, too: backward makes its calls in another order.
+The first difference in program order is where a fault entered. Program order is the place in the
+step, which every rank counts alike; in a pipeline: forward before backward, then microbatches, then
+stages as data flows, then places. A module that is called more often than once a microbatch folds
+all further calls into one row. Such a row says that something differs, not when, so it comes last;
+unless what it returned differs and all that it was given does not, which is its own work. Gradients
+of such a module come last, too: backward makes its calls in another order.
 
 A module that a graph scope takes apart, as the router's does experts, is called in one run only:
 that is counted, not failed. Any other that ran in one run only, or less often, differs. A pattern
@@ -31,15 +27,12 @@ from harness.checks.evidence import (
     Options,
     Runs,
     count,
-    differ,
+    diverged,
     error,
-    failed,
-    of_pairs,
     passed,
     rank_table,
     shared_pairs,
     step_table,
-    where,
 )
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -62,15 +55,10 @@ _WITHOUT_CALLS = _BLIND + "it matches no module that either run called in traini
 
 @dataclass(frozen=True)
 class Call:
-    """One row of one rank.
+    """One row of one rank: the `number`-th of its tap, as `layers.0.attn:output`.
 
-    Attributes:
-        tap: `layers.0.attn:output`.
-        number: of the row among those of its tap.
-        stage: of the pipeline.
-        digest: of what went through.
-        place: in the step, of its first call; "" if it never ran.
-        microbatch: that it is of; None of a row that stands for several calls.
+    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
+    `microbatch` is None of a row that stands for several calls.
     """
 
     tap: str
@@ -140,13 +128,14 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
             return error(NAME, "unsupported", f"the runs tap different modules on rank {rank}")
     patterns = _patterns(reference, candidate)
     if not any(start.taps for start in starts.values()):
+        message = "the run taps no module: say which with taps: [...]"
         if patterns:
             return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
-        return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
+        return error(NAME, "unsupported", message)
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
-    equal, taken_apart = 0, set[str]()
+    equal, taken_apart, note = 0, set[str](), ""
     bad: dict[Key, list[Both]] = {}
     for key in pairs:
         rows, unseen = shared_rows(ours[key], theirs[key], starts[key[1]], specs)
@@ -154,7 +143,6 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
         equal += sum(bool(row.reference.place) and not row.differs for row in rows)
         if any(row.differs for row in rows):
             bad[key] = rows
-    note = ""
     if taken_apart:
         number = count(len(taken_apart), "tap")
         note = f"; {number} ran in one run only, {min(taken_apart)} first by name"
@@ -193,12 +181,10 @@ def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | No
             pattern = tap_pattern(text)
         except ConfigError:
             continue  # of a damaged record, which is a problem of its own
-        parts = {tap: tap.partition(":") for tap in ran}
         meant = {
-            tap: ran[tap]
-            for tap, (module, _, kind) in parts.items()
-            if kind == pattern.kind and pattern.matches(module)
-        }
+            tap: sides for tap, sides in ran.items()
+            if tap.endswith(f":{pattern.kind}") and pattern.matches(tap.partition(":")[0])
+        }  # fmt: skip
         if not meant:
             return _WITHOUT_CALLS.format(text)
         if not any(all(sides) for sides in meant.values()):
@@ -224,15 +210,9 @@ def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckR
         step=step, rank=first.rank, quantity=f"taps.{call.kind}", tensor=call.name,
         reference=shown[0], candidate=shown[1],
     )  # fmt: skip
-    ranks = {row.rank for row in different}
-    message = (
-        f"{what}, call {call.number}, differs first in program order, {where(found)}; in that step "
-        f"{differ(len(different), 'call', ranks)}, in all {of_pairs(len(bad), num_pairs)}"
-    )
-    return failed(
-        NAME, "diverged", message + note, found,
-        differing_calls=len(different), differing_pairs=len(bad),
-    )  # fmt: skip
+    places = [(row.rank, f"{row.call.name} of rank {row.rank}") for row in different]
+    named, pairs = f"{what}, call {call.number}, in program order", (len(bad), num_pairs)
+    return diverged(NAME, named, found, "call", places, pairs, note)
 
 
 # --- rows of a step ---------------------------------------------------------------------------

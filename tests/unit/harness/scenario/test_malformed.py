@@ -72,7 +72,7 @@ EXPECTED: dict[str, str] = {
     "peak_memory_formula_power": "@:6: checks.peak_memory.max_bytes: expected numbers, names, + - * /, brackets, min and max of several, got '9 ** 9 ** 9 ** 9'",  # noqa: E501
     "peak_memory_formula_unit": "@:6: checks.peak_memory.max_bytes: expected a formula, as in 1.2 * parameters + 64 * MiB, got '64 MiB': invalid syntax",  # noqa: E501
     "peak_memory_formula_unknown": "@:6: checks.peak_memory.max_bytes: expected a formula over known names, got weights; legal values: parameters, gradients, optimizer, largest_unit, reference, world_size, layers, hidden, vocab_size, seq, microbatches, micro_batch_size",  # noqa: E501
-    "peak_memory_formula_zero": "@:6: checks.peak_memory.max_bytes: expected a number, got 'parameters / (1 - 1)': float division by zero",  # noqa: E501
+    "peak_memory_formula_zero": "@:6: checks.peak_memory.max_bytes: expected a number > 0, got 'parameters / (1 - 1)': float division by zero",  # noqa: E501
     "peak_memory_ratio_word": "@:6: checks.peak_memory.max_ratio: expected a number > 0, got 'two'",
     "plant_rank_outside": "@:3: plant.rank: expected last or a rank below the world size 2, got 2",
     "plant_step_too_late": "@:3: plant.step: expected a step below steps=4, got 4",
