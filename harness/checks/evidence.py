@@ -228,11 +228,6 @@ def diverged(
     return failed(check, "diverged", message, found, **figures, differing_pairs=pairs[0])
 
 
-def judged(check: str, what: What, message: str, *, ok: bool, **figures: float) -> CheckResult:
-    """The answer of a limit: the same words and figures whether it is kept or not."""
-    return passed(check, message, **figures) if ok else failed(check, what, message, **figures)
-
-
 def error(check: str, what: What, message: str) -> CheckResult:
     """The check has no answer, through no fault of the candidate."""
     return CheckResult(check=check, outcome="error", what=what, message=message)

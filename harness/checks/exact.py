@@ -292,6 +292,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         return None
     try:
         config = TrainConfig.from_dict(run.spec.config)
+        places = [dense_coordinates(config.parallel, rank) for rank in range(run.spec.world_size)]
     except (ValueError, TypeError) as wrong:
         return error("samples", "corrupt_record", f"the {leg}'s specification, config: {wrong}")
     read: dict[tuple[str, ...], int] = {}
@@ -301,8 +302,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         if _may_repeat(config, tokens):
             return None
         first = read.setdefault(tokens, rank)
-        places = (dense_coordinates(config.parallel, each) for each in (first, rank))
-        if len({(at.dp_outer, at.dp, at.cp) for at in places}) == 1:
+        if len({(at.dp_outer, at.dp, at.cp) for at in (places[first], places[rank])}) == 1:
             continue
         message = (
             f"in the {leg} rank {rank} reads the tokens of rank {first} in every step "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness.checks import Option, check
-from harness.checks.evidence import Options, Runs, error, failed, judged, passed, rank_table
+from harness.checks.evidence import Options, Runs, error, failed, passed, rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 
 PEAK = "peak_memory"
@@ -97,7 +97,9 @@ def _against(name: str, limit: Any, runs: Runs, ours: Peaks, theirs: Peaks) -> C
     else:
         figures |= {"candidate_peak_bytes": got}
         message = f"peak memory of the worst rank ({worst}) is {got} bytes, limit {most:.0f}"
-    return judged(PEAK, "memory_regression", message, ok=got <= most, **figures)
+    if got <= most:
+        return passed(PEAK, message, **figures)
+    return failed(PEAK, "memory_regression", message, **figures)
 
 
 def peak_bytes(records: RankRecords) -> int:

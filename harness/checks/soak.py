@@ -3,30 +3,8 @@
 Nothing failed in N replays (steps, without a graph), so failures are rarer than 3/N at 95 % (rule
 of three: Hanley and Lippman-Hand 1983): at a rate p, N replays go well with a chance of (1 - p)^N.
 Every value is finite in every step, and the memory of no rank grows: what torch counts, what the
-driver counts on a GPU of its own, and the process's own.
-
-Memory grows, by a test of a series of bytes, one a step, that knows no model of noise, if:
-
-    first quarter           left out: warm-up, captures, caches that fill
-    the rest                cut into 24 windows of one length; of each the least value: what a step
-                            holds for a while, a sawtooth, a late free show in single values
-    jumps taken off         an increment between windows that is above the usual one by more than 5
-                            times what increments differ by (median absolute deviation) is an
-                            allocation that stays; the usual one takes its place
-    second half             the last 16 of these minima are tested:
-    trend                   Mann-Kendall, one-sided (Mann 1945, Kendall 1975): pairs that rise are
-                            79 more than pairs that fall, which 1 in 10,000 random orders have
-    most windows rise       more than half of the 15 increments: a stair of few is no leak
-    it goes on              the slope of the last 8 minima is at least half of that of the first 8:
-                            what fills up slows down
-    higher than ever        the last minimum is above those of the second quarter by half of what
-                            the slope gives over the second half, with and without jumps
-    more than noise         that growth is more than a window's median swing
-    slope                   Theil-Sen, the median over all pairs (Theil 1950, Sen 1968), above the
-                            limit
-
-SLOPE.md has false alarms and power over kinds of series. No test can tell from a leak: memory that
-is given back less than once in the run, and caches that are still filling at its end.
+driver counts on a GPU of its own, and the process's own. SLOPE.md says when a series grows, and how
+often that test errs.
 """
 
 import itertools

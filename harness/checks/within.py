@@ -26,7 +26,6 @@ from harness.checks.evidence import (
     diverged,
     error,
     failed,
-    judged,
     passed,
     shared_pairs,
     show_float,
@@ -171,9 +170,9 @@ def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) ->
         f"and {gap:+.3g} off in the candidate, where {tolerance.loss_gap:g} is allowed; the "
         f"largest gap of one step is {gaps[worst]:+.3g}, {where(found)}"
     )
-    ok = abs(gap) <= tolerance.loss_gap
-    result = judged("loss", "diverged", message, ok=ok, reference_mean=mean, gap=abs(gap))
-    return result if ok else replace(result, difference=found)
+    if abs(gap) <= tolerance.loss_gap:
+        return passed("loss", message, reference_mean=mean, gap=abs(gap))
+    return failed("loss", "diverged", message, found, reference_mean=mean, gap=abs(gap))
 
 
 def _difference(at: Place, left: FloatBits | None, right: FloatBits | None) -> Difference:

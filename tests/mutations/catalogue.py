@@ -42,7 +42,7 @@ def _of(
 MUTATIONS = [
     *_of(
         "checks/evidence.py",
-        "checks/test_exact checks/test_within checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
         ("rank_table_of_8_ranks", "for records in run.ranks:", "for records in run.ranks[:8]:"),
         ("every_rank_has_records_of_rank_0", "in rank.steps:", "in run.ranks[0].steps:"),
@@ -55,13 +55,13 @@ MUTATIONS = [
             "initial_state_ignored",
             "sorted((table | step_table(run)).items())",
             "sorted(step_table(run).items())",
-            "checks/test_judge checks/test_exact",
+            "checks/test_judge checks/test_bits",
         ),
         (
             "groups_of_builtin_only",
             "return [*first, *(group for group in found if group not in first)]",
             "return first",
-            "checks/test_judge checks/test_exact",
+            "checks/test_judge checks/test_bits",
         ),
         (
             "later_record_of_a_step_hides_first",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_exact checks/test_judge",
+        "checks/test_bits checks/test_judge",
         (
             "microbatch_losses_ignored",
             "enumerate(record.microbatch_losses)",
@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/within.py",
-        "checks/test_within checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("values_in_place_of_bits", "right is not None and left.bits == right.bits",
          "right is not None and left.value == right.value"),
         ("losses_of_rank_0_only", "both = [(at, left.get(at), right.get(at)) for at in left",
@@ -99,14 +99,14 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_exact checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("only_weights_compared", "if ours[key].digests != theirs[key].digests]",
          'if ours[key].digests["weights"] != theirs[key].digests["weights"]]'),
         ("state_without_random_generators", "if ours[key].digests != theirs[key].digests]",
          'if {**ours[key].digests, "rng": ""} != {**theirs[key].digests, "rng": ""}]'),
         ("state_of_8_ranks", "if ours[key].digests != theirs[key].digests]",
          "if key[1] < 8 and ours[key].digests != theirs[key].digests]",
-         "checks/test_exact"),
+         "checks/test_bits"),
         ("names_as_sets",
          "if left == right and (group in start.tensors) == (group in other.tensors):",
          "if set(left) == set(right):"),
@@ -141,9 +141,9 @@ MUTATIONS = [
         ("failure_exits_as_no_verdict", 'if "failed" in outcomes:', 'if outcomes == {"failed"}:'),
         ("state_and_finite_if_asked", "in CHECKS.items() if checks else ():", "in ():"),
         ("graphs_of_programs_if_asked", 'else ("case", "program")', 'else ("case",)',
-         "checks/test_programs"),
+         "checks/test_judge"),
         ("difference_without_control_fails", 'if result.what != "diverged":', "if result.what:",
-         "checks/test_within"),
+         "checks/test_bits"),
         ("reference_is_its_control", 'if ref.key == specs[second].key:',
          "if not specs[second].key:"),
         ("records_of_another_run", "if runs.legs[leg].spec.key != spec.key:",
@@ -162,7 +162,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/__init__.py",
-        "checks/test_within checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("any_option_is_legal", "if not found.options[option].accepts(value):", "if False:"),
         ("check_without_its_limit_is_legal", "if found.needs_option and not options:",
          "if False:"),
@@ -171,7 +171,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_within checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("finite_within_a_tolerance", 'gradient norm and tensors", always="case")',
          'gradient norm and tensors", always="case", is_exact=True)'),
         ("state_may_be_left_out", "compares=True, is_exact=True, always=\"case\",",
@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/complete.py",
-        "checks/test_complete checks/test_exact checks/test_judge",
+        "checks/test_complete checks/test_bits checks/test_judge",
         ("steps_as_sets", "len(seen) == steps and seen == list(range(steps))",
          "set(seen) == set(range(steps))"),
         ("last_step_may_be_missing", "if len(seen) == steps and seen == list(range(steps)):",
@@ -214,7 +214,7 @@ MUTATIONS = [
         ("gradients_prove_all", 'PROVING_GROUPS = ("grads", "weights", "optim")',
          'PROVING_GROUPS = ("grads",)'),
         ("absent_tensors_prove", '.replace(ABSENT, "") for', " for",
-         "checks/test_programs"),
+         "checks/test_judge"),
         ("config_error_swallowed",
          "        yield _corrupt(f\"the specification's config: {error}\")\n        return",
          "        return"),
@@ -254,7 +254,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_exact checks/test_judge",
+        "checks/test_bits checks/test_judge",
         ("finite_without_optimizer", "(*DIGEST_GROUPS, *sorted(record.nonfinite))",
          '("grads", "weights", "rng")'),
         ("finite_of_builtin_groups", "(*DIGEST_GROUPS, *sorted(record.nonfinite))",
@@ -300,7 +300,7 @@ MUTATIONS = [
         ("absent_key_is_equal", "for n in sorted(different(ours, theirs))]",
          "for n in sorted(different(ours, theirs)) if n in ours]"),
         ("events_ignored", "if event.name == ENVIRONMENT:\n            known", "if event.name == "
-         '"":\n            known', "checks/test_programs checks/test_judge"),
+         '"":\n            known', "checks/test_judge"),
     ),
     *_of(
         "checks/speed.py",
@@ -342,7 +342,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/within.py",
-        "checks/test_within",
+        "checks/test_bits",
         ("missing_value_is_0", "return math.nan if value is None or",
          "return 0.0 if value is None or"),
         ("gap_of_means_without_abs", "gap = abs(mean_b - mean_a)", "gap = mean_b - mean_a"),
@@ -355,7 +355,7 @@ MUTATIONS = [
     ),
     *_of(
         "tolerance.py",
-        "checks/test_within",
+        "checks/test_bits",
         ("gap_without_abs", "gap = abs(candidate - reference)", "gap = candidate - reference"),
         ("nan_within_tolerance", "if not math.isfinite(gap):\n            return math.inf",
          "if not math.isfinite(gap):\n            return 0.0"),
@@ -364,7 +364,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/within.py",
-        "checks/test_within",
+        "checks/test_bits",
         ("samples_by_number", "if [run.spec.key for run in runs.samples] != due:",
          "if len(runs.samples) != len(due):"),
         ("reference_off_its_samples", "    _refuse_other_work(found, ours, numbers)\n", ""),
@@ -409,14 +409,14 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_exact",
+        "checks/test_bits",
         ("same_data_of_the_targets", "step.digests[SAMPLES][:DIGEST_HEX_CHARS]",
          "str(rank) + step.digests[SAMPLES][:DIGEST_HEX_CHARS]"),
         ("tensors_without_the_last", "// DIGEST_HEX_CHARS + 1):", "// DIGEST_HEX_CHARS - 1):"),
     ),
     *_of(
         "checks/judge.py",
-        "checks/test_judge checks/test_memory checks/test_programs",
+        "checks/test_judge checks/test_memory checks/test_judge",
         ("turns_never_missed", "(missed := missed_turns(candidate)) is not None:",
          "(missed := missed_turns(reference)) is not None:"),
         ("plan_is_no_gate", '    "plan", "records:reference"', '    "records:reference"'),
