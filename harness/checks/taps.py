@@ -173,9 +173,9 @@ def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | No
     """What to say of the first pattern that compares nothing in a step; None if all do."""
     ran: dict[str, tuple[bool, bool]] = {}
     for row in rows:
-        ours, theirs = ran.get(row.reference.tap, (False, False))
+        ours, theirs = ran.get(row.call.tap, (False, False))
         sides = (ours or bool(row.reference.place), theirs or bool(row.candidate.place))
-        ran[row.reference.tap] = sides
+        ran[row.call.tap] = sides
     for text in patterns:
         try:
             pattern = tap_pattern(text)

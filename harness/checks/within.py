@@ -145,7 +145,9 @@ def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) ->
     ours, theirs = _values(reference), _values(candidate)
     steps = sorted({step for run in (reference, candidate) for step, _ in step_table(run)})
     if len(steps) < tolerance.over:
-        message = f"the runs have {count(len(steps), 'step')}, the tolerance is {tolerance}"
+        message = (
+            f"the runs have {count(len(steps), 'step')}, the tolerance is over {tolerance.over}"
+        )
         return error("loss", "unsupported", message)
     last = steps[-tolerance.over :]
     # A rank that records no loss in either run, as in a pipeline, has no part in the mean.
