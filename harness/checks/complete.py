@@ -18,6 +18,7 @@ asks for `graphs`: what the recorder found on its replays is a failure whether i
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.config.scopes import captured_layers, layers_with
@@ -55,10 +56,8 @@ from harness.records import (
 )
 
 HEX_DIGITS = "0123456789abcdef"
-PROVING_GROUPS = ("grads", "weights", "optim")
-"""Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
-OF_INITIAL = ("weights", "optim", "rng")
-"""Digest groups of the state before step 0."""
+PROVING_GROUPS = ("grads", "weights", "optim")  # of which a run digests a tensor at least
+OF_INITIAL = ("weights", "optim", "rng")  # groups of the state before step 0
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 WHOLE = "full_iteration"
@@ -88,9 +87,14 @@ class _Flawed(Exception):
     """Takes the first flaw to `find_flaw`."""
 
     def __init__(
-        self, what: What, message: str, rank: int | None = None, step: int | None = None
+        self,
+        what: What,
+        message: str,
+        rank: int | None = None,
+        step: int | None = None,
+        **more: Any,
     ) -> None:
-        self.flaw = Flaw(what=what, message=message, rank=rank, step=step)
+        self.flaw = Flaw(what=what, message=message, rank=rank, step=step, **more)
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
@@ -145,8 +149,9 @@ def _ranks(run: RunResult) -> None:
     size, numbers = run.spec.world_size, [records.rank for records in run.ranks]
     said = {r.rank for r in run.ranks if r.steps or r.problems or r.error}
     if not said:
-        hint = "" if run.spec.is_builtin else NO_STEP
-        raise _Flawed("empty_run", f"no rank recorded a step{hint}")
+        raise _Flawed(
+            "empty_run", f"no rank recorded a step{'' if run.spec.is_builtin else NO_STEP}"
+        )
     if len(set(numbers)) != len(numbers) or set(numbers) - set(range(size)):
         message = f"expected records of ranks 0 to {size - 1} once, got {numbers}"
         raise _Flawed("corrupt_record", message)
@@ -265,9 +270,8 @@ def _missing(run: RunResult, rank: int, step: int, steps: int) -> _Flawed:
     left -= {records.rank for records in run.ranks if records.end is not None}
     who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
     how = ", exited with code 0 without an end record" if left >= lack else ""
-    found = _Flawed("missing_step", f"{who} no record of step {step} of {steps} steps{how}", rank)
-    found.flaw = replace(found.flaw, step=step, ranks=tuple(sorted(lack)))
-    return found
+    message = f"{who} no record of step {step} of {steps} steps{how}"
+    return _Flawed("missing_step", message, rank, step, ranks=tuple(sorted(lack)))
 
 
 def _exits(run: RunResult) -> None:
@@ -290,10 +294,7 @@ def _exits(run: RunResult) -> None:
 
 
 def steps_due(run: RunResult) -> int:
-    """Steps that every rank must have recorded, of a specification that says a number.
-
-    Of a run that is open at its end, the most that any rank's end record says.
-    """
+    """Steps that every rank must have recorded: of an open run as many as any end record says."""
     steps: int = run.spec.config["steps"]
     if run.spec.soak is None or not run.spec.soak.is_open:
         return steps
@@ -321,10 +322,7 @@ def _soak(run: RunResult) -> None:
 
 
 def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
-    """A graphed run that never replayed, or an eager one that did, would agree by testing nothing.
-
-    Nothing is owed by an eager run, whatever else its configuration says.
-    """
+    """A graphed run that never replayed, or an eager one that did, would test nothing."""
     config = run.spec.config
     try:
         owes = config if config.get("graph") or config.get("compile") else {"graph": ()}
@@ -332,11 +330,8 @@ def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
     except (ValueError, TypeError) as error:
         message = f"the specification's config: {error}"
         raise _Flawed("corrupt_record", message) from error
-    for flaw in (not_compiled(train, rank, end), not_as_owed(train, rank, steps, end)):
-        if flaw is not None:
-            found = _Flawed(flaw.what, flaw.message)
-            found.flaw = replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}")
-            raise found
+    if flaw := not_compiled(train, rank, end) or not_as_owed(train, rank, steps, end):
+        raise _Flawed(**vars(flaw) | {"rank": rank, "message": f"rank {rank}: {flaw.message}"})
 
 
 def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
@@ -356,10 +351,7 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
 
 
 def not_compiled(run: TrainConfig, rank: int, end: EndRecord) -> Flaw | None:
-    """The first part that a rank was to compile and ran as Python; None if there is none.
-
-    Layers share the code of a part, so each part is proven once a rank.
-    """
+    """The first part that a rank was to compile and ran as Python, proven once for all layers."""
     mine = _layers_of(run, rank)
     for part in run.compile:
         if part not in end.compiled and mine & set(layers_with(run.model, part)):
@@ -426,11 +418,9 @@ FINDINGS = {
 
 
 @check(
-    "graphs",
-    "a program's CUDA graphs were replayed, and no replay overwrote memory in use",
-    always="program",
-    options={"min_replays": Option(default=1, doc="of every rank")},
-)
+    "graphs", "a program's CUDA graphs were replayed, and no replay overwrote memory in use",
+    always="program", options={"min_replays": Option(default=1, doc="of every rank")},
+)  # fmt: skip
 def graphs(runs: Runs, options: Options) -> CheckResult:
     """Look at the candidate's replays and at what was found on them, rank by rank."""
     least, table = options.get("min_replays", 0), rank_table(runs.candidate)

@@ -23,12 +23,9 @@ from harness.records import (
 )
 
 Value = TypeVar("Value")
-Key = tuple[int, int]
-"""Step and rank."""
-Options = Mapping[str, Any]
-"""Of a check, by name; legal ones (`harness.checks.refusal`)."""
-BEFORE = -1
-"""In place of a step's number: the state before the first one."""
+Key = tuple[int, int]  # step and rank
+Options = Mapping[str, Any]  # of a check, by name; legal ones (`harness.checks.refusal`)
+BEFORE = -1  # in place of a step's number: the state before the first one
 StateTable = dict[Key, StepRecord | InitialRecord]
 StepTable = dict[Key, StepRecord]
 LEGS = ("reference", "control", "candidate")
@@ -119,8 +116,7 @@ def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
 # --- the environment of two runs --------------------------------------------------------------
 
 ENVIRONMENT = "environment"
-DETERMINISTIC = "deterministic"
-"""A fact of the event that is no part of the environment: a program may compare it."""
+DETERMINISTIC = "deterministic"  # of the event, and no part of the environment
 _OF_TORCH = ("cuda", "cudnn", "nccl")
 _OF_THREADS = ("environment.OMP_NUM_THREADS", "environment.MKL_NUM_THREADS")
 _MOST_NAMES = 4
@@ -129,8 +125,7 @@ _MOST_NAMES = 4
 def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
     """Compare the fingerprints of the ranks that both runs hold; `leg` names `other`.
 
-    Bits from two library versions or two kinds of GPU prove nothing about the code, so a difference
-    is `incomparable` and no failure.
+    Bits of two library versions or two kinds of GPU prove nothing about the code: `incomparable`.
     """
     name, theirs = f"{ENVIRONMENT}:{leg}", rank_table(other)
     stated = stated_leaves(reference, other)
@@ -203,21 +198,18 @@ def failed(
     check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
 ) -> CheckResult:
     """The check ran and said no."""
-    found = CheckResult(check=check, outcome="failed", what=what, message=message, figures=figures)
-    return replace(found, difference=difference)
+    return CheckResult(
+        check=check, outcome="failed", what=what, message=message, difference=difference,
+        figures=figures,
+    )  # fmt: skip
 
 
 def diverged(
     check: str, named: str, found: Difference, noun: str, places: Collection[tuple[int, str]],
     pairs: tuple[int, int], note: str = "",
 ) -> CheckResult:  # fmt: skip
-    """The runs differ.
-
-    Args:
-        named: what differs first, at the place `found`.
-        places: rank and name of all that differ in that step, each a `noun`.
-        pairs: (step, rank) pairs that differ, and that were compared.
-    """
+    """The runs differ first in what is `named`, as `found` says, and in that step in all `places`,
+    rank and name, each a `noun`; `pairs` of (step, rank) differ, and were compared."""
     names, ranks = len({name for _, name in places}), {rank for rank, _ in places}
     message = (
         f"{named} differs first {where(found)}; in that step {count(names, noun)} on "
@@ -282,6 +274,5 @@ def show_ranks(ranks: set[int]) -> str:
 
 def count(number: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`, `2 microbatches`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+    plural = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -51,8 +51,7 @@ from harness.records import (
 )
 
 OTHER_PARTS: What = "other_parts"
-_SAME_PARTS = ("sequence_parallel", "dynamic_cp")
-"""Keys of `parallel` that leave every rank its part of the weights."""
+_SAME_PARTS = ("sequence_parallel", "dynamic_cp")  # keys that leave every rank its weights
 
 
 def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
@@ -214,12 +213,11 @@ def _finite(runs: Runs, _: Options) -> CheckResult:
 
 
 def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
-    """Look for the candidate's first non-finite quantity.
+    """Look for the candidate's first non-finite quantity: losses, gradients, gradient norm, then
+    what the optimizer wrote.
 
-    Within a step: losses, gradients, gradient norm, then what the optimizer wrote. A reference that
-    is non-finite in the same place excuses nothing but what is not trained, as a buffer that masks
-    with infinities. A step that the program skips for its gradients may have such gradients and
-    such a norm, and no such loss: that of a GradScaler is recorded before it is scaled.
+    A reference that is non-finite in the same place excuses only what is not trained, as a buffer
+    that masks with infinities. A step that is skipped may have such gradients and such a norm.
     """
     ours, theirs = step_table(reference), step_table(candidate)
     if not theirs:
@@ -272,10 +270,8 @@ def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
 
 # --- what data-parallel ranks read ------------------------------------------------------------
 
-LEAST_BITS = 32.0
-"""Of chance in all that a rank reads."""
-LEAST_STEPS = 6
-"""Of a user's corpus, which may be as short as a sequence: this many steps, no two alike."""
+LEAST_BITS = 32.0  # of chance in all that a rank reads
+LEAST_STEPS = 6  # of a corpus, which may be as short as a sequence: no two of them alike
 
 
 def same_data(run: RunResult, leg: str) -> CheckResult | None:
@@ -283,10 +279,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
 
     Both runs share the sampler, so no comparison sees one that gives every rank the same. Ranks
     that differ in dp_outer, dp or cp have tokens of their own; those of tp, pp, ep and etp read the
-    same. All that a rank reads in the run counts: a batch may be drawn twice by chance.
-
-    Args:
-        run: whole, see `complete.find_flaw`; of another program it is not known who shares data.
+    same. All that a rank reads in a whole run counts: a batch may be drawn twice by chance.
     """
     if not run.spec.is_builtin or run.spec.world_size == 1:
         return None
@@ -304,15 +297,9 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         first = read.setdefault(tokens, rank)
         if len({(at.dp_outer, at.dp, at.cp) for at in (places[first], places[rank])}) == 1:
             continue
-        message = (
-            f"in the {leg} rank {rank} reads the tokens of rank {first} in every step "
-            f"({count(len(tokens), 'step')}), though their data-parallel or context-parallel ranks "
-            "differ"
-        )
-        found = Difference(
-            step=0, rank=rank, quantity=SAMPLES, tensor=TOKENS,
-            reference=tokens[0], candidate=tokens[0],
-        )  # fmt: skip
+        message = f"in the {leg} rank {rank} reads the tokens of rank {first} in every step, though"
+        message += " their data-parallel or context-parallel ranks differ"
+        found = Difference(step=0, rank=rank, quantity=SAMPLES, tensor=TOKENS)
         return failed("samples", "same_data", message, found, same_as_rank=first)
     return None
 

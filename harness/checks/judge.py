@@ -33,7 +33,6 @@ from harness.checks.evidence import (
 from harness.checks.soak import missed_turns
 from harness.checks.taps import taps
 from harness.checks.within import informative, loss
-from harness.infrastructure import SHARED_GPU
 from harness.program.spec import program_of
 from harness.records import (
     CaseSpec,
@@ -53,19 +52,7 @@ GATES = (
     "records:candidate", "environment:candidate",
 )  # fmt: skip
 """Answers that come before those of the requested checks, in the order in which they decide."""
-TROUBLES: dict[What, str] = {
-    "missing_step": "left incomplete records",
-    "missing_rank": "left incomplete records",
-    "record_after_end": "left records that contradict themselves",
-    "corrupt_record": "left records that cannot be trusted",
-    "empty_run": "recorded nothing that can be compared",
-    SHARED_GPU: "is not judged",
-    "not_replayed": "did not use its graphs as asked",
-    "not_compiled": "was not compiled as asked",
-}
-"""What a run did, by the flaw of its records; of any other flaw, it did not finish."""
-Flaws = Mapping[str, Flaw | None]
-"""By name of the run in the case."""
+Flaws = Mapping[str, Flaw | None]  # by name of the run in the case
 
 
 def judge(
@@ -74,14 +61,12 @@ def judge(
 ) -> Verdict:  # fmt: skip
     """Judge one case from the records of its three runs; `control` is the reference's second run.
 
+    It is `passed` only if all runs are whole, the reference equals its control, if there is one,
+    and every requested check, at least one, ran and said yes; `state` and `finite` always are.
+
     Args:
         samples, repeats: runs that round at random, and timed ones (`harness.repeats`).
         wall_s: seconds that the case took, kept in the verdict.
-
-    Returns:
-        A verdict that is `passed` only if all runs are whole, the reference equals its control, if
-        there is one, and every requested check, at least one, ran and said yes; `state` and
-        `finite` are requested of every case.
     """
     if case.skip_reason:
         decided = replace(not_run("case", ""), what="unsupported", message=case.skip_reason)
@@ -190,35 +175,30 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
     if flaw is None:
         all_of_it = f"all {steps_due(run)} steps on all {run.spec.world_size} ranks"
         return replace(passed(name, f"the {leg} recorded {all_of_it}"), ending=run.outcome.ending)
-    trouble = f"the {leg} {TROUBLES.get(flaw.what, 'did not finish')}"
-    if leg != "candidate":
-        result = error(name, flaw.what, f"{trouble}: {flaw.message}")
+    # Who reads one line reads the cause.
+    message, place = f"{flaw.message}; the {leg} is not whole", flaw.difference
+    failure = failure_of_machine(run, flaw)
+    if leg != "candidate" or failure or flaw.what in NO_BLAME:
+        blame = f"the machine failed ({failure}): " if failure else ""
+        result = error(name, flaw.what, f"{blame}{message}")
     else:
-        # Who reads one line reads the cause.
-        message, place = f"{flaw.message}; {trouble}", flaw.difference
         if place is None and flaw.rank is not None and flaw.step is not None:
             place = Difference(step=flaw.step, rank=flaw.rank, quantity="records")
         result = failed(name, flaw.what, message, place)
-        if failure := failure_of_machine(run, flaw):
-            result = error(name, flaw.what, f"the machine failed ({failure}): {message}")
-        elif flaw.what in NO_BLAME:
-            result = error(name, flaw.what, message)
     return replace(result, ending=run.outcome.ending)
 
 
 def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
     reference, control = runs.reference, runs.control
-    for leg in ("reference", "control") if runs.case.has_control else ("reference",):
-        if flaws[leg] is not None:
-            return not_run("control", f"the records of the {leg} are incomplete")
+    if bad := [leg for leg in LEGS[: 1 + runs.case.has_control] if flaws[leg] is not None]:
+        return not_run("control", f"the records of the {bad[0]} are incomplete")
     if not runs.case.has_control:
         # Of recorded runs: the reference itself may be what does not repeat.
         message = "there is no control: whether the reference repeats itself is not known"
         return replace(not_run("control", ""), what=NO_CONTROL, message=message)
-    bad = unequal(reference, control)
-    if not bad:
+    if not (unlike := unequal(reference, control)):
         return passed("control", "the reference equals its second run bit for bit")
-    first = min(bad, key=_step)
+    first = min(unlike, key=_step)
     message = "the reference differs from its own second run, so the candidate is not judged: "
     message += first.message
     if not reference.spec.is_builtin and first.difference is not None:

@@ -18,8 +18,7 @@ from harness.checks.evidence import Options, Runs, error, failed, passed, rank_t
 from harness.records import CheckResult, RankRecords, RunResult
 
 PEAK = "peak_memory"
-LEAST_QUARTERED = 8
-"""Steps of a run whose growth is looked at."""
+LEAST_QUARTERED = 8  # steps of a run whose growth is looked at
 _AT_REST = ("parameters", "gradients", "optimizer", "largest_unit")
 _OF_MODEL = ("layers", "hidden", "vocab_size", "seq")
 _OF_RUN = ("microbatches", "micro_batch_size")
@@ -27,8 +26,7 @@ FORMULA_NAMES = (*_AT_REST, "reference", "world_size", *_OF_MODEL, *_OF_RUN)
 """What a formula for `max_bytes` may use: bytes that the same rank of the reference keeps at rest,
 full weights of its largest unit, its peak; and the sizes of the run."""
 UNITS: Mapping[str, float] = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
-Peaks = Mapping[int, int]
-"""Bytes by rank."""
+Peaks = Mapping[int, int]  # bytes by rank
 
 
 @check(PEAK, "peak memory of the worst rank", needs_option=True, options={
@@ -114,14 +112,8 @@ def memory_notes(records: RankRecords) -> Mapping[str, Any]:
 
 
 def growth_bytes(records: RankRecords) -> int:
-    """How much more memory a rank keeps late in the run than early.
-
-    The least that lived after a step of the last quarter, less that of the second, when graphs are
-    captured and all is allocated: a leak of n bytes a step shows as half a run's n.
-
-    Raises:
-        ValueError: the run is too short.
-    """
+    """The least that lived after a step of the last quarter, less that of the second, when graphs
+    are captured and all is allocated; a ValueError of a run that is too short."""
     live = [record.live_bytes for record in records.steps]
     quarter = len(live) // 4
     if len(live) < LEAST_QUARTERED:
@@ -165,11 +157,8 @@ class FormulaError(ValueError):
 def names_in(text: str) -> frozenset[str]:
     """The names that a formula needs values for: numbers, names, + - * /, brackets, min and max.
 
-    What it comes to is tried with `TRIALS` values of each name, from 1 to 2 ** 50: a formula that
-    is a number > 0 for none of them is a mistake, whatever the run.
-
     Raises:
-        FormulaError: not a formula, or never a number > 0.
+        FormulaError: not a formula, or no number > 0 for `TRIALS` values of its names to 2 ** 50.
     """
     tree, draw, why = _parse(text), random.Random(text), ""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -67,10 +67,7 @@ def num_steps(run: RunResult) -> int:
 
 
 def missed_turns(run: RunResult) -> CheckResult | None:
-    """An error that names stressors which were to take turns and had none on some rank.
-
-    One that never had its turn proves nothing: no failure of the program, and no pass.
-    """
+    """An error that names stressors that had no turn on some rank: they prove nothing."""
     soak, stress = run.spec.soak, run.spec.config.get("stress")
     if soak is None or not soak.turn_steps or not isinstance(stress, list | tuple):
         return None
@@ -142,32 +139,21 @@ def _series(records: RankRecords, *, is_shared: bool) -> Iterator[_Series]:
 
 # --- does a series grow? ----------------------------------------------------------------------
 
-TREND = 79
-"""Pairs of `WINDOWS` values that rise, less those that fall: one in 10,000 orders has so many."""
-JUMP_DEVIATIONS = 5.0
-"""Of a normal distribution's increments one in 1,500 is so far off."""
 WINDOWS = 16
-EARLIER = WINDOWS // 2
-"""Windows of the second quarter, as long as those."""
+EARLIER = WINDOWS // 2  # of the second quarter, as long as those
+TREND = 79  # pairs of windows that rise, less those that fall: of one in 10,000 orders
+JUMP_DEVIATIONS = 5.0  # of a normal distribution's increments one in 1,500 is so far off
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """What a series does.
+    """What a series does in its second half."""
 
-    Attributes:
-        bytes_per_step: Theil-Sen slope of its second half.
-        trend: pairs of windows that rise, less those that fall.
-        rising: increments between windows that are positive, of `WINDOWS` - 1.
-        goes_on: whether the end rises at half the pace before it, at least.
-        stands_out: whether it ends higher than ever, by more than noise.
-    """
-
-    bytes_per_step: float
-    trend: int
-    rising: int
-    goes_on: bool
-    stands_out: bool
+    bytes_per_step: float  # Theil-Sen slope
+    trend: int  # pairs of windows that rise, less those that fall
+    rising: int  # increments between windows that are positive, of `WINDOWS` - 1
+    goes_on: bool  # whether the end rises at half the pace before it, at least
+    stands_out: bool  # whether it ends higher than ever, by more than noise
 
     def grows(self, limit: float = 0.0) -> bool:
         """Whether it grows by more than `limit` bytes a step."""
@@ -176,11 +162,7 @@ class Slope:
 
 
 def slope_of(series: Sequence[float], steps_apart: float = 1.0) -> Slope:
-    """Test a series of bytes, whose values are so many steps apart.
-
-    Raises:
-        ValueError: fewer than `LEAST_STEPS` values.
-    """
+    """Test bytes at times so many steps apart; a ValueError of fewer than `LEAST_STEPS`."""
     if len(series) < LEAST_STEPS:
         raise ValueError(f"Expected {LEAST_STEPS} values at least, got {len(series)}.")
     late = series[len(series) // 4 :]
@@ -206,10 +188,7 @@ def slope_of(series: Sequence[float], steps_apart: float = 1.0) -> Slope:
 
 
 def without_jumps(values: Sequence[float]) -> list[float]:
-    """The series with the usual increment in the place of each that is far above it.
-
-    Falls stay: without its falls a sawtooth would rise for ever.
-    """
+    """The usual increment in the place of each far above it; falls stay, for sawteeth."""
     increments = [b - a for a, b in itertools.pairwise(values)]
     middle = median(increments)
     most = middle + JUMP_DEVIATIONS * median(abs(each - middle) for each in increments)

@@ -25,18 +25,13 @@ from harness.repeats import timed_pairs
 NAME = "throughput"
 MAX_SLOWDOWN = 0.05
 SKIP_STEPS = 5
-MOST_DIGESTS = 0.8
-"""Part of the shortest step that digests are believed to take."""
-TIMED_STEPS = 3
-"""Steps of a timed run that must be left when the first ones are skipped."""
-LEFT_OUT = 20
-"""Of so many steps the longest is left out of a run's mean, and one of fewer."""
+MOST_DIGESTS = 0.8  # part of the shortest step that digests are believed to take
+TIMED_STEPS = 3  # that must be left of a run when the first ones are skipped
+LEFT_OUT = 20  # of so many steps the longest is left out of a run's mean, and one of fewer
 CONFIDENCE = 0.95
-LEAST_PAIRS = 6
-"""The fewest whose interval can be as sure as `CONFIDENCE`: of five even the widest is not."""
+LEAST_PAIRS = 6  # of five even the widest interval is not as sure as `CONFIDENCE`
 MAX_REPEATS = 50
-Times = Sequence[Sequence[float]]
-"""Seconds of the timed steps of each run, all > 0."""
+Times = Sequence[Sequence[float]]  # seconds of the timed steps of each run, all > 0
 Outcome = Literal["passed", "failed", "incomparable"]
 
 
@@ -102,9 +97,8 @@ def _name(place: int) -> str:
 def same_bits(runs: Runs) -> CheckResult:
     """Are timed repeats the runs that they repeat? Same environment, same bits as the reference.
 
-    Each is one more chance for a race to show: a repeat of the candidate that differs is a failure
-    of the candidate, one of the reference makes the reference nondeterministic. Repeats that are
-    not whole are left to `throughput`, which names them.
+    A repeat of the candidate that differs is a failure, one of the reference makes the reference
+    nondeterministic. Repeats that are not whole are left to `throughput`, which names them.
     """
     case, reference, repeats = runs.case, runs.reference, runs.repeats
     due = [spec for pair in timed_pairs(case) for spec in pair]
@@ -227,8 +221,7 @@ def _growth(seconds: Sequence[float]) -> float:
 def interval_of(values: Sequence[float]) -> Interval:
     """The median of `values`, each of one pair, and the k-th smallest and largest of them.
 
-    The true median is below the k-th smallest where fewer than k of n are, each with chance 1/2: it
-    is missed in at most 1 - `CONFIDENCE` of cases, whatever the noise.
+    The true median is below the k-th smallest where fewer than k of n are, each with chance 1/2.
 
     Raises:
         ValueError: fewer than `LEAST_PAIRS`, or one that is not finite.
@@ -289,18 +282,11 @@ def _words(figures: Mapping[str, float]) -> str:
 
 
 def step_flops(config: Mapping[str, Any]) -> float | None:
-    """Model FLOPs of one step of all ranks: what the mathematics needs, not what hardware did.
+    """Model FLOPs of one step of all ranks of a plain `TrainConfig`; None for packed documents.
 
     As in Chowdhery et al., PaLM, 2022, appendix B: a multiply-add is 2 FLOPs; the backward pass
-    costs twice the forward pass; recomputation, norms, activations, RoPE, softmax and the lookup of
-    the embedding do not count; dropped tokens do. A causal mask is counted as what it leaves:
-    T (T + 1) / 2 pairs of query and key of a sequence of T tokens.
-
-    Args:
-        config: a plain `TrainConfig`.
-
-    Returns:
-        None for packed documents (`dynamic_cp`): their pairs depend on the data.
+    costs twice the forward pass; matrices and attention count, dropped tokens too. A causal mask is
+    counted as what it leaves: T (T + 1) / 2 pairs of query and key of a sequence of T tokens.
     """
     model, parallel = config["model"], config["parallel"]
     if parallel["dynamic_cp"]:

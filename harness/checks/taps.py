@@ -221,8 +221,7 @@ def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckR
 def calls(record: StepRecord, start: StartRecord, spec: RunSpec) -> list[Call]:
     """The rows of a step of a run, in the order in which the start record names them.
 
-    A microbatch begins at the call of the tap that is the first of its kind in the step. A call
-    that comes before the microbatch of its number is of an earlier one.
+    A call before the first one of its kind in the microbatch of its number is of an earlier one.
     """
     rows = list(_rows(record, start, spec.config.get("microbatches")))
     begins: dict[str, dict[int, str]] = {}
@@ -262,10 +261,8 @@ def _rows_of(
 def shared_rows(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
 ) -> tuple[list[Both], frozenset[str]]:
-    """The rows of a step of one rank of both runs, and taps that a graph scope took apart.
-
-    Those ran in one run only; their rows are left out. Others that did are rows that differ.
-    """
+    """The rows of a step of one rank of both runs, but those of taps that a graph scope took apart,
+    which ran in one run only; and these taps."""
     rows = _rows_of(ours, theirs, start, specs)
     ran = {row.reference.tap for row in rows if row.reference.place}
     also = {row.candidate.tap for row in rows if row.candidate.place}
@@ -275,11 +272,8 @@ def shared_rows(
 
 
 def _takes_apart(spec: RunSpec, module: str) -> bool:
-    """Whether a run calls what is inside of a module, and not the module.
-
-    The router's graph holds a part of `mlp.moe`. Of another program nothing is known: modules
-    inside of what its graphs hold are not called by a replay.
-    """
+    """Whether a run calls what is inside of a module, and not the module, as the router's graph
+    does; of another program nothing is known, whose replays call no module."""
     if not spec.is_builtin:
         return True
     layer, _, part = module.removeprefix("layers.").partition(".")

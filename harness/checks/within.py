@@ -37,15 +37,12 @@ from harness.records import CheckResult, Difference, FloatBits, RunResult, What,
 from harness.repeats import samples_of
 from harness.tolerance import Close, LossGap, tolerance_of
 
-FALSE_ALARM = 1e-4
-"""Of a case: the most that a right program fails with, or has no verdict."""
+FALSE_ALARM = 1e-4  # of a case: the most that a right program fails with, or has no verdict
 FLOOR_ROUNDINGS = 8
-_LEAST_PATTERNS = 8
-"""Fewer numbers may end in zeros by chance."""
+_LEAST_PATTERNS = 8  # fewer numbers may end in zeros by chance
 _ROUNDOFF = ((0xFFFF, 2.0**-8), (0x1FFF, 2.0**-11), (0, 2.0**-24))
 """Bits of a float32 that bfloat16 and float16 lack, and unit roundoffs."""
-Place = tuple[int, int, str]
-"""Step, rank, quantity."""
+Place = tuple[int, int, str]  # step, rank, quantity
 _Values = Mapping[Place, FloatBits]
 Excess = Callable[[Place, FloatBits | None, FloatBits | None], float]
 """A gap in units of what is allowed: above 1 it is beyond."""

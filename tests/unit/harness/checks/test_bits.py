@@ -94,6 +94,19 @@ def test_order_is_step_group_tensor_rank(flips: list[Any], first: Any) -> None:
     assert place(ask("state", REFERENCE, run)) == first
 
 
+def test_a_group_comes_before_all_later_ones_on_any_rank() -> None:
+    """A gradient that rank 0 does not hold is named before a weight of rank 0."""
+    runs = []
+    for run in BOTH:
+        names = (*TENSORS["grads"], "tail.weight")
+        run = edit(run, 1, start={"tensors": {"grads": names}})
+        for step, record in enumerate(run.ranks[1].steps):
+            run = edit(run, 1, step, digests={"grads": record.digests["grads"] + "1" * 32})
+        runs.append(run)
+    other = flip(flip(runs[1], 1, 2, "grads", 2 * 128), 0, 2, "weights")
+    assert place(ask("state", runs[0], other))[1:] == (1, "grads", "tail.weight")
+
+
 @pytest.mark.parametrize("names", [TENSORS["weights"][::-1], (*TENSORS["weights"], "extra"), ()])
 @pytest.mark.parametrize("rank", [1, 15])
 def test_other_tensor_names_fail(names: tuple[str, ...], rank: int) -> None:
