@@ -54,6 +54,7 @@ from harness.records import (
     StepRecord,
     What,
 )
+from harness.soaking import SoakSpec
 
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")  # of which a run digests a tensor at least
@@ -86,15 +87,20 @@ class Flaw:
 class _Flawed(Exception):
     """Takes the first flaw to `find_flaw`."""
 
-    def __init__(
-        self,
-        what: What,
-        message: str,
-        rank: int | None = None,
-        step: int | None = None,
-        **more: Any,
-    ) -> None:
-        self.flaw = Flaw(what=what, message=message, rank=rank, step=step, **more)
+    def __init__(self, flaw: Flaw) -> None:
+        self.flaw = flaw
+
+
+def _flawed(
+    what: What, message: str, rank: int | None = None, step: int | None = None, **more: Any
+) -> _Flawed:
+    return _Flawed(Flaw(what=what, message=message, rank=rank, step=step, **more))
+
+
+def _need(ok: object, what: What, message: str, *at: int | None) -> None:
+    """Rank and step may follow."""
+    if not ok:
+        raise _flawed(what, message, *at)
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
@@ -113,66 +119,61 @@ def find_flaw(run: RunResult) -> Flaw | None:
 
 def _look_at(run: RunResult) -> None:
     """Each part may take for granted that those before it have no flaw."""
-    _outcome(run)
-    _ranks(run)
-    for name in ("steps", "microbatches") if run.spec.is_builtin else ("steps",):
-        if type(value := run.spec.config.get(name)) is not int or value < 1:
-            wrong = f"the specification's {name}: expected an integer >= 1, got {value!r}"
-            raise _Flawed("corrupt_record", wrong)
+    outcome, size, is_builtin = run.outcome, run.spec.world_size, run.spec.is_builtin
+    got, how = f"belongs to run {outcome.key}, expected {run.spec.key}", "then finished alone"
+    _need(outcome.key == run.spec.key, "corrupt_record", f"the outcome {got}")
+    how = f"ended as {outcome.what}" if outcome.what else how
+    message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
+    _need(not outcome.undecided, SHARED_GPU, message)
+    message = outcome.message or f"the run ended as {outcome.what}"
+    _need(not outcome.what, outcome.what, message, outcome.culprit_rank)
+    numbers = [records.rank for records in run.ranks]
+    said = {r.rank for r in run.ranks if r.steps or r.problems or r.error}
+    _need(said, "empty_run", f"no rank recorded a step{'' if is_builtin else NO_STEP}")
+    once = len(set(numbers)) == len(numbers) and set(numbers) <= set(range(size))
+    message = f"expected records of ranks 0 to {size - 1} once, got {numbers}"
+    _need(once, "corrupt_record", message)
+    missing = sorted(set(range(size)) - said - {r.rank for r in run.ranks if r.start})
+    for rank in missing:
+        message = f"no records of rank {rank} ({len(missing)} of {size} ranks missing)"
+        raise _flawed("missing_rank", message, rank)
+    for name in ("steps", "microbatches") if is_builtin else ("steps",):
+        value = run.spec.config.get(name)
+        message = f"the specification's {name}: expected an integer >= 1, got {value!r}"
+        _need(type(value) is int and value > 0, "corrupt_record", message)
     for records in rank_table(run).values():
         _rank(run, records, steps_due(run))
     if run.spec.soak is not None:
-        _soak(run)
+        _soak(run, run.spec.soak)
     # A rank may own no row of a small model; all of them together must own some.
     for group in PROVING_GROUPS:
-        if not any(_holds(records, group) for records in run.ranks):
-            message = f"no rank digests a tensor of {group}: empty digests prove nothing"
-            raise _Flawed("empty_run", message)
-    _exits(run)
-
-
-def _outcome(run: RunResult) -> None:
-    outcome = run.outcome
-    if outcome.key != run.spec.key:
-        message = f"the outcome belongs to run {outcome.key}, expected {run.spec.key}"
-        raise _Flawed("corrupt_record", message)
-    if outcome.undecided:
-        how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
-        message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
-        raise _Flawed(SHARED_GPU, message)
-    if outcome.what:
-        message = outcome.message or f"the run ended as {outcome.what}"
-        raise _Flawed(outcome.what, message, outcome.culprit_rank)
-
-
-def _ranks(run: RunResult) -> None:
-    size, numbers = run.spec.world_size, [records.rank for records in run.ranks]
-    said = {r.rank for r in run.ranks if r.steps or r.problems or r.error}
-    if not said:
-        raise _Flawed(
-            "empty_run", f"no rank recorded a step{'' if run.spec.is_builtin else NO_STEP}"
-        )
-    if len(set(numbers)) != len(numbers) or set(numbers) - set(range(size)):
-        message = f"expected records of ranks 0 to {size - 1} once, got {numbers}"
-        raise _Flawed("corrupt_record", message)
-    said |= {records.rank for records in run.ranks if records.start}
-    if missing := sorted(set(range(size)) - said):
-        message = f"no records of rank {missing[0]} ({len(missing)} of {size} ranks missing)"
-        raise _Flawed("missing_rank", message, missing[0])
-
-
-def _holds(records: RankRecords, group: str) -> bool:
-    """Whether a rank digests a tensor of a group in any step."""
-    if records.start is None or not records.start.tensors[group]:
-        return False
-    return any(record.digests[group].replace(ABSENT, "") for record in records.steps)
+        message = f"no rank digests a tensor of {group}: empty digests prove nothing"
+        texts = (step.digests[group] for records in run.ranks for step in records.steps)
+        _need(any(text.replace(ABSENT, "") for text in texts), "empty_run", message)
+    codes = {state.rank: state.code for state in outcome.ranks}
+    message = f"expected exit states of {size} ranks, got {[each.rank for each in outcome.ranks]}"
+    once = len(codes) == len(outcome.ranks) and set(codes) <= set(range(size))
+    _need(once, "corrupt_record", message)
+    for rank in range(size):
+        code = codes.get(rank)
+        _need(code is not None, "missing_rank", f"rank {rank} has no exit state", rank)
+        message = f"rank {rank} exited with {code} after its last record"
+        _need(code == 0, "crashed" if code is not None and code > 0 else "killed", message, rank)
 
 
 def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
     rank, start, end, initial = records.rank, records.start, records.end, records.initial
-    _lines(records)
+    # A line after the end may be out of sequence too; what it says of itself comes first.
+    what: What = "record_after_end" if records.after_end else "corrupt_record"
+    problem = next(iter((*records.after_end, *records.problems)), "")
+    _need(not problem, what, f"rank {rank}: {problem}", rank)
+    if (error := records.error) is not None:
+        message = f"rank {rank} recorded both an error and an end"
+        _need(end is None, "record_after_end", message, rank, error.step)
+        message = f"rank {rank}, step {error.step}: {error.type}: {error.message}"
+        raise _flawed(error.what or "crashed", message, rank, error.step)
     if start is None:
-        raise _Flawed("corrupt_record", f"rank {rank} has no start record", rank)
+        raise _flawed("corrupt_record", f"rank {rank} has no start record", rank)
     key = run.spec.recorded or run.spec.key
     _facts(rank, "start record", {
         "schema": (start.schema, SCHEMA_VERSION), "rank": (start.rank, rank),
@@ -184,7 +185,7 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
     # Without the state before step 0 a difference of it would be blamed on that step.
     if end is None or initial is None:
         gone = "end record" if end is None else "record of the state before step 0"
-        raise _Flawed("corrupt_record", f"rank {rank} has no {gone}", rank)
+        raise _flawed("corrupt_record", f"rank {rank} has no {gone}", rank)
     _facts(rank, "end record", {"rank": (end.rank, rank), "steps": (end.steps, steps)})
     missing = [group for group in OF_INITIAL if group not in initial.digests]
     unknown = sorted(set(initial.digests) - set(start.tensors))
@@ -213,7 +214,7 @@ def _facts(
     for name, (got, due) in facts.items():
         if got != due:
             message = f"rank {rank}, {of}, {name}: expected {due}, got {got}"
-            raise _Flawed("corrupt_record", message, rank, step)
+            raise _flawed("corrupt_record", message, rank, step)
 
 
 def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartRecord) -> None:
@@ -228,21 +229,7 @@ def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartR
         # Stripping both ends leaves nothing exactly when every character is a hex digit.
         if len(text) != due or text.strip(HEX_DIGITS):
             message = f"expected {due} lower-case hex digits, got {len(text)} characters"
-            raise _Flawed("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
-
-
-def _lines(records: RankRecords) -> None:
-    rank, error = records.rank, records.error
-    # A line after the end may be out of sequence too; what it says of itself comes first.
-    for problem in (*records.after_end, *records.problems):
-        what: What = "record_after_end" if records.after_end else "corrupt_record"
-        raise _Flawed(what, f"rank {rank}: {problem}", rank)
-    if error is not None and records.end is not None:
-        message = f"rank {rank} recorded both an error and an end"
-        raise _Flawed("record_after_end", message, rank, error.step)
-    if error is not None:
-        message = f"rank {rank}, step {error.step}: {error.type}: {error.message}"
-        raise _Flawed(error.what or "crashed", message, rank, error.step)
+            raise _flawed("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
 
 
 def _sequence(run: RunResult, records: RankRecords, steps: int) -> None:
@@ -254,7 +241,7 @@ def _sequence(run: RunResult, records: RankRecords, steps: int) -> None:
     place = next((i for i, step in enumerate(seen) if step != i), steps)
     message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
     what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
-    raise _Flawed(what, f"{message}{place}", rank, seen[place])
+    raise _flawed(what, f"{message}{place}", rank, seen[place])
 
 
 def _first_missing(records: RankRecords, steps: int) -> int:
@@ -271,23 +258,7 @@ def _missing(run: RunResult, rank: int, step: int, steps: int) -> _Flawed:
     who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
     how = ", exited with code 0 without an end record" if left >= lack else ""
     message = f"{who} no record of step {step} of {steps} steps{how}"
-    return _Flawed("missing_step", message, rank, step, ranks=tuple(sorted(lack)))
-
-
-def _exits(run: RunResult) -> None:
-    codes: dict[int, int | None] = {}
-    for state in run.outcome.ranks:
-        if state.rank in codes or not 0 <= state.rank < run.spec.world_size:
-            message = f"the outcome names rank {state.rank} twice or out of range"
-            raise _Flawed("corrupt_record", message, state.rank)
-        codes[state.rank] = state.code
-    for rank in range(run.spec.world_size):
-        code = codes.get(rank)
-        if code is None:
-            raise _Flawed("missing_rank", f"rank {rank} has no exit state", rank)
-        if code != 0:
-            message = f"rank {rank} exited with {code} after its last record"
-            raise _Flawed("crashed" if code > 0 else "killed", message, rank)
+    return _flawed("missing_step", message, rank, step, ranks=tuple(sorted(lack)))
 
 
 # --- the length of a soak ---------------------------------------------------------------------
@@ -301,21 +272,19 @@ def steps_due(run: RunResult) -> int:
     return max([steps, *(rank.end.steps for rank in run.ranks if rank.end is not None)])
 
 
-def _soak(run: RunResult) -> None:
+def _soak(run: RunResult, soak: SoakSpec) -> None:
     """A run that ends by replays or by duration says itself how long it was."""
-    soak = run.spec.soak
-    assert soak is not None
     for rank, records in rank_table(run).items():
         said = [event.detail for event in records.events if event.name == "soaked"]
         trained_s = said[0].get("trained_s") if len(said) == 1 else None
         if records.end is None or type(trained_s) not in (int, float):
-            raise _Flawed("corrupt_record", f"rank {rank} does not say how long it trained", rank)
+            raise _flawed("corrupt_record", f"rank {rank} does not say how long it trained", rank)
         # Rank 0 keeps the time: others may have begun a little later.
         kept_s = trained_s if rank == 0 else soak.amount
         got = {"steps": records.end.steps, "replays": records.end.replays, "duration": kept_s}
-        if (made := got[soak.by]) < soak.amount:
-            what: What = "not_replayed" if soak.by == "replays" else "missing_step"
-            raise _Flawed(what, f"rank {rank} was soaked for {made:g} of {soak.asked}", rank)
+        what: What = "not_replayed" if soak.by == "replays" else "missing_step"
+        message = f"rank {rank} was soaked for {got[soak.by]:g} of {soak.asked}"
+        _need(got[soak.by] >= soak.amount, what, message, rank)
 
 
 # --- graphs and compiled parts of the built-in program ----------------------------------------
@@ -328,10 +297,9 @@ def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
         owes = config if config.get("graph") or config.get("compile") else {"graph": ()}
         train = TrainConfig.from_dict(owes)
     except (ValueError, TypeError) as error:
-        message = f"the specification's config: {error}"
-        raise _Flawed("corrupt_record", message) from error
+        raise _flawed("corrupt_record", f"the specification's config: {error}") from error
     if flaw := not_compiled(train, rank, end) or not_as_owed(train, rank, steps, end):
-        raise _Flawed(**vars(flaw) | {"rank": rank, "message": f"rank {rank}: {flaw.message}"})
+        raise _Flawed(replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}"))
 
 
 def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.checks import CHECKS, Check, check, defaults, exit_code, judge, refusal, table
-from harness.checks.evidence import alike, rank_table, show_float, state_table
+from harness.checks.evidence import alike, show_float
 from harness.program.spec import ProgramSpec
 from harness.records import (
     ABSENT,
@@ -428,20 +428,6 @@ def test_a_finding_on_graphs_fails_without_being_asked() -> None:
     found = lab.told(runs[2], 0, ("static_gradient", {"parameter": "w"}))
     verdict = lab.verdict_of(*runs[:2], found, checks={"state": {}})
     assert (said(verdict), place(verdict)[0]) == (("failed", "static_buffer"), 2)
-
-
-# --- tables and words -------------------------------------------------------------------------
-
-
-def test_tables_hold_every_rank_and_step() -> None:
-    """Of 16 ranks each, in the order of steps and then ranks, the state before step 0 first."""
-    run = lab.Lab(world_size=16).legs()[0]
-    table = state_table(run)
-    assert list(table) == [(step, rank) for step in range(-1, 4) for rank in range(16)]
-    assert list(rank_table(replace(run, ranks=run.ranks[::-1]))) == list(range(16))
-    for (step, rank), record in table.items():
-        held = run.ranks[rank]
-        assert record is (held.initial if step < 0 else held.steps[step])
 
 
 def test_digits_tell_neighbours_from_each_other() -> None:

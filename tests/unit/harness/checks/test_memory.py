@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -295,16 +294,6 @@ def test_what_is_given_back_stays_or_fills_up_is_no_leak(
     assert not slope_of(stairs).grows()
     filling = [MIB * (1 - math.exp(-n / (part * steps))) for n in range(steps)]
     assert not slope_of(filling).grows()
-
-
-def test_stairs_under_noise_are_no_leak() -> None:
-    """A few allocations that stay, in memory that swings: increments rise half the time by luck."""
-    for seed in range(60):
-        drawn = random.Random(seed)
-        places = [drawn.randrange(1000) for _ in range(drawn.randint(1, 6))]
-        noise = [drawn.uniform(0, MIB) for _ in range(1000)]
-        found = [64 * MIB * sum(n >= at for at in places) + x for n, x in enumerate(noise)]
-        assert not slope_of(found).grows()
 
 
 def test_one_order_in_10_000_has_such_a_trend() -> None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,7 @@ from harness.repeats import Turns, in_turn, is_timed, runs_of, timed_pairs
 from tests.unit.harness.checks import conftest as lab
 from tests.unit.harness.checks.conftest import LAB, REFERENCE, ask, edit, edit_all, place, said
 
-STEPS, SKIPPED, PAIRS, TRIALS = 9, 3, 6, 1000
-MANY = (TRIALS / 40 + 3 * math.sqrt(TRIALS / 40)) / TRIALS
-"""What 1 case of 40 comes to among so many, at three sigma."""
+STEPS, SKIPPED, PAIRS = 9, 3, 6
 LIMITS = {"max_slowdown": 0.05, "skip_steps": SKIPPED}
 SHAPE = TrainConfig(steps=STEPS, microbatches=2).to_dict()
 SMALL = lab.Lab(steps=STEPS, world_size=1)
@@ -70,31 +68,25 @@ NOISY, UNTIMED = ("incomparable", "noisy"), ("error", "not_run")
         ([0.021 * (1 + d) for d in (-0.01, 0.01, -0.02, 0.02, 0.005, 0)], NOISY,
          "the interval holds the tolerance"),
         *(([0.02] * 5 + [bad], UNTIMED, "") for bad in (0.0, -1.0, math.nan, math.inf)),
-        ([0.02] * 5, UNTIMED, ""), ([0.02] * 7, UNTIMED, ""),
+        *(([0.02] * pairs, UNTIMED, "") for pairs in (0, 5, 7)),
     ],
 )  # fmt: skip
 def test_pairs_of_runs_are_judged(theirs: list[float], told: tuple[str, str], why: str) -> None:
     """To a hair without noise, not at all within it; a time that is none is no verdict."""
-    answer = check([timed(0, 0.02)] * PAIRS, [timed(1, s) for s in theirs])
+    pairs = min(len(theirs), PAIRS)
+    answer = check([timed(0, 0.02)] * pairs, [timed(1, s) for s in theirs])
     assert said(answer) == told
     assert answer.message.startswith(why)
     if len(set(theirs)) == 1 and told != UNTIMED:
         assert answer.figures["slowdown"] == pytest.approx(theirs[0] / 0.02 - 1, abs=1e-9)
 
 
-def test_too_little_gives_no_verdict() -> None:
-    """Five pairs, none, or a run that is all warm-up."""
-    good = [timed(leg, 0.02) for leg in (0, 1)]
-    for pairs in (LEAST_PAIRS - 1, 0):
-        assert said(check([good[0]] * pairs, [good[1]] * pairs)) == UNTIMED
-    late = STEPS - TIMED_STEPS + 1
-    assert said(check([good[0]] * PAIRS, [good[1]] * PAIRS, skip_steps=late)) == UNTIMED
-
-
 def test_the_slowest_rank_of_each_step_counts() -> None:
-    """Whichever that is; the other ranks' times do not make up for one that was not measured."""
+    """Whichever that is; other ranks' times do not make up for one that was not measured, and a
+    run that is all warm-up has none."""
     run = edit_all(REFERENCE, step_s=lambda step, rank: 0.05 if step % 2 == rank else 0.01)
-    assert step_times(run, 1) == [0.05] * 3
+    assert step_times(run, 1) == [0.05] * TIMED_STEPS
+    assert step_times(run, 2) == []
     for wrong in (math.nan, 0.0, -1.0):
         assert step_times(edit(run, 1, 3, step_s=wrong), 1) == []
         assert step_times(edit(run, 1, 0, step_s=wrong), 1)  # what is skipped is not looked at
@@ -167,39 +159,28 @@ def test_steps_that_are_not_alike(
     assert (mixed.outcome, mixed.why[:21]) == ("incomparable", "long steps leave open")
 
 
-Noise = Callable[[random.Random, int], float]
-"""Log of the time of the n-th run."""
-NOISES: dict[str, Noise] = {
-    "small": lambda draw, _: draw.gauss(0, 0.01), "large": lambda draw, _: draw.gauss(0, 0.3),
-    "drift": lambda draw, made: 0.02 * made + draw.gauss(0, 0.01),
-    "heavy tails": lambda draw, _: draw.gauss(0, 0.01) + (0.4 if draw.random() < 0.1 else 0),
-}  # fmt: skip
+@pytest.mark.parametrize(("scatter", "drift"), [(0.01, 0.0), (0.3, 0.0), (0.01, 0.02)])
+def test_what_the_noise_says(scatter: float, drift: float) -> None:
+    """No slow-down is invented in 1 of 100; past the tolerance 1 of 40 passes, before it fails
+    (`benchmarks/throughput_verdicts.py` has more kinds of noise)."""
 
-
-def rates(noise: str, slower: float) -> dict[str, float]:
-    """How often each outcome comes of cases in which the candidate is so much slower."""
-    draw, found = random.Random(7), dict.fromkeys(("passed", "failed", "incomparable"), 0.0)
-    for _ in range(TRIALS):
-        legs: list[list[list[float]]] = [[], []]
-        for number in range(PAIRS):
-            for turn, leg in enumerate(((0, 1), (1, 0))[number % 2]):
-                seconds = math.exp(NOISES[noise](draw, 2 * number + turn))
+    def share(slower: float, outcome: str, trials: int = 1000) -> float:
+        draw, found = random.Random(7), 0
+        for _ in range(trials):
+            legs: list[list[list[float]]] = [[], []]
+            for made in range(2 * PAIRS):
+                leg = (0, 1, 1, 0)[made % 4]
+                seconds = math.exp(drift * made + draw.gauss(0, scatter))
                 legs[leg].append([seconds * (slower if leg else 1.0)])
-        found[judge(legs[0], legs[1], 0.05).outcome] += 1 / TRIALS
-    return found
+            found += judge(legs[0], legs[1], 0.05).outcome == outcome
+        return found / trials
 
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_what_the_noise_says(noise: str) -> None:
-    """No slow-down is invented in 1 of 100; past the tolerance 1 of 40 passes, before it fails."""
-    assert rates(noise, 1.0)["failed"] <= 1 / 100
-    assert rates(noise, 1.051)["passed"] <= MANY
-    assert rates(noise, 1.049)["failed"] <= MANY
-    if noise == "small":
-        assert rates(noise, 1.1)["failed"] >= 0.99
-        assert rates(noise, 1.0)["passed"] >= 0.95
-    if noise == "large":
-        assert rates(noise, 1.1)["incomparable"] >= 0.998
+    many = 1 / 40 + 3 * math.sqrt(1 / 40 / 1000)
+    assert share(1.0, "failed") <= 1 / 100
+    assert share(1.051, "passed") <= many
+    assert share(1.049, "failed") <= many
+    assert share(1.1, "failed") >= (0.99 if scatter + drift < 0.02 else 0.0)
+    assert share(1.1, "incomparable") >= (0.998 if scatter == 0.3 else 0.0)
 
 
 def test_the_interval_is_as_sure_as_it_says() -> None:

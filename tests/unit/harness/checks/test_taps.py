@@ -298,12 +298,3 @@ def test_a_call_before_its_microbatch_is_of_an_earlier_one() -> None:
     assert (held["rope:input[1]"].microbatch, held["layers.1:output[1]"].microbatch) == (0, 1)
     folded = {name for name, call in held.items() if call.is_folded}
     assert folded == {"rope:input[2]", "rope:output[2]", "rope:gradient[2]"}
-
-
-def test_a_pipeline_orders_by_microbatch_though_ranks_work_at_others() -> None:
-    """With stages, forward comes first, then the microbatch; without, the place in the step."""
-    calls = ["layers.0:output", "layers.0:gradient", "layers.0:output", "layers.0:gradient"]
-    run, staged = run_with(2, calls), run_with(2, calls, stage=1)
-    names = [f"{calls[0]}[0]", f"{calls[1]}[0]", f"{calls[0]}[1]", f"{calls[1]}[1]"]
-    assert [call.name for call in rows_of(run)] == names
-    assert [call.name for call in rows_of(staged)] == [names[0], names[2], names[1], names[3]]
