@@ -27,8 +27,6 @@ from harness.checks.evidence import (
     incomparable,
     not_run,
     passed,
-    state_table,
-    step_table,
 )
 from harness.checks.soak import missed_turns
 from harness.checks.taps import taps
@@ -202,7 +200,7 @@ def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
     message = "the reference differs from its own second run, so the candidate is not judged: "
     message += first.message
     if not reference.spec.is_builtin and first.difference is not None:
-        message += f"; {cause_of(reference, control, first.difference)}"
+        message += f"; {cause_of(reference, first.difference)}"
     return incomparable(
         "control", "nondeterministic_reference", message, first.difference, **first.figures
     )
@@ -267,50 +265,36 @@ def _step(result: CheckResult) -> int:
 # --- why a program does not repeat itself -----------------------------------------------------
 
 _CAUSES = {
-    "seed": "random generators are not seeded",
-    "initialisation": "weights are drawn from an unseeded generator, or loaded from elsewhere",
-    "data": "the program read other data: unseeded shuffling, or workers in another order",
+    # by what differs first
+    "before weights": "weights are drawn from an unseeded generator, or loaded from elsewhere",
+    "before": "random generators are not seeded",
+    "taps.input": "the program read other data: unseeded shuffling, or workers in another order",
     "forward": "the program read other data, or an operator of the forward pass varies",
     "backward": "an operator of the backward pass is not deterministic, or a collective adds its "
     "parts in another order (NCCL_ALGO)",
     "update": "an operator of the optimizer is not deterministic",
-    "draws": "random numbers are drawn by the clock, by threads or by library code",
+    "rng": "random numbers are drawn by the clock, by threads or by library code",
 }
-"""By what differs first: generators before step 0, weights before it, inputs of a module; then
-losses from equal state, gradients from equal losses, weights from equal gradients; generators."""
+_KINDS = {
+    "samples": "taps.input", "loss": "forward", "microbatch_losses": "forward",
+    "taps.output": "forward",
+    "grad_norm": "backward", "taps.gradient": "backward", "grads": "backward",
+    "losses": "backward", "buffers": "backward", "weights": "update", "optim": "update",
+}  # fmt: skip
 
 
-def cause_of(reference: RunResult, control: RunResult, first: Difference) -> str:
+def cause_of(reference: RunResult, first: Difference) -> str:
     """The likely cause of the first difference between a program's own two runs, and a remedy."""
-    kind, program = _kind(reference, control, first), program_of(reference.spec.config)
+    quantity, program = first.quantity.partition("[")[0], program_of(reference.spec.config)
+    kind = _KINDS.get(quantity, quantity)
+    if first.step == BEFORE:
+        kind = "before weights" if quantity in ("weights", "buffers") else "before"
     events = [event for records in reference.ranks for event in records.events]
     is_asked = any(e.name == ENVIRONMENT and e.detail.get(DETERMINISTIC) is True for e in events)
     remedy = "set determinism: enforce, which seeds the generators and asks for such operators"
     if program is not None and program.determinism == "enforce":
-        remedy = (
-            "determinism is enforced already: look for generators of the program's own, worker "
-            "processes, and what depends on time"
-        )
+        remedy = "determinism is enforced already: look for generators of the program's own, "
+        remedy += "worker processes, and what depends on time"
     elif kind in ("backward", "update", "forward") and is_asked:
         remedy = "torch is asked for deterministic operators already: look for kernels of others"
-    return f"likely cause: {_CAUSES[kind]}; {remedy}"
-
-
-def _kind(reference: RunResult, control: RunResult, first: Difference) -> str:
-    if first.quantity.startswith("taps."):
-        is_backward = first.quantity.endswith("gradient")
-        return (
-            "data" if first.quantity == "taps.input" else "backward" if is_backward else "forward"
-        )
-    key = (first.step, first.rank)
-    left, right = state_table(reference).get(key), state_table(control).get(key)
-    ours, theirs = left.digests if left and right else {}, right.digests if right else {}
-    groups = {group for group, text in ours.items() if text != theirs.get(group)}
-    if first.step == BEFORE:
-        return "initialisation" if "weights" in groups else "seed"
-    mine, other = step_table(reference).get(key), step_table(control).get(key)
-    if mine is None or other is None or mine.microbatch_losses != other.microbatch_losses:
-        return "forward"
-    if groups & {"grads", "losses", "buffers"}:
-        return "backward"
-    return "update" if groups & {"weights", "optim"} else "draws"
+    return f"likely cause: {_CAUSES.get(kind, _CAUSES['rng'])}; {remedy}"

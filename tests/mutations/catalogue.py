@@ -212,8 +212,8 @@ MUTATIONS = [
          'PROVING_GROUPS = ("grads",)'),
         ("absent_tensors_prove", '.replace(ABSENT, "") for', " for"),
         ("config_error_swallowed",
-         "        raise _flawed(\"corrupt_record\", f\"the specification's config: {error}\") from error",
-         "        return"),
+         "        raise _flawed(\"corrupt_record\", f\"the specification's config: {error}\")"
+         " from error", "        return"),
         ("problems_of_lines_ignored", "(*records.after_end, *records.problems)",
          "records.after_end"),
         ("records_of_any_run", '"run": (start.run or key, key),', ""),
