@@ -280,7 +280,7 @@ def _soak(run: RunResult, soak: SoakSpec) -> None:
         if records.end is None or type(trained_s) not in (int, float):
             raise _flawed("corrupt_record", f"rank {rank} does not say how long it trained", rank)
         # Rank 0 keeps the time: others may have begun a little later.
-        kept_s = trained_s if rank == 0 else soak.amount
+        kept_s = float(trained_s or 0) if rank == 0 else soak.amount
         got = {"steps": records.end.steps, "replays": records.end.replays, "duration": kept_s}
         what: What = "not_replayed" if soak.by == "replays" else "missing_step"
         message = f"rank {rank} was soaked for {got[soak.by]:g} of {soak.asked}"

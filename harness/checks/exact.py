@@ -222,13 +222,14 @@ def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
     ours, theirs = step_table(reference), step_table(candidate)
     if not theirs:
         return error("finite", "not_run", "the candidate recorded no step: nothing to look at")
-    bad = {key: found for key, each in theirs.items() if (found := _nonfinite(each, ours.get(key)))}
+    bad = {key: each for key, record in theirs.items()
+           if (each := _nonfinite(record, ours.get(key)))}  # fmt: skip
     if not bad:
         pairs = count(len(theirs), "(step, rank) pair")
         message = f"every loss, gradient norm and tensor is finite in {pairs}"
         return passed("finite", message, pairs=len(theirs))
     step = min(bad)[0]
-    here = sorted(each for (at, _), found in bad.items() if at == step for each in found)
+    here = sorted(each for (at, _), places in bad.items() if at == step for each in places)
     _, rank, quantity, tensor, shown = here[0]
     record, before = ours.get((step, rank)), "missing"
     if record is not None and tensor:

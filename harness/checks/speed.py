@@ -19,7 +19,7 @@ from harness.checks.exact import state
 from harness.checks.memory import memory_notes, peak_bytes
 from harness.checks.within import loss
 from harness.infrastructure import shares_gpus
-from harness.records import CheckResult, RankRecords, RunResult
+from harness.records import CheckResult, RankRecords, RunResult, What
 from harness.repeats import timed_pairs
 
 NAME = "throughput"
@@ -118,7 +118,7 @@ def same_bits(runs: Runs) -> CheckResult:
             if place % 2 or differs.outcome != "failed":
                 return found
             message = f"the reference differs from one of its repeats: {found.message}"
-            what = "nondeterministic_reference"
+            what: What = "nondeterministic_reference"
             return incomparable("repeats", what, message, found.difference, **found.figures)
     return passed("repeats", f"{len(repeats)} timed repeats have the bits of the reference")
 

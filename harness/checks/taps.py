@@ -127,19 +127,20 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
         if rank in others and others[rank].taps != start.taps:
             return error(NAME, "unsupported", f"the runs tap different modules on rank {rank}")
     patterns = _patterns(reference, candidate)
-    if not any(start.taps for start in starts.values()):
+    if not any(start.taps for start in starts.values()) and not patterns:
         message = "the run taps no module: say which with taps: [...]"
-        if patterns:
-            return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
         return error(NAME, "unsupported", message)
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
-    equal, taken_apart, note = 0, set[str](), ""
+    equal, taken_apart, note, last = 0, set[str](), "", max(pairs, default=(0, 0))[0]
     bad: dict[Key, list[Both]] = {}
+    at_last: list[Both] = []
     for key in pairs:
-        rows, unseen = shared_rows(ours[key], theirs[key], starts[key[1]], specs)
+        every = _rows_of(ours[key], theirs[key], starts[key[1]], specs)
+        rows, unseen = _shared(every, specs)
         taken_apart |= unseen
+        at_last += every if key[0] == last else []
         equal += sum(bool(row.reference.place) and not row.differs for row in rows)
         if any(row.differs for row in rows):
             bad[key] = rows
@@ -148,12 +149,9 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
         note = f"; {number} ran in one run only, {min(taken_apart)} first by name"
     if bad:
         return _failure(bad, note, len(pairs))
-    blind: str | None = f"no tapped module ran in both runs: nothing to compare{note}"
-    if equal:
-        last = max(step for step, _ in pairs)
-        at_last = [key for key in pairs if key[0] == last]
-        rows = [row for k in at_last for row in _rows_of(ours[k], theirs[k], starts[k[1]], specs)]
-        blind = _blind(patterns, rows, last)
+    blind = _blind(patterns, at_last, last)
+    if blind is None and not equal:
+        blind = f"no tapped module ran in both runs: nothing to compare{note}"
     if blind is not None:
         return error(NAME, "not_run", blind)
     message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{note}"
@@ -263,7 +261,10 @@ def shared_rows(
 ) -> tuple[list[Both], frozenset[str]]:
     """The rows of a step of one rank of both runs, but those of taps that a graph scope took apart,
     which ran in one run only; and these taps."""
-    rows = _rows_of(ours, theirs, start, specs)
+    return _shared(_rows_of(ours, theirs, start, specs), specs)
+
+
+def _shared(rows: Sequence[Both], specs: Sequence[RunSpec]) -> tuple[list[Both], frozenset[str]]:
     ran = {row.reference.tap for row in rows if row.reference.place}
     also = {row.candidate.tap for row in rows if row.candidate.place}
     unseen = {tap for tap in ran - also if _takes_apart(specs[1], tap.partition(":")[0])}

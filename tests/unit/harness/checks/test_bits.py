@@ -114,6 +114,15 @@ def extra(run: RunResult) -> RunResult:
 same = both()
 WEIGHTS, W = TENSORS["weights"], "weights"
 BAD = {"nonfinite": {"grads": ("x",)}}
+NOT_FINITE: list[tuple[dict[str, Any], str, str]] = [
+    *(({"loss": bad}, "loss", "") for bad in (NAN, INF)),
+    ({"microbatch_losses": (f32(1.0), NAN)}, "microbatch_losses[1]", ""),
+    ({"grad_norm": INF}, "grad_norm", ""),
+    *(({"nonfinite": {g: ("x",)}}, g, "x") for g in (*DIGEST_GROUPS, "buffers")),
+    ({"grad_norm": NAN, "nonfinite": {W: ("w",), "grads": ("x",)}}, "grads", "x"),
+    ({"grad_norm": NAN, "nonfinite": {"optim": ("w",)}}, "grad_norm", ""),
+]
+"""Changes, and what is named: where it was computed first; the norm is made of the gradients."""
 FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
     # check, edits of reference and candidate, step, rank, quantity and tensor of the difference
     *(("state", same, bit(rank, step, group, n), (step, rank, group, TENSORS[group][n // 128]))
@@ -136,15 +145,8 @@ FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
         lambda d: d | {"grads": d["grads"][:-3]}, lambda d: d | {"grads": d["grads"] + "ab"},
         lambda d: {"grads": d["grads"]}, lambda d: {}, lambda d: d | {"novel": "00" * 16})),
     ("state", *strategies("optim", "optim"), (3, 0, COPIES)),
-    # What is not finite is named where it was computed first: the norm is made of the gradients.
     *(("finite", same, both(at(rank, 2, **change), at(3, 3, loss=NAN)), (2, rank, *told))
-      for rank in (0, 15) for change, *told in (
-          *(({"loss": bad}, "loss", "") for bad in (NAN, INF)),
-          ({"microbatch_losses": (f32(1.0), NAN)}, "microbatch_losses[1]", ""),
-          ({"grad_norm": INF}, "grad_norm", ""),
-          *(({"nonfinite": {g: ("x",)}}, g, "x") for g in (*DIGEST_GROUPS, "buffers")),
-          ({"grad_norm": NAN, "nonfinite": {W: ("w",), "grads": ("x",)}}, "grads", "x"),
-          ({"grad_norm": NAN, "nonfinite": {"optim": ("w",)}}, "grad_norm", ""))),
+      for rank in (0, 15) for change, *told in NOT_FINITE),
     # Nothing that is trained is excused by the reference, no loss by a step that was skipped.
     ("finite", at(0, 1, **BAD), at(0, 1, **BAD), (1, 0, "grads")),
     ("finite", at(0, 1, nonfinite={W: ("w",)}), at(0, 1, nonfinite={W: ("w",)}), (1, 0, W)),
@@ -415,6 +417,11 @@ def zero(*_: int) -> float:
     return 0.0
 
 
+def table(errors: Any) -> Change:
+    """By step and place."""
+    return lambda step, rank, place: float(errors[step, place])
+
+
 class Case:
     """A case whose candidate and samples differ from a flat reference as stated."""
 
@@ -493,7 +500,7 @@ def test_right_programs_are_refused_no_more_often_than_stated(
     for _ in range(trials):
         errors = draw.normal(0, 1e-3, (NUM_SAMPLES + 2, size.steps, 4))
         errors = errors.cumsum(1) if walks else errors
-        made: list[Change] = [lambda step, _, at, own=own: float(own[step, at]) for own in errors]
+        made = [table(each) for each in errors]
         alarms += Case(made[0], made[2:], made[1], size).judged().outcome != "passed"
     deviation = math.sqrt(trials * stated * (1 - stated))
     assert alarms <= trials * stated + 4 * deviation

@@ -227,7 +227,8 @@ def test_a_bound_needs_every_other_answer() -> None:
     """Late values that are not finite, bits that differ, a check without an answer."""
     bad = edit(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
     assert said(ask("soak", OURS, bad)) == ("failed", "nonfinite")
-    for run, more in ((lab.flip(SOAKED, 1, 5, "grads"), {}), (SOAKED, {"peak_memory": {}})):
+    cases: list[Any] = [(lab.flip(SOAKED, 1, 5, "grads"), {}), (SOAKED, {"peak_memory": {}})]
+    for run, more in cases:
         verdict = lab.verdict_of(OURS, AGAIN, run, checks=CHECKS | more)
         assert "no failure" not in verdict.message
         assert said(lab.answers(verdict)["soak"]) == ("skipped", "not_run")
