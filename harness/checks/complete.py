@@ -237,7 +237,13 @@ def _sequence(run: RunResult, records: RankRecords, steps: int) -> None:
     if len(seen) == steps and seen == list(range(steps)):
         return
     if (first := _first_missing(records, steps)) < steps:
-        raise _missing(run, rank, first, steps)
+        lack = {each.rank for each in run.ranks if _first_missing(each, steps) == first}
+        left = {each.rank for each in run.outcome.ranks if each.code == 0}
+        left -= {records.rank for records in run.ranks if records.end is not None}
+        who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
+        how = ", exited with code 0 without an end record" if left >= lack else ""
+        message = f"{who} no record of step {first} of {steps} steps{how}"
+        raise _flawed("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
     place = next((i for i, step in enumerate(seen) if step != i), steps)
     message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
     what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
@@ -248,17 +254,6 @@ def _first_missing(records: RankRecords, steps: int) -> int:
     """Never by the steps that are due: a forged plan may ask for any number."""
     seen = {record.step for record in records.steps}
     return next((step for step in range(min(steps, len(seen) + 1)) if step not in seen), steps)
-
-
-def _missing(run: RunResult, rank: int, step: int, steps: int) -> _Flawed:
-    """A missing step with all ranks that lack the same one, and how those exited."""
-    lack = {each.rank for each in run.ranks if _first_missing(each, steps) == step}
-    left = {each.rank for each in run.outcome.ranks if each.code == 0}
-    left -= {records.rank for records in run.ranks if records.end is not None}
-    who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
-    how = ", exited with code 0 without an end record" if left >= lack else ""
-    message = f"{who} no record of step {step} of {steps} steps{how}"
-    return _flawed("missing_step", message, rank, step, ranks=tuple(sorted(lack)))
 
 
 # --- the length of a soak ---------------------------------------------------------------------
@@ -298,7 +293,13 @@ def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
         train = TrainConfig.from_dict(owes)
     except (ValueError, TypeError) as error:
         raise _flawed("corrupt_record", f"the specification's config: {error}") from error
-    if flaw := not_compiled(train, rank, end) or not_as_owed(train, rank, steps, end):
+    for part in train.compile:
+        # Layers share the code of a part, so each part is proven once a rank.
+        if part not in end.compiled and _layers_of(train, rank) & {*layers_with(train.model, part)}:
+            message = f"rank {rank}: the compiler made no code of {part}, which was to be compiled"
+            found = Difference(step=0, rank=rank, quantity="compiled", tensor=part)
+            raise _flawed("not_compiled", message, rank, difference=found)
+    if flaw := not_as_owed(train, rank, steps, end):
         raise _Flawed(replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}"))
 
 
@@ -316,17 +317,6 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
         if layer in mine
         for direction in ("forward", "backward")
     ]
-
-
-def not_compiled(run: TrainConfig, rank: int, end: EndRecord) -> Flaw | None:
-    """The first part that a rank was to compile and ran as Python, proven once for all layers."""
-    mine = _layers_of(run, rank)
-    for part in run.compile:
-        if part not in end.compiled and mine & set(layers_with(run.model, part)):
-            found = Difference(step=0, rank=rank, quantity="compiled", tensor=part)
-            message = f"{part} was to be compiled, and the compiler made no code of it"
-            return Flaw(what="not_compiled", message=message, difference=found)
-    return None
 
 
 def _layers_of(run: TrainConfig, rank: int) -> set[int]:

@@ -80,11 +80,10 @@ def within(runs: Runs, _: Options) -> CheckResult:
 
 def loss(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare the bits of every loss, microbatch loss and gradient norm that a run holds."""
-    return _compare(reference, candidate, "", lambda _, a, b: 0.0 if _same(a, b) else math.inf)
-
-
-def _same(left: FloatBits | None, right: FloatBits | None) -> bool:
-    return left is not None and right is not None and left.bits == right.bits
+    return _compare(
+        reference, candidate, "",
+        lambda _, a, b: 0.0 if a is not None and b is not None and a.bits == b.bits else math.inf,
+    )  # fmt: skip
 
 
 def informative(result: CheckResult) -> CheckResult:
@@ -119,7 +118,7 @@ def _compare(
         message = f"{count(len(gaps), 'value')} of losses and norms {how} in "
         message += f"{count(len(pairs), '(step, rank) pair')}{note}"
         return passed("loss", message, pairs=len(pairs), differing_pairs=0, **figures)
-    _, at, a, b = min(beyond, key=_order)
+    _, at, a, b = min(beyond, key=lambda gap: _order(gap[1]))
     found = _difference(at, a, b)
     if not tolerance and a is not None and b is not None:
         found = replace(found, ulps=ulp_distance(a, b))
@@ -132,9 +131,9 @@ def _compare(
     return replace(result, figures=result.figures | figures)
 
 
-def _order(gap: tuple[float, Place, FloatBits | None, FloatBits | None]) -> tuple[object, ...]:
+def _order(at: Place) -> tuple[object, ...]:
     """At the lowest step a loss comes before the gradient norm, then the lowest rank."""
-    step, rank, name = gap[1]
+    step, rank, name = at
     return (step, name == "grad_norm", name != "loss", len(name), name, rank)
 
 
@@ -262,6 +261,11 @@ def _kind(place: Place) -> str:
     return place[2].partition("[")[0]
 
 
+def _roundoff(patterns: set[int]) -> float:
+    formats = _ROUNDOFF if len(patterns) >= _LEAST_PATTERNS else _ROUNDOFF[-1:]
+    return next(u for lacking, u in formats if not any(bits & lacking for bits in patterns))
+
+
 @functools.cache
 def quantile(probability: float, freedom: int) -> float:
     """The value that |T| exceeds with a probability; T is Student's, of whole degrees of freedom.
@@ -297,8 +301,3 @@ def _of_sample(reference: RunResult, run: RunResult, number: int, ours: _Values)
             message = f"{name}, {at}: {show_float(theirs)}, the reference has {show_float(value)}"
             raise Unmeasured(what, message)
     return found
-
-
-def _roundoff(patterns: set[int]) -> float:
-    formats = _ROUNDOFF if len(patterns) >= _LEAST_PATTERNS else _ROUNDOFF[-1:]
-    return next(u for lacking, u in formats if not any(bits & lacking for bits in patterns))
