@@ -168,9 +168,10 @@ def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) ->
         f"and {gap:+.3g} off in the candidate, where {tolerance.loss_gap:g} is allowed; the "
         f"largest gap of one step is {gaps[worst]:+.3g}, {where(found)}"
     )
+    figures = {"reference_mean": mean, "candidate_mean": mean + gap, "gap": abs(gap)}
     if abs(gap) <= tolerance.loss_gap:
-        return passed("loss", message, reference_mean=mean, gap=abs(gap))
-    return failed("loss", "diverged", message, found, reference_mean=mean, gap=abs(gap))
+        return passed("loss", message, **figures)
+    return failed("loss", "diverged", message, found, **figures)
 
 
 def _difference(at: Place, left: FloatBits | None, right: FloatBits | None) -> Difference:
