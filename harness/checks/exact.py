@@ -150,10 +150,8 @@ def _of_loss(ours: StepTable, theirs: StepTable) -> str:
 
 def _num_digests(record: StepRecord | InitialRecord) -> int:
     """How many tensors a record holds digests of."""
-    return sum(
-        len(text) // DIGEST_HEX_CHARS - (text.count(ABSENT) if ABSENT in text else 0)
-        for text in record.digests.values()
-    )
+    texts = record.digests.values()
+    return sum(len(text) // DIGEST_HEX_CHARS - text.count(ABSENT) for text in texts)
 
 
 def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | None:
@@ -169,16 +167,12 @@ def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | N
                 continue
             pairs = zip_longest(left, right, fillvalue="")
             a, b = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-            message = (
-                f"the runs digest different tensors: {group} of rank {rank} has {a or 'none'} in "
-                f"the reference and {b or 'none'} in the other run ({len(left)} against "
-                f"{len(right)} tensors)"
-            )
-            found = Difference(
+            message = f"the runs digest different tensors of {group} on rank {rank}: {len(left)} in"
+            message += f" the reference, {len(right)} in the other run; first {a or 'none'} and "
+            return failed("state", "diverged", f"{message}{b or 'none'}", Difference(
                 step=0, rank=rank, quantity=f"tensors.{group}", tensor=a or b, reference=a,
                 candidate=b,
-            )  # fmt: skip
-            return failed("state", "diverged", message, found)
+            ))  # fmt: skip
     return None
 
 
@@ -260,10 +254,9 @@ def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
         if record.skipped and group == "grads":
             continue
-        is_mask = group not in DIGEST_GROUPS and reference is not None
-        masks = reference.nonfinite.get(group, ()) if is_mask and reference is not None else ()
+        masks = {} if reference is None or group in DIGEST_GROUPS else reference.nonfinite
         for place, tensor in enumerate(record.nonfinite.get(group, ())):
-            if tensor not in masks:
+            if tensor not in masks.get(group, ()):
                 at = (1 if group == "grads" else 3 + index, place)
                 found.append((at, rank, group, tensor, "non-finite"))
     return found
