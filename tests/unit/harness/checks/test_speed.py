@@ -21,7 +21,7 @@ from harness.checks.speed import (
     step_flops,
     step_times,
 )
-from harness.records import CaseSpec, CheckResult, ErrorRecord, RunResult, RunSpec
+from harness.records import CaseSpec, CheckResult, ErrorRecord, RunResult
 from harness.repeats import Turns, in_turn, is_timed, runs_of, timed_pairs
 from tests.unit.harness.checks import conftest as lab
 from tests.unit.harness.checks.conftest import LAB, REFERENCE, ask, edit, edit_all, place, said
@@ -206,15 +206,10 @@ def test_the_interval_is_as_sure_as_it_says() -> None:
 # --- repeats: which runs, in which order, with which bits -------------------------------------
 
 
-def case(graph: str, repeats: int, dp: int = 1) -> CaseSpec:
+def case(graph: str, repeats: int, ranks: int = 2) -> CaseSpec:
     """A graph scope against eager."""
-
-    def run(scopes: list[str], replica: int = 0) -> RunSpec:
-        config = {"graph": scopes, "parallel": {"dp": dp}}
-        return RunSpec(config=config, device="cpu", world_size=dp, timeout_s=1, replica=replica)
-
-    return replace(LAB.case(), id=f"dp{dp}-{graph}", reference=run([]), control=run([], 1),
-                   candidate=run([graph]), repeats=repeats)  # fmt: skip
+    size = lab.Lab(world_size=ranks)
+    return size.case(candidate=size.spec(graph=(graph,)), repeats=repeats)
 
 
 def names(*cases: CaseSpec) -> str:
@@ -228,7 +223,7 @@ def test_legs_take_turns() -> None:
     """Neighbours in time are a pair, each side first as often; cases share their reference's
     repeats; what is skipped has no turn, and one is made when nothing else is under way."""
     assert names(case("attn", 3)) == "eager0 attn0 attn1 eager1 eager2 attn2"
-    assert names(case("attn", 2), case("mlp", 2, dp=2), case("layer", 2)) == (
+    assert names(case("attn", 2), case("mlp", 2, ranks=1), case("layer", 2)) == (
         "eager0 attn0 layer0 layer1 attn1 eager1 eager0 mlp0 mlp1 eager1"
     )
     mine = case("attn", 2)
