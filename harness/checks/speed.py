@@ -174,26 +174,25 @@ def judge(ours: Times, theirs: Times, tolerance: float) -> Speed:
         for one in of
     )
     sides = [side_of(typical, limit), side_of(mean, limit)]
-    by = f"{100 * abs(math.expm1(trend.estimate)):.2g} %"
-    outcome, why = sides[0], ""
-    if "failed" in sides and trend.high < -limit:
-        outcome = "incomparable"
-        why = f"the candidate gets faster by {by} as it runs, skip more steps"
-    elif "failed" in sides:
-        outcome = "failed"
-        if sides[0] != "failed":
-            why = f"; the mean step is slower by {100 * math.expm1(mean.estimate):.2g} %"
-    elif sides[0] == "incomparable":
-        is_wide = (typical.high - typical.low) / 2 > limit
-        noise, near = "the noise is larger than the tolerance", "the interval holds the tolerance"
-        why = noise if is_wide else near
-    elif sides[1] == "incomparable":
-        outcome = "incomparable"
-        high = f"{100 * math.expm1(mean.high):.2g} %"
-        why = f"long steps leave open whether the mean step is slower, by {high}"
-    elif trend.low > limit:
-        outcome = "incomparable"
-        why = f"the candidate gets slower by {by} than the reference as it runs, take longer runs"
+    by, mean_by, high = (
+        f"{100 * abs(math.expm1(log)):.2g} %" for log in (trend.estimate, mean.estimate, mean.high)
+    )
+    is_wide = (typical.high - typical.low) / 2 > limit
+    rules: tuple[tuple[bool, Outcome, str], ...] = (
+        ("failed" in sides and trend.high < -limit, "incomparable",
+         f"the candidate gets faster by {by} as it runs, skip more steps"),
+        (sides[0] == "failed", "failed", ""),
+        (sides[1] == "failed", "failed", f"; the mean step is slower by {mean_by}"),
+        (sides[0] == "incomparable" and is_wide, "incomparable",
+         "the noise is larger than the tolerance"),
+        (sides[0] == "incomparable", "incomparable", "the interval holds the tolerance"),
+        (sides[1] == "incomparable", "incomparable",
+         f"long steps leave open whether the mean step is slower, by {high}"),
+        (trend.low > limit, "incomparable",
+         f"the candidate gets slower by {by} than the reference as it runs, take longer runs"),
+        (True, "passed", ""),
+    )  # fmt: skip
+    outcome, why = next(rule[1:] for rule in rules if rule[0])
     return Speed(outcome, typical, mean, why)
 
 

@@ -385,7 +385,7 @@ MUTATIONS = [
         ("interval_of_one_side", "    while 2 * (below +", "    while (below +"),
         ("fastest_rank_of_a_step", "= max(slowest.get(record.step, 0.0), now)",
          "= min(slowest.get(record.step, now), now)"),
-        ("warm_up_fails", 'if "failed" in sides and trend.high < -limit:', "if False:"),
+        ("warm_up_fails", '("failed" in sides and trend.high < -limit, ', "(False, "),
         ("mean_decides_nothing", "side_of(mean, limit)]", "side_of(typical, limit)]"),
         ("five_pairs_are_enough", "if ours != theirs or ours < LEAST_PAIRS:",
          "if ours != theirs or not ours:"),
