@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ TAPS = {
 }  # fmt: skip
 STATE = ("weights", "optim", "rng")
 """Groups that there are before the first step."""
+Edit = Callable[[RunResult], RunResult]
 NAN, INF = FloatBits.from_bits(0x7FC00000), FloatBits.from_bits(0xFF800000)
 
 
@@ -203,6 +204,22 @@ def configured(run: RunResult, **config: Any) -> RunResult:
     """The run under another configuration, with the key of that."""
     spec = replace(run.spec, config=run.spec.config | config)
     return edit(replace(run, spec=spec), key=spec.key)
+
+
+def both(*edits: Edit) -> Edit:
+    """All of these edits, the last one first; none leaves a run as it is."""
+    return lambda run: edits[0](both(*edits[1:])(run)) if edits else run
+
+
+same = both()
+
+
+def at(rank: int, step: int, /, **changes: Any) -> Edit:
+    return lambda run: edit(run, rank, step, **changes)
+
+
+def bit(rank: int, step: int, group: str, number: int = 0) -> Edit:
+    return lambda run: flip(run, rank, step, group, number)
 
 
 # --- answers ----------------------------------------------------------------------------------

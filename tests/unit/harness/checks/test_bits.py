@@ -35,7 +35,11 @@ from tests.unit.harness.checks.conftest import (
     NAN,
     REFERENCE,
     TENSORS,
+    Edit,
     ask,
+    at,
+    bit,
+    both,
     configured,
     edit,
     edit_all,
@@ -43,24 +47,12 @@ from tests.unit.harness.checks.conftest import (
     flip,
     place,
     said,
+    same,
 )
 
 WIDE_REFERENCE, _, WIDE_CANDIDATE = lab.Lab(world_size=16).legs()
 BOTH = (REFERENCE, CANDIDATE)
 TWO = f32(2.0)
-Edit = Callable[[RunResult], RunResult]
-
-
-def both(*edits: Edit) -> Edit:
-    return lambda run: edits[0](both(*edits[1:])(run)) if edits else run
-
-
-def bit(rank: int, step: int, group: str, number: int = 0) -> Edit:
-    return lambda run: flip(run, rank, step, group, number)
-
-
-def at(rank: int, step: int, **changes: Any) -> Edit:
-    return lambda run: edit(run, rank, step, **changes)
 
 
 def named(rank: int, names: tuple[str, ...]) -> Edit:
@@ -111,7 +103,6 @@ def extra(run: RunResult) -> RunResult:
     return run
 
 
-same = both()
 WEIGHTS, W = TENSORS["weights"], "weights"
 BAD = {"nonfinite": {"grads": ("x",)}}
 NOT_FINITE: list[tuple[dict[str, Any], str, str]] = [

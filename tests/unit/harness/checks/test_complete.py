@@ -10,7 +10,7 @@ from harness.checks.complete import find_flaw, launches
 from harness.records import ABSENT, ErrorRecord, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
 from tests.unit.harness.checks import conftest as lab
-from tests.unit.harness.checks.conftest import CANDIDATE, LAB, REFERENCE, edit, flaw_of, place
+from tests.unit.harness.checks.conftest import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
 
 Break = Callable[[Any], Any]
 LATE = "line 7: step record after end"
@@ -18,10 +18,6 @@ LATE = "line 7: step record after end"
 
 def rank(number: int, **changes: Any) -> Break:
     return lambda run: edit(run, number, **changes)
-
-
-def at(number: int, step: int, **changes: Any) -> Break:
-    return lambda run: edit(run, number, step, **changes)
 
 
 def ended(**changes: Any) -> Break:

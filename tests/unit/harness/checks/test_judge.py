@@ -1,7 +1,6 @@
 """Which answer decides a case; the registry of checks; environments; programs of others."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,25 +27,24 @@ from tests.unit.harness.checks.conftest import (
     LAB,
     NAN,
     REFERENCE,
+    Edit,
     answers,
+    at,
+    bit,
+    both,
     configured,
     edit,
-    flip,
     place,
     said,
+    same,
 )
 
 LEGS = (REFERENCE, CONTROL, CANDIDATE)
 README = Path(__file__).resolve().parents[4] / "scenarios" / "README.md"
-Edit = Callable[[RunResult], RunResult]
 
 
 def crash(what: Any, **more: Any) -> Edit:
     return lambda run: edit(run, what=what, message="rank 1", culprit_rank=1, **more)
-
-
-def at(rank: int, step: int, **changes: Any) -> Edit:
-    return lambda run: edit(run, rank, step, **changes)
 
 
 def ulp(rank: int, step: int) -> Edit:
@@ -60,15 +58,6 @@ def moved(rank: int, fingerprint: Any) -> Edit:
     return lambda run: edit(run, rank, start={"environment": {"fingerprint": fingerprint}})
 
 
-def bit(rank: int, step: int, group: str) -> Edit:
-    return lambda run: flip(run, rank, step, group)
-
-
-def both(*edits: Edit) -> Edit:
-    return lambda run: edits[0](both(*edits[1:])(run)) if edits else run
-
-
-same = both()
 ELSEWHERE = {"torch": "2.13"}
 
 
