@@ -1,18 +1,16 @@
 """All runs of a case: its three, repeats that are timed, samples of rounding, a confirming pair.
 
-A case with `repeats` n has 2 n more runs, n of the reference and n of the candidate, whose
-`replica` numbers go on after the control's. They start when every other run of the matrix has
-ended, and each has the machine to itself (on Slurm: `launch.slurm.options: [--exclusive]`). Cases
-that share a reference share its repeats, and take turns with it, so that pairs are near in time and
-a drift of the machine favours nobody:
+A case with `repeats` n has 2 n more runs, whose `replica` numbers go on after the control's. They
+start when every other run of the matrix has ended, and each has the machine to itself (on Slurm:
+`launch.slurm.options: [--exclusive]`). Cases that share a reference share its repeats, and take
+turns with it, so that pairs are near in time and a drift of the machine favours nobody:
 
     round 0   reference   candidate A   candidate B
     round 1   candidate B   candidate A   reference
 
-A case that expects `rounding` has `NUM_SAMPLES` runs of its reference that round at random, with
-the seeds 1 to `NUM_SAMPLES`; taps and stressors, which decide no loss, are left out of them. Six:
-what a right program may take of a spread of n runs once in 10^7 times is 280 spreads of four runs,
-45 of six and 22 of eight (`harness.checks.within`).
+A case that expects `rounding` has `NUM_SAMPLES` runs of its reference that round at random; taps
+and stressors, which decide no loss, are left out of them. Six: what a right program may take of a
+spread of n runs once in 10^7 times is 280 spreads of four runs, 45 of six and 22 of eight.
 """
 
 from collections import deque
@@ -49,10 +47,9 @@ def samples_of(case: CaseSpec) -> tuple[RunSpec, ...]:
     if case.expect != ROUNDING:
         return ()
     spec = case.reference
-    plain = replace(
-        spec, config={k: [] if k in ("taps", "stress") else v for k, v in spec.config.items()},
-        timeout_s=SLOWDOWN * spec.timeout_s, stall_s=spec.stall_s and SLOWDOWN * spec.stall_s,
-    )  # fmt: skip
+    config = {k: [] if k in ("taps", "stress") else v for k, v in spec.config.items()}
+    stall_s = spec.stall_s and SLOWDOWN * spec.stall_s
+    plain = replace(spec, config=config, timeout_s=SLOWDOWN * spec.timeout_s, stall_s=stall_s)
     return tuple(replace(plain, rounding=seed) for seed in range(1, NUM_SAMPLES + 1))
 
 
@@ -61,11 +58,10 @@ def refusal(config: dict[str, object]) -> tuple[str, str] | None:
 
     Graphs replay and compiled code runs kernels that nothing can make round otherwise.
     """
-    usual = {"graph": (), "compile": (), "backend": ("torch",), "fp8": ("none",)}
+    usual = {"graph": "none", "compile": "none", "backend": "torch", "fp8": "none"}
     for key, legal in usual.items():
-        value = config.get(key)
-        if value not in legal and value:
-            return f"a reference with {key} {legal[0] if legal else 'none'}", str(value)
+        if (value := config.get(key)) and value != legal:
+            return f"a reference with {key} {legal}", str(value)
     if config.get("engine") == "megatron_fsdp":
         return "a reference with engine ours, fsdp2 or ddp", "megatron_fsdp"
     return None
@@ -99,14 +95,14 @@ def past_legs(
 
 def in_turn(cases: Iterable[CaseSpec]) -> tuple[RunSpec, ...]:
     """The timed runs of cases, each once, in the order in which they are to be made."""
-    groups: dict[str, list[tuple[tuple[RunSpec, RunSpec], ...]]] = {}
+    groups: dict[str, list[CaseSpec]] = {}
     for case in cases:
         if case.repeats and not case.skip_reason:
-            groups.setdefault(case.reference.key, []).append(timed_pairs(case))
+            groups.setdefault(case.reference.key, []).append(case)
     order: dict[str, RunSpec] = {}
-    for pairs in groups.values():
-        for number in range(max(map(len, pairs))):
-            now = [pair[number] for pair in pairs if number < len(pair)]
+    for group in groups.values():
+        for number in range(max(case.repeats for case in group)):
+            now = [timed_pairs(case)[number] for case in group if number < case.repeats]
             turn = [now[0][0], *(candidate for _, candidate in now)]
             for spec in reversed(turn) if number % 2 else turn:
                 order.setdefault(spec.key, spec)

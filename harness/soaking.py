@@ -18,10 +18,9 @@ from harness.codec import Json, RecordError
 
 DEFAULT_STALL_S = 300.0
 LEAST_STEPS = 64
-"""Of a run whose memory can be tested for growth (`harness.checks.memory`)."""
+"""Of a run whose memory can be tested for growth (`harness.checks.soak`)."""
 ALWAYS_ON = ("races",)
 """Stressors that take no turns: who watches the order of accesses must not look away."""
-
 SoakBy = Literal["steps", "replays", "duration"]
 
 
@@ -57,8 +56,8 @@ class SoakSpec(Json):
     @property
     def asked(self) -> str:
         """The amount in words: `20000 replays`."""
-        unit = "s of training" if self.by == "duration" else self.by
-        return f"{self.amount:g} {unit}" if self.by == "duration" else f"{self.amount:.0f} {unit}"
+        return f"{self.amount:g} s of training" if self.by == "duration" \
+            else f"{self.amount:.0f} {self.by}"  # fmt: skip
 
 
 def taking_turns(names: Sequence[str]) -> list[str]:

@@ -6,10 +6,9 @@
     rounding                  as far as rounding alone takes the reference, which is measured
                               (`harness.checks.within`)
 
-Values are float32 as recorded and compared in float64; the bounds themselves are within. NaN and
-infinity are within no tolerance, not even of themselves, and a missing value differs. The mean is
-over steps and ranks, of what each rank that records a loss has as its loss of the step. The control
-is judged bit for bit all the same; `state` and `taps` then say what differs and demand nothing.
+The bounds themselves are within; NaN, infinity and a missing value are within no tolerance. The
+mean is over steps and ranks that record a loss. The control is judged bit for bit all the same;
+`state` and `taps` then say what differs and demand nothing.
 """
 
 import math
@@ -36,17 +35,12 @@ class Close:
         return f"rtol {self.rtol:g} and atol {self.atol:g}"
 
     def excess(self, reference: float, candidate: float) -> float:
-        """The gap in units of what is allowed, 1 at the bound; NaN and infinity are infinitely far.
-
-        Where nothing is allowed, as of a reference of 0 without `atol`, any gap is, too.
-        """
+        """The gap in units of what is allowed; infinite if it is no number, or none is allowed."""
         gap = abs(candidate - reference)
         if not math.isfinite(gap):
             return math.inf
         allowed = self.atol + self.rtol * abs(reference)
-        if allowed:
-            return gap / allowed
-        return math.inf if gap else 0.0
+        return gap / allowed if allowed else (math.inf if gap else 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,6 @@ class LossGap:
 
     loss_gap: float
     over: int
-
-    def __str__(self) -> str:
-        return f"{self.loss_gap:g} over {self.over} steps"
 
 
 @dataclass(frozen=True)
@@ -84,19 +75,18 @@ def tolerance_of(expect: Expect, key: str = "expect") -> Close | LossGap | Round
     """
     if not isinstance(expect, Mapping):
         return Rounding() if expect == ROUNDING else None
-    form = next((form for form in FORMS if expect and set(expect) <= set(form)), None)
-    if form is None or (form == FORMS[1] and set(expect) != set(form)):
+    is_close = bool(expect) and set(expect) <= set(FORMS[0])
+    if not is_close and set(expect) != set(FORMS[1]):
         got = ", ".join(expect) or "an empty mapping"
         raise ToleranceError(key, "rtol and atol, or both loss_gap and over", got)
     for name, value in expect.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ToleranceError(f"{key}.{name}", "a number >= 0", value)
-    if form == FORMS[0]:
-        if not any(expect.values()):
-            raise ToleranceError(key, "rtol or atol above 0", "0: say bitwise")
+        least = ">= 0" if is_close else "> 0"
+        if not (math.isfinite(value) and value >= 0 and (is_close or value)):
+            raise ToleranceError(f"{key}.{name}", f"a number {least}", value)
+    if is_close and not any(expect.values()):
+        raise ToleranceError(key, "rtol or atol above 0", "0: say bitwise")
+    if is_close:
         return Close(expect.get("rtol", 0.0), expect.get("atol", 0.0))
-    if not expect["loss_gap"]:
-        raise ToleranceError(f"{key}.loss_gap", "a number > 0", 0)
-    if not float(expect["over"]).is_integer() or not expect["over"]:
+    if not float(expect["over"]).is_integer():
         raise ToleranceError(f"{key}.over", "an integer >= 1", expect["over"])
     return LossGap(expect["loss_gap"], int(expect["over"]))

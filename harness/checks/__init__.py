@@ -1,13 +1,13 @@
 """Records in, evidence and verdicts out: pure functions, no files, no torch.
 
-    complete    is a run whole?            exact, taps   bits: losses, state, NaN; modules' calls
-    within      losses in a tolerance      memory        peaks, and a soak's growth
-    speed       is the candidate slower?   judge         which answer decides the case
-    evidence    what all share             confirmation  does a difference come again?
+    complete       is a run whole?               exact, taps   bits of the state, of modules' calls
+    within         losses, bits or a tolerance   memory, soak  peaks; growth and a rate of failures
+    speed          is the candidate slower?      judge         which answer decides the case
+    confirmation   does it come again?           evidence      what all share
 
 This file is the registry: the schema of `checks:`, `harness list --checks` and the table of
-`scenarios/README.md` are made of `CHECKS`. To add a check, write its function under `@check` in a
-module of this room, a test and a scenario, and let the table be printed again.
+`scenarios/README.md` are made of `CHECKS`. A new check is a function under `@check` in a module of
+this room, a test and a scenario; the table is printed again.
 """
 
 import importlib
@@ -38,7 +38,6 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What is legal, in words."""
         if self.kind != "integer":
             return "a number > 0" + (" or a formula" if self.kind == "bytes" else "")
         if self.most is not None:
@@ -87,9 +86,8 @@ def check(name: str, doc: str, **about: Any) -> Callable[[Run], Run]:
 
     def enter(run: Run) -> Run:
         CHECKS[name] = Check(run=run, doc=doc, **about)
-        held = sorted(CHECKS.items(), key=lambda i: (i[1].is_claim, not i[1].compares, i[0]))
-        CHECKS.clear()
-        CHECKS.update(held)
+        for key in sorted(CHECKS, key=lambda n: (CHECKS[n].is_claim, not CHECKS[n].compares, n)):
+            CHECKS[key] = CHECKS.pop(key)
         return run
 
     return enter
@@ -97,15 +95,14 @@ def check(name: str, doc: str, **about: Any) -> Callable[[Run], Run]:
 
 def refusal(name: str, options: Options) -> CheckResult | None:
     """An error if a stored case asks for no check that there is, or with no legal options."""
-    if name not in CHECKS:
+    if (found := CHECKS.get(name)) is None:
         message = f"no check is named {name}; legal names: {', '.join(CHECKS)}"
         return error(name, "unsupported", message)
-    found = CHECKS[name]
-    legal = " or ".join(found.options) or "no parameters"
-    if wrong := sorted(set(options) - set(found.options)):
-        return error(name, "unsupported", f"expected {legal}, got {', '.join(wrong)}")
-    if found.needs_option and not options:
-        return error(name, "unsupported", f"expected {legal}, got none")
+    wrong = sorted(set(options) - set(found.options))
+    if wrong or (found.needs_option and not options):
+        legal = " or ".join(found.options) or "no parameters"
+        message = f"expected {legal}, got {', '.join(wrong) or 'none'}"
+        return error(name, "unsupported", message)
     for option, value in options.items():
         if not found.options[option].accepts(value):
             expected = found.options[option].expected

@@ -16,8 +16,9 @@ size. Replays are exact: one short is a microbatch that ran eagerly. Of another 
 asks for `graphs`: what the recorder found on its replays is a failure whether it asks or not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.config.scopes import captured_layers, layers_with
@@ -45,7 +46,6 @@ from harness.records import (
     CheckResult,
     Difference,
     EndRecord,
-    EventRecord,
     GraphUse,
     InitialRecord,
     RankRecords,
@@ -54,13 +54,11 @@ from harness.records import (
     StepRecord,
     What,
 )
-from harness.soaking import taking_turns
+from harness.soaking import SoakSpec
 
 HEX_DIGITS = "0123456789abcdef"
-PROVING_GROUPS = ("grads", "weights", "optim")
-"""Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
-OF_INITIAL = ("weights", "optim", "rng")
-"""Digest groups of the state before step 0."""
+PROVING_GROUPS = ("grads", "weights", "optim")  # of which a run digests a tensor at least
+OF_INITIAL = ("weights", "optim", "rng")  # groups of the state before step 0
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 WHOLE = "full_iteration"
@@ -86,6 +84,25 @@ class Flaw:
     ranks: tuple[int, ...] = ()
 
 
+class _Flawed(Exception):
+    """Takes the first flaw to `find_flaw`."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        self.flaw = flaw
+
+
+def _flawed(
+    what: What, message: str, rank: int | None = None, step: int | None = None, **more: Any
+) -> _Flawed:
+    return _Flawed(Flaw(what=what, message=message, rank=rank, step=step, **more))
+
+
+def _need(ok: object, what: What, message: str, *at: int | None) -> None:
+    """Rank and step may follow."""
+    if not ok:
+        raise _flawed(what, message, *at)
+
+
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
     """Name of the machine's failure that crashed a run, else ""; who hung alone knows why."""
     return machine_failure(run) if flaw.what == "crashed" else ""
@@ -93,241 +110,197 @@ def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
 
 def find_flaw(run: RunResult) -> Flaw | None:
     """The first reason why `run` must not be compared, or None if it is whole."""
-    return next(_flaws(run), None)
+    try:
+        _look_at(run)
+    except _Flawed as found:
+        return found.flaw
+    return None
 
 
-def _flaws(run: RunResult) -> Iterator[Flaw]:
+def _look_at(run: RunResult) -> None:
     """Each part may take for granted that those before it have no flaw."""
-    yield from _of_outcome(run)
-    yield from _of_ranks(run)
-    steps, due = steps_due(run), ("steps", "microbatches") if run.spec.is_builtin else ("steps",)
-    for name in due:
+    outcome, size, is_builtin = run.outcome, run.spec.world_size, run.spec.is_builtin
+    got, how = f"belongs to run {outcome.key}, expected {run.spec.key}", "then finished alone"
+    _need(outcome.key == run.spec.key, "corrupt_record", f"the outcome {got}")
+    how = f"ended as {outcome.what}" if outcome.what else how
+    message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
+    _need(not outcome.undecided, SHARED_GPU, message)
+    message = outcome.message or f"the run ended as {outcome.what}"
+    _need(not outcome.what, outcome.what, message, outcome.culprit_rank)
+    numbers = [records.rank for records in run.ranks]
+    said = {r.rank for r in run.ranks if r.steps or r.problems or r.error}
+    _need(said, "empty_run", f"no rank recorded a step{'' if is_builtin else NO_STEP}")
+    once = len(set(numbers)) == len(numbers) and set(numbers) <= set(range(size))
+    message = f"expected records of ranks 0 to {size - 1} once, got {numbers}"
+    _need(once, "corrupt_record", message)
+    missing = sorted(set(range(size)) - said - {r.rank for r in run.ranks if r.start})
+    for rank in missing:
+        message = f"no records of rank {rank} ({len(missing)} of {size} ranks missing)"
+        raise _flawed("missing_rank", message, rank)
+    for name in ("steps", "microbatches") if is_builtin else ("steps",):
         value = run.spec.config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"expected an integer >= 1, got {value!r}"
-            yield _corrupt(f"the specification's {name}: {message}")
-    assert steps is not None
+        message = f"the specification's {name}: expected an integer >= 1, got {value!r}"
+        _need(type(value) is int and value > 0, "corrupt_record", message)
     for records in rank_table(run).values():
-        for flaw in _of_rank(run, records, steps):
-            yield _of_all(flaw, run, steps) if flaw.what == "missing_step" else flaw
-    yield from _of_soak(run)
+        _rank(run, records, steps_due(run))
+    if run.spec.soak is not None:
+        _soak(run, run.spec.soak)
     # A rank may own no row of a small model; all of them together must own some.
     for group in PROVING_GROUPS:
-        if not any(_holds(records, group) for records in run.ranks):
-            message = f"no rank digests a tensor of {group}: empty digests prove nothing"
-            yield Flaw(what="empty_run", message=message)
-    yield from _of_exits(run)
+        message = f"no rank digests a tensor of {group}: empty digests prove nothing"
+        texts = (step.digests[group] for records in run.ranks for step in records.steps)
+        _need(any(text.replace(ABSENT, "") for text in texts), "empty_run", message)
+    codes = {state.rank: state.code for state in outcome.ranks}
+    message = f"expected exit states of {size} ranks, got {[each.rank for each in outcome.ranks]}"
+    once = len(codes) == len(outcome.ranks) and set(codes) <= set(range(size))
+    _need(once, "corrupt_record", message)
+    for rank in range(size):
+        code = codes.get(rank)
+        _need(code is not None, "missing_rank", f"rank {rank} has no exit state", rank)
+        message = f"rank {rank} exited with {code} after its last record"
+        _need(code == 0, "crashed" if code is not None and code > 0 else "killed", message, rank)
 
 
-def _corrupt(message: str, rank: int | None = None, step: int | None = None) -> Flaw:
-    return Flaw(what="corrupt_record", message=message, rank=rank, step=step)
-
-
-def _of_outcome(run: RunResult) -> Iterator[Flaw]:
-    outcome = run.outcome
-    if outcome.key != run.spec.key:
-        yield _corrupt(f"the outcome belongs to run {outcome.key}, expected {run.spec.key}")
-    if outcome.undecided:
-        how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
-        message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
-        yield Flaw(what=SHARED_GPU, message=message)
-    if outcome.what:
-        message = outcome.message or f"the run ended as {outcome.what}"
-        yield Flaw(what=outcome.what, message=message, rank=outcome.culprit_rank)
-
-
-def _of_ranks(run: RunResult) -> Iterator[Flaw]:
-    expected, numbers = set(range(run.spec.world_size)), [records.rank for records in run.ranks]
-    if not expected:
-        yield Flaw(what="empty_run", message="the run has no ranks")
-    if not any(r.steps or r.problems or r.error for r in run.ranks):
-        hint = "" if run.spec.is_builtin else NO_STEP
-        yield Flaw(what="empty_run", message=f"no rank recorded a step{hint}")
-    if len(set(numbers)) != len(numbers) or set(numbers) - expected:
-        last = run.spec.world_size - 1
-        yield _corrupt(f"expected records of ranks 0 to {last} once, got {numbers}")
-    silent = {r.rank for r in run.ranks if not (r.start or r.steps or r.problems or r.error)}
-    if missing := sorted((expected - set(numbers)) | silent):
-        message = (
-            f"no records of rank {missing[0]} ({len(missing)} of {len(expected)} ranks missing)"
-        )
-        yield Flaw(what="missing_rank", message=message, rank=missing[0])
-
-
-def _holds(records: RankRecords, group: str) -> bool:
-    """Whether a rank digests a tensor of a group in any step."""
-    if records.start is None or not records.start.tensors[group]:
-        return False
-    return any(record.digests[group].replace(ABSENT, "") for record in records.steps)
-
-
-def _of_rank(run: RunResult, records: RankRecords, steps: int) -> Iterator[Flaw]:
-    yield from _of_lines(records)
-    start, end, rank = records.start, records.end, records.rank
-    if start is None:
-        yield _corrupt(f"rank {rank} has no start record", rank)
-    assert start is not None
-    key = run.spec.recorded or run.spec.key
-    yield from _unlike(records, "start", (
-        ("schema", start.schema, SCHEMA_VERSION), ("rank", start.rank, rank),
-        ("world_size", start.world_size, run.spec.world_size), ("run", start.run or key, key),
-    ))  # fmt: skip
-    if not set(start.tensors) >= set(DIGEST_GROUPS):
-        expected = f"expected {sorted(DIGEST_GROUPS)}"
-        yield _corrupt(f"rank {rank} names tensors of {sorted(start.tensors)}, {expected}", rank)
-    if len(start.taps) != len(start.tap_stages):
-        stages = f"{len(start.tap_stages)} stages of them"
-        yield _corrupt(f"rank {rank} names {len(start.taps)} taps and {stages}", rank)
-    yield from _of_sequence(records, steps)
-    if end is None:
-        message = f"rank {rank} has no end record: its file stops after step {steps - 1}"
-        yield _corrupt(message, rank)
-    assert end is not None
-    yield from _unlike(records, "end", (("rank", end.rank, rank), ("steps", end.steps, steps)))
-    # Without it a difference of that state would be blamed on the first step.
-    if records.initial is None:
-        yield _corrupt(f"rank {rank} has no record of the state before step 0", rank)
-    assert records.initial is not None
-    if wrong := _wrong_before(records.initial, rank, start):
-        yield _corrupt(f"rank {rank}, before step 0: {wrong}", rank)
-    for record in records.steps:
-        if wrong := _wrong_in(run, record, rank, start):
-            yield _corrupt(f"rank {rank}, step {record.step}: {wrong}", rank, record.step)
-    if run.spec.is_builtin:
-        if start.tensors.get(SAMPLES, ())[:1] != (TOKENS,):
-            yield _corrupt(f"rank {rank} has no digests of the tokens that it read", rank)
-        yield from _of_graphs(run, rank, steps, end)
-
-
-def _unlike(
-    records: RankRecords, kind: str, facts: Iterable[tuple[str, object, object]]
-) -> Iterator[Flaw]:
-    for name, got, expected in facts:
-        if got != expected:
-            message = f"rank {records.rank} {kind} record, {name}: expected {expected}, got {got}"
-            yield _corrupt(message, records.rank)
-
-
-def _of_lines(records: RankRecords) -> Iterator[Flaw]:
-    rank, error = records.rank, records.error
+def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
+    rank, start, end, initial = records.rank, records.start, records.end, records.initial
     # A line after the end may be out of sequence too; what it says of itself comes first.
-    for problem in (*records.after_end, *records.problems):
-        what: What = "record_after_end" if records.after_end else "corrupt_record"
-        yield Flaw(what=what, message=f"rank {rank}: {problem}", rank=rank)
-    if error is not None and records.end is not None:
+    what: What = "record_after_end" if records.after_end else "corrupt_record"
+    problem = next(iter((*records.after_end, *records.problems)), "")
+    _need(not problem, what, f"rank {rank}: {problem}", rank)
+    if (error := records.error) is not None:
         message = f"rank {rank} recorded both an error and an end"
-        yield Flaw(what="record_after_end", message=message, rank=rank, step=error.step)
-    if error is not None:
+        _need(end is None, "record_after_end", message, rank, error.step)
         message = f"rank {rank}, step {error.step}: {error.type}: {error.message}"
-        yield Flaw(what=error.what or "crashed", message=message, rank=rank, step=error.step)
+        raise _flawed(error.what or "crashed", message, rank, error.step)
+    if start is None:
+        raise _flawed("corrupt_record", f"rank {rank} has no start record", rank)
+    key = run.spec.recorded or run.spec.key
+    _facts(rank, "start record", {
+        "schema": (start.schema, SCHEMA_VERSION), "rank": (start.rank, rank),
+        "world_size": (start.world_size, run.spec.world_size), "run": (start.run or key, key),
+        "groups": ([group for group in DIGEST_GROUPS if group in start.tensors], [*DIGEST_GROUPS]),
+        "stages of taps": (len(start.tap_stages), len(start.taps)),
+    })  # fmt: skip
+    _sequence(run, records, steps)
+    # Without the state before step 0 a difference of it would be blamed on that step.
+    if end is None or initial is None:
+        gone = "end record" if end is None else "record of the state before step 0"
+        raise _flawed("corrupt_record", f"rank {rank} has no {gone}", rank)
+    _facts(rank, "end record", {"rank": (end.rank, rank), "steps": (end.steps, steps)})
+    missing = [group for group in OF_INITIAL if group not in initial.digests]
+    unknown = sorted(set(initial.digests) - set(start.tensors))
+    _facts(rank, "before step 0", {
+        "rank": (initial.rank, rank), "groups without digests": (missing, []),
+        "groups without tensors": (unknown, []),
+    })  # fmt: skip
+    _texts(rank, "before step 0", initial, start)
+    for record in records.steps:
+        due, got = run.spec.config.get("microbatches"), len(record.microbatch_losses)
+        _facts(rank, f"step {record.step}", {
+            "rank": (record.rank, rank), "microbatch losses": (got, got if due is None else due),
+            "groups": (sorted(record.digests), sorted(start.tensors)),
+        }, record.step)  # fmt: skip
+        _texts(rank, f"step {record.step}", record, start)
+    if run.spec.is_builtin:
+        tokens = start.tensors.get(SAMPLES, ())[:1]
+        _facts(rank, "start record", {"digests of the tokens read": (tokens, (TOKENS,))})
+        _graphs(run, rank, steps, end)
 
 
-def _of_sequence(records: RankRecords, steps: int) -> Iterator[Flaw]:
+def _facts(
+    rank: int, of: str, facts: Mapping[str, tuple[object, object]], step: int | None = None
+) -> None:
+    """What a record says, and what it must say."""
+    for name, (got, due) in facts.items():
+        if got != due:
+            message = f"rank {rank}, {of}, {name}: expected {due}, got {got}"
+            raise _flawed("corrupt_record", message, rank, step)
+
+
+def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartRecord) -> None:
+    texts = [
+        (f"digests of {group}", text, DIGEST_HEX_CHARS * len(start.tensors[group]))
+        for group, text in record.digests.items()
+    ]
+    step = record.step if isinstance(record, StepRecord) else None
+    if isinstance(record, StepRecord):
+        texts.append(("taps", record.taps, TAP_HEX_CHARS * len(start.taps)))
+    for name, text, due in texts:
+        # Stripping both ends leaves nothing exactly when every character is a hex digit.
+        if len(text) != due or text.strip(HEX_DIGITS):
+            message = f"expected {due} lower-case hex digits, got {len(text)} characters"
+            raise _flawed("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
+
+
+def _sequence(run: RunResult, records: RankRecords, steps: int) -> None:
     rank, seen = records.rank, [record.step for record in records.steps]
     if len(seen) == steps and seen == list(range(steps)):
         return
-    # Never by the steps that are due: a forged plan may ask for any number.
-    found = {step for step in seen if 0 <= step < steps}
-    if len(found) < steps:
-        first = next(step for step in range(steps) if step not in found)
-        missing = f"({steps - len(found)} of {steps} steps missing)"
-        message = f"rank {rank} has no record of step {first} {missing}"
-        yield Flaw(what="missing_step", message=message, rank=rank, step=first)
-    if extra := sorted(set(seen) - found):
-        message = f"rank {rank} recorded step {extra[0]}, the run ends with step {steps - 1}"
-        yield Flaw(what="record_after_end", message=message, rank=rank, step=extra[0])
-    place = next(i for i, step in enumerate(seen) if step != i)
-    message = f"rank {rank}: expected step {place} next, got step {seen[place]}"
-    yield _corrupt(message, rank, seen[place])
+    if (first := _first_missing(records, steps)) < steps:
+        lack = {each.rank for each in run.ranks if _first_missing(each, steps) == first}
+        left = {each.rank for each in run.outcome.ranks if each.code == 0}
+        left -= {records.rank for records in run.ranks if records.end is not None}
+        who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
+        how = ", exited with code 0 without an end record" if left >= lack else ""
+        message = f"{who} no record of step {first} of {steps} steps{how}"
+        raise _flawed("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
+    place = next((i for i, step in enumerate(seen) if step != i), steps)
+    message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
+    what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
+    raise _flawed(what, f"{message}{place}", rank, seen[place])
 
 
-def _of_all(flaw: Flaw, run: RunResult, steps: int) -> Flaw:
-    """A missing step with all ranks that lack the same one, and how those exited."""
-    lack = [(records.rank, next(_of_sequence(records, steps), None)) for records in run.ranks]
-    ranks = tuple(sorted(rank for rank, own in lack if own is not None and own.step == flaw.step))
-    left = {each.rank for each in run.outcome.ranks if each.code == 0}
-    left -= {records.rank for records in run.ranks if records.end is not None}
-    message = flaw.message
-    if len(ranks) > 1:
-        message = f"{show_ranks(set(ranks))} have no record of step {flaw.step} of {steps} steps"
-    if left >= set(ranks):
-        message += ", exited with code 0 without an end record"
-    return replace(flaw, ranks=ranks, message=message)
+def _first_missing(records: RankRecords, steps: int) -> int:
+    """Never by the steps that are due: a forged plan may ask for any number."""
+    seen = {record.step for record in records.steps}
+    return next((step for step in range(min(steps, len(seen) + 1)) if step not in seen), steps)
 
 
-def _wrong_in(run: RunResult, record: StepRecord, rank: int, start: StartRecord) -> str:
-    """What is wrong with the record of a step, in words; "" if nothing is."""
-    due, got = run.spec.config.get("microbatches"), len(record.microbatch_losses)
-    if record.rank != rank:
-        return f"the record says rank {record.rank}"
-    if due is not None and got != due:
-        return f"expected {due} microbatch losses, got {got}"
-    if set(record.digests) != set(start.tensors):
-        return f"digests of {sorted(record.digests)}, expected {sorted(start.tensors)}"
-    return _wrong_digests(record.digests, start) or _wrong_text(
-        "the taps", record.taps, TAP_HEX_CHARS * len(start.taps)
-    )
+# --- the length of a soak ---------------------------------------------------------------------
 
 
-def _wrong_before(record: InitialRecord, rank: int, start: StartRecord) -> str:
-    if record.rank != rank:
-        return f"the record says rank {record.rank}"
-    if missing := sorted(set(OF_INITIAL) - set(record.digests)):
-        return f"no digests of {missing}"
-    if unknown := sorted(set(record.digests) - set(start.tensors)):
-        return f"digests of {unknown}, which name no tensors"
-    return _wrong_digests(record.digests, start)
+def steps_due(run: RunResult) -> int:
+    """Steps that every rank must have recorded: of an open run as many as any end record says."""
+    steps: int = run.spec.config["steps"]
+    if run.spec.soak is None or not run.spec.soak.is_open:
+        return steps
+    return max([steps, *(rank.end.steps for rank in run.ranks if rank.end is not None)])
 
 
-def _wrong_digests(digests: Mapping[str, str], start: StartRecord) -> str:
-    wrong = (
-        _wrong_text(f"the digest of {group}", text, DIGEST_HEX_CHARS * len(start.tensors[group]))
-        for group, text in digests.items()
-    )
-    return next(filter(None, wrong), "")
-
-
-def _wrong_text(what: str, text: str, due: int) -> str:
-    if len(text) != due:
-        return f"{what}: {len(text)} characters, expected {due}"
-    # Stripping both ends leaves nothing exactly when every character is a hex digit.
-    return f"{what}: not lower-case hex" if text.strip(HEX_DIGITS) else ""
-
-
-def _of_exits(run: RunResult) -> Iterator[Flaw]:
-    codes: dict[int, int | None] = {}
-    for state in run.outcome.ranks:
-        if state.rank in codes or not 0 <= state.rank < run.spec.world_size:
-            yield _corrupt(f"the outcome names rank {state.rank} twice or out of range", state.rank)
-        codes[state.rank] = state.code
-    for rank in range(run.spec.world_size):
-        code = codes.get(rank)
-        if code is None:
-            yield Flaw(what="missing_rank", message=f"rank {rank} has no exit state", rank=rank)
-        if code != 0:
-            what: What = "crashed" if code is not None and code > 0 else "killed"
-            message = f"rank {rank} exited with {code} after its last record"
-            yield Flaw(what=what, message=message, rank=rank)
+def _soak(run: RunResult, soak: SoakSpec) -> None:
+    """A run that ends by replays or by duration says itself how long it was."""
+    for rank, records in rank_table(run).items():
+        said = [event.detail for event in records.events if event.name == "soaked"]
+        trained_s = said[0].get("trained_s") if len(said) == 1 else None
+        if records.end is None or type(trained_s) not in (int, float):
+            raise _flawed("corrupt_record", f"rank {rank} does not say how long it trained", rank)
+        # Rank 0 keeps the time: others may have begun a little later.
+        kept_s = float(trained_s or 0) if rank == 0 else soak.amount
+        got = {"steps": records.end.steps, "replays": records.end.replays, "duration": kept_s}
+        what: What = "not_replayed" if soak.by == "replays" else "missing_step"
+        message = f"rank {rank} was soaked for {got[soak.by]:g} of {soak.asked}"
+        _need(got[soak.by] >= soak.amount, what, message, rank)
 
 
 # --- graphs and compiled parts of the built-in program ----------------------------------------
 
 
-def _of_graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> Iterator[Flaw]:
-    """A graphed run that never replayed, or an eager one that did, would agree by testing nothing.
-
-    Nothing is owed by an eager run, whatever else its configuration says.
-    """
+def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
+    """A graphed run that never replayed, or an eager one that did, would test nothing."""
     config = run.spec.config
     try:
         owes = config if config.get("graph") or config.get("compile") else {"graph": ()}
         train = TrainConfig.from_dict(owes)
     except (ValueError, TypeError) as error:
-        yield _corrupt(f"the specification's config: {error}")
-        return
-    for flaw in (not_compiled(train, rank, end), not_as_owed(train, rank, steps, end)):
-        if flaw is not None:
-            yield replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}")
+        raise _flawed("corrupt_record", f"the specification's config: {error}") from error
+    for part in train.compile:
+        # Layers share the code of a part, so each part is proven once a rank.
+        if part not in end.compiled and _layers_of(train, rank) & {*layers_with(train.model, part)}:
+            message = f"rank {rank}: the compiler made no code of {part}, which was to be compiled"
+            found = Difference(step=0, rank=rank, quantity="compiled", tensor=part)
+            raise _flawed("not_compiled", message, rank, difference=found)
+    if flaw := not_as_owed(train, rank, steps, end):
+        raise _Flawed(replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}"))
 
 
 def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
@@ -337,27 +310,13 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
         due = GraphUse(scope=WHOLE, layer=-1, direction="gradients", captures=1, replays=number)
         return [due, replace(due, direction="optimizer")][: 1 + run.graph_optimizer]
     mine, replays = _layers_of(run, rank), number * run.microbatches
-    forward = [
-        GraphUse(scope=scope, layer=layer, direction="forward", captures=1, replays=replays)
+    return [
+        GraphUse(scope=scope, layer=layer, direction=direction, captures=1, replays=replays)
         for scope in run.graph
         for layer in captured_layers(run, scope)
         if layer in mine
+        for direction in ("forward", "backward")
     ]
-    return [each for use in forward for each in (use, replace(use, direction="backward"))]
-
-
-def not_compiled(run: TrainConfig, rank: int, end: EndRecord) -> Flaw | None:
-    """The first part that a rank was to compile and ran as Python; None if there is none.
-
-    Layers share the code of a part, so each part is proven once a rank.
-    """
-    mine = _layers_of(run, rank)
-    for part in run.compile:
-        if part not in end.compiled and mine & set(layers_with(run.model, part)):
-            found = Difference(step=0, rank=rank, quantity="compiled", tensor=part)
-            message = f"{part} was to be compiled, and the compiler made no code of it"
-            return Flaw(what="not_compiled", message=message, difference=found)
-    return None
 
 
 def _layers_of(run: TrainConfig, rank: int) -> set[int]:
@@ -369,21 +328,33 @@ def _layers_of(run: TrainConfig, rank: int) -> set[int]:
 
 def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw | None:
     """The first use of a rank in `steps` steps that is not as owed, or that nobody asked for."""
+    step = min(run.graph_warmup_steps, steps - 1)
+
+    def other(use: GraphUse, quantity: str, got: int, expected: int) -> Flaw:
+        found = Difference(
+            step=step, rank=rank, quantity=f"{quantity}.{use.direction}", tensor=use.place,
+            reference=str(expected), candidate=str(got),
+        )  # fmt: skip
+        message = f"{use.name}: {got} {quantity}, expected {expected}"
+        module = f"layers.{use.layer}" if use.layer >= 0 else ""
+        return Flaw(what="not_replayed", message=message, difference=found, module=module)
+
     found = {(use.scope, use.layer, use.direction): use for use in end.graphs}
-    at = (min(run.graph_warmup_steps, steps - 1), rank)
     for due in owed(run, rank, steps):
-        use = found.pop((due.scope, due.layer, due.direction), None)
-        captures, replays = (use.captures, use.replays) if use is not None else (0, 0)
-        if captures < due.captures:
-            return _other_use(at, due, "captures", captures, due.captures)
-        if replays != due.replays:
-            return _other_use(at, due, "replays", replays, due.replays)
-    if found:
-        use = next(iter(found.values()))
-        return _other_use(at, use, "replays", use.replays, 0)
+        use = found.pop((due.scope, due.layer, due.direction), replace(due, captures=0, replays=0))
+        if use.captures < due.captures:
+            return other(due, "captures", use.captures, due.captures)
+        if use.replays != due.replays:
+            return other(due, "replays", use.replays, due.replays)
+    for use in found.values():
+        return other(use, "replays", use.replays, 0)
     if end.replays != (stated := launches(end.graphs)):
         message = f"graphs were launched {end.replays} times, their parts state {stated}"
-        return _not_replayed(message, at, "replays", stated, end.replays)
+        place = Difference(
+            step=step, rank=rank, quantity="replays", reference=str(stated),
+            candidate=str(end.replays),
+        )  # fmt: skip
+        return Flaw(what="not_replayed", message=message, difference=place)
     return None
 
 
@@ -393,145 +364,44 @@ def launches(uses: Iterable[GraphUse]) -> int:
     return sum(use.replays for use in counted)
 
 
-def _other_use(at: tuple[int, int], use: GraphUse, quantity: str, got: int, expected: int) -> Flaw:
-    least = " at least" if quantity == "captures" else ""
-    message = f"{use.name}: {got} {quantity}, expected {expected}{least}"
-    name = f"{quantity}.{use.direction}"
-    flaw = _not_replayed(message, at, name, expected, got, use.place)
-    return replace(flaw, module=f"layers.{use.layer}" if use.layer >= 0 else "")
-
-
-def _not_replayed(
-    message: str, at: tuple[int, int], quantity: str, expected: int, got: int, tensor: str = ""
-) -> Flaw:
-    found = Difference(
-        step=at[0], rank=at[1], quantity=quantity, tensor=tensor, reference=str(expected),
-        candidate=str(got),
-    )  # fmt: skip
-    return Flaw(what="not_replayed", message=message, difference=found)
-
-
 # --- graphs of another program ----------------------------------------------------------------
 
-FINDINGS = ("static_gradient", "static_activation")
+FINDINGS = {
+    "static_gradient": "the gradient of {parameter} lies in the static memory of graph {graph} of "
+    "{maker}, {place}: replay {replay} overwrites it while microbatches are accumulated in it",
+    "static_activation": "graph {graph} of {maker}, {place}, is a backward pass whose forward graph"
+    " was replayed again before it: it reads the activations of the later replay",
+}
+"""By event of the recorder."""
 
 
 @check(
-    "graphs",
-    "a program's CUDA graphs were replayed, and no replay overwrote memory in use",
-    always="program",
-    options={"min_replays": Option(default=1, doc="of every rank")},
-)
+    "graphs", "a program's CUDA graphs were replayed, and no replay overwrote memory in use",
+    always="program", options={"min_replays": Option(default=1, doc="of every rank")},
+)  # fmt: skip
 def graphs(runs: Runs, options: Options) -> CheckResult:
     """Look at the candidate's replays and at what was found on them, rank by rank."""
     least, table = options.get("min_replays", 0), rank_table(runs.candidate)
     if not table:
         return error("graphs", "not_run", "the candidate recorded nothing: nothing to look at")
-    for rank, records in table.items():
-        for event in records.events:
-            if event.name in FINDINGS:
-                return _found(rank, event)
+    for rank, event in ((rank, event) for rank, r in table.items() for event in r.events):
+        if (text := FINDINGS.get(event.name)) is None:
+            continue
+        about = dict.fromkeys(("parameter", "graph", "maker", "place", "replay"), "") | event.detail
+        tensor = str(about["parameter"])
+        found = Difference(step=event.step, rank=rank, quantity=event.name, tensor=tensor)
+        message = f"rank {rank}, step {event.step}: {text.format(**about)}"
+        return failed("graphs", "static_buffer", message, found)
     replays = {rank: records.end.replays if records.end else 0 for rank, records in table.items()}
     for rank, number in replays.items():
         if number < least:
             held = [e.detail.get("graphs") for e in table[rank].events if e.name == "cuda_graphs"]
             captured = f"{len(held[0])} graphs" if held and isinstance(held[0], list) else "none"
             message = f"rank {rank} replayed CUDA graphs {number} times, expected at least {least}"
-            flaw = _not_replayed(message, (0, rank), "replays", least, number)
-            message += f": it captured {captured}"
-            return failed("graphs", flaw.what, message, flaw.difference)
+            found = Difference(
+                step=0, rank=rank, quantity="replays", reference=str(least), candidate=str(number)
+            )
+            return failed("graphs", "not_replayed", f"{message}: it captured {captured}", found)
     total = sum(replays.values())
     message = f"{count(total, 'replay')} of CUDA graphs on {len(table)} ranks"
     return passed("graphs", message, replays=total)
-
-
-def _found(rank: int, event: EventRecord) -> CheckResult:
-    detail: Mapping[str, object] = event.detail
-    graph = f"graph {detail.get('graph')} of {detail.get('maker')}, {detail.get('place')}"
-    tensor = str(detail.get("parameter", ""))
-    message = (
-        f"{graph}, is a backward pass whose forward graph was replayed again before it: it "
-        f"reads the activations of the later replay"
-    )
-    if event.name == "static_gradient":
-        message = (
-            f"the gradient of {tensor} lies in the static memory of {graph}: replay "
-            f"{detail.get('replay')} overwrites it while microbatches are accumulated in it"
-        )
-    found = Difference(step=event.step, rank=rank, quantity=event.name, tensor=tensor)
-    message = f"rank {rank}, step {event.step}: {message}"
-    return failed("graphs", "static_buffer", message, found)
-
-
-# --- the length of a soak ---------------------------------------------------------------------
-
-
-def steps_due(run: RunResult) -> int | None:
-    """Steps that every rank must have recorded; None if the specification says no number.
-
-    Of a run that is open at its end, the most that any rank's end record says.
-    """
-    steps = run.spec.config.get("steps")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        return None
-    if run.spec.soak is None or not run.spec.soak.is_open:
-        return steps
-    return max([steps, *(rank.end.steps for rank in run.ranks if rank.end is not None)])
-
-
-def _of_soak(run: RunResult) -> Iterator[Flaw]:
-    """In what a soak fell short of what was asked.
-
-    A run that ends by replays or by duration says itself how many steps it took: that is believed
-    only if all ranks say the same in their end record and in the event in which each states what it
-    was asked for.
-    """
-    soak = run.spec.soak
-    for rank, records in rank_table(run).items() if soak is not None else ():
-        said, end = (
-            [event.detail for event in records.events if event.name == "soaked"],
-            records.end,
-        )
-        assert soak is not None
-        if len(said) != 1 or end is None:
-            yield _corrupt(f"rank {rank} has {len(said)} records of what it soaked", rank)
-        assert end is not None
-        for name, expected in (("steps", end.steps), ("replays", end.replays)):
-            if (got := said[0].get(name)) != expected:
-                message = f"rank {rank} says it soaked {got} {name}, its end record {expected}"
-                yield _corrupt(message, rank)
-        trained_s, message = said[0].get("trained_s"), ""
-        if soak.by == "replays" and end.replays < soak.amount:
-            message = f"made {end.replays} replays, the soak asks for {soak.amount:.0f}"
-        elif soak.by == "steps" and end.steps < soak.amount:
-            message = f"took {end.steps} steps of {soak.asked}"
-        elif isinstance(trained_s, bool) or not isinstance(trained_s, int | float):
-            yield _corrupt(f"rank {rank} says it trained for {trained_s!r} s", rank)
-        # Rank 0 keeps the time: others may have begun a little later.
-        elif soak.by == "duration" and rank == 0 and trained_s < soak.amount:
-            message = f"trained for {trained_s:.1f} s, the soak asks for {soak.amount:g} s"
-        if message:
-            what: What = "not_replayed" if soak.by == "replays" else "missing_step"
-            yield Flaw(what=what, message=f"rank {rank} {message}", rank=rank)
-
-
-def missed_turns(run: RunResult) -> CheckResult | None:
-    """An error that names stressors which were to take turns and had none on some rank.
-
-    One that never had its turn proves nothing: no failure of the program, and no pass.
-    """
-    soak, stress = run.spec.soak, run.spec.config.get("stress")
-    if soak is None or not soak.turn_steps or not isinstance(stress, list | tuple):
-        return None
-    due = taking_turns([str(name) for name in stress])
-    for rank, records in rank_table(run).items():
-        turns = [event.detail.get("stress") for event in records.events if event.name == "turn"]
-        had = {name for names in turns if isinstance(names, list | tuple) for name in names}
-        if missed := [name for name in due if name not in had]:
-            message = (
-                f"{', '.join(missed)} never had a turn on rank {rank} in {len(records.steps)} "
-                f"steps: expected {len(due)} turns at least, of {soak.turn_steps} steps each; make "
-                f"soak.period shorter or steps more"
-            )
-            return error("turns", "not_run", message)
-    return None

@@ -1,13 +1,10 @@
 """Does a difference come again? Evidence for a failed verdict, which stays failed.
 
-    failed for bits -> reference and candidate are run once more -> their repeats are judged
-        the same first difference, in place and bits   came_again           a defect
-        another first difference                       differs_otherwise
-        none                                           did_not_come_again   rare nondeterminism
-        a repeat that is not whole, or elsewhere       not_made
-
-Whoever does not repeat itself is named by `reference_repeats` and `candidate_repeats`, which look
-at every bit of a run. A repeat is compared only in the environment of the first runs.
+failed for bits -> reference and candidate are run once more -> their repeats are judged
+    the same first difference, in place and bits   came_again           a defect
+    another first difference                       differs_otherwise
+    none                                           did_not_come_again   rare nondeterminism
+    a repeat that is not whole, or elsewhere       not_made
 """
 
 from dataclasses import replace
@@ -45,17 +42,11 @@ def not_made(case: CaseSpec) -> Confirmation:
 
 
 def confirmation(
-    case: CaseSpec,
-    verdict: Verdict,
-    first: tuple[RunResult, RunResult],
+    case: CaseSpec, verdict: Verdict, first: tuple[RunResult, RunResult],
     again: tuple[RunResult, RunResult],
-) -> Confirmation:
-    """Judge the repeats of a case that failed.
-
-    Args:
-        verdict: on the `first` runs, reference and candidate, for which `is_due` holds.
-        again: their repeats, whole or not.
-    """
+) -> Confirmation:  # fmt: skip
+    """Judge the repeats `again` of the runs `first`, reference and candidate, of a case that failed
+    by its verdict, for which `is_due` holds."""
     checks = {name: options for name, options in case.checks.items() if name in BITS}
     question = replace(
         case, reference=again[0].spec, control=first[0].spec, candidate=again[1].spec,
@@ -90,10 +81,9 @@ def words(found: Confirmation) -> str:
         more = f", other bits of {unlike} did not" if unlike else ", as did every bit of both"
         return f"confirmed: the same difference came again in a second pair of runs{more}"
     where = "no bit differs"
-    if (place := found.difference) is not None:
-        of = f" of {place.tensor}" if place.tensor else ""
-        where = f"{place.quantity}{of} differs first {when(place.step)} on rank {place.rank}, with "
-        where += f"{place.reference} and {place.candidate}"
+    if (at := found.difference) is not None:
+        where = f"{at.tensor or at.quantity} differs first {when(at.step)} on rank {at.rank}, with "
+        where += f"{at.reference} and {at.candidate}"
     return f"not confirmed: in a second pair of runs {where}; not deterministic: {unlike}"
 
 

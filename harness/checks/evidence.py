@@ -1,13 +1,8 @@
-"""What all checks share: runs, records by step and rank, the environment, answers, words.
-
-    Runs -> tables of records by (step, rank) -> CheckResult: outcome, kind, Difference, figures
-
-A `Difference` and figures are data; what they read like is said here, once for every check.
-"""
+"""What all checks share: runs, records by step and rank, the environment, answers, words."""
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,15 +23,11 @@ from harness.records import (
 )
 
 Value = TypeVar("Value")
-Key = tuple[int, int]
-"""Step and rank."""
-Options = Mapping[str, Any]
-"""Of a check, by name; legal ones (`harness.checks.refusal`)."""
-BEFORE = -1
-"""In place of a step's number: the state before the first one."""
+Key = tuple[int, int]  # step and rank
+Options = Mapping[str, Any]  # of a check, by name; legal ones (`harness.checks.refusal`)
+BEFORE = -1  # in place of a step's number: the state before the first one
 StateTable = dict[Key, StepRecord | InitialRecord]
 StepTable = dict[Key, StepRecord]
-"""Step records by (step, rank), in the order of steps, then ranks."""
 LEGS = ("reference", "control", "candidate")
 
 
@@ -102,16 +93,16 @@ def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
     def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
         return {group: value for group, value in groups.items() if is_wanted(group)}
 
-    def of_rank(records: RankRecords) -> RankRecords:
-        start, initial = records.start, records.initial
-        return replace(
+    return replace(run, ranks=tuple(
+        replace(
             records,
-            start=start and replace(start, tensors=kept(start.tensors)),
-            initial=initial and replace(initial, digests=kept(initial.digests)),
+            start=records.start and replace(records.start, tensors=kept(records.start.tensors)),
+            initial=records.initial
+            and replace(records.initial, digests=kept(records.initial.digests)),
             steps=tuple(replace(step, digests=kept(step.digests)) for step in records.steps),
         )
-
-    return replace(run, ranks=tuple(map(of_rank, run.ranks)))
+        for records in run.ranks
+    ))  # fmt: skip
 
 
 def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
@@ -125,26 +116,19 @@ def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
 # --- the environment of two runs --------------------------------------------------------------
 
 ENVIRONMENT = "environment"
-DETERMINISTIC = "deterministic"
-"""A fact of the event that is no part of the environment: a program may compare it."""
+DETERMINISTIC = "deterministic"  # of the event, and no part of the environment
 _OF_TORCH = ("cuda", "cudnn", "nccl")
-"""What a release of torch brings along."""
 _OF_THREADS = ("environment.OMP_NUM_THREADS", "environment.MKL_NUM_THREADS")
-"""Variables that decide how many threads torch finds."""
 _MOST_NAMES = 4
 
 
 def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
     """Compare the fingerprints of the ranks that both runs hold; `leg` names `other`.
 
-    Bits from two library versions or two kinds of GPU prove nothing about the code, so a difference
-    is `incomparable` and no failure.
+    Bits of two library versions or two kinds of GPU prove nothing about the code: `incomparable`.
     """
-    name, theirs, stated = (
-        f"{ENVIRONMENT}:{leg}",
-        rank_table(other),
-        stated_leaves(reference, other),
-    )
+    name, theirs = f"{ENVIRONMENT}:{leg}", rank_table(other)
+    stated = stated_leaves(reference, other)
     for rank, records in rank_table(reference).items():
         counterpart = theirs.get(rank)
         if records.start is None or counterpart is None or counterpart.start is None:
@@ -154,18 +138,14 @@ def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         if not leaves:
             continue
         leaf, before, after = leaves[0]
-        more = len(leaves) - _MOST_NAMES
         names = ", ".join(each for each, *_ in leaves[:_MOST_NAMES])
-        names += f" and {more} more" if more > 0 else ""
-        message = (
-            f"the {leg} ran in another environment than the reference: rank {rank} differs in "
-            f"{names} ({leaf}: {before} against {after})"
-        )
+        more = f" and {len(leaves) - _MOST_NAMES} more" if len(leaves) > _MOST_NAMES else ""
+        message = f"the {leg} ran in another environment than the reference: rank {rank} differs in"
+        message += f" {names}{more} ({leaf}: {before} against {after})"
         place = Difference(
             step=0, rank=rank, quantity=quantity_of(leaf), reference=before, candidate=after
         )
-        found_other = incomparable(name, "different_environment", message)
-        return replace(found_other, difference=place)
+        return incomparable(name, "different_environment", message, place)
     return passed(name, f"the {leg} ran in the environment of the reference")
 
 
@@ -218,13 +198,26 @@ def failed(
     check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
 ) -> CheckResult:
     """The check ran and said no."""
-    found = CheckResult(check=check, outcome="failed", what=what, message=message, figures=figures)
-    return replace(found, difference=difference)
+    return CheckResult(
+        check=check, outcome="failed", what=what, message=message, difference=difference,
+        figures=figures,
+    )  # fmt: skip
 
 
-def judged(check: str, what: What, message: str, *, ok: bool, **figures: float) -> CheckResult:
-    """The answer of a limit: the same words and figures whether it is kept or not."""
-    return passed(check, message, **figures) if ok else failed(check, what, message, **figures)
+def diverged(
+    check: str, named: str, found: Difference, noun: str, places: Collection[tuple[int, str]],
+    pairs: tuple[int, int], note: str = "",
+) -> CheckResult:  # fmt: skip
+    """The runs differ first in what is `named`, as `found` says, and in that step in all `places`,
+    rank and name, each a `noun`; `pairs` of (step, rank) differ, and were compared."""
+    names, ranks = len({name for _, name in places}), {rank for rank, _ in places}
+    message = (
+        f"{named} differs first {where(found)}; in that step {count(names, noun)} on "
+        f"{show_ranks(ranks)} {'differs' if names == 1 else 'differ'}, in all {pairs[0]} of "
+        f"{count(pairs[1], '(step, rank) pair')}{note}"
+    )
+    figures = {f"differing_{noun}s": names, "differing_ranks": len(ranks), "pairs": pairs[1]}
+    return failed(check, "diverged", message, found, **figures, differing_pairs=pairs[0])
 
 
 def error(check: str, what: What, message: str) -> CheckResult:
@@ -232,10 +225,11 @@ def error(check: str, what: What, message: str) -> CheckResult:
     return CheckResult(check=check, outcome="error", what=what, message=message)
 
 
-def incomparable(check: str, what: What, message: str, **figures: float) -> CheckResult:
+def incomparable(
+    check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
+) -> CheckResult:
     """The runs were made in ways that leave the question open."""
-    found = CheckResult(check=check, outcome="incomparable", what=what, message=message)
-    return replace(found, figures=figures)
+    return replace(failed(check, what, message, difference, **figures), outcome="incomparable")
 
 
 def not_run(check: str, why: str) -> CheckResult:
@@ -256,28 +250,16 @@ def when(step: int) -> str:
     return "before step 0" if step == BEFORE else f"at step {step}"
 
 
-def differ(number: int, noun: str, ranks: set[int]) -> str:
-    """`1 tensor on rank 3 differs`, `2 tensors on ranks 0 and 1 differ`."""
-    verb = "differs" if number == 1 else "differ"
-    return f"{count(number, noun)} on {show_ranks(ranks)} {verb}"
-
-
-def of_pairs(number: int, pairs: int) -> str:
-    """`3 of 8 (step, rank) pairs`."""
-    return f"{number} of {count(pairs, '(step, rank) pair')}"
-
-
 def show_float(value: FloatBits | None) -> str:
-    """The digits that tell any two floats of that width apart, and the bit pattern."""
-    return "missing" if value is None else f"{show_value(value)} (0x{value.bits})"
-
-
-def show_value(value: FloatBits) -> str:
-    """The number alone: `2.5`, `-0`, `nan`, `-inf`."""
+    """Digits that tell any two floats of that width apart, and the bit pattern; `missing`."""
+    if value is None:
+        return "missing"
     if value.value is not None:
-        return f"{value.value:.{17 if value.is_double else 9}g}"
-    number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
-    return "nan" if math.isnan(number) else "-inf" if number < 0 else "inf"
+        shown = f"{value.value:.{17 if value.is_double else 9}g}"
+    else:
+        number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
+        shown = "nan" if math.isnan(number) else "-inf" if number < 0 else "inf"
+    return f"{shown} (0x{value.bits})"
 
 
 def show_ranks(ranks: set[int]) -> str:
@@ -292,6 +274,5 @@ def show_ranks(ranks: set[int]) -> str:
 
 def count(number: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`, `2 microbatches`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+    plural = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"

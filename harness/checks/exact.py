@@ -16,16 +16,14 @@ from fsdp_core.layouts import dense_coordinates
 from harness.checks import check
 from harness.checks.evidence import (
     BEFORE,
-    Key,
     Options,
     Runs,
     StepTable,
     count,
-    differ,
+    diverged,
     error,
     failed,
     groups_of,
-    of_pairs,
     passed,
     rank_table,
     shared_pairs,
@@ -33,7 +31,7 @@ from harness.checks.evidence import (
     show_ranks,
     state_table,
     step_table,
-    where,
+    when,
     with_same_copies,
 )
 from harness.records import (
@@ -53,10 +51,7 @@ from harness.records import (
 )
 
 OTHER_PARTS: What = "other_parts"
-_SAME_PARTS = ("sequence_parallel", "dynamic_cp")
-"""Keys of `parallel` that leave every rank its part of the weights."""
-_Tensor = tuple[tuple[int, int, int], str, str, str, str]
-"""Order, group, name, digest in the reference and in the candidate."""
+_SAME_PARTS = ("sequence_parallel", "dynamic_cp")  # keys that leave every rank its weights
 
 
 def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
@@ -78,8 +73,27 @@ def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
     compares=True, is_exact=True, always="case",
 )  # fmt: skip
 def _state(runs: Runs, _: Options) -> CheckResult:
-    found = other_parts(runs.reference, runs.candidate)
-    return state(runs.reference, runs.candidate) if found is None else found
+    """Ranks of other layouts hold other parts of the state, which then says nothing."""
+    configs = [run.spec.config for run in (runs.reference, runs.candidate)]
+    ours, theirs = map(_cut_by, configs)
+    keys = sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    if not keys or not runs.reference.spec.is_builtin:
+        return state(runs.reference, runs.candidate)
+    message = (
+        f"not compared: {', '.join(keys)} differ, so that a rank holds other parts of the state "
+        "than its counterpart; losses and taps say what can be said"
+    )
+    return CheckResult(check="state", outcome="skipped", what=OTHER_PARTS, message=message)
+
+
+def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
+    """What decides which part of the state a rank holds, by key."""
+    parallel, fsdp = config.get("parallel", {}), config.get("fsdp", {})
+    held = {f"parallel.{key}": n for key, n in parallel.items() if key not in _SAME_PARTS}
+    for key in ("strategy", "outer_strategy"):
+        # All others deal out the optimizer's rows alike.
+        held[f"fsdp.{key}"] = fsdp.get(key) == "no_shard"
+    return held | {"engine": config.get("engine", "ours")}
 
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:
@@ -102,72 +116,42 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
         message = f"{count(number, 'tensor digest')} equal in "
         message += count(len(pairs), "(step, rank) pair")
         return passed("state", message, digests=number, differing_pairs=0)
-    step, order = differing[0][0], _tensor_order(starts)
+    order: dict[tuple[str, str], int] = {}  # over all ranks, which may hold different tensors
+    for start in starts.values():
+        for group in groups_of(start.tensors):
+            for name in start.tensors[group]:
+                order.setdefault((group, name), len(order))
+    step = differing[0][0]
     here = [key for key in differing if key[0] == step]
-    tensors = [
-        each for key in here for each in _tensors(ours[key], theirs[key], starts[key[1]], order)
-    ]
+    tensors = [t for k in here for t in _tensors(ours[k], theirs[k], starts[k[1]], order)]
     (*_, rank), group, name, left, right = min(tensors)
     found = Difference(
         step=step, rank=rank, quantity=group, tensor=name, reference=left, candidate=right
     )
-    names, ranks = {tensor[1:3] for tensor in tensors}, {tensor[0][2] for tensor in tensors}
-    message = (
-        f"{name} ({group}) differs first {where(found)}; in that step "
-        f"{differ(len(names), 'tensor', ranks)}, in all {of_pairs(len(differing), len(pairs))}; "
-        f"{_of_loss(step_table(reference), step_table(candidate))}"
-    )
-    return failed(
-        "state", "diverged", message, found, differing_tensors=len(names),
-        differing_ranks=len(ranks), differing_pairs=len(differing),
-    )  # fmt: skip
+    note = f"; {_of_loss(step_table(reference), step_table(candidate))}"
+    places = [(at[-1], f"{group}/{name}") for at, group, name, *_ in tensors]
+    pairs_of = len(differing), len(pairs)
+    return diverged("state", f"{name} ({group})", found, "tensor", places, pairs_of, note)
 
 
 def _of_loss(ours: StepTable, theirs: StepTable) -> str:
     """What the loss alone would have shown, by its bits or as golden files hold it."""
 
-    def first(view: Callable[[StepRecord], object]) -> str:
-        keys = (key for key in shared_pairs(ours, theirs) if view(ours[key]) != view(theirs[key]))
-        return next((f"differ first at step {step}" for step, _ in keys), "never differ")
+    def first(view: Callable[[FloatBits], str]) -> str:
+        for key in shared_pairs(ours, theirs):
+            left, right = (table[key].loss for table in (ours, theirs))
+            if (left and view(left)) != (right and view(right)):
+                return f"differ first at step {key[0]}"
+        return "never differ"
 
-    bits = first(lambda record: record.loss and record.loss.bits)
-    decimals = first(lambda record: record.loss and _five_decimals(record.loss))
-    return f"the bits of the loss {bits}, its 5 decimals {decimals}"
-
-
-def _five_decimals(loss: FloatBits) -> str:
-    return "nan" if loss.value is None else f"{loss.value:.5f}"
-
-
-def other_parts(reference: RunResult, candidate: RunResult) -> CheckResult | None:
-    """That ranks hold other parts of the state, which then says nothing; None where they do not."""
-    ours, theirs = (_cut_by(run.spec.config) for run in (reference, candidate))
-    if not reference.spec.is_builtin or ours == theirs:
-        return None
-    keys = sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-    message = (
-        f"not compared: {', '.join(keys)} differ, so that a rank holds other parts of the state "
-        "than its counterpart; losses and taps say what can be said"
-    )
-    return CheckResult(check="state", outcome="skipped", what=OTHER_PARTS, message=message)
-
-
-def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
-    """What decides which part of the state a rank holds, by key."""
-    parallel, fsdp = config.get("parallel", {}), config.get("fsdp", {})
-    held = {f"parallel.{key}": n for key, n in parallel.items() if key not in _SAME_PARTS}
-    for key in ("strategy", "outer_strategy"):
-        # All others deal out the optimizer's rows alike.
-        held[f"fsdp.{key}"] = fsdp.get(key) == "no_shard"
-    return held | {"engine": config.get("engine", "ours")}
+    decimals = first(lambda loss: "nan" if loss.value is None else f"{loss.value:.5f}")
+    return f"the bits of the loss {first(lambda loss: loss.bits)}, its 5 decimals {decimals}"
 
 
 def _num_digests(record: StepRecord | InitialRecord) -> int:
     """How many tensors a record holds digests of."""
-    return sum(
-        len(text) // DIGEST_HEX_CHARS - (text.count(ABSENT) if ABSENT in text else 0)
-        for text in record.digests.values()
-    )
+    texts = record.digests.values()
+    return sum(len(text) // DIGEST_HEX_CHARS - text.count(ABSENT) for text in texts)
 
 
 def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | None:
@@ -181,39 +165,22 @@ def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | N
             left, right = start.tensors.get(group, ()), other.tensors.get(group, ())
             if left == right and (group in start.tensors) == (group in other.tensors):
                 continue
-            pairs = list(zip_longest(left, right, fillvalue=""))
-            place = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
-            a, b = pairs[place] if pairs else ("", "")
-            message = (
-                f"the runs digest different tensors: on rank {rank} tensor {place} of {group} "
-                f"is {a or 'absent'} in the reference and {b or 'absent'} in the other run "
-                f"({len(left)} against {len(right)} tensors)"
-            )
-            return failed("state", "diverged", message, Difference(
-                step=0, rank=rank, quantity=f"tensors.{group}", tensor=a or b,
-                reference=a, candidate=b,
+            pairs = zip_longest(left, right, fillvalue="")
+            a, b = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            message = f"the runs digest different tensors of {group} on rank {rank}: {len(left)} in"
+            message += f" the reference, {len(right)} in the other run; first {a or 'none'} and "
+            return failed("state", "diverged", f"{message}{b or 'none'}", Difference(
+                step=0, rank=rank, quantity=f"tensors.{group}", tensor=a or b, reference=a,
+                candidate=b,
             ))  # fmt: skip
     return None
 
 
-def _tensor_order(starts: Mapping[int, StartRecord]) -> dict[tuple[str, str], int]:
-    """Place of each (group, tensor), over all ranks: ranks may hold different tensors."""
-    names = dict.fromkeys(
-        (group, name)
-        for _, start in sorted(starts.items())
-        for group in groups_of(start.tensors)
-        for name in start.tensors[group]
-    )
-    return {name: place for place, name in enumerate(names)}
-
-
 def _tensors(
-    ours: StepRecord | InitialRecord,
-    theirs: StepRecord | InitialRecord,
-    start: StartRecord,
+    ours: StepRecord | InitialRecord, theirs: StepRecord | InitialRecord, start: StartRecord,
     order: Mapping[tuple[str, str], int],
-) -> Iterator[_Tensor]:
-    """Every tensor of one rank whose digests differ."""
+) -> Iterator[tuple[tuple[int, int, int], str, str, str, str]]:  # fmt: skip
+    """Every tensor of one rank whose digests differ: order, group, name, both digests."""
     for index, group in enumerate(groups_of(ours.digests, theirs.digests)):
         left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
         names = start.tensors.get(group, ())
@@ -223,22 +190,15 @@ def _tensors(
                 continue
             # A digest longer than its list of names belongs to an incomplete run; still say where.
             name = names[place] if place < len(names) else f"#{place}"
-            at = (index, order.get((group, name), 1 << 30), ours.rank)
-            yield at, group, name, _shown(left[window]), _shown(right[window])
-
-
-def _shown(digest: str) -> str:
-    return "missing" if digest in ("", ABSENT) else digest
+            at = (index, order.get((group, name), len(order)), ours.rank)
+            a, b = (text[window].replace(ABSENT, "") or "missing" for text in (left, right))
+            yield at, group, name, a, b
 
 
 # --- NaN and infinity -------------------------------------------------------------------------
 
-_Found = tuple[Key, str, str, str]
-"""Order, quantity, tensor, shown value."""
-_POISONED = (
-    "; under stressor poison NaN is what lies in a pool's buffer before it is written and after it "
-    "is given back: look for who reads one then"
-)
+_Bad = tuple[tuple[int, int], int, str, str, str]
+"""A place that is not finite: its order in a step, rank, quantity, tensor, what is shown of it."""
 
 
 @check("finite", "no NaN and no infinity in losses, gradient norm and tensors", always="case")
@@ -247,78 +207,65 @@ def _finite(runs: Runs, _: Options) -> CheckResult:
 
 
 def finite(reference: RunResult, candidate: RunResult) -> CheckResult:
-    """Look for the candidate's first non-finite quantity.
+    """Look for the candidate's first non-finite quantity: losses, gradients, gradient norm, then
+    what the optimizer wrote.
 
-    Within a step: losses, gradients, gradient norm, then what the optimizer wrote. A reference that
-    is non-finite in the same place excuses nothing but what is not trained, as a buffer that masks
-    with infinities. A step that the program skips for its gradients may have such gradients and
-    such a norm, and no such loss: that of a GradScaler is recorded before it is scaled.
+    A reference that is non-finite in the same place excuses only what is not trained, as a buffer
+    that masks with infinities. A step that is skipped may have such gradients and such a norm.
     """
     ours, theirs = step_table(reference), step_table(candidate)
     if not theirs:
         return error("finite", "not_run", "the candidate recorded no step: nothing to look at")
-    bad = {key: list(_not_excused(record, ours.get(key))) for key, record in theirs.items()}
-    bad = {key: places for key, places in bad.items() if places}
+    bad = {key: each for key, record in theirs.items()
+           if (each := _nonfinite(record, ours.get(key)))}  # fmt: skip
     if not bad:
         pairs = count(len(theirs), "(step, rank) pair")
         message = f"every loss, gradient norm and tensor is finite in {pairs}"
         return passed("finite", message, pairs=len(theirs))
     step = min(bad)[0]
-    here = sorted((f[0], rank, f) for (at, rank), found in bad.items() if at == step for f in found)
-    _, rank, (_, quantity, tensor, shown) = here[0]
-    record = ours.get((step, rank))
-    same = record is not None and any(f[1:3] == (quantity, tensor) for f in nonfinite(record))
-    named = f"{tensor} ({quantity})" if tensor else quantity
-    tensors = sorted(f for *_, f in here if f[2])
-    message = (
-        f"{named} is not finite at step {step} on rank {rank}{shown and f': {shown}'}; "
-        f"the reference is {'not finite there either' if same else 'finite there'}"
-    )
-    if tensors and not tensor:
-        message += f"; first tensor {tensors[0][2]} ({tensors[0][1]})"
-    message += f"; {show_ranks({rank for _, rank, _ in here})} affected in that step"
-    if "poison" in candidate.spec.config.get("stress", ()):
-        message += _POISONED
-    before = show_float(dict(quantities(record)).get(quantity)) if record is not None else "missing"
+    here = sorted(each for (at, _), places in bad.items() if at == step for each in places)
+    _, rank, quantity, tensor, shown = here[0]
+    record, before = ours.get((step, rank)), "missing"
     if record is not None and tensor:
         before = "non-finite" if tensor in record.nonfinite.get(quantity, ()) else "finite"
+    elif record is not None:
+        before = show_float(dict(quantities(record)).get(quantity))
     found = Difference(
-        step=step, rank=rank, quantity=quantity, tensor=tensor, reference=before,
-        candidate=shown or "non-finite",
-    )  # fmt: skip
+        step=step, rank=rank, quantity=quantity, tensor=tensor, reference=before, candidate=shown
+    )
+    message = (
+        f"{f'{tensor} ({quantity})' if tensor else quantity} is not finite {when(step)} on rank "
+        f"{rank}: {shown}, in the reference {before}; {show_ranks({each[1] for each in here})} "
+        "affected in that step"
+    )
+    if "poison" in candidate.spec.config.get("stress", ()):
+        message += "; stressor poison fills buffers that nobody may read with NaN: one was read"
     return failed("finite", "nonfinite", message, found, nonfinite_pairs=len(bad))
 
 
-def _not_excused(record: StepRecord, reference: StepRecord | None) -> Iterator[_Found]:
+def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
     """What counts: no mask of infinities that both runs have, no gradient of a skipped step."""
-    held = {} if reference is None else reference.nonfinite
-    for found in nonfinite(record):
-        _, group, tensor, _ = found
-        is_state = tensor and group not in DIGEST_GROUPS
-        if is_state and tensor in held.get(group, ()):
-            continue
-        if record.skipped and group in ("grads", "grad_norm"):
-            continue
-        yield found
-
-
-def nonfinite(record: StepRecord) -> Iterator[_Found]:
-    """Every non-finite place of a step: (order, quantity, tensor, shown value)."""
+    found, rank = list[_Bad](), record.rank
     for index, (name, value) in enumerate(quantities(record)):
-        if not value.finite:
+        if not value.finite and not (record.skipped and name == "grad_norm"):
             # The norm is computed from the gradients, so a bad gradient is named before it.
-            yield ((2, 0) if name == "grad_norm" else (0, index)), name, "", show_float(value)
+            at = (2, 0) if name == "grad_norm" else (0, index)
+            found.append((at, rank, name, "", show_float(value)))
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
+        if record.skipped and group == "grads":
+            continue
+        masks = {} if reference is None or group in DIGEST_GROUPS else reference.nonfinite
         for place, tensor in enumerate(record.nonfinite.get(group, ())):
-            yield (1 if group == "grads" else 3 + index, place), group, tensor, ""
+            if tensor not in masks.get(group, ()):
+                at = (1 if group == "grads" else 3 + index, place)
+                found.append((at, rank, group, tensor, "non-finite"))
+    return found
 
 
 # --- what data-parallel ranks read ------------------------------------------------------------
 
-LEAST_BITS = 32.0
-"""Of chance in all that a rank reads."""
-LEAST_STEPS = 6
-"""Of a user's corpus, which may be as short as a sequence: this many steps, no two alike."""
+LEAST_BITS = 32.0  # of chance in all that a rank reads
+LEAST_STEPS = 6  # of a corpus, which may be as short as a sequence: no two of them alike
 
 
 def same_data(run: RunResult, leg: str) -> CheckResult | None:
@@ -326,39 +273,27 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
 
     Both runs share the sampler, so no comparison sees one that gives every rank the same. Ranks
     that differ in dp_outer, dp or cp have tokens of their own; those of tp, pp, ep and etp read the
-    same. All that a rank reads in the run counts: a batch may be drawn twice by chance.
-
-    Args:
-        run: whole, see `complete.find_flaw`; of another program it is not known who shares data.
+    same. All that a rank reads in a whole run counts: a batch may be drawn twice by chance.
     """
     if not run.spec.is_builtin or run.spec.world_size == 1:
         return None
-    # The first tensor of the group: the second, its targets, are the tokens after them.
-    tokens_of = {
-        rank: tuple(step.digests[SAMPLES][:DIGEST_HEX_CHARS] for step in records.steps)
-        for rank, records in rank_table(run).items()
-    }
     try:
         config = TrainConfig.from_dict(run.spec.config)
-        places = {rank: dense_coordinates(config.parallel, rank) for rank in tokens_of}
+        places = [dense_coordinates(config.parallel, rank) for rank in range(run.spec.world_size)]
     except (ValueError, TypeError) as wrong:
         return error("samples", "corrupt_record", f"the {leg}'s specification, config: {wrong}")
     read: dict[tuple[str, ...], int] = {}
-    for rank, tokens in tokens_of.items():
+    for rank, records in rank_table(run).items():
+        # The first tensor of the group: the second, its targets, are the tokens after them.
+        tokens = tuple(step.digests[SAMPLES][:DIGEST_HEX_CHARS] for step in records.steps)
         if _may_repeat(config, tokens):
             return None
         first = read.setdefault(tokens, rank)
         if len({(at.dp_outer, at.dp, at.cp) for at in (places[first], places[rank])}) == 1:
             continue
-        message = (
-            f"in the {leg} rank {rank} reads the tokens of rank {first} in every step "
-            f"({count(len(tokens), 'step')}), though their data-parallel or context-parallel ranks "
-            "differ"
-        )
-        found = Difference(
-            step=0, rank=rank, quantity=SAMPLES, tensor=TOKENS,
-            reference=tokens[0], candidate=tokens[0],
-        )  # fmt: skip
+        message = f"in the {leg} rank {rank} reads the tokens of rank {first} in every step, though"
+        message += " their data-parallel or context-parallel ranks differ"
+        found = Difference(step=0, rank=rank, quantity=SAMPLES, tensor=TOKENS)
         return failed("samples", "same_data", message, found, same_as_rank=first)
     return None
 

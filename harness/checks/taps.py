@@ -3,16 +3,12 @@
     record -> rows of one rank, named by the start record -> which microbatch each is of
       -> both runs, all ranks -> program order -> the first row that differs
 
-The first difference in program order is where a fault entered. A gradient is that of a module's
-output, so what differs first was computed by what comes after it.
-
-Program order is the place in the step, which every rank counts alike. In a pipeline ranks work at
-other microbatches at a time: forward passes come before backward passes; then microbatches in
-order; then stages as data flows through them; then places. A module that is called more often than
-once a microbatch fills its rows with its first calls and folds what is left into the last: a row
-past the microbatches. Such a row says that something differs, not when, so it comes last; unless
-what it returned differs and all that it was given does not, which is its own work. Gradients of
-such a module come last, too: backward makes its calls in another order.
+The first difference in program order is where a fault entered. Program order is the place in the
+step, which every rank counts alike; in a pipeline: forward before backward, then microbatches, then
+stages as data flows, then places. A module that is called more often than once a microbatch folds
+all further calls into one row. Such a row says that something differs, not when, so it comes last;
+unless what it returned differs and all that it was given does not, which is its own work. Gradients
+of such a module come last, too: backward makes its calls in another order.
 
 A module that a graph scope takes apart, as the router's does experts, is called in one run only:
 that is counted, not failed. Any other that ran in one run only, or less often, differs. A pattern
@@ -31,15 +27,12 @@ from harness.checks.evidence import (
     Options,
     Runs,
     count,
-    differ,
+    diverged,
     error,
-    failed,
-    of_pairs,
     passed,
     rank_table,
     shared_pairs,
     step_table,
-    where,
 )
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -62,15 +55,10 @@ _WITHOUT_CALLS = _BLIND + "it matches no module that either run called in traini
 
 @dataclass(frozen=True)
 class Call:
-    """One row of one rank.
+    """One row of one rank: the `number`-th of its tap, as `layers.0.attn:output`.
 
-    Attributes:
-        tap: `layers.0.attn:output`.
-        number: of the row among those of its tap.
-        stage: of the pipeline.
-        digest: of what went through.
-        place: in the step, of its first call; "" if it never ran.
-        microbatch: that it is of; None of a row that stands for several calls.
+    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
+    `microbatch` is None of a row that stands for several calls.
     """
 
     tap: str
@@ -139,33 +127,31 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
         if rank in others and others[rank].taps != start.taps:
             return error(NAME, "unsupported", f"the runs tap different modules on rank {rank}")
     patterns = _patterns(reference, candidate)
-    if not any(start.taps for start in starts.values()):
-        if patterns:
-            return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
-        return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
+    if not any(start.taps for start in starts.values()) and not patterns:
+        message = "the run taps no module: say which with taps: [...]"
+        return error(NAME, "unsupported", message)
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
-    equal, taken_apart = 0, set[str]()
+    equal, taken_apart, note, last = 0, set[str](), "", max(pairs, default=(0, 0))[0]
     bad: dict[Key, list[Both]] = {}
+    at_last: list[Both] = []
     for key in pairs:
-        rows, unseen = shared_rows(ours[key], theirs[key], starts[key[1]], specs)
+        every = _rows_of(ours[key], theirs[key], starts[key[1]], specs)
+        rows, unseen = _shared(every, specs)
         taken_apart |= unseen
+        at_last += every if key[0] == last else []
         equal += sum(bool(row.reference.place) and not row.differs for row in rows)
         if any(row.differs for row in rows):
             bad[key] = rows
-    note = ""
     if taken_apart:
         number = count(len(taken_apart), "tap")
         note = f"; {number} ran in one run only, {min(taken_apart)} first by name"
     if bad:
         return _failure(bad, note, len(pairs))
-    blind: str | None = f"no tapped module ran in both runs: nothing to compare{note}"
-    if equal:
-        last = max(step for step, _ in pairs)
-        at_last = [key for key in pairs if key[0] == last]
-        rows = [row for k in at_last for row in _rows_of(ours[k], theirs[k], starts[k[1]], specs)]
-        blind = _blind(patterns, rows, last)
+    blind = _blind(patterns, at_last, last)
+    if blind is None and not equal:
+        blind = f"no tapped module ran in both runs: nothing to compare{note}"
     if blind is not None:
         return error(NAME, "not_run", blind)
     message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{note}"
@@ -185,20 +171,18 @@ def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | No
     """What to say of the first pattern that compares nothing in a step; None if all do."""
     ran: dict[str, tuple[bool, bool]] = {}
     for row in rows:
-        ours, theirs = ran.get(row.reference.tap, (False, False))
+        ours, theirs = ran.get(row.call.tap, (False, False))
         sides = (ours or bool(row.reference.place), theirs or bool(row.candidate.place))
-        ran[row.reference.tap] = sides
+        ran[row.call.tap] = sides
     for text in patterns:
         try:
             pattern = tap_pattern(text)
         except ConfigError:
             continue  # of a damaged record, which is a problem of its own
-        parts = {tap: tap.partition(":") for tap in ran}
         meant = {
-            tap: ran[tap]
-            for tap, (module, _, kind) in parts.items()
-            if kind == pattern.kind and pattern.matches(module)
-        }
+            tap: sides for tap, sides in ran.items()
+            if tap.endswith(f":{pattern.kind}") and pattern.matches(tap.partition(":")[0])
+        }  # fmt: skip
         if not meant:
             return _WITHOUT_CALLS.format(text)
         if not any(all(sides) for sides in meant.values()):
@@ -224,15 +208,9 @@ def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckR
         step=step, rank=first.rank, quantity=f"taps.{call.kind}", tensor=call.name,
         reference=shown[0], candidate=shown[1],
     )  # fmt: skip
-    ranks = {row.rank for row in different}
-    message = (
-        f"{what}, call {call.number}, differs first in program order, {where(found)}; in that step "
-        f"{differ(len(different), 'call', ranks)}, in all {of_pairs(len(bad), num_pairs)}"
-    )
-    return failed(
-        NAME, "diverged", message + note, found,
-        differing_calls=len(different), differing_pairs=len(bad),
-    )  # fmt: skip
+    places = [(row.rank, f"{row.call.name} of rank {row.rank}") for row in different]
+    named, pairs = f"{what}, call {call.number}, in program order", (len(bad), num_pairs)
+    return diverged(NAME, named, found, "call", places, pairs, note)
 
 
 # --- rows of a step ---------------------------------------------------------------------------
@@ -241,8 +219,7 @@ def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckR
 def calls(record: StepRecord, start: StartRecord, spec: RunSpec) -> list[Call]:
     """The rows of a step of a run, in the order in which the start record names them.
 
-    A microbatch begins at the call of the tap that is the first of its kind in the step. A call
-    that comes before the microbatch of its number is of an earlier one.
+    A call before the first one of its kind in the microbatch of its number is of an earlier one.
     """
     rows = list(_rows(record, start, spec.config.get("microbatches")))
     begins: dict[str, dict[int, str]] = {}
@@ -282,11 +259,12 @@ def _rows_of(
 def shared_rows(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
 ) -> tuple[list[Both], frozenset[str]]:
-    """The rows of a step of one rank of both runs, and taps that a graph scope took apart.
+    """The rows of a step of one rank of both runs, but those of taps that a graph scope took apart,
+    which ran in one run only; and these taps."""
+    return _shared(_rows_of(ours, theirs, start, specs), specs)
 
-    Those ran in one run only; their rows are left out. Others that did are rows that differ.
-    """
-    rows = _rows_of(ours, theirs, start, specs)
+
+def _shared(rows: Sequence[Both], specs: Sequence[RunSpec]) -> tuple[list[Both], frozenset[str]]:
     ran = {row.reference.tap for row in rows if row.reference.place}
     also = {row.candidate.tap for row in rows if row.candidate.place}
     unseen = {tap for tap in ran - also if _takes_apart(specs[1], tap.partition(":")[0])}
@@ -295,11 +273,8 @@ def shared_rows(
 
 
 def _takes_apart(spec: RunSpec, module: str) -> bool:
-    """Whether a run calls what is inside of a module, and not the module.
-
-    The router's graph holds a part of `mlp.moe`. Of another program nothing is known: modules
-    inside of what its graphs hold are not called by a replay.
-    """
+    """Whether a run calls what is inside of a module, and not the module, as the router's graph
+    does; of another program nothing is known, whose replays call no module."""
     if not spec.is_builtin:
         return True
     layer, _, part = module.removeprefix("layers.").partition(".")

@@ -1,35 +1,20 @@
 """Losses and gradient norms, by bits or within a stated tolerance (`harness.tolerance`).
 
-The largest gap and its place are told in either case. Within a tolerance, checks of digests are
-informative: they count what differs.
-
-How far `rounding` may put a candidate is measured by n runs of the reference that round at random
-(`harness.repeats`), each result of an operator up or down with mean zero. Of one value (a loss, a
-norm) at one step and rank:
-
-1. Errors are sums over many small independent roundings, hence nearly normal, with mean zero to
-   first order (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41, 2019). Random rounding has twice
-   the variance of rounding to nearest (h^2/6 and h^2/12 of a gap h), as in both programs.
-2. With s the standard deviation of the samples, (candidate - reference) / (sqrt(2) s) and
-   (reference - their mean) / (sqrt(1 + 1/n) s) are no wider than Student's t with n - 1 degrees.
-3. A factor t that is exceeded with probability P / 2N bounds the probability that any of both
-   questions on N values goes wrong by P = `FALSE_ALARM` (Bonferroni).
-4. s may only grow: for a kind of value the largest of all ranks and of all steps so far counts.
-5. `FLOOR_ROUNDINGS` unit roundoffs of the value are allowed in any case: of bfloat16 or float16
-   where all values of the kind are such numbers, else of float32.
+The bound of `rounding` is measured: MEASURES.md derives it. With s the standard deviation of the
+reference's samples (`harness.repeats`), the largest so far of a kind of value, t a point of
+Student's distribution, u the unit roundoff:
 
     bound(value) = t sqrt(2) s + FLOOR_ROUNDINGS u |reference|
 
 A reference outside of its own samples did not do what they did, as where a program draws other
-numbers: there is no bound, which is an error. Samples whose bits all equal the reference's round
-nothing: then bits are due.
+numbers: there is no bound, which is an error. Where no sample rounds anything, bits are due.
 """
 
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from harness.checks import check
 from harness.checks.complete import find_flaw
@@ -38,14 +23,12 @@ from harness.checks.evidence import (
     Runs,
     alike,
     count,
+    diverged,
     error,
     failed,
-    judged,
-    of_pairs,
     passed,
     shared_pairs,
     show_float,
-    show_ranks,
     step_table,
     where,
 )
@@ -54,17 +37,15 @@ from harness.records import CheckResult, Difference, FloatBits, RunResult, What,
 from harness.repeats import samples_of
 from harness.tolerance import Close, LossGap, tolerance_of
 
-FALSE_ALARM = 1e-4
-"""Of a case: the most that a right program fails with, or has no verdict."""
+FALSE_ALARM = 1e-4  # of a case: the most that a right program fails with, or has no verdict
 FLOOR_ROUNDINGS = 8
-_LEAST_PATTERNS = 8
-"""Fewer numbers may end in zeros by chance."""
-_ROUNDOFF = ((0xFFFF, 2.0**-8), (0x1FFF, 2.0**-11))
-"""Bits of a float32 that bfloat16 and float16 lack, and their unit roundoffs."""
-Place = tuple[int, int, str]
-"""Step, rank, quantity."""
+_LEAST_PATTERNS = 8  # fewer numbers may end in zeros by chance
+_ROUNDOFF = ((0xFFFF, 2.0**-8), (0x1FFF, 2.0**-11), (0, 2.0**-24))
+"""Bits of a float32 that bfloat16 and float16 lack, and unit roundoffs."""
+Place = tuple[int, int, str]  # step, rank, quantity
 _Values = Mapping[Place, FloatBits]
-_Gap = tuple[Place, FloatBits | None, FloatBits | None]
+Excess = Callable[[Place, FloatBits | None, FloatBits | None], float]
+"""A gap in units of what is allowed: above 1 it is beyond."""
 
 
 @check(
@@ -73,50 +54,36 @@ _Gap = tuple[Place, FloatBits | None, FloatBits | None]
 )  # fmt: skip
 def within(runs: Runs, _: Options) -> CheckResult:
     """Losses of reference and candidate, by bits or within the case's tolerance."""
-    tolerance = tolerance_of(runs.case.expect)
+    reference, candidate, tolerance = runs.reference, runs.candidate, tolerance_of(runs.case.expect)
     if tolerance is None:
-        return loss(runs.reference, runs.candidate)
+        return loss(reference, candidate)
     if isinstance(tolerance, LossGap):
-        return _loss_gap(runs.reference, runs.candidate, tolerance)
+        return _loss_gap(reference, candidate, tolerance)
+    excess: Callable[..., float]
     if isinstance(tolerance, Close):
-        excess = tolerance.excess
-        return _compared(runs, str(tolerance), lambda _, a, b: excess(_number(a), _number(b)))
-    try:
-        return _rounding(runs, str(tolerance))
-    except Unmeasured as why:
-        return error("loss", why.what, str(why))
+        close = tolerance.excess
+        excess = lambda _, left, right: close(left, right)  # noqa: E731 - two forms of one thing
+    else:
+        try:
+            measured = measure(runs)
+        except Unmeasured as why:
+            return error("loss", why.what, str(why))
+        if measured is None:
+            result = loss(reference, candidate)
+            message = f"no sample has rounded anything, so bits are due: {result.message}"
+            return replace(result, message=message)
+        excess = measured
+    return _compare(
+        reference, candidate, str(tolerance), lambda at, a, b: excess(at, _number(a), _number(b))
+    )
 
 
 def loss(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare the bits of every loss, microbatch loss and gradient norm that a run holds."""
-    return _compare(reference, candidate, "", lambda _, a, b: 0.0 if _same(a, b) else math.inf)
-
-
-def _same(left: FloatBits | None, right: FloatBits | None) -> bool:
-    return left is not None and right is not None and left.bits == right.bits
-
-
-def _rounding(runs: Runs, tolerance: str) -> CheckResult:
-    due = [spec.key for spec in samples_of(runs.case)]
-    if [run.spec.key for run in runs.samples] != due:
-        raise Unmeasured("not_run", f"expected the {len(due)} samples of the reference")
-    spread = measure(runs.reference, runs.samples)
-    if spread is None:
-        result = loss(runs.reference, runs.candidate)
-        message = f"no sample has rounded anything, so bits are due: {result.message}"
-        return replace(result, message=message)
-    excess = spread.excess
-    result = _compared(runs, tolerance, lambda at, a, b: excess(at, _number(a), _number(b)))
-    figures = result.figures | {"samples": float(len(due)), "deviations": spread.factor}
-    return replace(result, figures=figures)
-
-
-Excess = Callable[[Place, FloatBits | None, FloatBits | None], float]
-"""A gap in units of what is allowed: above 1 it is beyond."""
-
-
-def _compared(runs: Runs, tolerance: str, excess: Excess) -> CheckResult:
-    return _compare(runs.reference, runs.candidate, tolerance, excess)
+    return _compare(
+        reference, candidate, "",
+        lambda _, a, b: 0.0 if a is not None and b is not None and a.bits == b.bits else math.inf,
+    )  # fmt: skip
 
 
 def informative(result: CheckResult) -> CheckResult:
@@ -140,39 +107,33 @@ def _compare(
     gaps = [(excess(*each), *each) for each in both]
     # Equal infinities are outside of a tolerance: `finite` says so, too.
     beyond = [gap for gap in gaps if not gap[0] <= 1]
-    differing = {gap[1][:2] for gap in beyond}
-    figures: dict[str, float] = {
-        "pairs": len(pairs), "differing_pairs": len(differing), "values": len(gaps),
-        "beyond": len(beyond),
-    }  # fmt: skip
-    size, (step, rank, name), a, b = max(gaps, key=lambda gap: (gap[0], -gap[1][0], -gap[1][1]))
-    told = ""
+    size, at, a, b = max(gaps, key=lambda gap: (gap[0], -gap[1][0], -gap[1][1]))
+    note = ""
     if tolerance:
-        figures |= {"largest_gap": size} if math.isfinite(size) else {}
-        told = f"; the largest gap is {size:.3g} times (step {step}, rank {rank}, {name}: "
-        told += f"{show_float(a)} and {show_float(b)}) of what {tolerance} allow"
+        note = f"; the largest gap is {size:.3g} times what {tolerance} allow, of {at[2]} "
+        note += where(_difference(at, a, b))
+    figures = {"largest_gap": size} if tolerance and math.isfinite(size) else {}
     if not beyond:
         how = f"within {tolerance}" if tolerance else "equal bit for bit"
         message = f"{count(len(gaps), 'value')} of losses and norms {how} in "
-        message += count(len(pairs), "(step, rank) pair")
-        return passed("loss", message + told, **figures)
-    _, at, a, b = min(beyond, key=_order)
+        message += f"{count(len(pairs), '(step, rank) pair')}{note}"
+        return passed("loss", message, pairs=len(pairs), differing_pairs=0, **figures)
+    _, at, a, b = min(beyond, key=lambda gap: _order(gap[1]))
     found = _difference(at, a, b)
-    message = f"{at[2]} is beyond {tolerance} first {where(found)}"
-    if not tolerance:
-        found = replace(found, ulps=None if a is None or b is None else ulp_distance(a, b))
-        apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
-        apart = ", the sign of a zero" if found.ulps == 0 else apart
-        message = f"{at[2]} differs first {where(found)}{apart}"
-    ranks = show_ranks({rank for _, rank in differing})
-    message += f"; {len(beyond)} of {count(len(gaps), 'value')} are, in "
-    message += f"{of_pairs(len(differing), len(pairs))}, on {ranks}"
-    return failed("loss", "diverged", message + told, found, **figures)
+    if not tolerance and a is not None and b is not None:
+        found = replace(found, ulps=ulp_distance(a, b))
+        if found.ulps is not None:
+            note = f"; {count(found.ulps, 'ulp') if found.ulps else 'the sign of a zero'} apart"
+    places = [(gap[1][1], gap[1][2]) for gap in beyond if gap[1][0] == at[0]]
+    bad = len({gap[1][:2] for gap in beyond}), len(pairs)
+    named = f"{at[2]}{f', beyond {tolerance},' if tolerance else ''}"
+    result = diverged("loss", named, found, "value", places, bad, note)
+    return replace(result, figures=result.figures | figures)
 
 
-def _order(gap: tuple[float, Place, FloatBits | None, FloatBits | None]) -> tuple[object, ...]:
+def _order(at: Place) -> tuple[object, ...]:
     """At the lowest step a loss comes before the gradient norm, then the lowest rank."""
-    step, rank, name = gap[1]
+    step, rank, name = at
     return (step, name == "grad_norm", name != "loss", len(name), name, rank)
 
 
@@ -180,34 +141,37 @@ def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) ->
     ours, theirs = _values(reference), _values(candidate)
     steps = sorted({step for run in (reference, candidate) for step, _ in step_table(run)})
     if len(steps) < tolerance.over:
-        message = f"the runs have {count(len(steps), 'step')}, the tolerance is {tolerance}"
+        message = (
+            f"the runs have {count(len(steps), 'step')}, the tolerance is over {tolerance.over}"
+        )
         return error("loss", "unsupported", message)
     last = steps[-tolerance.over :]
     # A rank that records no loss in either run, as in a pipeline, has no part in the mean.
     places = sorted(at for at in {*ours, *theirs} if at[0] in last and at[2] == "loss")
-    values: list[_Gap] = [(at, ours.get(at), theirs.get(at)) for at in places]
-    if not values:
+    if not places:
         return error("loss", "not_run", "the runs recorded no loss there: nothing to compare")
-    for at, left, right in values:
-        if not (math.isfinite(_number(left)) and math.isfinite(_number(right))):
-            found = _difference(at, left, right)
+    gaps: dict[Place, float] = {}
+    for at in places:
+        gaps[at] = _number(theirs.get(at)) - _number(ours.get(at))
+        if not math.isfinite(gaps[at]):
+            found = _difference(at, ours.get(at), theirs.get(at))
             message = f"the loss is no number in both runs, {where(found)}"
             return failed("loss", "diverged", message, found)
-    mean_a = math.fsum(_number(left) for _, left, _ in values) / len(values)
-    mean_b = math.fsum(_number(right) for *_, right in values) / len(values)
-    gap = abs(mean_b - mean_a)
-    at, left, right = max(values, key=lambda each: abs(_number(each[2]) - _number(each[1])))
+    mean, gap = (
+        math.fsum(values) / len(places)
+        for values in ((_number(ours[at]) for at in places), gaps.values())
+    )
+    worst = max(places, key=lambda at: abs(gaps[at]))
+    found = _difference(worst, ours[worst], theirs[worst])
     message = (
-        f"the mean loss of the last {count(tolerance.over, 'step')} is {mean_a:.9g} in the "
-        f"reference and {mean_b:.9g} in the candidate, {gap:.3g} apart where "
-        f"{tolerance.loss_gap:g} is allowed; the largest gap of one step is "
-        f"{abs(_number(right) - _number(left)):.3g}, at step {at[0]} on rank {at[1]}"
+        f"the mean loss of the last {count(tolerance.over, 'step')} is {mean:.9g} in the reference "
+        f"and {gap:+.3g} off in the candidate, where {tolerance.loss_gap:g} is allowed; the "
+        f"largest gap of one step is {gaps[worst]:+.3g}, {where(found)}"
     )
-    ok = gap <= tolerance.loss_gap
-    result = judged(
-        "loss", "diverged", message, ok=ok, reference_mean=mean_a, candidate_mean=mean_b, gap=gap
-    )
-    return result if ok else replace(result, difference=_difference(at, left, right))
+    figures = {"reference_mean": mean, "candidate_mean": mean + gap, "gap": abs(gap)}
+    if abs(gap) <= tolerance.loss_gap:
+        return passed("loss", message, **figures)
+    return failed("loss", "diverged", message, found, **figures)
 
 
 def _difference(at: Place, left: FloatBits | None, right: FloatBits | None) -> Difference:
@@ -242,72 +206,65 @@ class Unmeasured(Exception):
         self.what: What = what
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """What rounding may do to each value: `factor` standard deviations of its step and kind.
-
-    Attributes:
-        deviations: by step and kind, the largest so far.
-        roundoffs: unit roundoff by kind.
-    """
-
-    factor: float
-    deviations: Mapping[tuple[int, str], float]
-    roundoffs: Mapping[str, float]
-
-    def excess(
-        self, place: Place, reference: float, other: float, runs: float = math.sqrt(2)
-    ) -> float:
-        """The gap in units of its bound; infinite for a NaN or an infinity.
-
-        Args:
-            runs: standard deviations of the gap in those of a sample.
-        """
-        gap, kind = abs(other - reference), kind_of(place[2])
-        if not math.isfinite(gap):
-            return math.inf
-        floor = FLOOR_ROUNDINGS * self.roundoffs[kind] * abs(reference)
-        bound = self.factor * runs * self.deviations[place[0], kind] + floor
-        return gap / bound if bound else (math.inf if gap else 0.0)
-
-
-def measure(reference: RunResult, samples: Sequence[RunResult]) -> Spread | None:
-    """The bounds of a reference's values; None if no sample has rounded anything.
-
-    Args:
-        samples: at least two runs of it that round at random.
+def measure(runs: Runs) -> Callable[..., float] | None:
+    """The gap of two numbers at a place in units of its bound; None if no sample rounds anything.
 
     Raises:
-        Unmeasured: a sample is not whole, lacks a value, or has one that is no number; or the
-            reference is none of what the samples are.
+        Unmeasured: a sample is missing or not whole, lacks a value, or has one that is no number;
+            or the reference is none of what the samples are.
     """
-    ours = _values(reference)
-    if not ours:
-        raise Unmeasured("not_run", "the reference recorded no loss or norm: nothing to compare")
-    tables = [_of_sample(reference, run, number, ours) for number, run in enumerate(samples, 1)]
+    ours, number = _values(runs.reference), len(runs.samples)
+    due = [spec.key for spec in samples_of(runs.case)]
+    if [run.spec.key for run in runs.samples] != due or not ours:
+        message = f"expected {len(due)} samples of the reference, which records losses or norms"
+        raise Unmeasured("not_run", message)
+    tables = [_of_sample(runs.reference, run, n, ours) for n, run in enumerate(runs.samples, 1)]
     if all(table[place].bits == ours[place].bits for table in tables for place in ours):
         return None
     numbers = {place: [float(table[place].value or 0) for table in tables] for place in ours}
+    factor = quantile(FALSE_ALARM / (2 * len(ours)), number - 1)
     deviations: dict[tuple[int, str], float] = {}
     largest: dict[str, float] = {}
     patterns: dict[str, set[int]] = {}
     for place in sorted(ours, key=lambda each: each[0]):
-        kind = kind_of(place[2])
+        kind = _kind(place)
         largest[kind] = max(largest.get(kind, 0.0), statistics.stdev(numbers[place]))
         deviations[place[0], kind] = largest[kind]
         held = patterns.setdefault(kind, set())
         held.update(int(table[place].bits, 16) for table in (ours, *tables))
-    found = Spread(
-        factor=quantile(FALSE_ALARM / (2 * len(ours)), len(samples) - 1), deviations=deviations,
-        roundoffs={kind: _roundoff(held) for kind, held in patterns.items()},
-    )  # fmt: skip
-    _refuse_other_work(found, ours, numbers)
-    return found
+    floors = {kind: FLOOR_ROUNDINGS * _roundoff(held) for kind, held in patterns.items()}
+
+    def excess(place: Place, left: float, right: float, runs: float = math.sqrt(2)) -> float:
+        """Of a gap with the standard deviation of `runs` samples; infinite if it is no number."""
+        gap, kind = abs(right - left), _kind(place)
+        if not math.isfinite(gap):
+            return math.inf
+        bound = factor * runs * deviations[place[0], kind] + floors[kind] * abs(left)
+        return gap / bound if bound else (math.inf if gap else 0.0)
+
+    for place in sorted(ours):
+        if (value := ours[place].value) is None:
+            continue  # is within nothing, whatever the bound
+        mean = math.fsum(numbers[place]) / number
+        if not (units := excess(place, value, mean, math.sqrt(1 + 1 / number))) <= 1:
+            message = (
+                "the reference is not what its samples of rounding are: its {2} at step {0} on "
+                "rank {1} is off their mean by {3:.3g} times what rounding explains; a program "
+                "that draws random numbers from what it computes, or whose updates are lost to "
+                "rounding, has no such bound"
+            ).format(*place, units)
+            raise Unmeasured("unsupported", message)
+    return excess
 
 
-def kind_of(quantity: str) -> str:
+def _kind(place: Place) -> str:
     """`loss`, `microbatch_losses` or `grad_norm`."""
-    return quantity.partition("[")[0]
+    return place[2].partition("[")[0]
+
+
+def _roundoff(patterns: set[int]) -> float:
+    formats = _ROUNDOFF if len(patterns) >= _LEAST_PATTERNS else _ROUNDOFF[-1:]
+    return next(u for lacking, u in formats if not any(bits & lacking for bits in patterns))
 
 
 @functools.cache
@@ -339,39 +296,9 @@ def _of_sample(reference: RunResult, run: RunResult, number: int, ours: _Values)
         raise Unmeasured(same.what, same.message)
     found = _values(run)
     for place, value in ours.items():
-        theirs = found.get(place)
-        at = "{2} at step {0} on rank {1}".format(*place)
-        if theirs is None:
-            raise Unmeasured("not_run", f"{name} recorded no {at}")
-        if value.value is not None and theirs.value is None:
-            message = f"{name} has {show_float(theirs)} as {at}, the reference a number"
-            raise Unmeasured("unsupported", message)
+        theirs, at = found.get(place), "{2} at step {0} on rank {1}".format(*place)
+        if theirs is None or (value.value is not None and theirs.value is None):
+            what: What = "not_run" if theirs is None else "unsupported"
+            message = f"{name}, {at}: {show_float(theirs)}, the reference has {show_float(value)}"
+            raise Unmeasured(what, message)
     return found
-
-
-def _roundoff(patterns: set[int]) -> float:
-    if len(patterns) >= _LEAST_PATTERNS:
-        for lacking, roundoff in _ROUNDOFF:
-            if not any(pattern & lacking for pattern in patterns):
-                return roundoff
-    return 2.0**-24
-
-
-def _refuse_other_work(
-    spread: Spread, ours: _Values, numbers: Mapping[Place, Sequence[float]]
-) -> None:
-    for place in sorted(ours):
-        value, samples = ours[place].value, numbers[place]
-        if value is None:
-            continue  # is within nothing, whatever the bound
-        mean = math.fsum(samples) / len(samples)
-        units = spread.excess(place, value, mean, math.sqrt(1 + 1 / len(samples)))
-        if not units <= 1:
-            step, rank, quantity = place
-            raise Unmeasured(
-                "unsupported",
-                f"the reference is not what its samples of rounding are: its {quantity} at step "
-                f"{step} on rank {rank}, {show_float(ours[place])}, is off their mean by "
-                f"{units:.3g} times what rounding explains; a program that draws random numbers "
-                f"from what it computes, or whose updates are lost to rounding, has no such bound",
-            )

@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from harness.records import (
     CaseSpec,
     CheckResult,
     EndRecord,
+    EventRecord,
     FloatBits,
     InitialRecord,
     RankExit,
@@ -42,6 +43,7 @@ TAPS = {
 }  # fmt: skip
 STATE = ("weights", "optim", "rng")
 """Groups that there are before the first step."""
+Edit = Callable[[RunResult], RunResult]
 NAN, INF = FloatBits.from_bits(0x7FC00000), FloatBits.from_bits(0xFF800000)
 
 
@@ -146,34 +148,30 @@ REFERENCE, CONTROL, CANDIDATE = LAB.legs()
 # --- edits ------------------------------------------------------------------------------------
 
 
-def edit_outcome(run: RunResult, **changes: Any) -> RunResult:
-    return replace(run, outcome=replace(run.outcome, **changes))
+def edit(run: RunResult, *at: int, **changes: Any) -> RunResult:
+    """Changes in the outcome, in rank `at[0]`, or in its step `at[1]`, -1 before the first.
 
+    What a mapping is given for is changed in the parts that the mapping names.
+    """
 
-def edit_rank(run: RunResult, rank: int, /, **changes: Any) -> RunResult:
-    """`start` and `end` may be mappings of what changes in them."""
+    def merged(old: Any, new: Mapping[str, Any]) -> Any:
+        found = {}
+        for name, value in new.items():
+            was = getattr(old, name)
+            if isinstance(value, dict):
+                value = was | value if isinstance(was, dict) else merged(was, value)
+            found[name] = value
+        return replace(old, **found)
 
-    def edited(records: RankRecords) -> RankRecords:
-        new = {
-            name: replace(getattr(records, name), **value) if isinstance(value, dict) else value
-            for name, value in changes.items()
-        }
-        return replace(records, **new)
-
-    each = tuple(edited(records) if records.rank == rank else records for records in run.ranks)
+    if not at:
+        return replace(run, outcome=merged(run.outcome, changes))
+    if at[1:] == (BEFORE,):
+        changes = {"initial": changes}
+    elif at[1:]:
+        steps = run.ranks[at[0]].steps
+        changes = {"steps": tuple(merged(s, changes) if s.step == at[1] else s for s in steps)}
+    each = tuple(merged(one, changes) if one.rank == at[0] else one for one in run.ranks)
     return replace(run, ranks=each)
-
-
-def edit_step(run: RunResult, rank: int, step: int, /, **changes: Any) -> RunResult:
-    """`digests` are laid over those that there are."""
-
-    def edited(record: StepRecord) -> StepRecord:
-        if record.step != step:
-            return record
-        digests = record.digests | changes.get("digests", {})
-        return replace(record, **(changes | {"digests": digests}))
-
-    return edit_rank(run, rank, steps=tuple(map(edited, run.ranks[rank].steps)))
 
 
 def edit_all(run: RunResult, **changes: Any) -> RunResult:
@@ -182,7 +180,7 @@ def edit_all(run: RunResult, **changes: Any) -> RunResult:
         for record in records.steps:
             at = record.step, records.rank
             new = {name: v(*at) if callable(v) else v for name, v in changes.items()}
-            run = edit_step(run, records.rank, record.step, **new)
+            run = edit(run, records.rank, record.step, **new)
     return run
 
 
@@ -191,17 +189,37 @@ def flip(run: RunResult, rank: int, step: int, group: str, bit: int = 0) -> RunR
     records = run.ranks[rank]
     held = records.initial if step < 0 else records.steps[step]
     assert held is not None
-    number = int(held.digests[group], 16) ^ (1 << (4 * len(held.digests[group]) - 1 - bit))
-    digests = held.digests | {group: f"{number:0{len(held.digests[group])}x}"}
-    if step < 0:
-        return edit_rank(run, rank, initial={"digests": digests})
-    return edit_step(run, rank, step, digests=digests)
+    text = held.digests[group]
+    number = int(text, 16) ^ (1 << (4 * len(text) - 1 - bit))
+    return edit(run, rank, step, digests={group: f"{number:0{len(text)}x}"})
+
+
+def told(run: RunResult, rank: int, *events: tuple[str, Any]) -> RunResult:
+    """The run whose rank wrote these events, by name and detail, in step 2."""
+    more = (EventRecord(name=name, rank=rank, step=2, detail=detail) for name, detail in events)
+    return edit(run, rank, events=(*run.ranks[rank].events, *more))
 
 
 def configured(run: RunResult, **config: Any) -> RunResult:
     """The run under another configuration, with the key of that."""
     spec = replace(run.spec, config=run.spec.config | config)
-    return edit_outcome(replace(run, spec=spec), key=spec.key)
+    return edit(replace(run, spec=spec), key=spec.key)
+
+
+def both(*edits: Edit) -> Edit:
+    """All of these edits, the last one first; none leaves a run as it is."""
+    return lambda run: edits[0](both(*edits[1:])(run)) if edits else run
+
+
+same = both()
+
+
+def at(rank: int, step: int, /, **changes: Any) -> Edit:
+    return lambda run: edit(run, rank, step, **changes)
+
+
+def bit(rank: int, step: int, group: str, number: int = 0) -> Edit:
+    return lambda run: flip(run, rank, step, group, number)
 
 
 # --- answers ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run that is not whole is found, by its own name; and what graphs owe."""
+"""A run that is not whole is found, by its own name; and what graphs and soaks owe."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,196 +7,147 @@ from typing import Any
 import pytest
 
 from harness.checks.complete import find_flaw, launches
-from harness.records import ErrorRecord, EventRecord, GraphUse, RankExit, RunResult
+from harness.records import ABSENT, ErrorRecord, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
-from tests.unit.harness.checks.conftest import (
-    CANDIDATE,
-    LAB,
-    REFERENCE,
-    Lab,
-    ask,
-    configured,
-    edit_outcome,
-    edit_rank,
-    edit_step,
-    flaw_of,
-    place,
-    said,
-)
+from tests.unit.harness.checks import conftest as lab
+from tests.unit.harness.checks.conftest import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
 
 Break = Callable[[Any], Any]
 LATE = "line 7: step record after end"
 
 
-def of(name: str, rank: int = 0, /, **changes: Any) -> Break:
-    """Change the start, end or initial record of a rank."""
-    return lambda run: edit_rank(run, rank, **{name: changes})
-
-
 def rank(number: int, **changes: Any) -> Break:
-    return lambda run: edit_rank(run, number, **changes)
+    return lambda run: edit(run, number, **changes)
+
+
+def ended(**changes: Any) -> Break:
+    return lambda run: edit(run, **changes)
 
 
 def steps(change: Callable[[Any], Any], rank: int = 0, **more: Any) -> Break:
-    return lambda run: edit_rank(run, rank, steps=tuple(change(run.ranks[rank].steps)), **more)
-
-
-def digest(group: str, change: Callable[[str], str], step: int = 1, rank: int = 0) -> Break:
-    def broken(run: RunResult) -> RunResult:
-        text = run.ranks[rank].steps[step].digests[group]
-        return edit_step(run, rank, step, digests={group: change(text)})
-
-    return broken
-
-
-def initial(change: Callable[[dict[str, str]], dict[str, str]]) -> Break:
-    return lambda run: of("initial", 1, digests=change(run.ranks[1].initial.digests))(run)
+    return lambda run: edit(run, rank, steps=tuple(change(run.ranks[rank].steps)), **more)
 
 
 def exits(*codes: int | None) -> Break:
-    states = tuple(RankExit(rank=rank, code=code) for rank, code in enumerate(codes))
-    return lambda run: edit_outcome(run, ranks=states)
-
-
-def ended(what: Any, **more: Any) -> Break:
-    return lambda run: edit_outcome(run, what=what, **more)
+    return ended(ranks=tuple(RankExit(rank=rank, code=code) for rank, code in enumerate(codes)))
 
 
 def error(what: Any) -> ErrorRecord:
     return ErrorRecord(rank=1, step=3, what=what, type="E", message="m", traceback="")
 
 
-def twice(run: RunResult) -> RunResult:
-    states = (*run.outcome.ranks, RankExit(rank=1, code=0))
-    return edit_outcome(run, ranks=states)
+def of_start(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
+    """Rank 1 names other tensors; it has the digests of them."""
+
+    def broken(run: RunResult) -> RunResult:
+        start = run.ranks[1].start
+        assert start is not None
+        tensors = change(start.tensors)
+        texts = {group: "0" * 32 * len(names) for group, names in tensors.items()}
+        run = steps(lambda s: [replace(each, digests=texts) for each in s], 1)(run)
+        return edit(run, 1, start=replace(start, tensors=tensors))
+
+    return broken
 
 
-def without(groups: str, ranks: tuple[int, ...]) -> Break:
+def without(group: str, ranks: tuple[int, ...]) -> Break:
     """Ranks that hold no tensor of a group."""
 
     def broken(run: RunResult) -> RunResult:
         for number in ranks:
-            records = run.ranks[number]
-            run = of("start", number, tensors=records.start.tensors | {groups: ()})(run)  # type: ignore[union-attr]
-            held = records.initial.digests  # type: ignore[union-attr]
-            run = of("initial", number, digests=held | ({groups: ""} if groups in held else {}))(
-                run
-            )
-            for step in range(len(records.steps)):
-                run = edit_step(run, number, step, digests={groups: ""})
+            run = edit(run, number, start={"tensors": {group: ()}})
+            before = {group: ""} if group in lab.STATE else {}
+            run = edit(run, number, -1, digests=before)
+            for step in range(len(run.ranks[number].steps)):
+                run = edit(run, number, step, digests={group: ""})
         return run
 
     return broken
 
 
+def initial(*groups: str) -> Break:
+    return lambda run: edit(run, 1, initial=replace(
+        run.ranks[1].initial, digests={g: lab.digests_of(g, 1, -1) for g in groups}
+    ))  # fmt: skip
+
+
 FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
     # what is broken in a whole run, and the flaw's (what, rank, step) as far as they are told
-    **{
-        what: (ended(what, culprit_rank=1), (what, 1))
-        for what in ("hang", "oom", "illegal_access", "crashed", "stale_address")
-    },
-    "outcome of another run": (lambda run: edit_outcome(run, key="w2-r0-0"), ("corrupt_record",)),
-    "undecided": (lambda run: edit_outcome(run, undecided=True), ("shared_gpu",)),
+    "hang": (ended(what="hang", culprit_rank=1), ("hang", 1)),
+    "stale": (ended(what="stale_address", culprit_rank=1), ("stale_address", 1)),
+    "outcome of another run": (ended(key="w2-r0-0"), ("corrupt_record",)),
+    "undecided": (ended(undecided=True), ("shared_gpu",)),
     "missing step": (steps(lambda s: s[:2] + s[3:], 1), ("missing_step", 1, 2)),
     "missing last step": (steps(lambda s: s[:3], 1), ("missing_step", 1, 3)),
     "rank absent": (lambda run: replace(run, ranks=run.ranks[:1]), ("missing_rank", 1)),
     "rank empty": (rank(1, steps=(), start=None, end=None), ("missing_rank", 1)),
     "no steps": (lambda run: rank(0, steps=())(rank(1, steps=())(run)), ("empty_run",)),
     "no ranks": (lambda run: replace(run, ranks=()), ("empty_run",)),
-    "line after end": (
-        rank(0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
-        ("record_after_end", 0),
-    ),
+    "line after end": (rank(0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
+                       ("record_after_end", 0)),
     "step past the last": (steps(lambda s: (*s, LAB.step(0, 4))), ("record_after_end", 0)),
     "error and end": (rank(1, error=error("oom")), ("record_after_end", 1)),
     "error": (rank(1, error=error("oom"), end=None), ("oom", 1, 3)),
     "error without name": (rank(1, error=error(""), end=None), ("crashed", 1, 3)),
     "exit 3": (exits(0, 3), ("crashed", 1)), "exit -9": (exits(0, -9), ("killed", 1)),
     "exit unknown": (exits(0, None), ("missing_rank", 1)),
-    "exit missing": (exits(0), ("missing_rank", 1)), "no exits": (exits(), ("missing_rank", 0)),
-    "exit twice": (twice, ("corrupt_record", 1)),
-    "exit of nobody": (exits(0, 0, 0), ("corrupt_record", 2)),
-    **{
-        f"no {group}": (without(group, (0, 1)), ("empty_run",))
-        for group in ("grads", "weights", "optim")
-    },
-    **{
-        name: (broken, ("corrupt_record",))
-        for name, broken in {
-            "problem": rank(0, problems=("line 3: not JSON",)), "no start": rank(0, start=None),
-            "schema": of("start", schema=99), "start rank": of("start", rank=1),
-            "world size": of("start", world_size=3), "start run": of("start", run="another"),
-            "groups": of("start", tensors={"grads": ("a",)}),
-            "taps without stages": of("start", tap_stages=(0,)),
-            "no end": rank(0, end=None), "end steps": of("end", steps=3),
-            "end rank": of("end", rank=1),
-            "repeated step": steps(lambda s: (*s[:2], s[1], *s[2:])),
-            "swapped steps": steps(lambda s: (s[1], s[0], *s[2:])),
-            "step rank": lambda run: edit_step(run, 0, 1, rank=1),
-            "microbatches": lambda run: edit_step(run, 0, 1, microbatch_losses=()),
-            "digest group": steps(lambda s: (replace(s[0], digests={"grads": "0" * 64}), *s[1:])),
-            "digest length": digest("optim", lambda text: text[:32]),
-            "digest long": digest("optim", lambda text: text + "0" * 32),
-            "digest odd": digest("grads", lambda text: text[:-1]),
-            "digest text": digest("rng", lambda _: "Z" * 32),
-            "last digest": digest("optim", lambda text: text[:32], 3),
-            "other rank's digest": digest("optim", lambda text: text[:32], 2, rank=1),
-            "taps short": lambda run: edit_step(run, 1, 2, taps="0" * 319),
-            "taps text": lambda run: edit_step(run, 1, 2, taps="G" * 320),
-            "extra rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(2, run.spec))),
-            "twin rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(0, run.spec))),
-            "config steps": lambda run: configured(run, steps=None),
-            "config microbatches": lambda run: configured(run, microbatches=True),
-            "config graph": lambda run: configured(run, graph=["no_scope"]),
-        }.items()
-    },
-    **{
-        f"initial, {name}": (broken, ("corrupt_record", 1, None))
-        for name, broken in {
-            "none": rank(1, initial=None), "rank": of("initial", 1, rank=0),
-            "without weights": initial(lambda d: {"optim": d["optim"], "rng": d["rng"]}),
-            "without optim": initial(lambda d: {"weights": d["weights"], "rng": d["rng"]}),
-            "without rng": initial(lambda d: {"weights": d["weights"], "optim": d["optim"]}),
-            "short": initial(lambda d: d | {"weights": ""}),
-            "text": initial(lambda d: d | {"weights": "g" * 64}),
-            "more": initial(lambda d: d | {"more": "0" * 32}),
-        }.items()
-    },
+    "exit missing": (exits(0), ("missing_rank", 1)),
+    "exit of nobody": (exits(0, 0, 0), ("corrupt_record",)),
+    "exit twice": (ended(ranks=(RankExit(rank=1, code=0),) * 2), ("corrupt_record",)),
+    **{f"no {g}": (without(g, (0, 1)), ("empty_run",)) for g in ("grads", "weights", "optim")},
+    **{name: (broken, ("corrupt_record",)) for name, broken in {
+        "problem": rank(0, problems=("line 3: not JSON",)), "no start": rank(0, start=None),
+        "schema": rank(0, start={"schema": 99}), "start rank": rank(0, start={"rank": 1}),
+        "world size": rank(0, start={"world_size": 3}), "run": rank(0, start={"run": "another"}),
+        "groups": of_start(lambda t: {"grads": t["grads"]}),
+        "taps without stages": rank(0, start={"tap_stages": (0,)}),
+        "no tokens": of_start(lambda t: t | {"samples": ("targets",)}),
+        "no samples": of_start(lambda t: {g: n for g, n in t.items() if g != "samples"}),
+        "no end": rank(0, end=None), "end steps": rank(0, end={"steps": 3}),
+        "end rank": rank(0, end={"rank": 1}), "step rank": at(0, 1, rank=1),
+        "repeated step": steps(lambda s: (*s[:2], s[1], *s[2:])),
+        "swapped steps": steps(lambda s: (s[1], s[0], *s[2:])),
+        "microbatches": at(0, 1, microbatch_losses=()),
+        "digest group": steps(lambda s: (replace(s[0], digests={"grads": "0" * 64}), *s[1:])),
+        "digest length": at(0, 1, digests={"optim": "0" * 32}),
+        "digest long": at(0, 1, digests={"optim": "0" * 96}),
+        "digest text": at(0, 1, digests={"rng": "Z" * 32}),
+        "last digest": at(0, 3, digests={"optim": "0" * 32}),
+        "other rank's digest": at(1, 2, digests={"optim": "0" * 32}),
+        "taps short": at(1, 2, taps="0" * 319), "taps text": at(1, 2, taps="G" * 320),
+        "extra rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(2, run.spec))),
+        "twin rank": lambda run: replace(run, ranks=(*run.ranks, LAB.rank(0, run.spec))),
+        "config steps": lambda run: lab.configured(run, steps=None),
+        "config microbatches": lambda run: lab.configured(run, microbatches=True),
+        "config graph": lambda run: lab.configured(run, graph=["no_scope"]),
+    }.items()},
+    **{f"initial, {name}": (broken, ("corrupt_record", 1, None)) for name, broken in {
+        "none": rank(1, initial=None), "rank": at(1, -1, rank=0),
+        "without weights": initial("optim", "rng"), "without optim": initial("weights", "rng"),
+        "without rng": initial("weights", "optim"), "short": at(1, -1, digests={"weights": ""}),
+        "text": at(1, -1, digests={"weights": "g" * 64}),
+        "more": at(1, -1, digests={"more": "0" * 32}),
+    }.items()},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FLAWS)
 def test_each_flaw_has_its_name(name: str) -> None:
-    """A run with every rank, step, digest and exit code 0 is whole; one slip less, and it is not.
-
-    Whatever is malformed is `corrupt_record`, and never an exception.
-    """
-    broken, told = FLAWS[name]
+    """One slip less than whole; whatever is malformed is `corrupt_record`, never an exception."""
+    broken, expected = FLAWS[name]
     flaw = flaw_of(broken(REFERENCE))
-    assert (flaw.what, flaw.rank, flaw.step)[: len(told)] == told
+    assert (flaw.what, flaw.rank, flaw.step)[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(
     "whole",
     [lambda run: run, without("rng", (0,)), without("optim", (0,)),
-     lambda run: configured(run, program={"target": "train.py"})],
+     lambda run: lab.configured(without("samples", (1,))(run), program={"target": "train.py"})],
 )  # fmt: skip
 def test_what_is_whole_has_no_flaw(whole: Break) -> None:
-    """A rank may own no row of a group, or no generator; other programs record the same."""
+    """A rank may own no row of a group, or no generator; other programs need not say what they
+    read."""
     assert find_flaw(whole(REFERENCE)) is None
-
-
-@pytest.mark.parametrize("at", [(r, s) for r in (0, 1) for s in range(-2, 4)])
-def test_removing_any_record_is_detected(at: tuple[int, int]) -> None:
-    """Without any one start, end or step record of any rank, a run is not whole."""
-    number, step = at
-    gone: dict[str, Any] = {"start": None} if step == -2 else {"end": None}
-    if step >= 0:
-        kept = REFERENCE.ranks[number].steps
-        gone = {"steps": kept[:step] + kept[step + 1 :]}
-    flaw = flaw_of(edit_rank(REFERENCE, number, **gone))
-    assert flaw.rank == number
-    assert step < 0 or (flaw.what, flaw.step) == ("missing_step", step)
 
 
 def test_all_ranks_that_lack_a_step_are_named() -> None:
@@ -211,32 +162,30 @@ def test_all_ranks_that_lack_a_step_are_named() -> None:
 @pytest.mark.parametrize("number", [8, 11])
 def test_ranks_above_7_are_looked_at(number: int) -> None:
     """One that is gone, silent, short, or whose digest is damaged."""
-    run = Lab(world_size=12).legs()[2]
+    run = lab.Lab(world_size=12).legs()[2]
     gone = replace(run, ranks=tuple(each for each in run.ranks if each.rank != number))
-    silent = edit_rank(run, number, start=None, steps=(), end=None)
-    for broken, told in (
-        (gone, ("missing_rank", number, None)), (silent, ("missing_rank", number, None)),
+    for broken, expected in (
+        (gone, ("missing_rank", number, None)),
+        (edit(run, number, start=None, steps=(), end=None), ("missing_rank", number, None)),
         (steps(lambda s: s[:-1], number)(run), ("missing_step", number, 3)),
-        (digest("optim", lambda text: text[1:], 3, number)(run), ("corrupt_record", number, 3)),
-    ):  # fmt: skip
+        (edit(run, number, 3, digests={"optim": ""}), ("corrupt_record", number, 3)),
+    ):
         flaw = flaw_of(broken)
-        assert (flaw.what, flaw.rank, flaw.step) == told
+        assert (flaw.what, flaw.rank, flaw.step) == expected
 
 
-@pytest.mark.parametrize("tokens", [None, (), ("targets",)])
-def test_the_builtin_trainer_records_what_it_reads(tokens: Any) -> None:
-    """Without digests of tokens nobody could say whether ranks read the same samples."""
-    named = {"samples": tokens} if tokens is not None else {}
-    tensors = {g: n for g, n in REFERENCE.ranks[1].start.tensors.items() if g != "samples"}  # type: ignore[union-attr]
-
-    def plain(record: Any) -> Any:
-        held = {g: text for g, text in record.digests.items() if g != "samples"}
-        return replace(record, digests=held | {g: "0" * 32 * len(n) for g, n in named.items()})
-
-    run = of("start", 1, tensors=tensors | named)(REFERENCE)
-    run = steps(lambda s: map(plain, s), 1)(run)
-    assert (flaw_of(run).what, flaw_of(run).rank) == ("corrupt_record", 1)
-    assert find_flaw(configured(run, program={"target": "train.py"})) is None
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (edit(REFERENCE, 0, initial=None), "before step 0"),
+        (replace(REFERENCE, ranks=(replace(REFERENCE.ranks[0], steps=()),)), "recorder.step()"),
+    ],
+)
+def test_a_program_that_is_not_whole_is_told_what_to_do(run: RunResult, told: str) -> None:
+    """Names of tensors come from its own steps; absent ones prove nothing."""
+    assert told in flaw_of(lab.configured(run, program={"target": "train.py"})).message
+    absent = lab.edit_all(REFERENCE, digests={"grads": ABSENT * 2})
+    assert flaw_of(absent).what == "empty_run"
 
 
 # --- graphs and compiled parts ----------------------------------------------------------------
@@ -247,24 +196,9 @@ EXPERTS = {"layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 32, "first_dense
 def graphed(graph: tuple[str, ...], change: Callable[[GraphUse], Any], **config: Any) -> RunResult:
     """A run of those scopes whose rank 1 states the uses that `change` makes of those owed."""
     run = LAB.run(LAB.spec(graph=graph, **config))
-    changed = (change(use) for use in run.ranks[1].end.graphs)  # type: ignore[union-attr]
-    uses = tuple(use for use in changed if use is not None)
-    return edit_rank(run, 1, end={"graphs": uses, "replays": launches(uses)})
-
-
-@pytest.mark.parametrize(
-    ("graph", "config"),
-    [
-        (("attn",), {}), (("attn", "mlp"), {}), (("layer",), {"parallel": {"pp": 2}}),
-        (("attn", "moe_router", "moe_preprocess"), {"model": EXPERTS}),
-        (("mlp", "moe"), {"model": {**EXPERTS, "capacity_factor": 2.0}}),
-        (("full_iteration",), {}), (("full_iteration",), {"graph_optimizer": False}),
-        (("attn",), {"graph_layers": [1, 1]}),
-    ],
-)  # fmt: skip
-def test_all_that_is_owed_is_enough(graph: Any, config: Any) -> None:
-    """A rank that captured and replayed everything has no flaw, on any kind of layer."""
-    assert find_flaw(graphed(graph, lambda use: use, **config)) is None
+    assert run.ranks[1].end is not None
+    uses = tuple(u for use in run.ranks[1].end.graphs if (u := change(use)) is not None)
+    return edit(run, 1, end={"graphs": uses, "replays": launches(uses)})
 
 
 def only(wanted: Callable[[GraphUse], bool]) -> Callable[[GraphUse], GraphUse | None]:
@@ -281,132 +215,120 @@ def once(layer: int, direction: str) -> Callable[[GraphUse], GraphUse]:
 
 
 @pytest.mark.parametrize(
-    ("graph", "change", "told"),
+    ("graph", "change", "config", "expected"),
     [
-        (("attn",), only(lambda use: use.layer != 1), ("layers.1 attn", "captures.forward", 1, 0)),
-        (("attn", "mlp"), only(lambda use: use.scope == "attn"),
+        *((graph, lambda use: use, config, None) for graph, config in (
+            (("attn", "mlp"), {}), (("layer",), {"parallel": {"pp": 2}}),
+            (("attn", "moe_router", "moe_preprocess"), {"model": EXPERTS}),
+            (("mlp", "moe"), {"model": {**EXPERTS, "capacity_factor": 2.0}}),
+            (("full_iteration",), {}), (("full_iteration",), {"graph_optimizer": False}),
+            (("attn",), {"graph_layers": [1, 1]}),
+        )),
+        (("attn",), only(lambda use: use.layer != 1), {},
+         ("layers.1 attn", "captures.forward", 1, 0)),
+        (("attn", "mlp"), only(lambda use: use.scope == "attn"), {},
          ("layers.0 mlp", "captures.forward", 1, 0)),
-        (("attn",), once(1, "forward"), ("layers.1 attn", "replays.forward", 4, 1)),
-        (("attn",), once(1, "backward"), ("layers.1 attn", "replays.backward", 4, 1)),
+        (("attn",), once(1, "forward"), {}, ("layers.1 attn", "replays.forward", 4, 1)),
+        (("attn",), once(1, "backward"), {}, ("layers.1 attn", "replays.backward", 4, 1)),
         # One layer's graph in place of another's: the sum is right, the parts are not.
-        (("attn",), replays(lambda use: 8 if use.layer == 0 else 0),
+        (("attn",), replays(lambda use: 8 if use.layer == 0 else 0), {},
          ("layers.0 attn", "replays.forward", 4, 8)),
-        (("full_iteration",), only(lambda use: use.direction == "gradients"),
+        (("full_iteration",), only(lambda use: use.direction == "gradients"), {},
          ("full_iteration", "captures.optimizer", 1, 0)),
-        (("full_iteration",), replays(lambda use: 1),
+        (("full_iteration",), replays(lambda use: 1), {},
          ("full_iteration", "replays.gradients", 2, 1)),
+        # A rank of the second stage owes layers 2 and 3, not those of the first.
+        *((("attn",), only(lambda use, layer=layer: use.layer != layer),  # type: ignore[misc]
+           {"parallel": {"pp": 2}, "model": {"layers": 4}}, expected)
+          for layer, expected in ((0, None), (2, ("layers.2 attn", "captures.forward", 1, 0)))),
     ],
 )  # fmt: skip
-def test_what_ran_eagerly_is_named(graph: Any, change: Any, told: Any) -> None:
-    """A layer, a scope, calls of one direction, the optimizer's part of a whole step."""
-    flaw = flaw_of(graphed(graph, change))
-    found = flaw.difference
-    assert found is not None
-    assert (flaw.what, flaw.rank, found.rank) == ("not_replayed", 1, 1)
-    got = found.tensor, found.quantity, int(found.reference), int(found.candidate)
-    assert got == told
+def test_what_ran_eagerly_is_named(graph: Any, change: Any, config: Any, expected: Any) -> None:
+    """A layer, a scope, calls of one direction, the optimizer's part of a whole step; nothing of
+    a rank that captured and replayed all that it owes."""
+    flaw = find_flaw(graphed(graph, change, **config))
+    assert (flaw is None) == (expected is None)
+    if flaw is not None and flaw.difference is not None:
+        found = flaw.difference
+        assert (flaw.what, flaw.rank, found.rank) == ("not_replayed", 1, 1)
+        got = found.tensor, found.quantity, int(found.reference), int(found.candidate)
+        assert got == expected
 
 
 def test_replays_that_nobody_asked_for_are_a_flaw() -> None:
     """Of an eager run, of an optimizer that was to stay outside, of no part at all, of one more."""
     inside = LAB.run(LAB.spec(graph=("full_iteration",))).ranks[1].end
     outside = LAB.run(LAB.spec(graph=("full_iteration",), graph_optimizer=False))
-    assert place(flaw_of(edit_rank(outside, 1, end=inside)))[2] == "replays.optimizer"
-    eager = edit_rank(REFERENCE, 1, end=CANDIDATE.ranks[1].end)
-    for run in (eager, of("end", 1, replays=1)(REFERENCE), of("end", 1, replays=17)(CANDIDATE)):
-        assert flaw_of(run).what == "not_replayed"
-    assert flaw_of(of("end", 1, replays=0)(CANDIDATE)).what == "not_replayed"
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_stages_owe_their_own_layers(layer: int) -> None:
-    """A rank of the second stage owes layers 2 and 3, not those of the first."""
-    config = {"parallel": {"pp": 2}, "model": {"layers": 4}}
-    flaw = find_flaw(graphed(("attn",), only(lambda use: use.layer != layer), **config))
-    assert (flaw is None) == (layer == 0)
+    assert place(flaw_of(edit(outside, 1, end=inside)))[2] == "replays.optimizer"
+    assert flaw_of(edit(REFERENCE, 1, end=CANDIDATE.ranks[1].end)).what == "not_replayed"
+    for run, number in ((REFERENCE, 1), (CANDIDATE, 0), (CANDIDATE, 17)):
+        assert flaw_of(edit(run, 1, end={"replays": number})).what == "not_replayed"
 
 
 @pytest.mark.parametrize(
-    ("compiled", "missing"), [(("attn", "mlp"), ""), (("attn",), "mlp"), ((), "attn")]
-)
-def test_parts_must_be_compiled(compiled: Any, missing: str) -> None:
+    ("config", "compiled", "missing"),
+    [
+        *(({"graph": ("attn",), "compile": ["attn", "mlp"]}, (("attn", "mlp"), own), missing)
+          for own, missing in ((("attn", "mlp"), ""), (("attn",), "mlp"), ((), "attn"))),
+        # The first stage has no experts here, the second no dense feed-forward.
+        ({"parallel": {"pp": 2}, "compile": ["mlp", "experts"],
+          "model": {**EXPERTS, "layers": 2, "capacity_factor": 2.0}}, (("mlp",), ("experts",)), ""),
+    ],
+)  # fmt: skip
+def test_parts_must_be_compiled(config: Any, compiled: Any, missing: str) -> None:
     """A part that the compiler made no code of is named, also in a run that replays all else."""
-    run = of("end", compiled=("attn", "mlp"))(
-        LAB.run(LAB.spec(graph=("attn",), compile=["attn", "mlp"]))
-    )
-    flaw = find_flaw(of("end", 1, compiled=compiled)(run))
+    run = LAB.run(LAB.spec(**config))
+    for number in (0, 1):
+        run = edit(run, number, end={"compiled": compiled[number]})
+    flaw = find_flaw(run)
     assert (flaw is None) == (missing == "")
     if flaw is not None:
         assert (flaw.what, place(flaw)) == ("not_compiled", (0, 1, "compiled", missing))
 
 
-def test_stages_owe_parts_that_their_layers_have() -> None:
-    """The first stage has no experts here, the second no dense feed-forward."""
-    model = {**EXPERTS, "layers": 2, "capacity_factor": 2.0}
-    run = LAB.run(LAB.spec(parallel={"pp": 2}, compile=["mlp", "experts"], model=model))
-    run = of("end", 1, compiled=("experts",))(of("end", compiled=("mlp",))(run))
-    assert find_flaw(run) is None
-
-
 # --- graphs of another program ----------------------------------------------------------------
 
-
-def event(rank: int, name: str, **detail: Any) -> EventRecord:
-    about = {"graph": 1, "maker": "torch.cuda.graph", "place": "train.py:7", "replay": 5}
-    return EventRecord(rank=rank, step=2, name=name, detail={**about, **detail})
+FOUND = {"graph": 1, "maker": "torch.cuda.graph", "place": "train.py:7", "parameter": "w"}
+NONE = edit(CANDIDATE, 0, end={"replays": 0})
 
 
 @pytest.mark.parametrize(
-    ("run", "least", "told"),
+    ("run", "least", "expected", "says"),
     [
-        (CANDIDATE, 3, 32), (CANDIDATE, 16, 32), (CANDIDATE, None, 32), (REFERENCE, None, 0),
-        (CANDIDATE, 17, ("not_replayed", (0, 0, "replays", ""))),
-        (of("end", 1, replays=2)(CANDIDATE), 3, ("not_replayed", (0, 1, "replays", ""))),
-        (edit_rank(CANDIDATE, 1, end=None), 3, ("not_replayed", (0, 1, "replays", ""))),
-        (of("end", 10, replays=0)(Lab(world_size=11).legs()[2]), 3,
-         ("not_replayed", (0, 10, "replays", ""))),
-        *(
-            (edit_rank(of("end", replays=0)(CANDIDATE), 1, events=(event(1, name, parameter="w"),)),
-             least, ("static_buffer", (2, 1, name, "w")))
-            for name in ("static_gradient", "static_activation") for least in (3, None)
-        ),
+        (CANDIDATE, 16, 32, ""), (CANDIDATE, None, 32, ""), (REFERENCE, None, 0, ""),
+        (CANDIDATE, 17, (0, 0, "replays", ""), ""),
+        (edit(CANDIDATE, 1, end={"replays": 2}), 3, (0, 1, "replays", ""), ""),
+        (edit(CANDIDATE, 1, end=None), 3, (0, 1, "replays", ""), ""),
+        (NONE, 1, (0, 0, "replays", ""), "captured none"),
+        (lab.told(NONE, 0, ("cuda_graphs", {"graphs": [{}, {}]})), 1, (0, 0, "replays", ""),
+         "captured 2 graphs"),
+        *((lab.told(NONE, 1, (name, FOUND)), least, (2, 1, name, "w"), "train.py:7")
+          for name in ("static_gradient", "static_activation") for least in (3, None)),
     ],
 )  # fmt: skip
-def test_graphs_of_a_program(run: RunResult, least: int | None, told: Any) -> None:
+def test_graphs_of_a_program(run: RunResult, least: int | None, expected: Any, says: str) -> None:
     """Each rank replays at least so often; memory in use is a failure, asked for or not."""
-    answer = ask("graphs", REFERENCE, run, **({} if least is None else {"min_replays": least}))
-    if isinstance(told, int):
-        assert said(answer) == ("passed", "")
-        assert answer.figures["replays"] == told
+    answer = lab.ask("graphs", REFERENCE, run, **({} if least is None else {"min_replays": least}))
+    assert says in answer.message
+    if isinstance(expected, int):
+        assert (answer.outcome, answer.figures["replays"]) == ("passed", expected)
     else:
-        assert (said(answer), place(answer)) == (("failed", told[0]), told[1])
-        assert "train.py:7" in answer.message or told[0] == "not_replayed"
-
-
-def test_nothing_recorded_is_no_pass() -> None:
-    """Without a record there is nothing to look at; what was captured and not replayed is said."""
-    assert ask("graphs", REFERENCE, replace(CANDIDATE, ranks=())).outcome == "error"
-    silent = of("end", 0, replays=0)(CANDIDATE)
-    held = EventRecord(rank=0, step=4, name="cuda_graphs", detail={"graphs": [{}, {}]})
-    for run, told in ((silent, "none"), (edit_rank(silent, 0, events=(held,)), "2 graphs")):
-        assert f"captured {told}" in ask("graphs", REFERENCE, run, min_replays=1).message
+        what = "not_replayed" if expected[2] == "replays" else "static_buffer"
+        assert (lab.said(answer), place(answer)) == (("failed", what), expected)
+    assert lab.ask("graphs", REFERENCE, replace(run, ranks=())).outcome == "error"
 
 
 # --- soaks ------------------------------------------------------------------------------------
 
 
-def soaked(by: Any, amount: float, *changes: Break, **detail: Any) -> RunResult:
-    """The candidate as a soak of its 4 steps and 16 replays, whose ranks say so."""
+def soaked(by: Any, amount: float, *changes: Break, trained_s: Any = 12.0) -> RunResult:
+    """The candidate as a soak of its 4 steps and 16 replays, whose ranks say how long it was."""
     spec = replace(CANDIDATE.spec, soak=SoakSpec(by=by, amount=amount))
-    run = edit_outcome(replace(CANDIDATE, spec=spec), key=spec.key)
+    run = edit(replace(CANDIDATE, spec=spec), key=spec.key)
+    for number in (0, 1):
+        run = lab.told(run, number, ("soaked", {"trained_s": trained_s}))
     for change in changes:
         run = change(run)
-    for records in run.ranks:
-        end = records.end
-        assert end is not None
-        about = {"steps": end.steps, "replays": end.replays, "trained_s": 12.0} | detail
-        made = EventRecord(name="soaked", rank=records.rank, step=0, detail=about)
-        run = edit_rank(run, records.rank, events=(made,))
     return run
 
 
@@ -416,12 +338,10 @@ def soaked(by: Any, amount: float, *changes: Break, **detail: Any) -> RunResult:
         (soaked("duration", 12.0), None), (soaked("duration", 12.1), ("missing_step", 0)),
         (soaked("replays", 16), None), (soaked("replays", 17), ("not_replayed", 0)),
         (soaked("steps", 4), None), (soaked("steps", 5), ("missing_step", 0)),
-        (soaked("duration", 12, steps=3), ("corrupt_record", 0)),
-        (soaked("duration", 12, replays=15), ("corrupt_record", 0)),
         (soaked("duration", 12, trained_s="long"), ("corrupt_record", 0)),
         (soaked("duration", 12, trained_s=True), ("corrupt_record", 0)),
-        (edit_rank(soaked("replays", 16), 1, events=()), ("corrupt_record", 1)),
-        (soaked("duration", 9, steps(lambda s: s[:3], 1), of("end", 1, steps=3)),
+        (soaked("replays", 16, rank(1, events=())), ("corrupt_record", 1)),
+        (soaked("duration", 9, steps(lambda s: s[:3], 1), rank(1, end={"steps": 3})),
          ("missing_step", 1)),
     ],
 )  # fmt: skip

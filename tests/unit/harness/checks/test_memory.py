@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,35 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks import memory
-from harness.checks.memory import (
-    LEVEL,
-    WINDOWS,
-    chance_of_trend,
-    evaluate,
-    names_in,
-    slope_of,
-    theil_sen,
-    without_jumps,
-)
+from harness.checks.memory import evaluate, names_in
+from harness.checks.soak import TREND, WINDOWS, slope_of
 from harness.infrastructure import HOST_KEY, SHARED_HOST
-from harness.records import EventRecord, RunResult
+from harness.records import RunResult
 from harness.soaking import LEAST_STEPS, SoakSpec
-from tests.unit.harness.checks.conftest import (
-    CANDIDATE,
-    REFERENCE,
-    Lab,
-    answers,
-    ask,
-    configured,
-    edit_all,
-    edit_outcome,
-    edit_rank,
-    edit_step,
-    flip,
-    said,
-    verdict_of,
-)
+from tests.unit.harness.checks import conftest as lab
+from tests.unit.harness.checks.conftest import CANDIDATE, REFERENCE, ask, edit, edit_all, said
 
 KIB, MIB = 1 << 10, 1 << 20
 RATIO = {"max_ratio": 2.0}
@@ -48,12 +25,12 @@ def peaked(run: RunResult, *peaks: int) -> RunResult:
     """The run with these peaks by rank."""
     run = edit_all(run, peak_bytes=lambda step, rank: peaks[rank])
     for rank, peak in enumerate(peaks):
-        run = edit_rank(run, rank, end={"peak_bytes": peak})
+        run = edit(run, rank, end={"peak_bytes": peak})
     return run
 
 
 @pytest.mark.parametrize(
-    ("reference", "candidate", "limits", "told"),
+    ("reference", "candidate", "limits", "outcome"),
     [
         (REFERENCE, CANDIDATE, {"max_ratio": 1}, "passed"),
         # One rank past its own counterpart fails, although another uses more memory.
@@ -61,35 +38,30 @@ def peaked(run: RunResult, *peaks: int) -> RunResult:
         (peaked(REFERENCE, 10_000, 2001), peaked(CANDIDATE, 10_000, 4003), RATIO, "failed"),
         (peaked(REFERENCE, 2001, 10_000), peaked(CANDIDATE, 4003, 10_000), RATIO, "failed"),
         # What only one step or only the end record shows is not lost.
-        (REFERENCE, edit_step(CANDIDATE, 0, 1, peak_bytes=9999), RATIO, "failed"),
-        (REFERENCE, edit_rank(CANDIDATE, 0, end={"peak_bytes": 9999}), RATIO, "failed"),
+        (REFERENCE, edit(CANDIDATE, 0, 1, peak_bytes=9999), RATIO, "failed"),
+        (REFERENCE, edit(CANDIDATE, 0, end={"peak_bytes": 9999}), RATIO, "failed"),
         (REFERENCE, CANDIDATE, {"max_bytes": 2001}, "passed"),
-        (REFERENCE, CANDIDATE, {"max_bytes": 2000}, "failed"),
         (REFERENCE, CANDIDATE, {"max_bytes": 2000} | RATIO, "failed"),
         (REFERENCE, CANDIDATE, {"max_ratio": 0.5, "max_bytes": 2001}, "failed"),
         (REFERENCE, CANDIDATE, {"max_growth_bytes": 9} | RATIO, "error"),
         # What was not measured never passes.
         (peaked(REFERENCE, 2000, 0), CANDIDATE, RATIO, "error"),
-        (replace(REFERENCE, ranks=REFERENCE.ranks[:1]), CANDIDATE, RATIO, "error"),
-        (edit_rank(REFERENCE, 1, steps=(), end=None), CANDIDATE, RATIO, "error"),
+        (edit(REFERENCE, 1, steps=(), end=None), CANDIDATE, RATIO, "error"),
         (REFERENCE, peaked(CANDIDATE, 2000, 0), {"max_bytes": 10**9}, "failed"),
         (REFERENCE, replace(CANDIDATE, ranks=()), RATIO, "error"),
         (REFERENCE, CANDIDATE, {}, "error"),
     ],
 )  # fmt: skip
-def test_peaks_against_limits(reference: Any, candidate: Any, limits: Any, told: str) -> None:
+def test_peaks_against_limits(reference: Any, candidate: Any, limits: Any, outcome: str) -> None:
     """The worst rank decides, limits are inclusive, and all of them must hold."""
     answer = ask("peak_memory", reference, candidate, **limits)
-    assert answer.outcome == told, answer.message
-
-
-def test_the_worst_rank_is_named_with_its_figures() -> None:
-    """Rank, ratio and both peaks, for the search of causes; both limits have their say."""
-    reference, candidate = peaked(REFERENCE, 10_000, 2001), peaked(CANDIDATE, 10_000, 4003)
-    figures = {"rank": 1, "ratio": 4003 / 2001, "reference_peak_bytes": 2001,
-               "candidate_peak_bytes": 4003}  # fmt: skip
-    assert ask("peak_memory", reference, candidate, **RATIO).figures == figures
-    assert "limit 2;" in ask("peak_memory", REFERENCE, CANDIDATE, max_bytes=2001, **RATIO).message
+    assert answer.outcome == outcome, answer.message
+    if reference.ranks[0].steps[0].peak_bytes == 10_000:
+        peaks = {
+            "reference_peak_bytes": 2001,
+            "candidate_peak_bytes": candidate.ranks[1].end.peak_bytes,
+        }
+        assert answer.figures == {"rank": 1, **peaks}
 
 
 @pytest.mark.parametrize(
@@ -98,19 +70,17 @@ def test_the_worst_rank_is_named_with_its_figures() -> None:
         ([100 + 10 * step for step in range(16)], 80),  # a leak of 10 a step
         ([10, 20, 50, 90] + [90] * 12, 0),  # warm-up and capture
         ([50] * 5 + [90] + [50] * 8 + [90, 50], 0),  # single steps that hold more
-        ([50] * 8 + [57] * 8, 7), ([50] * 8 + [40] * 8, -10),
+        ([50] * 8 + [57] * 8, 7), ([50] * 8 + [40] * 8, 0),
     ],
 )  # fmt: skip
 def test_growth_is_what_stays(live: list[int], growth: int) -> None:
     """What is kept from the second quarter of the run to the last counts, on the worst rank."""
-    reference, _, candidate = Lab(steps=16).legs()
+    reference, _, candidate = lab.Lab(steps=16).legs()
     candidate = edit_all(candidate, live_bytes=lambda step, rank: live[step] if rank else 30)
-    assert memory.growth_bytes(candidate.ranks[1]) == growth
     for limit in (max(growth, 1), *((growth - 1,) if growth > 1 else ())):
         answer = ask("peak_memory", reference, candidate, max_growth_bytes=limit)
         assert (answer.outcome == "passed") == (growth <= limit)
-        figures = answer.figures["growth_rank"], answer.figures["growth_bytes"]
-        assert figures == ((1, growth) if growth > 0 else (0, 0))
+        assert answer.figures == {"growth_rank": int(growth > 0), "growth_bytes": growth}
 
 
 # --- formulas ---------------------------------------------------------------------------------
@@ -120,10 +90,8 @@ KEPT = {"parameters": 700, "gradients": 200, "optimizer": 400, "largest_unit": 5
 
 def noted(run: RunResult, kept: Any) -> RunResult:
     """The run, each of whose ranks says so at its end."""
-    for rank in (0, 1):
-        event = EventRecord(name="memory", rank=rank, step=3, detail={"at_rest": kept})
-        run = edit_rank(run, rank, events=(event,))
-    return run
+    return lab.told(lab.told(run, 0, ("memory", {"at_rest": kept})), 1,
+                    ("memory", {"at_rest": kept}))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -134,11 +102,10 @@ def noted(run: RunResult, kept: Any) -> RunResult:
 def test_a_formula_is_a_limit(formula: str, limit: int) -> None:
     """To the byte, with what the same rank of the reference keeps, whatever the candidate says."""
     model = {"hidden": 40, "seq": 20, "layers": 2}
-    reference = peaked(noted(configured(REFERENCE, model=model), KEPT), 1900, 1900)
+    reference = peaked(noted(lab.configured(REFERENCE, model=model), KEPT), 1900, 1900)
     candidate = noted(CANDIDATE, dict.fromkeys(KEPT, 10**9))
     for peak in (limit, limit + 1):
-        run = peaked(candidate, 1, peak)
-        answer = ask("peak_memory", reference, run, max_bytes=formula)
+        answer = ask("peak_memory", reference, peaked(candidate, 1, peak), max_bytes=formula)
         assert (answer.outcome == "passed") == (peak == limit)
         assert f"limit {limit}" in answer.message
 
@@ -158,56 +125,48 @@ def test_a_formula_without_a_value_gives_no_verdict(formula: str, kept: Any) -> 
     ("text", "value", "names"),
     [("2 * a + b / 4", 9.0, "ab"), ("-(a - 5) * 2", 4.0, "a"), (" 1e3 ", 1000.0, ""),
      ("1.5 * MiB + KiB", 1.5 * 2**20 + 1024, ""), ("max(a, b, 1) - min(a, b)", 9.0, "ab"),
-     ("64 * MiB / (a - 1)", 2.0**25, "a"), ("1 / (a - b)", -1 / 9, "ab"),
-     ("a - GiB", 3 - 2**30, "a"),
-     ("1 / (2 - min(a, 2))", None, "a"), ("1e12 / a - MiB", 1e12 / 3 - MIB, "a")],
+     ("1 / (b - a)", 1 / 9, "ab"), ("1 / (2 - min(a, 2))", None, "a"), ("a - GiB", None, "a")],
 )  # fmt: skip
 def test_arithmetic(text: str, value: float | None, names: str) -> None:
     """Formulas come to what they say; one that fails for some sizes may do for others."""
     assert names_in(text) == set(names)
-    if value is not None:
+    if value is None:
+        with pytest.raises(ValueError, match="Expected a number > 0"):
+            evaluate(text, {"a": 3.0})
+    else:
         assert evaluate(text, {"a": 3.0, "b": 12.0}) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "-5", "1e999", "a - a", "a / (b - b)", "-a", "1e308 * 10 * a", "1 / 0"]
-)
-def test_what_is_never_a_limit_is_refused_as_it_is_read(text: str) -> None:
-    """No value of any name makes a number > 0 of it."""
-    with pytest.raises(ValueError, match="Expected a number"):
-        names_in(text)
-
-
-@pytest.mark.parametrize(
     "text",
-    ["", "1 +", "a.b", "a[0]", "__import__('os')", "f(1)", "max(1)", "max(*a)", "max(1, key=2)",
-     "'x' * 3", "True", "2 ** 9 ** 9", "a if a else b", "lambda: 1", "[1]", "1; 2", "1 / 0",
-     "(" * 600, "1e308 * 10", "9" * 400 + " * 9" * 10, "unknown"],
+    ["0", "-5", "1e999", "a - a", "a / (b - b)", "-a", "1e308 * 10 * a", "1 / 0", "9" * 400,
+     "", "1 +", "a.b", "a[0]", "__import__('os')", "f(1)", "max(1)", "max(*a)", "max(1, key=2)",
+     "'x' * 3", "True", "2 ** 9 ** 9", "a if a else b", "[1]", "1; 2", "(" * 600],
 )  # fmt: skip
 def test_what_is_no_formula_is_refused(text: str) -> None:
-    """Anything but arithmetic, and arithmetic without a finite result."""
+    """Anything but arithmetic, and what is a number > 0 for no values of its names."""
+    with pytest.raises(ValueError, match="Expected"):
+        names_in(text)
     with pytest.raises(ValueError, match="Expected"):
         evaluate(text, {"a": 1.0, "b": 1.0})
 
 
 # --- what a soak states -----------------------------------------------------------------------
 
-STEPS, BASE = 96, 64
+STEPS = 96
 REPLAYS = (STEPS - 2) * 2 * 2 * 2
 """Of a layer each of two microbatches, forward and backward."""
-LAB, LONGER = Lab(steps=BASE), Lab(steps=STEPS)
+LAB = lab.Lab(steps=64)
 OURS, AGAIN, _ = LAB.legs()
-CHECKS: dict[str, Any] = {"checks": {"loss": {}, "state": {}, "soak": {}}}
+CHECKS: dict[str, Any] = {"loss": {}, "state": {}, "soak": {}}
 
 
 def soaked(**about: Any) -> RunResult:
     """A candidate of 64 steps that was soaked for 96; its reference was not."""
     spec = replace(LAB.case().candidate, soak=SoakSpec(by="replays", amount=700, **about))
-    run = edit_outcome(replace(LONGER.legs()[2], spec=spec), key=spec.key)
+    run = edit(replace(lab.Lab(steps=STEPS).legs()[2], spec=spec), key=spec.key)
     for rank in (0, 1):
-        detail = {"steps": STEPS, "replays": REPLAYS, "trained_s": 12.0}
-        event = EventRecord(name="soaked", rank=rank, step=0, detail=detail)
-        run = edit_rank(run, rank, events=(event,))
+        run = lab.told(run, rank, ("soaked", {"trained_s": 12.0}))
     return run
 
 
@@ -223,18 +182,17 @@ def series(rank: int, name: str, a_step: int, run: RunResult = SOAKED) -> RunRes
 
 def test_a_soak_states_its_bound() -> None:
     """The verdict says how many replays, the rate, what was compared, and that memory stayed."""
-    verdict = verdict_of(OURS, AGAIN, SOAKED, **CHECKS)
+    verdict = lab.verdict_of(OURS, AGAIN, SOAKED, checks=CHECKS)
     assert verdict.outcome == "passed", verdict.message
     assert (
         f"no failure in {REPLAYS} replays: fewer than 0.004 a replay at 95 % (rule of three); "
         "96 steps, bits compared in 64; memory does not grow" in verdict.message
     )
-    figures = answers(verdict)["soak"].figures
+    figures = lab.answers(verdict)["soak"].figures
     assert (figures["trials"], figures["rate_bound"]) == (REPLAYS, 3 / REPLAYS)
     # Ranks of other stages replay more graphs: each of theirs is no trial of its own.
-    more = edit_rank(SOAKED, 1, end={"replays": 900})
+    more = edit(SOAKED, 1, end={"replays": 900})
     assert ask("soak", OURS, more).figures["trials"] == REPLAYS
-    assert (1 - 3 / REPLAYS) ** REPLAYS <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -260,30 +218,23 @@ def test_a_leak_is_named(run: RunResult, limits: Any, told: str) -> None:
 def test_neighbours_on_a_shared_gpu_leak_for_themselves() -> None:
     """Where a GPU is shared, what the driver counts on all of it is nobody's; live memory is."""
     prints = {"fingerprint": {"environment": {HOST_KEY: f"{SHARED_HOST}-0"}}}
-    grown = edit_rank(series(0, "device_bytes", 4 * MIB), 0, start={"environment": prints})
+    grown = edit(series(0, "device_bytes", 4 * MIB), 0, start={"environment": prints})
     assert ask("soak", OURS, grown).outcome == "passed"
     assert ask("soak", OURS, series(0, "live_bytes", MIB, grown)).what == "memory_regression"
 
 
 def test_a_bound_needs_every_other_answer() -> None:
     """Late values that are not finite, bits that differ, a check without an answer."""
-    bad = edit_step(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
-    assert said(verdict_of(OURS, AGAIN, bad, **CHECKS)) == ("failed", "nonfinite")
+    bad = edit(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
     assert said(ask("soak", OURS, bad)) == ("failed", "nonfinite")
-    more: dict[str, Any]
-    for run, more in ((flip(SOAKED, 1, 5, "grads"), {}), (SOAKED, {"peak_memory": {}})):
-        verdict = verdict_of(OURS, AGAIN, run, checks=CHECKS["checks"] | more)
+    cases: list[Any] = [(lab.flip(SOAKED, 1, 5, "grads"), {}), (SOAKED, {"peak_memory": {}})]
+    for run, more in cases:
+        verdict = lab.verdict_of(OURS, AGAIN, run, checks=CHECKS | more)
         assert "no failure" not in verdict.message
-        assert said(answers(verdict)["soak"]) == ("skipped", "not_run")
-
-
-@pytest.mark.parametrize(
-    "run", [CANDIDATE, edit_rank(SOAKED, 1, steps=SOAKED.ranks[1].steps[: LEAST_STEPS - 1]),
-            edit_rank(SOAKED, 0, end=None)],
-)  # fmt: skip
-def test_what_was_not_soaked_or_shows_no_growth_proves_nothing(run: RunResult) -> None:
-    """Each rank shows whether its memory grows, and made replays."""
-    assert said(ask("soak", OURS, run)) == ("error", "not_run")
+        assert said(lab.answers(verdict)["soak"]) == ("skipped", "not_run")
+    for run in (CANDIDATE, edit(SOAKED, 0, end=None),
+                edit(SOAKED, 1, steps=SOAKED.ranks[1].steps[: LEAST_STEPS - 1])):  # fmt: skip
+        assert said(ask("soak", OURS, run)) == ("error", "not_run")
 
 
 @pytest.mark.parametrize(
@@ -291,15 +242,11 @@ def test_what_was_not_soaked_or_shows_no_growth_proves_nothing(run: RunResult) -
 )
 def test_a_stressor_without_a_turn_is_no_pass(turns: tuple[str, ...], outcome: str) -> None:
     """One that was to be at work and never was, on one rank: no verdict, and nobody's failure."""
-    run = configured(soaked(turn_steps=48), stress=["jitter", "poison", "races"])
+    run = lab.configured(soaked(turn_steps=48), stress=["jitter", "poison", "races"])
     for rank, names in ((0, ("jitter", "poison")), (1, turns)):
-        events = (
-            EventRecord(name="turn", rank=rank, step=n, detail={"stress": [name, "races"]})
-            for n, name in enumerate(names)
-        )
-        run = edit_rank(run, rank, events=(*run.ranks[rank].events, *events))
-    sides = [configured(each, stress=[]) for each in (OURS, AGAIN)]
-    verdict = verdict_of(*sides, run, **CHECKS)
+        run = lab.told(run, rank, *(("turn", {"stress": [name, "races"]}) for name in names))
+    sides = [lab.configured(each, stress=[]) for each in (OURS, AGAIN)]
+    verdict = lab.verdict_of(*sides, run, checks=CHECKS)
     assert verdict.outcome == outcome, verdict.message
     assert outcome == "passed" or "poison never had a turn on rank 1" in verdict.message
 
@@ -309,22 +256,19 @@ def test_a_stressor_without_a_turn_is_no_pass(turns: tuple[str, ...], outcome: s
 LENGTHS = st.integers(LEAST_STEPS, 600)
 
 
-def spaced(number: int) -> list[float]:
-    """Values in [0, 1) that look like noise: multiples of the golden ratio's fraction."""
-    return [(n * 0.6180339887) % 1 for n in range(number)]
-
-
 @given(steps=LENGTHS, level=st.integers(0, 1 << 36), swing=st.integers(0, 500 * KIB))
 def test_a_leak_of_64_kib_a_step_is_found(steps: int, level: int, swing: int) -> None:
     """In every run that is long enough, under noise of some steps' leak; steady, to the byte."""
-    slope = slope_of([level + 64 * KIB * n + swing * x for n, x in enumerate(spaced(steps))])
+    leak = [level + 64 * KIB * n for n in range(steps)]
+    # Multiples of the golden ratio look like noise.
+    slope = slope_of([each + swing * ((n * 0.6180339887) % 1) for n, each in enumerate(leak)])
     assert slope.grows()
     assert slope.bytes_per_step == pytest.approx(64 * KIB, rel=0.5)
     assert not slope.grows(limit=128 * KIB)
-    assert slope_of([level + 64 * KIB * n for n in range(steps)]).bytes_per_step == 64 * KIB
+    assert slope_of(leak).bytes_per_step == 64 * KIB
 
 
-def test_a_leak_is_found_beside_other_things() -> None:
+def test_a_leak_is_found_with_other_things() -> None:
     """Captures that hold much at first, once in 20 steps, memory given back, jumps that stay."""
     leak = [64 * KIB * n for n in range(2000)]
     warm = [leak[n] + 500 * MIB * (n < 400) for n in range(2000)]
@@ -336,46 +280,32 @@ def test_a_leak_is_found_beside_other_things() -> None:
         assert slope_of(found).grows()
 
 
-@given(steps=LENGTHS, period=st.floats(0.001, 0.5), phase=st.floats(0, 1))
-def test_a_sawtooth_is_no_leak(steps: int, period: float, phase: float) -> None:
-    """Memory that is kept for up to half of the run and then given back, at any phase."""
+@given(
+    steps=LENGTHS, period=st.floats(0.001, 0.5), phase=st.floats(0, 1),
+    places=st.lists(st.floats(0, 1), max_size=6), part=st.floats(0.001, 0.25),
+)  # fmt: skip
+def test_what_is_given_back_stays_or_fills_up_is_no_leak(
+    steps: int, period: float, phase: float, places: list[float], part: float
+) -> None:
+    """A sawtooth of up to half of the run, some allocations that stay, a warm-up that slows."""
     # Seen once a step, a shorter one looks like one that is longer than the run.
     length = max(period * steps, 2.0)
     assert not slope_of([MIB * ((n / length + phase) % 1) for n in range(steps)]).grows()
-
-
-@given(steps=LENGTHS, places=st.lists(st.floats(0, 1), max_size=6), part=st.floats(0.001, 0.25))
-def test_stairs_and_what_fills_up_are_no_leak(steps: int, places: list[float], part: float) -> None:
-    """Some allocations that stay, wherever they come; a warm-up that slows down."""
     stairs = [MIB * sum(n >= p * steps for p in places) for n in range(steps)]
     assert not slope_of(stairs).grows()
-    assert not slope_of(sorted(stairs, reverse=True)).grows()
     filling = [MIB * (1 - math.exp(-n / (part * steps))) for n in range(steps)]
     assert not slope_of(filling).grows()
 
 
-def test_stairs_under_noise_are_no_leak() -> None:
-    """A few allocations that stay, in memory that swings: increments rise half the time by luck."""
-    for seed in range(60):
-        drawn = random.Random(seed)
-        places = [drawn.randrange(1000) for _ in range(drawn.randint(1, 6))]
-        noise = [drawn.uniform(0, MIB) for _ in range(1000)]
-        found = [64 * MIB * sum(n >= at for at in places) + x for n, x in enumerate(noise)]
-        assert not slope_of(found).grows()
-
-
-def test_the_parts_of_the_test() -> None:
-    """The chance is that over all orders, the slope a median of pairs, a jump the usual step."""
-    orders = list(itertools.permutations(range(6)))
-    chances = sorted(chance_of_trend(order) for order in orders)
-    for order in orders[:: len(orders) // 7]:
-        chance = chance_of_trend(order)
-        assert chance == pytest.approx(sum(c <= chance for c in chances) / len(orders))
-    assert chance_of_trend(range(WINDOWS)) == pytest.approx(1 / math.factorial(WINDOWS))
-    assert chance_of_trend([7] * WINDOWS) > 0.4 > LEVEL > 1 / math.factorial(WINDOWS)
-    assert theil_sen((0, 1, 2, 4), (0, 1, 2, 40)) == 5.5  # of 1, 1, 10, 1, 13, 19
-    assert theil_sen(range(5), (0, 2, 4, 1000, 8)) == 2
-    assert without_jumps([0, 1, 3, 6, 106, 206]) == [0, 1, 3, 6, 8, 10]
-    assert without_jumps([0, 1, 3, 6, -94]) == [0, 1, 3, 6, -94]
+def test_one_order_in_10_000_has_such_a_trend() -> None:
+    """Pairs that rise, less those that fall, are all pairs less two for each inversion."""
+    counts = [1]  # of orders with 0, 1, 2, ... inversions
+    for size in range(2, WINDOWS + 1):
+        counts = [sum(counts[max(0, n + 1 - size) : n + 1]) for n in range(len(counts) + size - 1)]
+    pairs = math.comb(WINDOWS, 2)
+    orders = [sum(counts[: (pairs - trend) // 2 + 1]) for trend in (TREND, TREND - 1)]
+    assert orders[0] <= math.factorial(WINDOWS) / 10_000 < orders[1]
+    rising = slope_of(list(itertools.accumulate([1] * LEAST_STEPS)))
+    assert (rising.trend, rising.rising, rising.bytes_per_step) == (pairs, WINDOWS - 1, 1.0)
     with pytest.raises(ValueError, match=r"Expected 64 values at least, got 63\."):
         slope_of([0] * (LEAST_STEPS - 1))

@@ -8,25 +8,12 @@ import pytest
 
 from harness.bisect.aligned import Legs
 from harness.checks.taps import in_program_order, shared_rows
-from harness.records import NEVER_RAN, TAP_HEX_CHARS, EventRecord, RunResult
+from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
 from tests.unit.harness.bisect.small_model import run_of, tapped
-from tests.unit.harness.checks.conftest import (
-    CANDIDATE,
-    CONTROL,
-    REFERENCE,
-    TAPS,
-    Lab,
-    ask,
-    configured,
-    edit_rank,
-    edit_step,
-    flip,
-    place,
-    said,
-    verdict_of,
-)
+from tests.unit.harness.checks import conftest as lab
+from tests.unit.harness.checks.conftest import CANDIDATE, REFERENCE, ask, edit, place, said
 
-NAMES = tuple(TAPS)
+NAMES = tuple(lab.TAPS)
 NEVER = "0" * 32 + NEVER_RAN
 At = tuple[int, int]
 """Rank and step."""
@@ -40,7 +27,7 @@ def row(run: RunResult, rank: int, step: int, name: str) -> str:
 def rewrite(run: RunResult, at: At, rows: dict[str, str]) -> RunResult:
     """The run with rows of one (rank, step) replaced."""
     text = "".join(rows.get(name, row(run, *at, name)) for name in NAMES)
-    return edit_step(run, *at, taps=text)
+    return edit(run, *at, taps=text)
 
 
 def other(run: RunResult, changes: dict[At, list[str]]) -> RunResult:
@@ -100,19 +87,15 @@ def test_the_first_in_program_order_is_named(changes: dict[At, list[str]], first
     assert answer.figures["differing_pairs"] == len(changes)
 
 
-@pytest.mark.parametrize("rank", [0, 8, 15])
-def test_each_rank_and_the_last_row_is_compared(rank: int) -> None:
-    """Of 16 ranks, in the last step."""
-    reference, _, candidate = Lab(world_size=16).legs()
-    answer = ask("taps", reference, other(candidate, {(rank, 3): [NAMES[-1]]}))
-    assert place(answer)[:2] == (3, rank)
-
-
-def test_within_a_stage_the_place_in_the_step_decides() -> None:
-    """Calls of one microbatch and stage are ordered as the reference ran them."""
+def test_each_rank_and_the_last_row_is_compared() -> None:
+    """Of 16 ranks, in the last step; in a stage the place in the step decides, as it ran."""
+    reference, _, candidate = lab.Lab(world_size=16).legs()
+    for rank in (0, 8, 15):
+        answer = ask("taps", reference, other(candidate, {(rank, 3): [NAMES[-1]]}))
+        assert place(answer)[:2] == (3, rank)
     runs = [REFERENCE, other(CANDIDATE, {(0, 0): [GRAD.format(0, 0), GRAD.format(1, 0)]})]
     for rank in (0, 1):
-        runs = [edit_rank(run, rank, start={"tap_stages": (0,) * len(NAMES)}) for run in runs]
+        runs = [edit(run, rank, start={"tap_stages": (0,) * len(NAMES)}) for run in runs]
     answer = ask("taps", *runs)
     assert place(answer)[3] == GRAD.format(1, 0)
     assert "the gradient of the output of layers.1.attn, call 0" in answer.message
@@ -140,8 +123,8 @@ def of_router(run: RunResult, **config: Any) -> RunResult:
     graph = ["moe_router"] if run.spec.config["graph"] else []
     for rank in (0, 1):
         names = tuple(name.replace("1.attn", "1.mlp.moe") for name in NAMES)
-        run = edit_rank(run, rank, start={"taps": names})
-    return configured(run, graph=graph, **config)
+        run = edit(run, rank, start={"taps": names})
+    return lab.configured(run, graph=graph, **config)
 
 
 @pytest.mark.parametrize(
@@ -172,13 +155,13 @@ def test_a_graph_takes_apart_what_it_holds_and_nothing_else(
 
 def of_program(run: RunResult) -> RunResult:
     """The run as one of a program, of whose graphs nothing is known."""
-    return configured(run, program={"target": "train.py"})
+    return lab.configured(run, program={"target": "train.py"})
 
 
 def asked(run: RunResult, scenario: Sequence[str], script: str = "") -> RunResult:
     """The run of a scenario with these patterns, whose rank 0 asks for one more."""
-    events = (EventRecord(name="taps", rank=0, step=-1, detail={"patterns": [script]}),)
-    return edit_rank(configured(run, taps=list(scenario)), 0, events=events if script else ())
+    events = [("taps", {"patterns": [script]})] if script else []
+    return lab.told(lab.configured(run, taps=list(scenario)), 0, *events)
 
 
 BOTH = ("layers.*.attn", "layers.*.attn:gradient")
@@ -210,15 +193,18 @@ def test_a_pattern_that_looked_at_nothing_is_an_error(
     assert told in answer.message
 
 
+NOTHING = ("x.*:output",)
+FIRST = ("layers.0.attn",)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
-        ((("layers.0.attn", "x.*:output"),), (("layers.0.attn", "x.*:output"),), "x.*:output"),
-        ((("layers.0.attn",), "nothing"), (("layers.0.attn",),), "nothing"),
-        (((), ""), ((), "nothing"), "nothing"),
-        ((("layers.0.attn",), "layers.0.attn"), (("layers.0.attn",),), ""),
+        (((*FIRST, *NOTHING),), ((*FIRST, *NOTHING),), "x.*:output"),
+        ((FIRST, "nothing"), (FIRST,), "nothing"), (((), ""), ((), "nothing"), "nothing"),
+        ((FIRST, *FIRST), (FIRST,), ""),
     ],
-)
+)  # fmt: skip
 def test_a_pattern_without_a_module_compares_nothing(ours: Any, theirs: Any, told: str) -> None:
     """Whoever states it, a scenario or the script of one run."""
     answer = ask("taps", asked(REFERENCE, *ours), asked(CANDIDATE, *theirs))
@@ -229,10 +215,8 @@ def test_a_pattern_without_a_module_compares_nothing(ours: Any, theirs: Any, tol
 def test_other_taps_or_none_are_no_pass() -> None:
     """Rows are matched by place: the same names in another order would be other modules."""
     bare: dict[str, Any] = {"taps": (), "tap_stages": ()}
-    untapped = [
-        edit_rank(edit_rank(r, 0, start=bare), 1, start=bare) for r in (REFERENCE, CANDIDATE)
-    ]
-    turned = edit_rank(CANDIDATE, 1, start={"taps": NAMES[::-1]})
+    untapped = [edit(edit(r, 0, start=bare), 1, start=bare) for r in (REFERENCE, CANDIDATE)]
+    turned = edit(CANDIDATE, 1, start={"taps": NAMES[::-1]})
     for pair in (untapped, (REFERENCE, untapped[1]), (REFERENCE, turned)):
         assert said(ask("taps", *pair)) == ("error", "unsupported")
     assert said(ask("taps", asked(untapped[0], BOTH), untapped[1])) == ("error", "not_run")
@@ -240,12 +224,12 @@ def test_other_taps_or_none_are_no_pass() -> None:
 
 def test_taps_decide_before_what_follows_from_them() -> None:
     """In one step what went through a module explains the gradients; an earlier step, all."""
-    bad = flip(other(CANDIDATE, {(0, 2): [OUT.format(0, 1)]}), 0, 2, "grads")
-    assert place(verdict_of(REFERENCE, CONTROL, bad))[3] == OUT.format(0, 1)
-    earlier = flip(bad, 0, 1, "optim")
-    assert place(verdict_of(REFERENCE, CONTROL, earlier))[2] == "optim"
-    control = other(CONTROL, {(1, 1): [OUT.format(0, 0)]})
-    verdict = verdict_of(REFERENCE, control, CANDIDATE)
+    bad = lab.flip(other(CANDIDATE, {(0, 2): [OUT.format(0, 1)]}), 0, 2, "grads")
+    assert place(lab.verdict_of(REFERENCE, lab.CONTROL, bad))[3] == OUT.format(0, 1)
+    earlier = lab.flip(bad, 0, 1, "optim")
+    assert place(lab.verdict_of(REFERENCE, lab.CONTROL, earlier))[2] == "optim"
+    control = other(lab.CONTROL, {(1, 1): [OUT.format(0, 0)]})
+    verdict = lab.verdict_of(REFERENCE, control, CANDIDATE)
     assert said(verdict) == ("incomparable", "nondeterministic_reference")
 
 
@@ -314,12 +298,3 @@ def test_a_call_before_its_microbatch_is_of_an_earlier_one() -> None:
     assert (held["rope:input[1]"].microbatch, held["layers.1:output[1]"].microbatch) == (0, 1)
     folded = {name for name, call in held.items() if call.is_folded}
     assert folded == {"rope:input[2]", "rope:output[2]", "rope:gradient[2]"}
-
-
-def test_a_pipeline_orders_by_microbatch_though_ranks_work_at_others() -> None:
-    """With stages, forward comes first, then the microbatch; without, the place in the step."""
-    calls = ["layers.0:output", "layers.0:gradient", "layers.0:output", "layers.0:gradient"]
-    run, staged = run_with(2, calls), run_with(2, calls, stage=1)
-    names = [f"{calls[0]}[0]", f"{calls[1]}[0]", f"{calls[0]}[1]", f"{calls[1]}[1]"]
-    assert [call.name for call in rows_of(run)] == names
-    assert [call.name for call in rows_of(staged)] == [names[0], names[2], names[1], names[3]]

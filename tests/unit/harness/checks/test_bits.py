@@ -1,0 +1,551 @@
+"""What differs between two runs is found where it is: losses, state, NaN, samples read."""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_core.config import ParallelConfig
+from fsdp_core.layouts import Dense, dense_coordinates
+from harness.checks import judge, within
+from harness.checks.exact import same_data
+from harness.records import (
+    ABSENT,
+    COPIES,
+    DIGEST_GROUPS,
+    SAMPLES,
+    CaseSpec,
+    FloatBits,
+    RecordError,
+    RunResult,
+    Verdict,
+)
+from harness.repeats import NUM_SAMPLES, samples_of
+from harness.tolerance import Close
+from tests.unit.harness.checks import conftest as lab
+from tests.unit.harness.checks.conftest import (
+    CANDIDATE,
+    CONTROL,
+    INF,
+    LAB,
+    NAN,
+    REFERENCE,
+    TENSORS,
+    Edit,
+    ask,
+    at,
+    bit,
+    both,
+    configured,
+    edit,
+    edit_all,
+    f32,
+    flip,
+    place,
+    said,
+    same,
+)
+
+WIDE_REFERENCE, _, WIDE_CANDIDATE = lab.Lab(world_size=16).legs()
+BOTH = (REFERENCE, CANDIDATE)
+TWO = f32(2.0)
+
+
+def named(rank: int, names: tuple[str, ...]) -> Edit:
+    """Weights of a rank that are called otherwise."""
+    return lambda run: edit(run, rank, start={"tensors": {"weights": names}})
+
+
+def exchanged(run: RunResult) -> RunResult:
+    left, right = (run.ranks[rank].steps[1].digests for rank in (0, 1))
+    return edit(edit(run, 0, 1, digests=right), 1, 1, digests=left)
+
+
+def repeated(run: RunResult) -> RunResult:
+    """A second record of a step, after a wrong one."""
+    steps = run.ranks[0].steps
+    return edit(run, 0, steps=(steps[0], flip(run, 0, 1, "optim").ranks[0].steps[1], *steps[1:]))
+
+
+def digests(change: Callable[[dict[str, str]], dict[str, str]]) -> Edit:
+    def changed(run: RunResult) -> RunResult:
+        steps = list(run.ranks[0].steps)
+        steps[1] = replace(steps[1], digests=change(steps[1].digests))
+        return edit(run, 0, steps=tuple(steps))
+
+    return changed
+
+
+def strategies(ours: str, theirs: str) -> tuple[Edit, Edit]:
+    """Compute copies of one tensor differ in step 3, under a strategy of each side."""
+
+    def side(strategy: str, copy: str) -> Edit:
+        def changed(run: RunResult) -> RunResult:
+            for rank in (0, 1):
+                run = edit(run, rank, start={"tensors": {COPIES: ("embed.weight",)}})
+                run = edit(run, rank, 3, digests={COPIES: copy * 32})
+            return configured(run, fsdp={"strategy": strategy})
+
+        return changed
+
+    return side(ours, "a"), side(theirs, "b")
+
+
+def extra(run: RunResult) -> RunResult:
+    """Rank 1 has a gradient that rank 0 has not."""
+    run = edit(run, 1, start={"tensors": {"grads": (*TENSORS["grads"], "tail.weight")}})
+    for step, record in enumerate(run.ranks[1].steps):
+        run = edit(run, 1, step, digests={"grads": record.digests["grads"] + "1" * 32})
+    return run
+
+
+WEIGHTS, W = TENSORS["weights"], "weights"
+BAD = {"nonfinite": {"grads": ("x",)}}
+NOT_FINITE: list[tuple[dict[str, Any], str, str]] = [
+    *(({"loss": bad}, "loss", "") for bad in (NAN, INF)),
+    ({"microbatch_losses": (f32(1.0), NAN)}, "microbatch_losses[1]", ""),
+    ({"grad_norm": INF}, "grad_norm", ""),
+    *(({"nonfinite": {g: ("x",)}}, g, "x") for g in (*DIGEST_GROUPS, "buffers")),
+    ({"grad_norm": NAN, "nonfinite": {W: ("w",), "grads": ("x",)}}, "grads", "x"),
+    ({"grad_norm": NAN, "nonfinite": {"optim": ("w",)}}, "grad_norm", ""),
+]
+"""Changes, and what is named: where it was computed first; the norm is made of the gradients."""
+FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
+    # check, edits of reference and candidate, step, rank, quantity and tensor of the difference
+    *(("state", same, bit(rank, step, group, n), (step, rank, group, TENSORS[group][n // 128]))
+      for rank in (0, 7, 8, 15)
+      for step, group, n in ((-1, W, 130), (-1, "rng", 0), (3, "optim", 255),
+                             *((0, group, 127) for group in TENSORS))),
+    # By step, then group, then tensor, and only then by rank.
+    ("state", same, both(bit(0, 3, "grads"), bit(0, 2, W), bit(0, 2, "grads", 200),
+                         bit(1, 2, "grads", 5)), (2, 1, "grads", "embed.weight")),
+    ("state", same, both(bit(0, 0, W), bit(1, -1, "rng")), (-1, 1, "rng", "cpu")),
+    ("state", same, both(bit(1, 1, "optim"), bit(0, 1, "rng")), (1, 1, "optim")),
+    ("state", same, both(bit(0, 1, "grads"), bit(1, 1, "samples", 128)), (1, 1, "samples")),
+    ("state", extra, both(bit(1, 2, "grads", 2 * 128), bit(0, 2, W), extra),
+     (2, 1, "grads", "tail.weight")),
+    *(("state", *sides, (0, rank, "tensors.weights")) for rank in (1, 15)
+      for names in (WEIGHTS[::-1], (*WEIGHTS, "extra"), ())
+      for sides in ((same, named(rank, names)), (named(rank, names), same))),
+    ("state", same, exchanged, (1, 0)), ("state", same, repeated, (1, 0, "optim")),
+    *(("state", same, digests(change), (1, 0)) for change in (
+        lambda d: d | {"grads": d["grads"][:-3]}, lambda d: d | {"grads": d["grads"] + "ab"},
+        lambda d: {"grads": d["grads"]}, lambda d: {}, lambda d: d | {"novel": "00" * 16})),
+    ("state", *strategies("optim", "optim"), (3, 0, COPIES)),
+    *(("finite", same, both(at(rank, 2, **change), at(3, 3, loss=NAN)), (2, rank, *told))
+      for rank in (0, 15) for change, *told in NOT_FINITE),
+    # Nothing that is trained is excused by the reference, no loss by a step that was skipped.
+    ("finite", at(0, 1, **BAD), at(0, 1, **BAD), (1, 0, "grads")),
+    ("finite", at(0, 1, nonfinite={W: ("w",)}), at(0, 1, nonfinite={W: ("w",)}), (1, 0, W)),
+    ("finite", same, at(0, 1, nonfinite={W: ("w",)}, skipped="scaler"), (1, 0, W)),
+    ("finite", same, at(0, 1, loss=NAN, skipped="scaler"), (1, 0, "loss")),
+    # One ulp, -0.0 for 0.0, another NaN, infinity for the largest float, and what is missing.
+    *(("loss", at(rank, step, **{name: FloatBits.from_bits(left)}),
+       at(rank, step, **{name: FloatBits.from_bits(right)}), (step, rank, name))
+      for rank, step in ((0, 0), (8, 3), (15, 3)) for name in ("loss", "grad_norm")
+      for left, right in ((0x3F800000, 0x3F800001), (0, 0x80000000), (0x7FC00000, 0x7FC00001),
+                          (0x7F800000, 0x7F7FFFFF))),
+    ("loss", same, at(1, 1, microbatch_losses=(TWO, TWO)), (1, 1, "microbatch_losses[0]")),
+    *(("loss", *sides, (1, 1, name))
+      for change, name in (({"grad_norm": None}, "grad_norm"), ({"loss": None}, "loss"),
+                           ({"microbatch_losses": ()}, "microbatch_losses[0]"))
+      for sides in ((same, at(1, 1, **change)), (at(1, 1, **change), same))),
+    # In a step a loss of a later rank comes before the norm of an earlier one.
+    ("loss", same, both(at(0, 2, grad_norm=TWO), at(1, 2, loss=TWO), at(0, 3, loss=TWO)),
+     (2, 1, "loss")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "ours", "theirs", "first"), FAULTS)
+def test_what_differs_is_found_where_it_is(
+    check: str, ours: Edit, theirs: Edit, first: Any
+) -> None:
+    """Any bit of any step and rank of 16; nothing is found where nothing was planted."""
+    assert ask(check, WIDE_REFERENCE, WIDE_CANDIDATE).outcome == "passed"
+    answer = ask(check, ours(WIDE_REFERENCE), theirs(WIDE_CANDIDATE))
+    assert said(answer) == ("failed", "nonfinite" if check == "finite" else "diverged")
+    assert place(answer)[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        strategies("optim", "grads"),
+        (at(0, 1, nonfinite={"buffers": ("mask",)}), at(0, 1, nonfinite={"buffers": ("mask",)})),
+        (same, at(0, 1, nonfinite={"grads": ("x",)}, grad_norm=NAN, skipped="scaler")),
+    ],
+)  # fmt: skip
+def test_what_is_excused(ours: Edit, theirs: Edit) -> None:
+    """Copies that strategies keep otherwise, a mask of both runs, gradients of a skipped step."""
+    for check in ("state", "finite"):
+        assert ask(check, ours(REFERENCE), theirs(CANDIDATE)).outcome == "passed"
+
+
+def test_answers_count_what_they_compared() -> None:
+    """Pairs of step and rank, tensors, values and ulps; and what the loss alone would have shown:
+    nothing; its bits at once; its five decimals once the difference has grown."""
+    pairs = {"pairs": 16 * 4, "differing_pairs": 0}
+    assert ask("state", *BOTH).figures == {"digests": (5 + 9 * 4) * 2, "differing_pairs": 0}
+    assert ask("loss", WIDE_REFERENCE, WIDE_CANDIDATE).figures == pairs
+    broken = flip(CANDIDATE, 1, 0, "weights")
+    answer = ask("state", REFERENCE, broken)
+    counts = {"differing_tensors": 1, "differing_ranks": 1, "differing_pairs": 1, "pairs": 10}
+    assert answer.figures == counts
+    assert "bits of the loss never differ, its 5 decimals never differ" in answer.message
+    ours = edit(edit(REFERENCE, 0, 1, loss=TWO), 0, 3, loss=TWO)
+    theirs = edit(edit(broken, 0, 1, loss=f32(2.00000024)), 0, 3, loss=f32(2.5))
+    shown = "the bits of the loss differ first at step 1, its 5 decimals differ first at step 3"
+    assert shown in ask("state", ours, theirs).message
+    for left, right, ulps in ((1.0, 1.0000001, 1), (0.0, -0.0, 0), (math.nan, 1.0, None)):
+        sides = [edit(run, 1, 2, loss=f32(x)) for run, x in zip(BOTH, (left, right), strict=True)]
+        found = ask("loss", *sides).difference
+        assert found is not None
+        assert found.ulps == ulps
+    bad = edit(CANDIDATE, 0, 2, loss=NAN)
+    assert "poison" not in ask("finite", REFERENCE, bad).message
+    assert "poison" in ask("finite", REFERENCE, configured(bad, stress=["poison"])).message
+
+
+def test_nothing_to_compare_is_no_pass() -> None:
+    """No steps, names or losses, digests of absent tensors alone, a state before step 0 of one."""
+    empty = edit(edit(CANDIDATE, 0, steps=()), 1, steps=())
+    nameless = edit(edit(REFERENCE, 0, start=None), 1, start=None)
+    absent = {group: ABSENT * len(names) for group, names in TENSORS.items()}
+    for pair in ((REFERENCE, empty), (nameless, CANDIDATE),
+                 [edit_all(run, digests=absent) for run in BOTH]):  # fmt: skip
+        assert said(ask("state", *pair)) == ("error", "not_run")
+    lost = edit(CANDIDATE, 1, initial=None)
+    for pair in ((REFERENCE, lost), (lost, REFERENCE)):
+        assert said(ask("state", *pair)) == ("error", "corrupt_record")
+    assert said(ask("finite", REFERENCE, empty)) == ("error", "not_run")
+    bare = [edit_all(run, loss=None, microbatch_losses=(), grad_norm=None) for run in BOTH]
+    for expect in ("bitwise", {"atol": 1.0}, {"loss_gap": 1.0, "over": 2}):
+        assert ask("loss", *bare, LAB.case(expect=expect)).outcome == "error"
+        assert ask("loss", REFERENCE, empty, LAB.case(expect=expect)).outcome != "passed"
+
+
+# --- what data-parallel ranks read ------------------------------------------------------------
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_outer": 2, "dp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2},
+    {"tp": 2}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+]  # fmt: skip
+TEXT = {"data": {"kind": "text", "path": "short.txt"}}
+Choice = Callable[[Dense, int], object]
+
+
+def read(run: RunResult, choice: Choice, **config: Any) -> RunResult:
+    """The run with a digest of tokens that follows from the rank's place and the step."""
+    layout = ParallelConfig(**config["parallel"])
+
+    def digests(step: int, rank: int) -> dict[str, str]:
+        text = str(choice(dense_coordinates(layout, rank), step))
+        return {SAMPLES: 2 * hashlib.md5(text.encode()).hexdigest()}
+
+    return configured(edit_all(run, digests=digests), **config)
+
+
+def alike(_: Dense, step: int) -> object:
+    """A sampler that knows no ranks."""
+    return step
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("axis", ["", "dp_outer", "dp", "cp"])
+def test_each_part_of_the_batch_is_read_by_its_own_ranks(parallel: Any, axis: str) -> None:
+    """Peers of tp, pp, ep and etp read alike; an axis along which all do otherwise is found."""
+    layout = ParallelConfig(**parallel)
+
+    def choice(here: Dense, step: int) -> object:
+        here = here._replace(**{axis: 0}) if axis else here
+        return step, here.dp_outer, here.dp, here.cp
+
+    model = {"experts": 4, "top_k": 2, "expert_ffn": 8} if "ep" in parallel else {}
+    run = lab.Lab(world_size=layout.world_size).legs()[0]
+    found = same_data(read(run, choice, parallel=parallel, model=model), "reference")
+    if parallel.get(axis, 1) == 1:
+        assert found is None
+        return
+    assert found is not None
+    ranks = range(layout.world_size)
+    first = next(r for r in ranks if getattr(dense_coordinates(layout, r), axis))
+    assert (said(found), place(found)[1:]) == (("failed", "same_data"), (first, SAMPLES, "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "choice", "config", "is_found"),
+    [
+        (4, alike, {}, True), (4, lambda here, n: (n, here.dp if n == 2 else 0), {}, False),
+        (1, alike, {"microbatches": 2}, False), (4, alike, {"model": {"vocab_size": 1}}, False),
+        (8, alike, {"model": {"vocab_size": 2}}, False), (5, alike, TEXT, False),
+        (8, lambda here, step: 0, TEXT, False), (6, alike, TEXT, True),
+        (4, alike, {"program": {"target": "train.py"}}, False),
+    ],
+)  # fmt: skip
+def test_what_is_equal_by_chance_is_no_failure(
+    steps: int, choice: Choice, config: dict[str, Any], is_found: bool
+) -> None:
+    """One step of other samples, too few to tell, one token or two in all, a corpus of unknown
+    length or of one sequence, another program; but many steps of a corpus, no two alike, are."""
+    run = read(lab.Lab(steps=steps).legs()[0], choice, parallel={"dp": 2}, **config)
+    assert (same_data(run, "reference") is not None) == is_found
+
+
+# --- within a tolerance -----------------------------------------------------------------------
+
+RTOL = 2.0**-10
+ONLY: dict[str, Any] = {"loss": {}, "state": {}, "finite": {}}
+FLAT = [
+    edit_all(run, loss=TWO, microbatch_losses=(TWO, TWO), grad_norm=TWO)
+    for run in (REFERENCE, CONTROL, CANDIDATE)
+]
+"""Every loss and norm is 2."""
+
+
+@pytest.mark.parametrize(
+    ("expect", "step", "change", "outcome"),
+    [
+        *(({"atol": 1e9}, 1, change, "failed") for change in (
+            {"grad_norm": None}, {"loss": None}, {"microbatch_losses": (TWO,)})),
+        ({"rtol": RTOL}, 1, {"loss": f32(2 * (1 + RTOL))}, "passed"),
+        ({"rtol": RTOL}, 1, {"loss": f32(2 * (1 + RTOL) + 2.0**-22)}, "failed"),
+        ({"rtol": RTOL}, 1, {"loss": f32(2 * (1 - RTOL) - 2.0**-22)}, "failed"),
+        *(({"atol": 0.25}, 3, change, outcome)
+          for gap, outcome in ((0.25, "passed"), (0.2500002, "failed"))
+          for change in ({"grad_norm": f32(2 + gap)}, {"microbatch_losses": (TWO, f32(2 + gap))})),
+        # One of 2 steps x 2 ranks off by 4 gaps moves the mean by one gap; earlier steps count not.
+        *(({"loss_gap": 0.25, "over": 2}, 2, {"loss": f32(2 + 4 * gap)}, outcome)
+          for gap, outcome in ((0.25, "passed"), (0.2500002, "failed"), (-0.3, "failed"))),
+        ({"loss_gap": 0.25, "over": 2}, 1, {"loss": f32(200)}, "passed"),
+        ({"loss_gap": 1e9, "over": 4}, 2, {"loss": None}, "failed"),
+        ({"loss_gap": 1.0, "over": 5}, 0, {}, "error"),
+        # Digests differ and are only counted; what is not finite fails.
+        ({"atol": 1.0}, 2, {"digests": {"weights": "0" * 64}}, "passed"),
+        ({"atol": 1.0}, 2, {"nonfinite": {"grads": ("x",)}}, "failed"),
+    ],
+)  # fmt: skip
+def test_the_bound_itself_is_within(expect: Any, step: int, change: Any, outcome: str) -> None:
+    """Of every loss, microbatch and norm, or of the mean; beyond it the place is named."""
+    run = edit(FLAT[2], 1, step, **change)
+    verdict = lab.verdict_of(FLAT[0], FLAT[1], run, expect=expect, checks=ONLY)
+    assert verdict.outcome == outcome
+    assert outcome != "failed" or place(verdict)[:2] == (step, 1)
+    if "digests" in change:
+        assert lab.answers(verdict)["state"].figures["differing_tensors"] == 2
+
+
+@pytest.mark.parametrize("expect", [{"rtol": 1e9, "atol": 1e9}, {"loss_gap": 1e9, "over": 4}])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("sides", [(0, 1, 2), (2,), (0, 1)])
+def test_nan_is_within_no_tolerance_not_even_of_itself(
+    expect: Any, value: FloatBits, sides: tuple[int, ...]
+) -> None:
+    """In whichever run it is, its place is named, and not that of the largest gap."""
+    runs = [edit(r, 1, 3, loss=value) if i in sides else r for i, r in enumerate(FLAT)]
+    runs[2] = edit(runs[2], 0, 3, loss=f32(9.0))
+    loss = lab.answers(lab.verdict_of(*runs, expect=expect, checks={"loss": {}}))["loss"]
+    assert (loss.outcome, place(loss)) == ("failed", (3, 1, "loss", ""))
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "excess"),
+    [(2.0, 1.0, 4.0), (1.0, 2.0, 8.0), (-2.0, -1.0, 4.0), (-2.0, -2.25, 1.0), (0.0, 0.0, 0.0),
+     (0.0, -1e-30, math.inf), (math.nan, math.nan, math.inf), (math.inf, math.inf, math.inf)],
+)  # fmt: skip
+def test_a_gap_counts_in_both_directions(reference: float, candidate: float, excess: float) -> None:
+    """In units of the bound: below as above, of negative values, and of 0, where nothing is."""
+    assert Close(rtol=0.125, atol=0.0).excess(reference, candidate) == excess
+
+
+@pytest.mark.parametrize(
+    "expect",
+    [{}, {"rtol": 0.0}, {"rtol": -1.0}, {"rtol": math.nan}, {"rtol": 1.0, "over": 2},
+     {"loss_gap": 1.0}, {"loss_gap": 0.0, "over": 1}, {"loss_gap": 1.0, "over": 1.5}, "about"],
+)  # fmt: skip
+def test_what_is_no_tolerance_is_refused(expect: Any) -> None:
+    """A case cannot hold a bound that bounds nothing; it keeps a legal one in its file."""
+    with pytest.raises(RecordError):
+        CaseSpec.from_json(LAB.case().to_json() | {"expect": expect})
+    for legal in ("rounding", {"rtol": 1e-5, "atol": 0.0}):
+        case = LAB.case(expect=legal)
+        assert CaseSpec.from_json(case.to_json()) == case
+
+
+@pytest.mark.parametrize("expect", [{"atol": 1.0}, "rounding"])
+def test_the_control_is_still_compared_bit_for_bit(expect: Any) -> None:
+    """A reference that repeats itself within the tolerance only is not judged against."""
+    control = edit(CONTROL, 0, 1, loss=f32(2.001))
+    verdict = lab.verdict_of(REFERENCE, control, CANDIDATE, expect=expect, checks=ONLY)
+    assert said(verdict) == ("incomparable", "nondeterministic_reference")
+
+
+# --- within rounding --------------------------------------------------------------------------
+
+Change = Callable[[int, int, int], float]
+"""From (step, rank, place of the value) to what is added to 2."""
+SIGMA = 2.0**-12
+"""Of the samples below; they are powers of two off 2, so that float32 holds them."""
+
+
+def rewritten(run: RunResult, change: Change) -> RunResult:
+    """The run with losses and norms of 2 and what `change` adds."""
+    number = len(run.ranks[0].steps[0].microbatch_losses)
+    return edit_all(
+        run,
+        loss=lambda step, rank: f32(2 + change(step, rank, 0)),
+        grad_norm=lambda step, rank: f32(2 + change(step, rank, 1)),
+        microbatch_losses=lambda step, rank: tuple(
+            f32(2 + change(step, rank, 2 + n)) for n in range(number)
+        ),
+    )
+
+
+def zero(*_: int) -> float:
+    return 0.0
+
+
+def table(errors: Any) -> Change:
+    """By step and place."""
+    return lambda step, rank, place: float(errors[step, place])
+
+
+class Case:
+    """A case whose candidate and samples differ from a flat reference as stated."""
+
+    def __init__(
+        self, candidate: Change, samples: Sequence[Change], reference: Change = zero,
+        lab: lab.Lab = LAB,
+    ) -> None:  # fmt: skip
+        self.case = lab.case(expect="rounding", checks=ONLY)
+        legs = zip(lab.legs(), (reference, reference, candidate), strict=True)
+        self.legs = [rewritten(run, change) for run, change in legs]
+        made = zip(samples_of(self.case), samples, strict=True)
+        self.samples = [rewritten(lab.run(spec), change) for spec, change in made]
+
+    def judged(self) -> Verdict:
+        return judge(self.case, *self.legs, samples=self.samples)
+
+
+def even(sigma: float = SIGMA) -> list[Change]:
+    """Six samples whose standard deviation is `sigma` and whose mean is the reference."""
+    gap = sigma * math.sqrt((NUM_SAMPLES - 1) / NUM_SAMPLES)
+    return [lambda *_, sign=sign: sign * gap for sign in (1, -1) * (NUM_SAMPLES // 2)]
+
+
+BOUND = (
+    within.quantile(within.FALSE_ALARM / 64, NUM_SAMPLES - 1) * math.sqrt(2) * SIGMA + 16 * 2.0**-24
+)
+"""The largest gap of 32 values that is within: t sqrt(2) s, and 8 roundings of 2."""
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.99, "passed"), (1.01, "failed")])
+def test_a_gap_within_the_bound_passes_and_one_beyond_fails(share: float, outcome: str) -> None:
+    """The first place is named, and how often the gap has the bound; `state` fails nothing."""
+    made = Case(lambda *at: share * BOUND * (at == (2, 1, 1)), even())
+    made.legs[2] = flip(made.legs[2], 1, 3, "weights")
+    verdict = made.judged()
+    assert verdict.outcome == outcome
+    largest = lab.answers(verdict)["loss"].figures["largest_gap"]
+    assert largest == pytest.approx(share, rel=1e-3)
+    assert outcome == "passed" or place(verdict)[:3] == (2, 1, "grad_norm")
+    # Digits are not asked of a value that is no number: it is beyond any bound.
+    for value in (math.nan, math.inf):
+        made.legs[2] = edit(made.legs[2], 0, 1, loss=f32(value))
+        assert lab.answers(made.judged())["loss"].outcome == "failed"
+
+
+@pytest.mark.parametrize(("spread", "off", "outcome"), [(0, 3, "passed"), (3, 0, "failed")])
+def test_a_bound_never_shrinks(spread: int, off: int, outcome: str) -> None:
+    """Samples that meet again later do not take back how far they were off before."""
+    samples = [lambda step, *_, at=each: at(step) * (step == spread) for each in even()]
+    verdict = Case(lambda step, *_: 0.9 * BOUND * (step == off), samples).judged()
+    assert verdict.outcome == outcome
+
+
+def test_tails_are_those_of_students_t() -> None:
+    """Two-sided points of its tables, of odd and even degrees of freedom."""
+    for probability, freedom, value in (
+        (0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.02, 3, 4.54070), (0.001, 5, 6.86883),
+        (0.01, 10, 3.16927), (0.8, 1, 0.32492),
+    ):  # fmt: skip
+        assert within.quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("walks", [False, True], ids=["independent", "random_walk"])
+def test_right_programs_are_refused_no_more_often_than_stated(
+    monkeypatch: pytest.MonkeyPatch, *, walks: bool
+) -> None:
+    """Errors as wide as those of samples, fresh or added up: alarms as stated, and not fewer.
+
+    One step of one rank has three values, each asked of twice, whose bounds no other one widens:
+    there the rate is nearly the stated one. Walks of four steps only widen bounds.
+    """
+    stated, trials = 0.2, 300
+    monkeypatch.setattr(within, "FALSE_ALARM", stated)
+    size = lab.Lab(steps=4 if walks else 1, world_size=1, microbatches=1)
+    draw, alarms = np.random.default_rng(20), 0
+    for _ in range(trials):
+        errors = draw.normal(0, 1e-3, (NUM_SAMPLES + 2, size.steps, 4))
+        errors = errors.cumsum(1) if walks else errors
+        made = [table(each) for each in errors]
+        alarms += Case(made[0], made[2:], made[1], size).judged().outcome != "passed"
+    deviation = math.sqrt(trials * stated * (1 - stated))
+    assert alarms <= trials * stated + 4 * deviation
+    assert walks or alarms >= trials * stated / 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda run: edit(run, what="crashed", message="it fell"), "crashed"),
+        (lambda run: edit(run, 1, steps=run.ranks[1].steps[:2]), "missing_step"),
+        (lambda run: edit(run, 1, 2, grad_norm=None), "not_run"),
+        (lambda run: edit(run, 1, 2, loss=NAN), "unsupported"),
+        (lambda run: edit(run, 0, start={"environment": {"fingerprint": {"torch": "1"}}}),
+         "different_environment"),
+    ],
+)  # fmt: skip
+def test_a_sample_that_is_not_whole_is_an_error(damage: Any, what: str) -> None:
+    """A case is not passed for want of a bound, and its answer says which sample is at fault."""
+    made = Case(zero, even())
+    made.samples[4] = damage(made.samples[4])
+    verdict = made.judged()
+    assert said(verdict) == ("error", what)
+    assert "sample 5" in verdict.message
+
+
+def test_samples_of_another_number_or_work_are_an_error() -> None:
+    """Five of six, the wrong six; six that trained something else, far from the reference."""
+    made = Case(zero, even())
+    for samples in (made.samples[1:], [], [*made.samples[1:], made.samples[0]]):
+        assert judge(made.case, *made.legs, samples=samples).outcome == "error"
+    far = [lambda *_, at=each: at() + 100 * SIGMA for each in even()]
+    assert said(Case(lambda *_: 100 * SIGMA, far).judged()) == ("error", "unsupported")
+
+
+@pytest.mark.parametrize(("gap", "outcome"), [(0.0, "passed"), (2.0**-22, "failed")])
+def test_where_nothing_rounds_bits_are_due(gap: float, outcome: str) -> None:
+    """Samples equal to the reference give no bound of zero; one of six that rounds gives one."""
+    verdict = Case(lambda *_: gap, [zero] * NUM_SAMPLES).judged()
+    assert verdict.outcome == outcome
+    assert "bits are due" in lab.answers(verdict)["loss"].message
+    one: list[Change] = [zero] * (NUM_SAMPLES - 1)
+    assert Case(lambda *_: gap, [*one, lambda *_: SIGMA / 8]).judged().outcome == "passed"
+
+
+def test_losses_of_bfloat16_may_be_a_few_of_its_roundings_off() -> None:
+    """Values that are all bfloat16 have its gaps: one is 2^-7 of a number, not 2^-23."""
+    gap = 2.0**-6  # of numbers from 2 on: one
+
+    def varied(step: int, rank: int, place: int) -> float:
+        return (step + 4 * rank) * gap + (place == 1) / 3
+
+    samples: list[Change] = [varied] * (NUM_SAMPLES - 1)
+    samples.append(lambda *at: varied(*at) + 2.0**-22 * (at[2] == 1))
+    for norm, outcome in ((False, "passed"), (True, "failed")):
+        off: Change = lambda *at, norm=norm: varied(*at) + gap * ((at[2] == 1) == norm)  # noqa: E731
+        assert Case(off, samples, varied).judged().outcome == outcome
