@@ -52,12 +52,7 @@ from harness.records import (
 from harness.repeats import is_timed
 from harness.worker.collectives import Notes, noted
 from harness.worker.error_evidence import evidence_of
-from harness.worker.observe import (
-    ContentsFile,
-    Observer,
-    digest_time_event,
-    memory_event,
-)
+from harness.worker.observe import ContentsFile, Observer, digest_time_event, memory_event
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
 from harness.worker.soak import Soaking
@@ -81,12 +76,19 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """
     if (program := program_of(spec.config)) is not None:
         return run_program(program, folder, spec.key)
-    session = _Session(spec, folder, rank)
     try:
-        return session.run_and_record(store_port)
+        session = _Session(spec, folder, rank)
+        try:
+            session.run(store_port)
+        except RecordsUnwritable:
+            raise
+        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
+            session.fail(error)
+            return 1
     except RecordsUnwritable as error:
         sys.stderr.write(f"{error}\n")
         return UNRECORDED
+    return 0
 
 
 class _Session:
@@ -100,17 +102,6 @@ class _Session:
         self.started_unix_s = psutil.Process().create_time()
         # From here on by the clock that nobody sets.
         self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
-
-    def run_and_record(self, store_port: int) -> int:
-        """As `rank_main`; raises `RecordsUnwritable` where not even the end can be recorded."""
-        try:
-            self.run(store_port)
-        except RecordsUnwritable:
-            raise
-        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
-            self.fail(error)
-            return 1
-        return 0
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
@@ -144,7 +135,16 @@ class _Session:
         contents = ContentsFile(spec, rank, self.folder, trainer)
         rounding = rounded(spec, rank)
         observer = Observer(trainer, rank, file)
-        self._write_start(trainer, observer)
+        environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
+                       "started_unix_s": self.started_unix_s}  # fmt: skip
+        file.write(
+            StartRecord(
+                schema=SCHEMA_VERSION, run=spec.key, rank=rank, world_size=spec.world_size,
+                pid=os.getpid(), device=device.name, tensors=observer.tensor_names,
+                taps=tuple(trainer.taps.names), tap_stages=tuple(trainer.taps.stages),
+                environment=environment,
+            )
+        )  # fmt: skip
         file.write(observer.initial())
         device.synchronize()
         startup_s = time.monotonic() - self.started_s
@@ -168,33 +168,15 @@ class _Session:
         peak_bytes = device.peak_bytes()
         if is_timed(spec) and not device.is_cuda:
             file.write(digest_time_event(trainer, rank, self.step))
-        self._write_end(trainer, peak_bytes, startup_s)
-        self.plant.after_end()
-
-    def _write_start(self, trainer: Trainer, observer: Observer) -> None:
-        self.file.write(
-            StartRecord(
-                schema=SCHEMA_VERSION, run=self.spec.key, rank=self.rank,
-                world_size=self.spec.world_size, pid=os.getpid(), device=trainer.device.name,
-                tensors=observer.tensor_names, taps=tuple(trainer.taps.names),
-                tap_stages=tuple(trainer.taps.stages),
-                environment={
-                    "fingerprint": fingerprint(trainer),
-                    **provenance.about_rank(),
-                    "started_unix_s": self.started_unix_s,
-                },
-            )
-        )  # fmt: skip
-
-    def _write_end(self, trainer: Trainer, peak_bytes: int, startup_s: float) -> None:
-        self.file.write(
+        file.write(
             EndRecord(
-                rank=self.rank, steps=self.step + 1, peak_bytes=peak_bytes, startup_s=startup_s,
+                rank=rank, steps=self.step + 1, peak_bytes=peak_bytes, startup_s=startup_s,
                 wall_s=time.monotonic() - self.started_s, replays=trainer.counts.replays,
                 graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
                 compiled=trainer.parts_compiled,
             )
         )  # fmt: skip
+        self.plant.after_end()
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""
@@ -226,16 +208,14 @@ class _Session:
         text = masker.text("".join(traceback.format_exception(error)))
         sys.stderr.write(text)
         before = self._failed_before(error)
-        message = masker.text(str(error))[:4000]
-        quotes = isinstance(error, CaptureAborted | CaptureLost)
-        if before is not None and not quotes:
+        message, blames = masker.text(str(error))[:4000], None if before is None else before.rank
+        if before is not None and not isinstance(error, CaptureAborted | CaptureLost):
             message += f"; before that, rank {before.rank} failed: {masker.text(before.told)}"
         try:
             self.file.write(
                 ErrorRecord(
                     rank=self.rank, step=self.step, what=classify(error), type=type(error).__name__,
-                    message=message, traceback=text[-8000:],
-                    blames=None if before is None else before.rank,
+                    message=message, traceback=text[-8000:], blames=blames,
                     **evidence_of(error, self.stages),
                 )
             )  # fmt: skip
@@ -272,13 +252,9 @@ def join_store(port: int) -> dist.Store:
 
 
 _MEANINGS: dict[type[BaseException], What] = {
-    StaleAddress: "stale_address",
-    StaleGuards: "stale_guards",
-    RaceFound: "race",
-    BackendMissing: "unsupported",
-    ConfigError: "unsupported",
-    StressorMissing: "unsupported",
-}
+    StaleAddress: "stale_address", StaleGuards: "stale_guards", RaceFound: "race",
+    BackendMissing: "unsupported", ConfigError: "unsupported", StressorMissing: "unsupported",
+}  # fmt: skip
 
 
 def classify(error: BaseException) -> What:

@@ -15,12 +15,12 @@ import gc
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,17 +36,9 @@ from harness.engine.process import (
 from harness.engine.ranks import Job, Limits, RankMain
 from harness.records import RunSpec
 
-STORE_TIMEOUT = timedelta(seconds=60)
-
 
 def serve(fd: int, entry: str, limits: Limits) -> int:
-    """Serve runs over the socket `fd` until it closes; the exit code.
-
-    Args:
-        fd: an inherited, connected socket.
-        entry: `module:function`, a `RankMain`.
-        limits: given to every leader.
-    """
+    """Serve runs of an entry, `module:function`, over the inherited socket `fd` until it closes."""
     control = socket.socket(fileno=fd)
     adopt_orphans()
     wake_as_parent_dies()
@@ -86,11 +78,7 @@ def _load_while_wanted(control: socket.socket, entry: str) -> RankMain:
 
 
 def load_entry(entry: str) -> RankMain:
-    """Import `module:function`; what the module imports is warm in every rank.
-
-    Raises:
-        ImportError, AttributeError, ValueError: it cannot be had.
-    """
+    """Import `module:function`; what the module imports is warm in every rank."""
     module, _, function = entry.partition(":")
     if not module or not function:
         raise ValueError(f"expected module:function, got {entry!r}")
@@ -102,15 +90,12 @@ def open_torch_store(listener: socket.socket) -> object:
     import torch.distributed as dist
 
     host, port = listener.getsockname()[:2]
+    # As its own first client: a socket that listens everywhere listens here too.
+    host = "127.0.0.1" if host == "0.0.0.0" else host
     return dist.TCPStore(
-        # As its own first client: a socket that listens everywhere listens here too.
-        "127.0.0.1" if host == "0.0.0.0" else host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=STORE_TIMEOUT,
+        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
-    )
+    )  # fmt: skip
 
 
 def open_store(listener: socket.socket) -> object:
@@ -122,22 +107,20 @@ class _Server:
     """The loop: commands in, exits out."""
 
     def __init__(self, control: socket.socket, rank_main: RankMain, limits: Limits) -> None:
-        self._control = control
-        self._rank_main = rank_main
-        self._limits = limits
+        self._control, self._rank_main, self._limits = control, rank_main, limits
         self._leaders: dict[int, str] = {}
         self._received = b""
         self._wakeup = ChildWakeup()
 
     def run(self) -> None:
         """Serve until the harness goes away; then nothing of ours is left."""
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(self._wakeup.fd, selectors.EVENT_READ)
+        poll = select.poll()
+        for fd in (self._control.fileno(), self._wakeup.fd):
+            poll.register(fd, select.POLLIN)
         try:
             _send(self._control, {"ready": os.getpid()})
             while True:
-                ready = {key.fd for key, _ in selector.select()}
+                ready = {fd for fd, _ in poll.poll()}
                 if self._wakeup.fd in ready:
                     self._wakeup.drain()
                 self._reap()
@@ -172,26 +155,21 @@ class _Server:
             _send(self._control, {"exited": key, "status": None, **why})
             return
         if pid == 0:
-            die_as_child_of(mine, self._leader_work(command, folder), folder / "leader.stderr")
+            work = partial(self._lead, command, folder)
+            die_as_child_of(mine, work, folder / "leader.stderr")
         self._leaders[pid] = key
         _send(self._control, {"started": key, "pid": pid})
 
-    def _leader_work(self, command: dict[str, Any], folder: Path) -> Callable[[], None]:
-        def work() -> None:
-            ChildWakeup.disarm()
-            self._control.close()
-            self._wakeup.close()
-            spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
-            job = Job(
-                spec=spec,
-                folder=folder,
-                devices=tuple(command["devices"]),
-                attempt=command["attempt"],
-                shares_gpus=command["shares_gpus"],
-            )
-            lead(job, self._rank_main, open_store, self._limits)
-
-        return work
+    def _lead(self, command: dict[str, Any], folder: Path) -> None:
+        ChildWakeup.disarm()
+        self._control.close()
+        self._wakeup.close()
+        job = Job(
+            spec=RunSpec.from_json(json.loads((folder / "spec.json").read_bytes())), folder=folder,
+            devices=tuple(command["devices"]), attempt=command["attempt"],
+            shares_gpus=command["shares_gpus"],
+        )  # fmt: skip
+        lead(job, self._rank_main, open_store, self._limits)
 
     def _kill(self, key: str) -> None:
         for pid, name in self._leaders.items():
