@@ -28,14 +28,12 @@ from harness.campaign.cases import (
     RACES,
     VARIANT_LABEL,
     WHOLE,
-    Variant,
     plan_cases,
-    settings_of,
 )  # fmt: skip
 from harness.campaign.scoring import Localised, localised
 from harness.codec import Json
 from harness.errors import NothingSelected, UsageError, one_line
-from harness.faults.catalogue import BASE, CATALOGUE
+from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault, Kind
 from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Verdict, What
@@ -61,16 +59,15 @@ class Judged(NamedTuple):
     @property
     def acted(self) -> bool:
         """Whether a rank says that it planted the fault."""
-        runs = [] if self.runs is None else [getattr(self.runs, leg) for leg in LEGS]
-        events = (event for run in runs for rank in run.ranks for event in rank.events)
-        return any(event.name == "planted" for event in events)
+        ranks = [rank for leg in LEGS if self.runs for rank in getattr(self.runs, leg).ranks]
+        return any(event.name == "planted" for rank in ranks for event in rank.events)
 
     @property
     def step(self) -> int | None:
         """Of the first difference, or in which the run ended."""
-        if self.verdict.difference is not None and self.verdict.difference.step is not None:
-            return self.verdict.difference.step
-        ranks = () if self.runs is None else self.runs.candidate.ranks
+        at, ranks = self.verdict.difference, self.runs.candidate.ranks if self.runs else ()
+        if at is not None and at.step is not None:
+            return at.step
         return min((r.error.step for r in ranks if r.error is not None), default=None)
 
 
@@ -258,73 +255,56 @@ def merged(parts: Sequence[Matrix]) -> tuple[Matrix, ...]:
 # ---- the campaign
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a campaign is to do.
-
-    Attributes:
-        faults: to plant; with `clean` cases without any.
-        device: auto, cpu or cuda.
-        locate: whether to ask the bisector.
-        patience: factor of the time limits of all runs; None for 1, on GPUs 4: setups that end in
-            a limit are for the CPU, and a GPU takes seconds to begin.
-    """
-
-    faults: tuple[Fault, ...] = ()
-    clean: int = 0
-    device: str = "auto"
-    locate: bool = True
-    patience: float | None = None
-    out: Path | None = None
-    resume: Path | None = None
-    slots: int | None = None
-    ranks_per_gpu: int | None = None
-    jobs: int | None = None
-
-
 def carry_out_campaign(
-    asked: Asked, say: Callable[[Row | Verdict | Plan, int, int], None], *, argv: Sequence[str]
+    faults: Sequence[Fault],
+    clean: int,
+    say: Callable[[Row | Verdict | Plan, int, int], None],
+    *,
+    argv: Sequence[str],
+    **options: Any,
 ) -> tuple[Path, Matrix]:
-    """Run what is asked; the run folder, and the matrix.
+    """Plant faults, and run so many cases without any; the run folder, and the matrix.
 
     Args:
         say: shows a row, or a clean case's verdict, with the numbers of runs made and planned.
+        options: those of `harness faults run`, by their names; None for what was not given.
 
     Raises:
         HarnessError: it cannot be carried out, or was interrupted: `--resume` goes on.
     """
-    prepared = _prepared(asked)
-    out = asked.resume or asked.out or unused(DEFAULT_OUT / "faults")
-    view = _View(out, say, search=asked.locate)
+    out = options["resume"] or options["out"] or unused(DEFAULT_OUT / "faults")
+    view = _View(out, say, search=not options["no_locate"])
+    prepared = _prepared(faults, clean, **options)
     done = carry_out(prepared, view, out=out, exit_first=False, argv=argv)
     folder = RunFolder.open(done.folder)
     held = [folder.load_verdict(c.id) for c in folder.cases if CLEAN_LABEL in c.labels]
-    clean = [v for v in held if v is not None and v.outcome != "skipped"]
+    judged = [v for v in held if v is not None and v.outcome != "skipped"]
     return done.folder, Matrix(
         device=folder.cases[0].candidate.device, rows=tuple(view.rows[name] for name in view.due),
-        clean=tuple(verdict.case_id for verdict in clean), wall_s=done.wall_s,
-        skipped=sum(verdict is not None for verdict in held) - len(clean),
-        alarms=tuple(verdict for verdict in clean if verdict.outcome != "passed"),
+        clean=tuple(verdict.case_id for verdict in judged), wall_s=done.wall_s,
+        skipped=sum(verdict is not None for verdict in held) - len(judged),
+        alarms=tuple(verdict for verdict in judged if verdict.outcome != "passed"),
     )  # fmt: skip
 
 
-def _prepared(asked: Asked) -> Prepared:
-    slots: dict[str, Any] = {
-        "slots": asked.slots, "ranks_per_gpu": asked.ranks_per_gpu, "jobs": asked.jobs,
-    }  # fmt: skip
-    if asked.resume is not None:
-        prepared = prepare(Request(resume=asked.resume, **slots))
+def _prepared(
+    faults: Sequence[Fault], clean: int, *, device: str, patience: float | None,
+    resume: Path | None, out: Path | None, no_locate: bool, **slots: Any,
+) -> Prepared:  # fmt: skip
+    if resume is not None:
+        prepared = prepare(Request(resume=resume, **slots))
         if not any({FAULT_LABEL, CLEAN_LABEL} & set(c.labels) for c in prepared.plan.cases):
-            raise UsageError(f"--resume {asked.resume}: expected the folder of a matrix of faults")
+            raise UsageError(f"--resume {resume}: expected the folder of a matrix of faults")
         return prepared
-    device = resolve_device(asked.device, describe())
-    factor = asked.patience or (4.0 if device == "cuda" else 1.0)
+    here = resolve_device(device, describe())
+    # Setups that end in a limit are for the CPU, and a GPU takes seconds to begin.
+    factor = patience or (4.0 if here == "cuda" else 1.0)
     cases = [
         replace(case, **{
             leg: replace(spec, timeout_s=spec.timeout_s * factor)
             for leg in LEGS for spec in [getattr(case, leg)]
         })
-        for case in plan_cases(asked.faults, asked.clean, device)
+        for case in plan_cases(faults, clean, here)
     ]  # fmt: skip
     if not cases:
         raise NothingSelected("no fault and no clean case was asked for")
@@ -376,12 +356,9 @@ HEAD = """# Planted faults
 
 Every fault below can be planted by name: in a scenario, `plant: {fault: ulp, step: 3, rank: last}`,
 or with `harness faults run ulp`. `harness faults show ulp` prints all of its entry and a scenario
-to copy. Classes, places and words are those of `harness/faults`; `F` and a number is a known
-failure mode of sharded training under graphs.
-
-    harness faults list -k 'streams or F31'
-    harness faults run                                   all that this machine can run, minutes
-    harness faults table RUN... --write docs/FAULTS.md   makes this page, of runs or their shards
+to copy. Words of setups and places are those of `harness/faults`; `F` and a number is a known
+failure mode of sharded training under graphs. `harness faults table RUN... --write docs/FAULTS.md`
+makes this page, of runs of all faults or of some.
 """
 MEASURED = "## Measured"
 CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "shows in", "caught as", "points at")
@@ -469,26 +446,10 @@ def document(matrices: Sequence[Matrix], before: str = "") -> str:
 
 
 def entry_of(fault: Fault) -> tuple[str, ...]:
-    """A fault's fields, as `CATALOGUE_HEADERS`; what it shows in is its setup, over `BASE`."""
-    settings, setup = settings_of(fault, Variant(), taps=False), fault.setup
-    other = [
-        f"{key} {_short(value)}"
-        for key, value in settings.items()
-        if key != "parallel" and (key not in BASE or BASE[key] != value)
-    ]
-    stress = [f"under {'+'.join(setup.stress)}"] if setup.stress else []
-    graph = "+".join(setup.graph) or "eager"
-    shows = ", ".join([_short(settings["parallel"]), graph, *other, *stress])
-    devices = "" if "cpu" in fault.devices else f" ({', '.join(fault.devices)})"
+    """A fault's fields, as `CATALOGUE_HEADERS`."""
     pointer = fault.points_at
+    place = ": ".join(filter(None, (pointer.phase, pointer.tensor or pointer.module)))
     return (
-        fault.name, fault.kind, fault.source, fault.description, shows + devices,
-        ", ".join(fault.expects),
-        ": ".join(filter(None, (pointer.phase, pointer.tensor or pointer.module))),
+        fault.name, fault.kind, fault.source, fault.description, fault.setup.words,
+        ", ".join(fault.expects), place,
     )  # fmt: skip
-
-
-def _short(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key} {inner}" for key, inner in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.campaign import campaign as made
-from harness.campaign.campaign import Asked, Matrix, Row
+from harness.campaign.campaign import Matrix, Row
 from harness.campaign.cases import scenario_text
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
@@ -102,21 +102,18 @@ def show_fault(*, name: str, as_json: bool) -> int:
 )  # fmt: skip
 @_json
 def run_faults(
-    *, names: tuple[str, ...], keyword: str | None, clean: int | None, no_locate: bool,
-    as_json: bool, **room: Any,
-) -> int:  # fmt: skip
+    *, names: tuple[str, ...], keyword: str | None, clean: int | None, as_json: bool, **options: Any
+) -> int:
     """Plant faults, all by default, and print which check sees each, when, and where it points.
 
     Exit code 0 only if every fault that can run here was detected and no clean case failed.
     """
-    resume = room["resume"]
+    resume = options["resume"]
     if resume is not None and (names or keyword or clean is not None):
         raise UsageError(f"--resume: expected no names, -k or --clean with {resume}")
-    default = 0 if names or keyword else CLEAN_CASES
-    asked = Asked(
-        faults=() if resume else _selected(names, keyword),
-        clean=default if clean is None else clean, locate=not no_locate, **room,
-    )  # fmt: skip
+    if clean is None:
+        clean = 0 if names or keyword else CLEAN_CASES
+    faults = () if resume else _selected(names, keyword)
     console = make_console(stderr=as_json)
     args: list[str] = click.get_current_context().find_root().obj or sys.argv[1:]
 
@@ -126,7 +123,7 @@ def run_faults(
             console.print(count + line, soft_wrap=True)
 
     argv = ["harness", *Masker(os.environ).words(args)]
-    folder, matrix = made.carry_out_campaign(asked, say, argv=argv)
+    folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **options)
     texts = (made.markdown(matrix), json.dumps(matrix.to_json(), indent=1))
     for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)

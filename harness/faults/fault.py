@@ -38,6 +38,7 @@ class Setup:
             in step 2, rank -1 is the last, tensor "" is of the fault's own choice.
         checks: with their limits, besides loss, state and finite: `{"peak_memory": {...}}`.
         timeout_s: of a run; little where it ends in one.
+        words: all of it, as the catalogue has it.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Setup:
     legs: tuple[str, ...] = ("candidate",)
     checks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timeout_s: float = 120.0
+    words: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Fault:
         takes: which of step, rank and tensor mean something to it; giving another is an error.
         expects: the `what` values that a verdict may name when the fault is in the candidate.
         setup: the run in which it shows.
-        plant: what a rank does for it, in the words of `harness.worker.injectors`.
+        plant: what a rank does for it, in the words of `harness.worker.plant`.
         devices: where it can be planted.
         counterpart: fault planted in the legs that do not get this one, or "".
         scopes: graph scopes of which the run needs one; empty if it needs none.
@@ -167,7 +169,7 @@ def _fault(kind: Kind, columns: list[str]) -> Fault:
     return Fault(
         name=name, kind=kind, source=source, description=description, symptom=symptom,
         takes=cast("Any", tuple(takes.split())), expects=cast("Any", tuple(expects.split())),
-        points_at=pointer, setup=Setup(settings=given, **held), plant=plant, **own,
+        points_at=pointer, setup=Setup(settings=given, words=setup, **held), plant=plant, **own,
     )  # fmt: skip
 
 

@@ -68,11 +68,8 @@ PATIENCE = timedelta(seconds=1)
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """Run one rank to its end; 0, 1 after an error record, `UNRECORDED` for want of disk space.
 
-    Args:
-        spec: the run.
-        folder: where `rank<R>.jsonl` goes.
-        rank: of this process; its GPU is the one of that number among the visible ones.
-        store_port: of the run's TCPStore, on MASTER_ADDR.
+    Records go to `rank<R>.jsonl` in the folder; the GPU is the one of the rank's number among the
+    visible ones; `store_port` is of the run's TCPStore, on MASTER_ADDR.
     """
     if (program := program_of(spec.config)) is not None:
         return run_program(program, folder, spec.key)
@@ -114,20 +111,14 @@ class _Session:
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
-        place = place_path(self.folder, self.rank)
-        warm_up, gives = config.graph_warmup_steps, bool(config.taps)
-        with (
-            device.counting_memory(),
-            noted(device, place, lambda: self.step, warm_up, gives=gives) as notes,
-        ):
+        place, warm_up = place_path(self.folder, self.rank), config.graph_warmup_steps
+        notes = noted(device, place, lambda: self.step, warm_up, gives=bool(config.taps))
+        with device.counting_memory(), notes as noting:
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
-            try:
-                self._train(trainer, notes)
-            finally:
-                # A process group must not be destroyed while a graph that used it is alive.
-                if sys.exc_info()[0] is None:
-                    trainer.close()
+            self._train(trainer, noting)
+            # A process group must not be destroyed while a graph that used it is alive.
+            trainer.close()
         dist.destroy_process_group()
 
     def _train(self, trainer: Trainer, notes: Notes) -> None:
@@ -181,10 +172,9 @@ class _Session:
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""
         config = self.spec.config
-        captures = config["graph"] and self.step == config["graph_warmup_steps"]
-        if captures and not config["compile"]:
-            return notes.modules(self.stages)
-        return contextlib.nullcontext()
+        is_it = config["graph"] and not config["compile"]
+        captures = is_it and self.step == config["graph_warmup_steps"]
+        return notes.modules(self.stages) if captures else contextlib.nullcontext()
 
     def _flush(self, observer: Observer) -> None:
         """Write the steps that wait in the ring, also when the step after them has failed."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +30,12 @@ from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer
 from harness.records import PlantSpec
-from harness.worker.injectors import (
+from harness.worker.plant import (
     Site,
     first_unit,
     group_of_layer_1,
     injections,
     keep,
-    know,
     layers,
     on_its_stream,
     schedules,
@@ -46,11 +45,7 @@ from harness.worker.injectors import (
 
 
 def act_before_step(name: str, trainer: Trainer) -> None:
-    """Plant a fault that acts before a step, at once.
-
-    Raises:
-        KeyError: no fault of that name acts then.
-    """
+    """Plant a fault that acts before a step, at once; `KeyError` if it does not."""
     found = injections(PlantSpec(fault=name))
     for act in found[""] if "" in found else found["capture"]:
         act(trainer)
@@ -66,38 +61,34 @@ class PlantedError(RuntimeError):
     """The exception that faults raise."""
 
 
-def fail(trainer: Any, how: str) -> None:
-    """By a signal, `hang`, `exit`, `raise`, or `oom`."""
-    if how == "hang":
-        while True:
-            wait_s(3600)
-    elif how == "exit":
-        os._exit(13)
-    elif how == "raise":
-        raise PlantedError("planted exception")
-    elif how == "oom":
-        held, nbytes = [], 1 << 30
-        while True:
-            held.append(torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
-            # The CPU hands out address space without memory behind it: ask for more than exists.
-            nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
-    else:
-        os.kill(os.getpid(), signal.Signals[how])
-
-
 def _fail(trainer: Any, how: str, path: str = "", number: str = "0") -> None:
-    """Now, or in a call, from 0; the first one in a scope that is not partial: no warm-up."""
-    if not path:
-        fail(trainer, how)
-        return
+    """`hang`, `exit`, `raise`, `oom` or by a signal; now, or in that call of a path, from 0.
+
+    In a scope that is not partial it is the first call: there is no warm-up.
+    """
 
     def failing(site: Site, *args: Any, **more: Any) -> Any:
         whole = trainer.config.graph == ("full_iteration",)
         if site.number - 1 == (0 if whole else int(number)):
-            fail(trainer, how)
+            _fail(trainer, how)
         return site.call(*args, **more)
 
-    surround(trainer, path, failing)
+    held, nbytes = [], 1 << 30
+    if path:
+        surround(trainer, path, failing)
+    elif how == "exit":
+        os._exit(13)
+    elif how == "raise":
+        raise PlantedError("planted exception")
+    elif how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
+    else:
+        while how == "hang":
+            wait_s(3600)
+        while how == "oom":
+            held.append(torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
+            # The CPU hands out address space without memory behind it: ask for more than exists.
+            nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
 
 
 def _hold(trainer: Trainer, number: str, unit: str) -> None:
@@ -120,9 +111,6 @@ def _access_illegally(trainer: Trainer) -> None:
         torch.cuda.empty_cache()
         graph.replay()
         device.synchronize()
-
-
-# ---- hooks and flags
 
 
 class _Ramp:
@@ -542,9 +530,6 @@ def _give_old(
     site.call(state, transfer, tensors)
 
 
-# ---- forward, backward, gradients
-
-
 def _one_nan(site: Site, *args: Any, **how: Any) -> torch.Tensor:
     out: torch.Tensor = site.call(*args, **how)
     mask = torch.zeros_like(out, dtype=torch.bool)
@@ -581,9 +566,6 @@ def _double_last(site: Site, full: torch.Tensor | None, outputs: Any) -> Any:
     return site.call(full, outputs)
 
 
-# ---- optimizer
-
-
 def _update_neighbour(trainer: Trainer) -> None:
     """The kernel takes a matrix to begin an element too soon, as after a shard without elements."""
     params = trainer.optimizer.params
@@ -603,9 +585,6 @@ def _log_double(site: Site, *args: Any) -> Any:
     """What is logged of the balance loss is twice what its gradient belongs to."""
     found = site.call(*args)
     return found._replace(balance=found.balance * 2)
-
-
-# ---- tokens and random numbers
 
 
 def _count_all(site: Site, *args: Any) -> Any:
@@ -655,7 +634,7 @@ def _draw_in_place(site: Site, *args: Any, **how: Any) -> Any:
     return out
 
 
-know(globals(), {
+LINES: Mapping[str, Callable[..., Any]] = {
     # Injectors.
     "decay_all": lambda trainer: setattr(
         trainer.optimizer, "_groups",
@@ -696,4 +675,5 @@ know(globals(), {
         else site.call(power, axis, order)
     ),
     "wait_for_device": lambda site, x, *args: torch.cuda.synchronize(x.device),
-})  # fmt: skip
+}  # fmt: skip
+"""What takes one: injectors, and bodies of calls."""

@@ -47,8 +47,7 @@ def serve(fd: int, entry: str, limits: Limits) -> int:
     except Exception as error:  # noqa: BLE001 - user code at import: told to the harness
         _send(control, {"failed": f"{entry}: {type(error).__name__}: {error}"})
         return 1
-    # What is alive now stays for ever: keep it out of collections, whose writes to object headers
-    # would copy shared pages in every rank.
+    # Kept out of collections, whose writes to object headers would copy shared pages in every rank.
     gc.collect()
     gc.freeze()
     _Server(control, rank_main, limits).run()

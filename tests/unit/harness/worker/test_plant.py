@@ -33,8 +33,7 @@ from harness.records import (
     dumps,
     parse_record,
 )
-from harness.worker.injectors import NotHere, injections, parsed
-from harness.worker.plant import Plant, alteration
+from harness.worker.plant import NotHere, Plant, alteration, injections, parsed
 from harness.worker.record_file import RecordFile
 from tests.unit.harness.worker.conftest import TINY, Rank, run_spec
 
