@@ -26,7 +26,7 @@ from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE
 from harness.faults.fault import Fault, Setup
-from harness.records import CaseSpec
+from harness.records import CaseSpec, RunSpec
 from harness.scenario.matrix import Device, expand
 from harness.scenario.schema import decode_scenario
 
@@ -158,9 +158,11 @@ def fault_case(fault: Fault, variant: Variant, device: Device, *, taps: bool = T
     try:
         (case,) = cases_of(scenario_text(fault, variant, taps=taps), device)
         if fault.setup.legs == ("candidate",) and not fault.counterpart:
-            case = _with_reference(case, settings_of(fault, Variant(), taps=taps), device)
+            own = settings_of(fault, Variant(), taps=taps)
+            case = replace(case, **_reference(own, device))
     except UsageError as error:
-        case = _reference(BASE, device)
+        text = _written("broken", fault.name, BASE, "stress", ["none", ["jitter"]], {})
+        (case,) = cases_of(text, device)
         reason = reason or f"{BROKEN}{error}"
     name = fault.name if variant.name == WHOLE else f"{fault.name}.{variant.name}"
     return replace(
@@ -168,17 +170,14 @@ def fault_case(fault: Fault, variant: Variant, device: Device, *, taps: bool = T
     )
 
 
-def _reference(settings: Mapping[str, Any], device: Device) -> CaseSpec:
-    """A case whose reference is an eager run of `settings`."""
+def _reference(settings: Mapping[str, Any], device: Device) -> dict[str, RunSpec]:
+    """Eager runs of `settings`, which candidates of one setting share.
+
+    Stressors and the ledger decide no bits.
+    """
     text = _written("reference", "A reference.", settings, "stress", ["none", ["jitter"]], {})
     (case,) = cases_of(text, device)
-    return case
-
-
-def _with_reference(case: CaseSpec, settings: Mapping[str, Any], device: Device) -> CaseSpec:
-    """Stressors and the ledger decide no bits, so candidates of one setting can share it."""
-    plain = _reference(settings, device)
-    return replace(case, reference=plain.reference, control=plain.control)
+    return {"reference": case.reference, "control": case.control}
 
 
 def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[CaseSpec, ...]:
@@ -192,10 +191,7 @@ def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[Cas
 
 
 def clean_cases(faults: Iterable[Fault], number: int, device: Device) -> tuple[CaseSpec, ...]:
-    """At most `number` cases without a fault, setups of `faults` first; fewer if there are no more.
-
-    Candidates of one setting share its reference and control, so 240 cases take some 300 runs.
-    """
+    """At most `number` cases without a fault, setups of `faults` first."""
     found: dict[str, CaseSpec] = {}
     for asked in _clean(faults, device):
         if len(found) >= number:
@@ -232,8 +228,8 @@ def _clean_case(
         base, axis, values = settings | {"stress": stress or "none"}, "graph", ["eager", graph]
     try:
         (case,) = cases_of(_written("clean", "A false alarm?", base, axis, values, {}), device)
-        case = _with_reference(case, settings, device)
+        own = _reference(settings, device)
     except UsageError:
         return None
     labels = {CLEAN_LABEL: name} | case.labels
-    return replace(case, id=f"clean.{name}", scenario=SCENARIO, labels=labels)
+    return replace(case, id=f"clean.{name}", scenario=SCENARIO, labels=labels, **own)

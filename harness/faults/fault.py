@@ -55,14 +55,9 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """Where a search for a fault must end; patterns as in `fnmatch`, "" where there is no such.
+    """Where a search must end: patterns of `fnmatch` for the module and the first wrong tensor.
 
-    Attributes:
-        phase: in which the fault acts.
-        module: dotted name of the module, or of the one that holds the tensor.
-        tensor: of the first tensor that is wrong: a parameter, or a tap such as `norm:output`.
-        later: steps from the plant's to the first in which anything can be wrong: weights that are
-            not gathered again are right until the next update.
+    `later` is the number of steps from the plant's to the first in which anything can be wrong.
     """
 
     phase: Phase

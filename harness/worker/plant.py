@@ -124,10 +124,10 @@ def unit_named(trainer: Trainer, name: str) -> Unit:
     Raises:
         NotHere: this rank has none.
     """
-    units = [unit for schedule in schedules(trainer) for unit in schedule.units]
-    if name not in [unit.name for unit in units]:
+    units = {unit.name: unit for schedule in schedules(trainer) for unit in schedule.units}
+    if name not in units:
         raise NotHere(name)
-    return next(unit for unit in units if unit.name == name)
+    return units[name]
 
 
 def module_named(trainer: Trainer, name: str) -> Any:
@@ -263,9 +263,10 @@ def _around(trainer: Any, path: str, name: str, *words: str) -> None:
 
 def _before(trainer: Any, path: str, name: str) -> None:
     """A function, and then the call."""
+    function = _known(name)
 
     def acting(site: Site, *args: Any, **how: Any) -> Any:
-        _known(name)(site, *args)
+        function(site, *args)
         return site.call(*args, **how)
 
     surround(trainer, path, acting)
@@ -273,10 +274,11 @@ def _before(trainer: Any, path: str, name: str) -> None:
 
 def _then(trainer: Any, path: str, name: str, *words: str) -> None:
     """After each call another injection."""
+    injector = _known(name)
 
     def acting(site: Site, *args: Any, **how: Any) -> Any:
         result = site.call(*args, **how)
-        _known(name)(trainer, *words)
+        injector(trainer, *words)
         return result
 
     surround(trainer, path, acting)
