@@ -33,7 +33,7 @@ from harness.records import (
     dumps,
     parse_record,
 )
-from harness.worker.plant import NotHere, Plant, alteration, injections, parsed
+from harness.worker.plant import NotHere, Plant, alteration, injections, parsed, places_at
 from harness.worker.record_file import RecordFile
 from tests.unit.harness.worker.conftest import TINY, Rank, run_spec
 
@@ -92,6 +92,8 @@ def test_every_entry_names_injectors_that_there_are() -> None:
         found = injections(PlantSpec(fault=name))
         assert found or alteration(PlantSpec(fault=name)), name
         assert moments >= set(found), name
+        for word in (word.removeprefix("@") for _, _, words in parsed(name) for word in words):
+            assert word[0] in "{[" or ":" not in word or places_at(None, word), (name, word)
     used = {injector for name in CATALOGUE for _, injector, _ in parsed(name)}
     assert len(used) < 45
     assert "record" in used
