@@ -114,7 +114,6 @@ def _judged(row: Row, planted: Planted, spec: CaseSpec, findings: Findings) -> R
             fault.points_at,
             step=planted.step if "step" in fault.takes else None,
             rank=rank if "rank" in fault.takes and not fault.everywhere else None,
-            num_layers=spec.candidate.config["model"]["layers"],
         )
     causes = findings.causes.causes if findings.causes is not None else ()
     changes = [change for cause in causes for change in cause.changes]

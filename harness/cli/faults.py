@@ -1,5 +1,6 @@
 """The command `harness faults`: what is planted to prove the checks, and whether they see it."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.campaign import campaign as made
-from harness.campaign.campaign import Asked, CampaignView, Matrix, Row
+from harness.campaign.campaign import Matrix, Row
 from harness.campaign.cases import scenario_text
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
@@ -63,25 +64,19 @@ def list_faults(*, keyword: str | None, as_json: bool) -> int:
 def show_fault(*, name: str, as_json: bool) -> int:
     """All of one entry, and a scenario that shows it, to copy."""
     (fault,) = _selected((name,), None)
+    plain = {**_plain(fault), "scenario": scenario_text(fault)}
     if as_json:
-        plain = {**_plain(fault), "scenario": scenario_text(fault)}
         click.echo(json.dumps(plain, allow_nan=False))
         return ExitCode.PASSED
-    plain = _plain(fault)
-    words = {
-        "fault": "name", "what": "description", "class": "kind", "source": "source",
-        "symptom": "symptom", "caught as": "expects", "found in": "points_at",
-        "devices": "devices", "takes": "takes", "scopes": "scopes", "layout": "layout",
-    }  # fmt: skip
     # Comments of YAML: what is printed, written to a file, is the scenario.
-    for key, name in words.items():
-        value = plain[name]
+    for key in ("name", "description", "kind", "source", "symptom", "expects", "points_at",
+                "devices", "takes", "scopes", "needs"):  # fmt: skip
+        value = plain[key]
         if isinstance(value, dict):
-            value = [f"{inner} {shown(v)}" if name == "layout" else v for inner, v in value.items()]
-        text = ", ".join(filter(None, value)) if isinstance(value, list) else value
-        if text:
-            click.echo(f"# {key:<10} {text}")
-    click.echo(f"\n{scenario_text(fault)}", nl=False)
+            value = [f"{inner} {shown(v)}" for inner, v in value.items() if v]
+        if text := ", ".join(value) if isinstance(value, list | tuple) else value:
+            click.echo(f"# {key:<11} {text}")
+    click.echo(f"\n{plain['scenario']}", nl=False)
     return ExitCode.PASSED
 
 
@@ -96,7 +91,6 @@ def show_fault(*, name: str, as_json: bool) -> int:
 @click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
 @click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
-@click.option("--shard", metavar="I/N", help="Only the part that is shard I of N.")
 @click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
 @click.option(
     "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Ranks that share a GPU."
@@ -108,34 +102,28 @@ def show_fault(*, name: str, as_json: bool) -> int:
 )  # fmt: skip
 @_json
 def run_faults(
-    *, names: tuple[str, ...], keyword: str | None, clean: int | None, no_locate: bool,
-    as_json: bool, **room: Any,
-) -> int:  # fmt: skip
+    *, names: tuple[str, ...], keyword: str | None, clean: int | None, as_json: bool, **options: Any
+) -> int:
     """Plant faults, all by default, and print which check sees each, when, and where it points.
 
     Exit code 0 only if every fault that can run here was detected and no clean case failed.
     """
-    resume = room["resume"]
-    if resume is not None and (names or keyword or clean is not None or room["shard"]):
-        raise UsageError(f"--resume: expected no names, -k, --clean or --shard with {resume}")
-    some = bool(names or keyword)
-    asked = Asked(
-        faults=() if resume else _selected(names, keyword),
-        clean=(0 if some else CLEAN_CASES) if clean is None else clean,
-        locate=not no_locate,
-        **room,
-    )
+    resume = options["resume"]
+    if resume is not None and (names or keyword or clean is not None):
+        raise UsageError(f"--resume: expected no names, -k or --clean with {resume}")
+    if clean is None:
+        clean = 0 if names or keyword else CLEAN_CASES
+    faults = () if resume else _selected(names, keyword)
     console = make_console(stderr=as_json)
     args: list[str] = click.get_current_context().find_root().obj or sys.argv[1:]
 
     def say(what: Row | Verdict | Plan, done: int, planned: int) -> None:
-        line = Text(plan_line(what)) if isinstance(what, Plan) else _line(what)
-        if line is not None:
-            count = Text("" if isinstance(what, Plan) else f"[{done}/{planned}] ", style="dim")
+        count = Text("" if isinstance(what, Plan) else f"[{done}/{planned}] ", style="dim")
+        if (line := _line(what)) is not None:
             console.print(count + line, soft_wrap=True)
 
     argv = ["harness", *Masker(os.environ).words(args)]
-    folder, matrix = made.carry_out_campaign(asked, CampaignView(say), argv=argv)
+    folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **options)
     texts = (made.markdown(matrix), json.dumps(matrix.to_json(), indent=1))
     for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)
@@ -154,12 +142,12 @@ def run_faults(
 @click.argument("folders", type=_PATH, nargs=-1, metavar="[RUN]...")
 @click.option(
     "--write", type=_PATH, metavar="FILE",
-    help="Put it there; without a RUN, what was measured there stays.",
+    help="Put it there; what was measured there on devices that no RUN is of stays.",
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
-    """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
-    kept = made.measured_in(write.read_text()) if not folders and write and write.exists() else ""
-    text = made.document(made.merged([read_json(folder) for folder in folders])) + kept
+    """The catalogue as a document, with what RUN folders of matrices measured."""
+    before = write.read_text() if write is not None and write.exists() else ""
+    text = made.document(made.merged([_read_json(folder) for folder in folders]), before)
     if write is None:
         click.echo(text, nl=False)
     else:
@@ -167,12 +155,8 @@ def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     return ExitCode.PASSED
 
 
-def read_json(folder: Path) -> Matrix:
-    """The matrix that `harness faults run` left in a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
+def _read_json(folder: Path) -> Matrix:
+    """The matrix that `harness faults run` left in a folder."""
     path = folder / MATRIX_FILES[1]
     try:
         plain = json.loads(path.read_text())
@@ -191,19 +175,20 @@ def exit_code(matrix: Matrix) -> ExitCode:
     return ExitCode.NO_VERDICT if matrix.alarms else ExitCode.PASSED
 
 
-def _line(what: Row | Verdict) -> Text | None:
-    """Of a row, or of a clean case that is not clean."""
+def _line(what: Row | Verdict | Plan) -> Text | None:
+    """Of a plan, of a row, or of a clean case that is not clean."""
+    if isinstance(what, Plan):
+        return Text(plan_line(what))
     if isinstance(what, Verdict):
-        if what.outcome in ("passed", "skipped"):
-            return None
         message = f"{what.outcome} without a fault: {what.case_id}: {what.message}"
-        return Text(message, style="bold red")
+        is_clean = what.outcome in ("passed", "skipped")
+        return None if is_clean else Text(message, style="bold red")
     colour = {"detected": "green", "not run": "yellow"}.get(what.status, "bold red")
     line = Text(f"{what.fault:<28} {made.seen_by(what)}", style=colour, overflow="fold")
     under = f" under {'+'.join(what.under)}" if what.under else ""
     step = made.fields_of(what)[made.HEADERS.index("step")]
-    more = f": {what.reason}" if what.status != "detected" else ""
-    if what.status == "detected" and what.localised in ("near", "no"):
+    more = f": {what.reason}" if what.reason else ""
+    if what.localised in ("near", "no"):
         more = f": {made.places_of(what)}"
     return line.append(f"{under}, step {step or '-'}, place {what.localised or '-'}{more}", "none")
 
@@ -229,13 +214,12 @@ def _selected(names: Iterable[str], keyword: str | None) -> tuple[Fault, ...]:
                 f"expected the name of a fault, got {shown(name)}"
                 f"{did_you_mean(name, CATALOGUE)}; harness faults list has all of them"
             )
-    chosen = [CATALOGUE[name] for name in CATALOGUE if not wanted or name in wanted]
-    if keyword is not None:
-        fits = compile_expression(keyword)
-        chosen = [fault for fault in chosen if fits(_known_as(fault))]
-    if not chosen:
+    fits = compile_expression(keyword) if keyword is not None else lambda known: True
+    chosen = (fault for name, fault in CATALOGUE.items() if not wanted or name in wanted)
+    found = tuple(fault for fault in chosen if fits(_known_as(fault)))
+    if not found:
         raise NothingSelected(f"-k {shown(keyword)} selects none of {len(CATALOGUE)} faults")
-    return tuple(chosen)
+    return found
 
 
 def _known_as(fault: Fault) -> str:
@@ -245,16 +229,7 @@ def _known_as(fault: Fault) -> str:
 
 
 def _plain(fault: Fault) -> dict[str, Any]:
-    pointer, setup = fault.points_at, fault.setup
-    return {
-        "name": fault.name, "kind": fault.kind, "source": fault.source,
-        "description": fault.description, "symptom": fault.symptom,
-        "expects": list(fault.expects), "devices": list(fault.devices),
-        "takes": list(fault.takes), "scopes": list(fault.scopes),
-        "layout": dict(fault.needs), "counterpart": fault.counterpart,
-        "everywhere": fault.everywhere,
-        "graph": list(setup.graph), "stress": list(setup.stress),
-        "points_at": {
-            "phase": pointer.phase, "module": pointer.module, "tensor": pointer.tensor,
-        },
-    }  # fmt: skip
+    plain = dataclasses.asdict(fault)
+    setup = plain.pop("setup")
+    return {**plain, "everywhere": fault.everywhere, "graph": setup["graph"],
+            "stress": setup["stress"]}  # fmt: skip

@@ -1,9 +1,8 @@
 """The planted faults by name: what each does, what it takes, what must be reported.
 
-Data only, no torch: the scenario decoder validates `plant` entries against it, and the worker
-implements each fault under the same name. The table is in catalogue.txt. A
-fault is planted in the candidate unless the scenario says otherwise; a fault with a counterpart
-puts that other fault into every run it is not in itself, so that they differ in one thing only.
+Data only, no torch: the scenario decoder validates `plant` entries against it. A fault is planted
+in the candidate unless the scenario says otherwise; a fault with a counterpart puts that other
+fault into every run it is not in itself, so that they differ in one thing only.
 """
 
 from collections.abc import Mapping
@@ -24,12 +23,11 @@ BASE: Mapping[str, Any] = MappingProxyType(
 """What setups build on, as `base` of a scenario has it. A key of a setup takes the place of the
 whole key here: {"parallel": {"tp": 2}} is two ranks, not four."""
 
-_OF_ANY_ENGINE = ("ulp", "nan", "negative_zero", "positive_zero")
-
 
 def is_of_any_engine(fault: Fault) -> bool:
     """Whether a fault needs nothing of our engine: it is in data, weights, records or processes."""
-    return fault.kind in ("data", "infrastructure") or fault.name in _OF_ANY_ENGINE
+    in_weights = ("ulp", "nan", "negative_zero", "positive_zero")
+    return fault.kind in ("data", "infrastructure") or fault.name in in_weights
 
 
 CATALOGUE: Mapping[str, Fault] = MappingProxyType(

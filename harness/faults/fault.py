@@ -1,11 +1,8 @@
 """What is known of a planted fault: where it acts, what catches it, where a search must end.
 
-Data only, no torch. A fault is planted through public seams of the trainer, of torch or of the
-operating system, never by code in `fsdp_core`; `harness.worker.plants` implements it by name.
-
-In rows of catalogue.txt `-` is nothing; a module without a tensor is a pattern for both. Words of
-the setup are those of scenario files: `tp=2` and other keys of `parallel`, `graph=attn+mlp`,
-`stress=races`, `model.layers=3`; the rest are the attributes of `Setup`, `Pointer` and `Fault`.
+Data only, no torch. In rows of catalogue.txt `-` is nothing; a module without a tensor is a pattern
+for both. Words of the setup are those of scenario files: `tp=2` and other keys of `parallel`,
+`graph=attn+mlp`, `stress=races`, `model.layers=3`; the rest are the attributes below.
 """
 
 import json
@@ -36,14 +33,12 @@ class Setup:
 
     Attributes:
         settings: over those of `harness.faults.catalogue.BASE`, as `base` of a scenario has them.
-        graph: scopes of the candidate; empty if it is eager, as the reference always is.
-        stress: stressors of the candidate.
-        step: `plant.step`, of a fault that takes one: graphs are captured in step 2.
-        rank: `plant.rank`, of a fault that takes one; -1 is the last.
-        tensor: `plant.tensor`, of a fault that takes one; "" for the fault's own choice.
-        legs: `plant.legs`.
+        graph, stress: scopes and stressors of the candidate; the reference has none.
+        step, rank, tensor, legs: of the plant, as far as the fault takes them; graphs are captured
+            in step 2, rank -1 is the last, tensor "" is of the fault's own choice.
         checks: with their limits, besides loss, state and finite: `{"peak_memory": {...}}`.
         timeout_s: of a run; little where it ends in one.
+        words: all of it, as the catalogue has it.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -55,18 +50,14 @@ class Setup:
     legs: tuple[str, ...] = ("candidate",)
     checks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timeout_s: float = 120.0
+    words: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """Where a search for a fault must end; patterns as in `fnmatch`, "" where there is no such.
+    """Where a search must end: patterns of `fnmatch` for the module and the first wrong tensor.
 
-    Attributes:
-        phase: in which the fault acts.
-        module: dotted name of the module, or of the one that holds the tensor.
-        tensor: of the first tensor that is wrong: a parameter, or a tap such as `norm:output`.
-        later: steps from the plant's to the first in which anything can be wrong: weights that are
-            not gathered again are right until the next update.
+    `later` is the number of steps from the plant's to the first in which anything can be wrong.
     """
 
     phase: Phase
@@ -81,14 +72,13 @@ class Fault:
 
     Attributes:
         name: what a scenario's `plant.fault` says.
-        kind: class of the fault.
         source: numbers of known failure modes that it stands for ("F31"), or "" for our own.
-        description: one sentence for people.
-        symptom: what somebody would see who only looks at the training.
+        description: one sentence for people; `symptom` is what one sees who only looks at the
+            training.
         takes: which of step, rank and tensor mean something to it; giving another is an error.
         expects: the `what` values that a verdict may name when the fault is in the candidate.
-        points_at: where a search must end.
         setup: the run in which it shows.
+        plant: what a rank does for it, in the words of `harness.worker.plant`.
         devices: where it can be planted.
         counterpart: fault planted in the legs that do not get this one, or "".
         scopes: graph scopes of which the run needs one; empty if it needs none.
@@ -104,6 +94,7 @@ class Fault:
     expects: tuple[What, ...]
     points_at: Pointer
     setup: Setup
+    plant: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     counterpart: str = ""
     scopes: tuple[str, ...] = ()
@@ -133,7 +124,7 @@ def read_table(text: str) -> dict[str, Fault]:
     """The faults of a table by name; `== hooks: ...` begins those of a kind, `#` is a comment.
 
     Raises:
-        ValueError: a row is not of eight columns, or has the name of another.
+        ValueError: a row is not of nine columns, or has the name of another.
     """
     kind = ""
     rows: list[tuple[str, str]] = []
@@ -146,15 +137,15 @@ def read_table(text: str) -> dict[str, Fault]:
             rows.append((kind, line))
     found: dict[str, Fault] = {}
     for kind, row in rows:
-        columns = [_word(column.strip()) for column in row.split(" |")]
-        if len(columns) != 8 or kind not in get_args(Kind) or columns[0] in found:
-            raise ValueError(f"expected 8 columns and a new name, under a kind, got {kind}: {row}")
+        columns = ["" if (word := each.strip()) == "-" else word for each in row.split(" |")]
+        if len(columns) != 9 or kind not in get_args(Kind) or columns[0] in found:
+            raise ValueError(f"expected 9 columns and a new name, under a kind, got {kind}: {row}")
         found[columns[0]] = _fault(cast("Kind", kind), columns)
     return found
 
 
 def _fault(kind: Kind, columns: list[str]) -> Fault:
-    name, source, takes, setup, expects, place, description, symptom = columns
+    name, source, takes, setup, expects, place, description, symptom, plant = columns
     given: dict[str, Any] = {}
     for word in setup.split():
         path, _, value = word.partition("=")
@@ -164,22 +155,17 @@ def _fault(kind: Kind, columns: list[str]) -> Fault:
             inner = inner.setdefault(key, {})
         inner[last] = tuple(value.split("+")) if path in _LISTS else _value(value)
     phase, module, tensor = (*place.split(" ", 2), "", "")[:3]
+    module, tensor = ("" if word == "-" else word for word in (module, tensor or module))
     pointer = Pointer(
-        phase=cast("Phase", phase), module=_word(module), tensor=_word(tensor or module),
-        later=given.pop("later", 0),
-    )  # fmt: skip
+        phase=cast("Phase", phase), module=module, tensor=tensor, later=given.pop("later", 0)
+    )
     own = {key: given.pop(key) for key in _OF_FAULT if key in given}
     held = {key: given.pop(key) for key in _OF_SETUP if key in given}
     return Fault(
         name=name, kind=kind, source=source, description=description, symptom=symptom,
-        takes=cast("tuple[Argument, ...]", tuple(takes.split())),
-        expects=cast("tuple[What, ...]", tuple(expects.split())),
-        points_at=pointer, setup=Setup(settings=given, **held), **own,
+        takes=cast("Any", tuple(takes.split())), expects=cast("Any", tuple(expects.split())),
+        points_at=pointer, setup=Setup(settings=given, words=setup, **held), plant=plant, **own,
     )  # fmt: skip
-
-
-def _word(text: str) -> str:
-    return "" if text == "-" else text
 
 
 def _value(text: str) -> Any:

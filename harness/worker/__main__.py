@@ -18,39 +18,31 @@ ENTRY = "harness.worker.main:rank_main"
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the command line and do what it says; the exit code."""
-    chosen = _parser().parse_args(arguments)
-    try:
-        return _do(chosen)
-    except HarnessError as error:
-        sys.stderr.write(f"harness: {error}\n")
-        return error.exit_code
-
-
-def _do(chosen: argparse.Namespace) -> int:
-    # Each imports only what it needs.
-    limits = Limits(**{name: getattr(chosen, name) for name in asdict(Limits())})
-    if chosen.command == "serve":
-        from harness.worker.serve import serve
-
-        return serve(chosen.fd, chosen.entry, limits)
-    from harness.worker.node import run_node
-
-    return run_node(chosen.folder, chosen.name, chosen.entry, limits)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m harness.worker")
-    commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--entry", default=ENTRY)
     for name, value in asdict(Limits()).items():
         common.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser = argparse.ArgumentParser(prog="python -m harness.worker")
+    commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="fork runs for a harness", parents=[common])
     serve.add_argument("--fd", type=int, required=True, help="socket of that harness")
     node = commands.add_parser("node", help="the ranks of a node of a step", parents=[common])
     node.add_argument("--folder", type=Path, required=True)
     node.add_argument("--name", required=True)
-    return parser
+    chosen = parser.parse_args(arguments)
+    limits = Limits(**{name: getattr(chosen, name) for name in asdict(Limits())})
+    try:
+        # Each imports only what it needs.
+        if chosen.command == "serve":
+            from harness.worker.serve import serve as serve_runs
+
+            return serve_runs(chosen.fd, chosen.entry, limits)
+        from harness.worker.node import run_node
+
+        return run_node(chosen.folder, chosen.name, chosen.entry, limits)
+    except HarnessError as error:
+        sys.stderr.write(f"harness: {error}\n")
+        return error.exit_code
 
 
 if __name__ == "__main__":

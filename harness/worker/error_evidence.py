@@ -7,7 +7,7 @@ fails here at import.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
-from fsdp_core.stress.races import Access, RaceFound
+from fsdp_core.stress.races import Race, RaceFound
 from fsdp_core.train.engines import EngineAdamW
 from fsdp_core.train.outputs import mean_loss
 from fsdp_core.train.trainer import Trainer
@@ -56,81 +56,36 @@ _CODES: dict[CodeType, int] = {
 def evidence_of(error: BaseException, stages: Sequence[nn.Module]) -> dict[str, Any]:
     """The fields `module`, `phase`, `raised_at`, `tensors` and `race` of an `ErrorRecord`.
 
-    Args:
-        stages: whose modules have the names that they have in the whole model.
-    """
-    return {
-        "module": module_of_error(error, stages),
-        "phase": _phase(error),
-        "raised_at": _raised_at(error),
-        "tensors": next((tuple(e.names) for e in chain(error) if isinstance(e, TensorError)), ()),
-        "race": next((_race(e) for e in chain(error) if isinstance(e, RaceFound)), None),
-    }
-
-
-def module_of_error(error: BaseException, stages: Sequence[nn.Module]) -> str:
-    """The innermost module, or unit of sharding, in whose code an exception was raised.
-
-    What it was raised from comes first: a capture that was given up says so from far outside of
-    what could not be captured.
+    `module` is the innermost module, or unit of sharding, in whose code the exception was raised;
+    "" if no frame belongs to one but the whole model.
 
     Args:
         stages: whose modules have the names that they have in the whole model.
-
-    Returns:
-        The dotted name, "" if no frame belongs to a module or to the whole model only.
     """
-    names = {id(module): name for stage in stages for name, module in stage.named_modules()}
-    for each in reversed([*chain(error)]):
-        found = [name for name in _owners(each.__traceback__, names) if name]
-        if found:
-            return found[-1]
-    return ""
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and its causes, outermost first."""
-    seen: set[int] = set()
+    chain: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        yield at
+    while at is not None and at not in chain:
+        chain.append(at)
         at = at.__cause__ or at.__context__
-
-
-def _owners(trace: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
-    """Names of those whose methods the frames are of, outermost first."""
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        owner = owner.unit if isinstance(owner, UnitBackward) else owner
-        if isinstance(owner, Unit | ParamGroup):
-            yield "" if owner.name == "root" else owner.name
-        elif isinstance(owner, nn.Module):
-            yield names.get(id(owner), "")
-        elif isinstance(owner, GraphedSegment):
-            # What a capture leaves undone is refused at its end, when no module runs any more.
-            name = owner.segment.name.partition(" ")[0]  # without the slot
-            yield name if name in names.values() else ""
-        trace = trace.tb_next
-
-
-def _phase(error: BaseException) -> Passed:
-    frames = (frame for each in chain(error) for frame, _ in _frames(each))
-    places = [_CODES[frame.f_code] for frame in frames if frame.f_code in _CODES]
-    return _PHASES[min(places)][0] if places else ""
-
-
-def _raised_at(error: BaseException) -> str:
-    first = [*chain(error)][-1]
-    own = [
-        (frame.f_code, line)
-        for frame, line in _frames(first)
+    names = {id(module): name for stage in stages for name, module in stage.named_modules()}
+    # What it was raised from comes first: a capture that was given up says so from far outside of
+    # what could not be captured.
+    owners = [_owner(f, names) for each in chain[::-1] for f, _ in reversed([*_frames(each)])]
+    places = [
+        _CODES[frame.f_code] for e in chain for frame, _ in _frames(e) if frame.f_code in _CODES
+    ]
+    raised_at = [
+        f"{PurePath(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in _frames(chain[-1])
         if frame.f_globals.get("__name__", "").partition(".")[0] != "torch"
     ]
-    if not own:
-        return ""
-    code, line = own[-1]
-    return f"{PurePath(code.co_filename).name}:{line} {code.co_name}"
+    return {
+        "module": next(filter(None, owners), ""),
+        "phase": _PHASES[min(places)][0] if places else "",
+        "raised_at": raised_at[-1] if raised_at else "",
+        "tensors": next((tuple(e.names) for e in chain if isinstance(e, TensorError)), ()),
+        "race": next((_race(e.races[0]) for e in chain if isinstance(e, RaceFound)), None),
+    }
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -141,16 +96,24 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         trace = trace.tb_next
 
 
-def _race(error: RaceFound) -> RaceEvidence:
-    race = error.races[0]
+def _owner(frame: FrameType, names: dict[int, str]) -> str:
+    """The name of that whose method a frame is of."""
+    owner = frame.f_locals.get("self")
+    owner = owner.unit if isinstance(owner, UnitBackward) else owner
+    if isinstance(owner, Unit | ParamGroup):
+        return "" if owner.name == "root" else owner.name
+    if isinstance(owner, GraphedSegment):
+        # What a capture leaves undone is refused at its end, when no module runs any more.
+        name = owner.segment.name.partition(" ")[0]  # without the slot
+        return name if name in names.values() else ""
+    return names.get(id(owner), "") if isinstance(owner, nn.Module) else ""
+
+
+def _race(race: Race) -> RaceEvidence:
+    later, earlier = (
+        StreamUse(operator=use.operator, writes=use.writes, stream=use.stream.name, place=use.place)
+        for use in (race.later, race.earlier)
+    )
     return RaceEvidence(
-        tensor=race.name, unit=race.unit, is_gradient=race.is_gradient,
-        later=_use(race.later), earlier=_use(race.earlier),
-    )  # fmt: skip
-
-
-def _use(access: Access) -> StreamUse:
-    return StreamUse(
-        operator=access.operator, writes=access.writes, stream=access.stream.name,
-        place=access.place,
-    )  # fmt: skip
+        tensor=race.name, unit=race.unit, is_gradient=race.is_gradient, later=later, earlier=earlier
+    )

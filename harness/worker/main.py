@@ -52,12 +52,7 @@ from harness.records import (
 from harness.repeats import is_timed
 from harness.worker.collectives import Notes, noted
 from harness.worker.error_evidence import evidence_of
-from harness.worker.observe import (
-    ContentsFile,
-    Observer,
-    digest_time_event,
-    memory_event,
-)
+from harness.worker.observe import ContentsFile, Observer, digest_time_event, memory_event
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
 from harness.worker.soak import Soaking
@@ -73,20 +68,24 @@ PATIENCE = timedelta(seconds=1)
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """Run one rank to its end; 0, 1 after an error record, `UNRECORDED` for want of disk space.
 
-    Args:
-        spec: the run.
-        folder: where `rank<R>.jsonl` goes.
-        rank: of this process; its GPU is the one of that number among the visible ones.
-        store_port: of the run's TCPStore, on MASTER_ADDR.
+    Records go to `rank<R>.jsonl` in the folder; the GPU is the one of the rank's number among the
+    visible ones; `store_port` is of the run's TCPStore, on MASTER_ADDR.
     """
     if (program := program_of(spec.config)) is not None:
         return run_program(program, folder, spec.key)
-    session = _Session(spec, folder, rank)
     try:
-        return session.run_and_record(store_port)
+        session = _Session(spec, folder, rank)
+        try:
+            session.run(store_port)
+        except RecordsUnwritable:
+            raise
+        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
+            session.fail(error)
+            return 1
     except RecordsUnwritable as error:
         sys.stderr.write(f"{error}\n")
         return UNRECORDED
+    return 0
 
 
 class _Session:
@@ -99,17 +98,6 @@ class _Session:
         self.stages: list[torch.nn.Module] = []
         old_s = age_s()
         self.started_unix_s, self.started_s = time.time() - old_s, time.monotonic() - old_s
-
-    def run_and_record(self, store_port: int) -> int:
-        """As `rank_main`; raises `RecordsUnwritable` where not even the end can be recorded."""
-        try:
-            self.run(store_port)
-        except RecordsUnwritable:
-            raise
-        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
-            self.fail(error)
-            return 1
-        return 0
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
@@ -128,20 +116,14 @@ class _Session:
         device.synchronize()  # makes the context of a GPU, where nothing has yet
         if (went_s := wait_for_go()) > self.started_s:
             self.started_s, self.started_unix_s = went_s, time.time()
-        place = place_path(self.folder, self.rank)
-        warm_up, gives = config.graph_warmup_steps, bool(config.taps)
-        with (
-            device.counting_memory(),
-            noted(device, place, lambda: self.step, warm_up, gives=gives) as notes,
-        ):
+        place, warm_up = place_path(self.folder, self.rank), config.graph_warmup_steps
+        notes = noted(device, place, lambda: self.step, warm_up, gives=bool(config.taps))
+        with device.counting_memory(), notes as noting:
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
-            try:
-                self._train(trainer, notes)
-            finally:
-                # A process group must not be destroyed while a graph that used it is alive.
-                if sys.exc_info()[0] is None:
-                    trainer.close()
+            self._train(trainer, noting)
+            # A process group must not be destroyed while a graph that used it is alive.
+            trainer.close()
         dist.destroy_process_group()
 
     def _train(self, trainer: Trainer, notes: Notes) -> None:
@@ -149,7 +131,16 @@ class _Session:
         contents = ContentsFile(spec, rank, self.folder, trainer)
         rounding = rounded(spec, rank)
         observer = Observer(trainer, rank, file)
-        self._write_start(trainer, observer)
+        environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
+                       "started_unix_s": self.started_unix_s}  # fmt: skip
+        file.write(
+            StartRecord(
+                schema=SCHEMA_VERSION, run=spec.key, rank=rank, world_size=spec.world_size,
+                pid=os.getpid(), device=device.name, tensors=observer.tensor_names,
+                taps=tuple(trainer.taps.names), tap_stages=tuple(trainer.taps.stages),
+                environment=environment,
+            )
+        )  # fmt: skip
         file.write(observer.initial())
         device.synchronize()
         startup_s = time.monotonic() - self.started_s
@@ -173,41 +164,22 @@ class _Session:
         peak_bytes = device.peak_bytes()
         if is_timed(spec) and not device.is_cuda:
             file.write(digest_time_event(trainer, rank, self.step))
-        self._write_end(trainer, peak_bytes, startup_s)
-        self.plant.after_end()
-
-    def _write_start(self, trainer: Trainer, observer: Observer) -> None:
-        self.file.write(
-            StartRecord(
-                schema=SCHEMA_VERSION, run=self.spec.key, rank=self.rank,
-                world_size=self.spec.world_size, pid=os.getpid(), device=trainer.device.name,
-                tensors=observer.tensor_names, taps=tuple(trainer.taps.names),
-                tap_stages=tuple(trainer.taps.stages),
-                environment={
-                    "fingerprint": fingerprint(trainer),
-                    **provenance.about_rank(),
-                    "started_unix_s": self.started_unix_s,
-                },
-            )
-        )  # fmt: skip
-
-    def _write_end(self, trainer: Trainer, peak_bytes: int, startup_s: float) -> None:
-        self.file.write(
+        file.write(
             EndRecord(
-                rank=self.rank, steps=self.step + 1, peak_bytes=peak_bytes, startup_s=startup_s,
+                rank=rank, steps=self.step + 1, peak_bytes=peak_bytes, startup_s=startup_s,
                 wall_s=time.monotonic() - self.started_s, replays=trainer.counts.replays,
                 graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
                 compiled=trainer.parts_compiled,
             )
         )  # fmt: skip
+        self.plant.after_end()
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""
         config = self.spec.config
-        captures = config["graph"] and self.step == config["graph_warmup_steps"]
-        if captures and not config["compile"]:
-            return notes.modules(self.stages)
-        return contextlib.nullcontext()
+        is_it = config["graph"] and not config["compile"]
+        captures = is_it and self.step == config["graph_warmup_steps"]
+        return notes.modules(self.stages) if captures else contextlib.nullcontext()
 
     def _flush(self, observer: Observer) -> None:
         """Write the steps that wait in the ring, also when the step after them has failed."""
@@ -231,16 +203,14 @@ class _Session:
         text = masker.text("".join(traceback.format_exception(error)))
         sys.stderr.write(text)
         before = self._failed_before(error)
-        message = masker.text(str(error))[:4000]
-        quotes = isinstance(error, CaptureAborted | CaptureLost)
-        if before is not None and not quotes:
+        message, blames = masker.text(str(error))[:4000], None if before is None else before.rank
+        if before is not None and not isinstance(error, CaptureAborted | CaptureLost):
             message += f"; before that, rank {before.rank} failed: {masker.text(before.told)}"
         try:
             self.file.write(
                 ErrorRecord(
                     rank=self.rank, step=self.step, what=classify(error), type=type(error).__name__,
-                    message=message, traceback=text[-8000:],
-                    blames=None if before is None else before.rank,
+                    message=message, traceback=text[-8000:], blames=blames,
                     **evidence_of(error, self.stages),
                 )
             )  # fmt: skip
@@ -277,13 +247,9 @@ def join_store(port: int) -> dist.Store:
 
 
 _MEANINGS: dict[type[BaseException], What] = {
-    StaleAddress: "stale_address",
-    StaleGuards: "stale_guards",
-    RaceFound: "race",
-    BackendMissing: "unsupported",
-    ConfigError: "unsupported",
-    StressorMissing: "unsupported",
-}
+    StaleAddress: "stale_address", StaleGuards: "stale_guards", RaceFound: "race",
+    BackendMissing: "unsupported", ConfigError: "unsupported", StressorMissing: "unsupported",
+}  # fmt: skip
 
 
 def classify(error: BaseException) -> What:

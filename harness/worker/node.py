@@ -28,12 +28,7 @@ MEETING_FILE = "meeting.json"
 
 
 def run_node(folder: Path, name: str, entry: str, limits: Limits) -> int:
-    """The ranks of this node of a step; the exit code.
-
-    Raises:
-        Infrastructure: the run folder cannot be seen from here, or has gone to another step.
-        OSError: no process, no port.
-    """
+    """The ranks of this node of a step; the exit code. Raises as `_await_object` and `_devices`."""
     step = Step.from_json(_await_object(folder / STEP_FILE, name))
     spec = RunSpec.from_json(json.loads((folder / SPEC_FILE).read_bytes()))
     node = int(os.environ["SLURM_PROCID"])
@@ -43,10 +38,8 @@ def run_node(folder: Path, name: str, entry: str, limits: Limits) -> int:
     else:
         found = _await_object(folder / MEETING_FILE, name)
         meeting = Meeting(address=found["address"], port=found["port"])
-    job = Job(
-        spec=spec, folder=folder, ranks=ranks, stops_on_sigterm=True,
-        devices=_devices(spec, len(ranks)),
-    )  # fmt: skip
+    devices = _devices(spec, len(ranks))
+    job = Job(spec=spec, folder=folder, ranks=ranks, stops_on_sigterm=True, devices=devices)
     rank_main = load_entry(entry)
     # As in the forkserver: what is alive now is shared with every rank, if nobody writes to it.
     gc.collect()
@@ -66,10 +59,7 @@ def _host(folder: Path, step: Step) -> Meeting:
 
 
 def _address() -> str:
-    """This node's address as the last node of the step reaches it.
-
-    Not what this node's name stands for, which on many machines is a loopback address.
-    """
+    """As the last node reaches this one, whose name often stands for a loopback address."""
     listed = ask("scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", ""))
     last = (listed.split() or [socket.gethostname()])[-1]
     match = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "-o", "show", "node", last))
@@ -77,11 +67,7 @@ def _address() -> str:
 
 
 def _await_object(path: Path, name: str) -> dict[str, Any]:
-    """A file of the step of that name, once it shows.
-
-    Raises:
-        Infrastructure: it does not.
-    """
+    """A file of the step of that name, once it shows; `Infrastructure` if it does not."""
     until_s = time.monotonic() + VISIBLE_S
     while time.monotonic() < until_s:
         # The run folder may have taken the place of another of that name.
@@ -99,11 +85,7 @@ def _await_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def _devices(spec: RunSpec, count: int) -> tuple[str, ...]:
-    """The GPUs of the ranks here, as CUDA_VISIBLE_DEVICES names them.
-
-    Raises:
-        UsageError: there are fewer than ranks.
-    """
+    """The GPUs of the ranks here as CUDA_VISIBLE_DEVICES has them; `UsageError` if too few."""
     if spec.device != "cuda":
         return ()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

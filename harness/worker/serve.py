@@ -17,13 +17,13 @@ import gc
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,17 +38,9 @@ from harness.engine.process import (
 from harness.engine.ranks import Job, Limits, RankMain
 from harness.records import RunSpec
 
-STORE_TIMEOUT = timedelta(seconds=60)
-
 
 def serve(fd: int, entry: str, limits: Limits) -> int:
-    """Serve runs over the socket `fd` until it closes; the exit code.
-
-    Args:
-        fd: an inherited, connected socket.
-        entry: `module:function`, a `RankMain`.
-        limits: given to every leader.
-    """
+    """Serve runs of an entry, `module:function`, over the inherited socket `fd` until it closes."""
     control = socket.socket(fileno=fd)
     adopt_orphans()
     wake_as_parent_dies()
@@ -57,8 +49,7 @@ def serve(fd: int, entry: str, limits: Limits) -> int:
     except Exception as error:  # noqa: BLE001 - user code at import: told to the harness
         _send(control, {"failed": f"{entry}: {type(error).__name__}: {error}"})
         return 1
-    # What is alive now stays for ever: keep it out of collections, whose writes to object headers
-    # would copy shared pages in every rank.
+    # Kept out of collections, whose writes to object headers would copy shared pages in every rank.
     gc.collect()
     gc.freeze()
     _Server(control, rank_main, limits).run()
@@ -88,11 +79,7 @@ def _load_while_wanted(control: socket.socket, entry: str) -> RankMain:
 
 
 def load_entry(entry: str) -> RankMain:
-    """Import `module:function`; what the module imports is warm in every rank.
-
-    Raises:
-        ImportError, AttributeError, ValueError: it cannot be had.
-    """
+    """Import `module:function`; what the module imports is warm in every rank."""
     module, _, function = entry.partition(":")
     if not module or not function:
         raise ValueError(f"expected module:function, got {entry!r}")
@@ -104,15 +91,12 @@ def open_torch_store(listener: socket.socket) -> object:
     import torch.distributed as dist
 
     host, port = listener.getsockname()[:2]
+    # As its own first client: a socket that listens everywhere listens here too.
+    host = "127.0.0.1" if host == "0.0.0.0" else host
     return dist.TCPStore(
-        # As its own first client: a socket that listens everywhere listens here too.
-        "127.0.0.1" if host == "0.0.0.0" else host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=STORE_TIMEOUT,
+        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
-    )
+    )  # fmt: skip
 
 
 def open_store(listener: socket.socket) -> object:
@@ -124,9 +108,7 @@ class _Server:
     """The loop: commands in, exits out."""
 
     def __init__(self, control: socket.socket, rank_main: RankMain, limits: Limits) -> None:
-        self._control = control
-        self._rank_main = rank_main
-        self._limits = limits
+        self._control, self._rank_main, self._limits = control, rank_main, limits
         self._leaders: dict[int, str] = {}
         # By the run that must end first: where to say "go", to how many.
         self._gates: dict[str, tuple[int, int]] = {}
@@ -135,13 +117,13 @@ class _Server:
 
     def run(self) -> None:
         """Serve until the harness goes away; then nothing of ours is left."""
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(self._wakeup.fd, selectors.EVENT_READ)
+        poll = select.poll()
+        for fd in (self._control.fileno(), self._wakeup.fd):
+            poll.register(fd, select.POLLIN)
         try:
             _send(self._control, {"ready": os.getpid()})
             while True:
-                ready = {key.fd for key, _ in selector.select()}
+                ready = {fd for fd, _ in poll.poll()}
                 if self._wakeup.fd in ready:
                     self._wakeup.drain()
                 self._reap()
@@ -177,34 +159,25 @@ class _Server:
             _send(self._control, {"exited": key, "status": None, **why})
             return
         if pid == 0:
-            work = self._leader_work(command, folder, gate_fd)
+            work = partial(self._lead, command, folder, gate_fd)
             die_as_child_of(mine, work, folder / "leader.stderr")
         if gate_fd is not None:
             os.close(gate_fd)
         self._leaders[pid] = key
         _send(self._control, {"started": key, "pid": pid})
 
-    def _leader_work(
-        self, command: dict[str, Any], folder: Path, gate_fd: int | None
-    ) -> Callable[[], None]:
-        def work() -> None:
-            ChildWakeup.disarm()
-            self._control.close()
-            self._wakeup.close()
-            for go_fd, _ in self._gates.values():
-                os.close(go_fd)
-            spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
-            job = Job(
-                spec=spec,
-                folder=folder,
-                devices=tuple(command["devices"]),
-                attempt=command["attempt"],
-                shares_gpus=command["shares_gpus"],
-                gate_fd=gate_fd,
-            )
-            lead(job, self._rank_main, open_store, self._limits)
-
-        return work
+    def _lead(self, command: dict[str, Any], folder: Path, gate_fd: int | None) -> None:
+        ChildWakeup.disarm()
+        self._control.close()
+        self._wakeup.close()
+        for go_fd, _ in self._gates.values():
+            os.close(go_fd)
+        job = Job(
+            spec=RunSpec.from_json(json.loads((folder / "spec.json").read_bytes())), folder=folder,
+            devices=tuple(command["devices"]), attempt=command["attempt"],
+            shares_gpus=command["shares_gpus"], gate_fd=gate_fd,
+        )  # fmt: skip
+        lead(job, self._rank_main, open_store, self._limits)
 
     def _reap(self) -> None:
         """Tell of leaders that ended, after killing what they left behind."""

@@ -21,30 +21,18 @@ from harness.codec import Json
 from harness.records import EventRecord, RunSpec
 from harness.soaking import SoakSpec, taking_turns, turn_of
 
-GO, STOP = "go", "stop"
-
 
 class Soaking:
-    """Counts the steps of one rank, and says whose turn it is.
-
-    Args:
-        store: of the run; a rank alone needs none.
-        write: takes a record.
-    """
+    """Counts the steps of one rank, and says whose turn it is; a rank alone needs no store."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        rank: int,
-        trainer: Trainer,
-        store: Any,
-        write: Callable[[Json], None],
+        self, spec: RunSpec, rank: int, trainer: Trainer, store: Any, write: Callable[[Json], None]
     ) -> None:
         self._soak, self._world_size, self._rank = spec.soak, spec.world_size, rank
         self._trainer, self._store, self._write = trainer, store, write
         self._began_s = time.monotonic()
         self._done, self._turns = 0, 0
-        self._asked: int | None = None
+        self._asked = ""
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to take; whoever asks for the next has taken the last."""
@@ -58,11 +46,6 @@ class Soaking:
             yield self._done
             self._done += 1
 
-    @property
-    def trained_s(self) -> float:
-        """Seconds since the first step began."""
-        return time.monotonic() - self._began_s
-
     def write_event(self) -> None:
         """Say what was done, for who judges whether it was as much as was asked."""
         if self._soak is None:
@@ -70,7 +53,7 @@ class Soaking:
         counts = self._trainer.counts
         detail = {
             "steps": self._done, "replays": counts.replays, "captured": counts.captured,
-            "trained_s": self.trained_s, "turns": self._turns,
+            "trained_s": time.monotonic() - self._began_s, "turns": self._turns,
         }  # fmt: skip
         self._write(EventRecord(name="soaked", rank=self._rank, step=self._done - 1, detail=detail))
 
@@ -90,7 +73,7 @@ class Soaking:
         if self._done < soak.turn_steps * len(stressors):
             return False  # on every rank alike
         if soak.by == "duration":
-            mine = self._rank != 0 or self.trained_s >= soak.amount
+            mine = self._rank != 0 or time.monotonic() - self._began_s >= soak.amount
         else:
             mine = self._trainer.counts.replays >= soak.amount
         return mine if self._world_size == 1 else self._agree(mine)
@@ -99,14 +82,10 @@ class Soaking:
         store, key = self._store, f"soak/{self._done}"
         store.set(f"{key}/{self._rank}", "1" if mine else "0")
         if self._rank == 0:
-            told = [store.get(f"{key}/{rank}") for rank in range(self._world_size)]
-            store.set(key, STOP if all(one == b"1" for one in told) else GO)
-            self._forget()
-            self._asked = self._done
-        return bool(store.get(key) == STOP.encode())
-
-    def _forget(self) -> None:
-        if self._asked is not None:
-            for rank in range(self._world_size):
-                self._store.delete_key(f"soak/{self._asked}/{rank}")
-            self._store.delete_key(f"soak/{self._asked}")
+            votes = [f"/{rank}" for rank in range(self._world_size)]
+            said = [store.get(key + vote) for vote in votes]  # of every rank: it is deleted later
+            store.set(key, "stop" if set(said) == {b"1"} else "go")
+            for vote in ("", *votes) if self._asked else ():
+                store.delete_key(self._asked + vote)
+            self._asked = key
+        return bool(store.get(key) == b"stop")

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 from harness.records import RunSpec
-from harness.worker import main
-from harness.worker.plants import processes
+from harness.worker import main, plants
 from tests.planted import leader_clock
 
-_real_wait_s = processes.wait_s
+_real_wait_s = plants.wait_s
 _folders: list[Path] = []
 
 
@@ -27,5 +26,5 @@ def _wait_late(seconds: float) -> None:
     _real_wait_s(seconds)
 
 
-processes.wait_s = _wait_late
+plants.wait_s = _wait_late
 leader_clock.install()

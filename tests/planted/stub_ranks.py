@@ -1,7 +1,8 @@
 """Ranks without torch: they write valid records, then behave as `spec.config["stub"]` says.
 
-`spec.config["stub"]` maps a rank ("2") or every rank ("*") to one of `BEHAVIOURS`. A rank that must
-not go on before another has acted waits for a file or for its own end, never for a time.
+`spec.config["stub"]` maps a rank ("2") or every rank ("*") to one of `BEHAVIOURS`, `_last` after it
+for once every rank has begun. A rank that must not go on before another has acted waits for a file
+or for its own end, never for a time.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.checks.complete import OF_INITIAL
 from harness.records import (
@@ -24,16 +26,17 @@ from harness.records import (
     RunSpec,
     StartRecord,
     StepRecord,
+    What,
     dumps,
 )
 
 TENSORS: dict[str, tuple[str, ...]] = {
-    "samples": ("tokens",),
-    "grads": ("a",),
-    "weights": ("a",),
-    "optim": ("a.m",),
-    "rng": ("cpu",),
-}
+    "samples": ("tokens",), "grads": ("a",), "weights": ("a",), "optim": ("a.m",), "rng": ("cpu",),
+}  # fmt: skip
+SHOWN_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+)  # fmt: skip
 
 
 class Stream:
@@ -46,6 +49,24 @@ class Stream:
         self.file.write(dumps(record) + "\n")
 
 
+class Stub(NamedTuple):
+    """What a behaviour knows."""
+
+    spec: RunSpec
+    folder: Path
+    rank: int
+    stream: Stream
+
+    def touch(self, name: str) -> None:
+        (self.folder / f"{name}{self.rank}").touch()
+
+    def await_go(self, sign: str) -> None:
+        """Go on when the test says so."""
+        self.touch(sign)
+        while not (self.folder / "go").exists():
+            time.sleep(0.005)
+
+
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
@@ -54,9 +75,12 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     name = behaviours.get(str(rank), behaviours.get("*", "ok"))
     steps = spec.config["steps"]
     for step in range(steps):
-        if step == steps // 2 and name in BEHAVIOURS:
-            code = BEHAVIOURS[name](spec, folder, rank, stream)
-            if code is not None:
+        if step == steps // 2 and name != "ok":
+            if name.endswith("_last"):
+                for other in range(spec.world_size):
+                    pid_of_rank(folder, other)
+            act = BEHAVIOURS[name.removesuffix("_last")]
+            if (code := act(Stub(spec, folder, rank, stream))) is not None:
                 return code
         stream.write(step_record(step, rank))
     stream.write(EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0))
@@ -66,64 +90,22 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
 def start_record(spec: RunSpec, rank: int) -> StartRecord:
     environment = {"pid": os.getpid(), "env": {k: os.environ.get(k, "") for k in SHOWN_VARIABLES}}
     return StartRecord(
-        schema=SCHEMA_VERSION,
-        rank=rank,
-        world_size=spec.world_size,
-        pid=os.getpid(),
-        device="cpu",
-        tensors=TENSORS,
+        schema=SCHEMA_VERSION, rank=rank, world_size=spec.world_size, pid=os.getpid(),
+        device="cpu", tensors=TENSORS,
         environment=environment | {"unix_s": time.time(), "fingerprint": {}},
-    )
+    )  # fmt: skip
 
 
 def initial_record(rank: int) -> InitialRecord:
     return InitialRecord(rank=rank, digests=dict.fromkeys(OF_INITIAL, "0" * 32), nonfinite={})
 
 
-SHOWN_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED",
-)  # fmt: skip
-
-
 def step_record(step: int, rank: int) -> StepRecord:
     one = FloatBits(bits="3f800000", value=1.0)
     return StepRecord(
-        step=step,
-        rank=rank,
-        loss=one,
-        microbatch_losses=(one,),
-        grad_norm=one,
-        digests=dict.fromkeys(TENSORS, f"{rank:032x}"),
-        nonfinite={},
-        step_s=0.0,
-        live_bytes=1,
-        peak_bytes=1,
-    )
-
-
-Behaviour = Callable[[RunSpec, Path, int, Stream], int | None]
-
-
-def _signal(number: int) -> Behaviour:
-    def act(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
-        os.kill(os.getpid(), number)
-        return None
-
-    return act
-
-
-def _signal_of(pid: Callable[[], int]) -> Behaviour:
-    def act(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
-        os.kill(pid(), signal.SIGKILL)
-        return sleep_for_ever()
-
-    return act
-
-
-def grandparent() -> int:
-    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])
+        step=step, rank=rank, loss=one, microbatch_losses=(one,), grad_norm=one, nonfinite={},
+        digests=dict.fromkeys(TENSORS, f"{rank:032x}"), step_s=0.0, live_bytes=1, peak_bytes=1,
+    )  # fmt: skip
 
 
 def sleep_for_ever(sign: Path | None = None) -> int:
@@ -131,66 +113,6 @@ def sleep_for_ever(sign: Path | None = None) -> int:
         sign.touch()  # from here: whoever sees it sees this function in the rank's stack, too
     while True:
         time.sleep(3600)
-
-
-def _exit(code: int) -> Behaviour:
-    return lambda spec, folder, rank, stream: code
-
-
-def hang(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    return sleep_for_ever(folder / f"hanging{rank}")
-
-
-def await_go(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    """Go on when the test says so."""
-    (folder / f"waiting{rank}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.01)
-
-
-def hang_once(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
-    """Hang unless an earlier attempt was set aside."""
-    if folder.with_name(f"{folder.name}.attempt0").exists():
-        return None
-    return hang(spec, folder, rank, stream)
-
-
-def ignore_term(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return hang(spec, folder, rank, stream)
-
-
-def _last(behaviour: Behaviour) -> Behaviour:
-    """The same once every rank has begun, so the agents of all nodes have, too."""
-
-    def act(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
-        for other in range(spec.world_size):
-            pid_of_rank(folder, other)
-        return behaviour(spec, folder, rank, stream)
-
-    return act
-
-
-def raise_error(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    raise ZeroDivisionError("planted")
-
-
-def _record_error(what: str, kind: str, message: str) -> Behaviour:
-    def act(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-        error = {"rank": rank, "step": 1, "what": what, "type": kind, "message": message}
-        stream.write(ErrorRecord.from_json(error | {"traceback": ""}))
-        return 1
-
-    return act
-
-
-def peer_lost(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
-    """Wait for rank 0 to be gone, then report what gloo would."""
-    told = "Connection closed by peer [127.0.0.1]:4242"
-    while alive(pid_of_rank(folder, 0)):
-        time.sleep(0.005)
-    return _record_error("crashed", "RuntimeError", told)(spec, folder, rank, stream)
 
 
 def pid_of_rank(folder: Path, rank: int) -> int:
@@ -203,41 +125,70 @@ def pid_of_rank(folder: Path, rank: int) -> int:
         time.sleep(0.002)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+def _stat(pid: int) -> list[str]:
+    """Of a process: state, parent, ...; a dead one's if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return ["X"]
 
 
-def flood(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    line = b"x" * 99 + b"\n"
+Behaviour = Callable[[Stub], int | None]
+"""What a rank does in the middle of its steps; the code that it exits with, None to go on."""
+
+
+def _kill(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def hang(stub: Stub) -> int:
+    return sleep_for_ever(stub.folder / f"hanging{stub.rank}")
+
+
+def _ignore_term(stub: Stub) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return hang(stub)
+
+
+def _raise(stub: Stub) -> int:
+    raise ZeroDivisionError("planted")
+
+
+def _error(what: What, kind: str, message: str, code: int = 1) -> Behaviour:
+    def act(stub: Stub) -> int:
+        stub.stream.write(
+            ErrorRecord(rank=stub.rank, step=1, what=what, type=kind, message=message, traceback="")
+        )
+        return code
+
+    return act
+
+
+def _peer_lost(stub: Stub) -> int | None:
+    """Wait for rank 0 to be gone, then report what gloo would."""
+    while _stat(pid_of_rank(stub.folder, 0))[0] not in ("Z", "X"):
+        time.sleep(0.005)
+    return _error("crashed", "RuntimeError", "Connection closed by peer [127.0.0.1]:4242")(stub)
+
+
+def _flood(stub: Stub) -> None:
     for _ in range(20_000):
-        os.write(2, line)
+        os.write(2, b"x" * 99 + b"\n")
     os.write(2, b"the last words\n")
 
 
-def print_both(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
+def _print(stub: Stub) -> None:
     sys.stdout.write("to stdout\n")
     sys.stderr.write("to stderr\n")
 
 
-def print_then_die(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    sys.stdout.write("last words\n")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def orphan_helper(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
+def _orphan_helper(stub: Stub) -> int | None:
     """Start a helper the way daemons do, wait for `go`, and fail if the helper is gone by then."""
-    command = [sys.executable, "-c", DAEMON, str(folder / f"helper{rank}")]
-    subprocess.run(command, check=True)
-    helper = int((folder / f"helper{rank}").read_text())
-    (folder / f"helped{rank}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.005)
-    return None if alive(helper) else 5
+    file = stub.folder / f"helper{stub.rank}"
+    subprocess.run([sys.executable, "-c", DAEMON, str(file)], check=True)
+    stub.await_go("helped")
+    return None if _stat(int(file.read_text()))[0] not in ("Z", "X") else 5
 
 
 DAEMON = """
@@ -249,81 +200,64 @@ open(sys.argv[1], "w").write(str(pid))
 """
 
 
-def children(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
+def _children(then: Behaviour) -> Behaviour:
     """Leave two children behind, one of them in a session of its own."""
-    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    same = subprocess.Popen(command)
-    other = subprocess.Popen(command, start_new_session=True)
-    (folder / f"children{rank}").write_text(f"{same.pid} {other.pid}")
+
+    def act(stub: Stub) -> int | None:
+        command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        pids = [subprocess.Popen(command, start_new_session=own).pid for own in (False, True)]
+        (stub.folder / f"children{stub.rank}").write_text(f"{pids[0]} {pids[1]}")
+        return then(stub)
+
+    return act
 
 
-def children_then_hang(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    children(spec, folder, rank, stream)
-    return hang(spec, folder, rank, stream)
-
-
-def children_then_die(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    children(spec, folder, rank, stream)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def children_then_kill_leader(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    children(spec, folder, rank, stream)
+def _kill_leader(stub: Stub) -> int:
     os.kill(os.getppid(), signal.SIGKILL)
     return sleep_for_ever()
 
 
-def half_line(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    stream.file.write(dumps(step_record(1, rank))[:40])
-    stream.file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+def _half_line(stub: Stub) -> None:
+    stub.stream.file.write(dumps(step_record(1, stub.rank))[:40])
+    stub.stream.file.flush()
+    _kill(signal.SIGKILL)
 
 
-def junk(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    os.write(stream.file.fileno(), b"\x00\xff\xfe junk \n[[[[\n")
-
-
-def illegal_access(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
+def _illegal_access(stub: Stub) -> None:
     sys.stderr.write("CUDA error: an illegal memory access was encountered\n")
     os.abort()
 
 
-def stop_self(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    (folder / f"hanging{rank}").touch()
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 BEHAVIOURS: dict[str, Behaviour] = {
-    "sigkill": _signal(signal.SIGKILL),
-    "sigkill_last": _last(_signal(signal.SIGKILL)),
-    "segv": _signal(signal.SIGSEGV),
-    "exit13": _exit(13),
-    "exit13_last": _last(_exit(13)),
-    "exit256": _exit(256),
-    "leave_early": _exit(0),
+    "sigkill": lambda stub: _kill(signal.SIGKILL),
+    "segv": lambda stub: _kill(signal.SIGSEGV),
+    "exit13": lambda stub: 13,
+    "exit256": lambda stub: 256,
+    "leave_early": lambda stub: 0,
     "hang": hang,
-    "hang_once": hang_once,
-    "await_go": await_go,
-    "ignore_term": ignore_term,
-    "raise": raise_error,
-    "raise_last": _last(raise_error),
-    "oom": _record_error("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
-    "error_exit0": lambda s, f, r, w: (_record_error("crashed", "E", "odd")(s, f, r, w), 0)[1],
-    "peer_lost": peer_lost,
-    "kill_leader": _signal_of(os.getppid),
-    "kill_leader_last": _last(_signal_of(os.getppid)),
-    "kill_server": _signal_of(grandparent),
-    "flood": flood,
-    "print": print_both,
-    "print_then_die": print_then_die,
-    "orphan_helper": orphan_helper,
-    "children": children,
-    "children_then_hang": children_then_hang,
-    "children_then_die": children_then_die,
-    "children_then_die_last": _last(children_then_die),
-    "children_then_kill_leader": children_then_kill_leader,
-    "half_line": half_line,
-    "junk": junk,
-    "illegal_access": illegal_access,
-    "stop_self": stop_self,
+    # Unless an earlier attempt was set aside.
+    "hang_once": lambda stub: (
+        None if stub.folder.with_name(f"{stub.folder.name}.attempt0").exists() else hang(stub)
+    ),
+    "await_go": lambda stub: stub.await_go("waiting"),
+    "ignore_term": _ignore_term,
+    "raise": _raise,
+    "oom": _error("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
+    "error_exit0": _error("crashed", "E", "odd", code=0),
+    "peer_lost": _peer_lost,
+    "kill_leader": _kill_leader,
+    "flood": _flood,
+    "print": _print,
+    "print_then_die": lambda stub: (sys.stdout.write("last words\n"), _kill(signal.SIGKILL))[1],
+    "orphan_helper": _orphan_helper,
+    "children": _children(lambda stub: None),
+    "children_then_hang": _children(hang),
+    "children_then_die": _children(lambda stub: _kill(signal.SIGKILL)),
+    "children_then_kill_leader": _children(_kill_leader),
+    "half_line": _half_line,
+    "junk": lambda stub: (
+        os.write(stub.stream.file.fileno(), b"\x00\xff\xfe junk \n[[[[\n") and None
+    ),
+    "illegal_access": _illegal_access,
+    "stop_self": lambda stub: (stub.touch("hanging"), _kill(signal.SIGSTOP))[1],
 }

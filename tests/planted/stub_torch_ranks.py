@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.records import EndRecord, ErrorRecord, RunSpec
 from tests.planted import leader_clock
-from tests.planted.stub_ranks import Stream, hang, start_record
+from tests.planted.stub_ranks import Stream, sleep_for_ever, start_record
 
 MEETING_TIMEOUT = timedelta(seconds=120)
 """Of what must work, however busy the machine."""
@@ -36,7 +36,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     if stub.get(str(rank)) == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if stub.get(str(rank)) == "hang":
-        hang(spec, folder, rank, stream)
+        sleep_for_ever(folder / f"hanging{rank}")
     if "hang" in stub.values():
         dist.distributed_c10d._set_pg_timeout(LOST_TIMEOUT, dist.group.WORLD)
     try:

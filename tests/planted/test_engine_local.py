@@ -91,13 +91,6 @@ def test_what_a_misbehaving_rank_is_called(engine: LocalEngine, tmp_path: Path, 
     wait_gone(*rank_pids(tmp_path))
 
 
-def test_a_killed_leader_leaves_nothing_half_written(engine: LocalEngine, tmp_path: Path) -> None:
-    """What it was about to rename into place is gone, and does not get into the case's folder."""
-    (tmp_path / ".outcome.json.1.tmp").touch()
-    assert finish(engine, spec({"0": "kill_leader"}, 2), tmp_path).what == "killed"
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
 @pytest.mark.parametrize("how", ["hang", "ignore_term", "stop_self"])
 def test_a_hanging_rank_is_ended_at_the_timeout(
     engine: LocalEngine, tmp_path: Path, how: str
@@ -183,8 +176,11 @@ def test_what_a_rank_printed_before_it_was_killed_is_stored(
     engine: LocalEngine, tmp_path: Path
 ) -> None:
     """Nothing that was printed waits in a buffer for an end that never comes."""
-    finish(engine, spec({"0": "print_then_die"}), tmp_path)
+    finish(engine, spec({"0": "print_then_die", "2": "print"}), tmp_path)
     assert (tmp_path / "rank0.stderr").read_text() == "last words\n"
+    # Both streams, in the order in which they were printed.
+    assert (tmp_path / "rank2.stderr").read_text() == "to stdout\nto stderr\n"
+    assert not (tmp_path / "leader.stderr").exists()
 
 
 def test_a_flood_of_output_is_cut_and_its_end_kept(engine: LocalEngine, tmp_path: Path) -> None:
@@ -194,13 +190,6 @@ def test_a_flood_of_output_is_cut_and_its_end_kept(engine: LocalEngine, tmp_path
     assert len(stored) < 400_000
     assert stored.endswith(b"the last words\n")
     assert b"bytes dropped here" in stored
-
-
-def test_both_output_streams_are_stored(engine: LocalEngine, tmp_path: Path) -> None:
-    """stdout and stderr of a rank end in its file, in the order in which they were printed."""
-    finish(engine, spec({"2": "print"}), tmp_path)
-    assert (tmp_path / "rank2.stderr").read_text() == "to stdout\nto stderr\n"
-    assert not (tmp_path / "leader.stderr").exists()
 
 
 def test_junk_in_a_record_file_is_a_problem(engine: LocalEngine, tmp_path: Path) -> None:
@@ -316,14 +305,6 @@ def test_a_leader_writes_where_its_folder_went(engine: LocalEngine, tmp_path: Pa
     kept, _ = read_outcome(moved, run.key)
     assert kept is not None
     assert kept.what == "hang"
-
-
-def test_wait_returns_when_the_time_is_up(engine: LocalEngine, tmp_path: Path) -> None:
-    """A wait with a limit comes back empty while the run goes on."""
-    engine.start(spec({"0": "hang"}, 1), tmp_path)
-    wait_for(tmp_path / "hanging0")
-    assert engine.wait(0.05) == []
-    engine.cancel()
 
 
 def test_a_run_that_never_fits_is_refused(engine: LocalEngine, tmp_path: Path) -> None:

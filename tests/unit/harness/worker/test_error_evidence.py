@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.fsdp_module import FSDPModule
-from fsdp_core.graph.capture import CapturedFunction
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
@@ -21,10 +24,10 @@ from harness.records import RaceEvidence, StreamUse
 from harness.worker.error_evidence import evidence_of
 
 
-def caught(function: Callable[..., Any], *arguments: Any) -> BaseException:
+def caught(function: Callable[..., Any], *arguments: Any, **how: Any) -> BaseException:
     """What a function raises when it is given what it cannot use."""
     try:
-        inspect.unwrap(function)(*arguments)
+        inspect.unwrap(function)(*arguments, **how)
     except Exception as error:  # noqa: BLE001 - whichever it is
         return error
     raise AssertionError(f"{function} did not raise")
@@ -37,14 +40,13 @@ def chained(error: BaseException, function: Callable[..., Any], *arguments: Any)
 
 
 FORWARD = caught(Pipeline._forward, None, None, None, 0)
-BACKWARD = caught(Pipeline._backward, None, None, None, 0)
 
 
 @pytest.mark.parametrize(
     ("error", "phase"),
     [
         (FORWARD, "forward"),
-        (BACKWARD, "backward"),
+        (caught(Pipeline._backward, None, None, None, 0), "backward"),
         (caught(torch.autograd.backward, None), "backward"),
         (caught(AdamW.step, None), "optimizer"),
         (caught(clip_grads, None, None, 1.0), "reduce"),
@@ -62,6 +64,58 @@ def test_a_phase_is_that_of_the_functions_that_an_exception_passed(
 ) -> None:
     """A capture calls what a step calls, a backward may compute a forward again: these count."""
     assert evidence_of(error, [])["phase"] == phase
+
+
+class _Inner(nn.Module):
+    def forward(self, fails: bool) -> None:
+        if fails:
+            raise ValueError("refused")
+
+
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Inner()
+
+    def forward(self, *, fails: bool, wraps: bool = False) -> None:
+        try:
+            self.inner(fails)
+        except ValueError as error:
+            if wraps:
+                raise RuntimeError("given up") from error
+            raise
+        raise ValueError("of the outer one")
+
+
+STAGE = nn.ModuleDict({"outer": _Outer()})
+
+
+@pytest.mark.parametrize(
+    ("error", "stage", "name"),
+    [
+        (caught(STAGE["outer"], fails=True), STAGE, "outer.inner"),
+        (caught(STAGE["outer"], fails=False), STAGE, "outer"),
+        (caught(STAGE["outer"], fails=True, wraps=True), STAGE, "outer.inner"),
+        (caught(STAGE["outer"], fails=True), nn.ModuleDict(), ""),
+        (ValueError("never raised"), STAGE, ""),
+    ],
+)
+def test_the_innermost_module_of_the_cause_is_named(
+    error: BaseException, stage: nn.Module, name: str
+) -> None:
+    """Not who passed the exception on, nor who gave up because of it, nor another model's."""
+    assert evidence_of(error, [stage])["module"] == name
+
+
+def test_a_capture_that_is_refused_at_its_end_has_the_name_of_its_segment() -> None:
+    """No module runs any more when CUDA finds a stream that was not joined."""
+    samples = (torch.ones(2),)
+    segment = Segment(name="outer.inner", function=abs, samples=samples, parameters=())
+    graphed = GraphedSegment(GraphMaker(Device("cpu")), segment)
+    graphed.capture_forward(0)
+    error = caught(graphed.capture_forward, 0)
+    assert "empty" in str(error)
+    assert evidence_of(error, [STAGE])["module"] == "outer.inner"
 
 
 def test_the_place_is_the_innermost_of_the_cause_outside_of_torch() -> None:

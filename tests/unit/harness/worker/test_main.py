@@ -1,6 +1,7 @@
 """One rank from start to end: its record lines in order, its exit code, its classified errors."""
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,54 +30,66 @@ from harness.records import (
     EventRecord,
     InitialRecord,
     PlantSpec,
+    Record,
     RunSpec,
     StartRecord,
     StepRecord,
 )
 from harness.store.streams import rank_path, read_rank
-from harness.worker.main import _Session, classify, rank_main
+from harness.worker.main import _Session, classify, join_store, rank_main
+from harness.worker.serve import open_torch_store
 
 Spec = Callable[..., RunSpec]
 
 
-@pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
-def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str, ...]) -> None:
-    """Start, one record a step, events of graphs and memory, and the end, in this order; code 0."""
-    records = rank.run(spec(graph=graph))
+def only(kind: type[Any], records: list[Record]) -> Any:
+    """The only record of a kind."""
+    (found,) = (record for record in records if isinstance(record, kind))
+    return found
+
+
+def steps_of(records: list[Record]) -> list[StepRecord]:
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+@pytest.mark.parametrize(
+    ("graph", "replays"), [((), 0), (("attn",), 3 * 2 * 2 * 2), (("full_iteration",), 3)]
+)
+def test_a_good_rank_writes_every_record(
+    rank: Any, spec: Spec, graph: tuple[str, ...], replays: int
+) -> None:
+    """Start, one record a step, events of graphs and memory, and the end, in this order; code 0.
+
+    A flush interval that does not divide the steps loses none.
+    """
+    records = rank.run(spec(graph=graph, flush_every=4))
     assert rank.code == 0
     kinds = [type(record) for record in records]
     assert kinds == [StartRecord, InitialRecord, *[StepRecord] * 5, *[EventRecord] * 2, EndRecord]
-    assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2, 3, 4]
-    start, (event, memory, end) = records[0], records[-3:]
+    steps = steps_of(records)
+    assert [record.step for record in steps] == [0, 1, 2, 3, 4]
+    graphs, memory = records[-3:-1]
+    assert isinstance(graphs, EventRecord)
     assert isinstance(memory, EventRecord)
+    assert (graphs.name, graphs.detail["replays"]) == ("graphs", replays)
     at_rest = memory.detail["at_rest"]
     assert (memory.name, memory.detail.get("explained")) == ("memory", None)
     assert at_rest["parameters"] == at_rest["gradients"] == (at_rest["optimizer"] - 8) / 2
-    assert isinstance(start, StartRecord)
-    assert (start.schema, start.rank, start.world_size, start.device) == (
-        SCHEMA_VERSION,
-        0,
-        1,
-        "cpu",
-    )
+    start, end = only(StartRecord, records), only(EndRecord, records)
+    about = (start.schema, start.rank, start.world_size, start.device)
+    assert about == (SCHEMA_VERSION, 0, 1, "cpu")
     assert set(start.tensors) == {"samples", "grads", "weights", "optim", "rng"}
     fingerprint = start.environment["fingerprint"]
-    assert fingerprint["torch"] == torch.__version__
-    assert fingerprint["deterministic"] is True
-    assert fingerprint["data"] == "synthetic-1"
-    assert fingerprint["environment"] == provenance.variables(os.environ)
+    assert fingerprint | {
+        "torch": torch.__version__, "deterministic": True, "data": "synthetic-1",
+        "environment": provenance.variables(os.environ), "processor": provenance.processor(),
+        "code": provenance.code(),
+    } == fingerprint  # fmt: skip
     assert fingerprint["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert fingerprint["processor"] == provenance.processor() != ""
-    assert fingerprint["code"] == provenance.code()
+    assert fingerprint["processor"] != ""
     assert start.environment["host"] == provenance.host()
-    assert isinstance(event, EventRecord)
-    assert event.name == "graphs"
-    replays = {(): 0, ("attn",): 3 * 2 * 2 * 2, ("full_iteration",): 3}[graph]
-    assert event.detail["replays"] == replays
-    assert isinstance(end, EndRecord)
     assert end.steps == 5
     assert 0 < end.startup_s <= end.wall_s
-    steps = [record for record in records if isinstance(record, StepRecord)]
     assert end.peak_bytes >= steps[-1].peak_bytes > 0
 
 
@@ -91,107 +104,75 @@ def test_records_without_space_are_told_by_the_exit_code(
 
 
 def test_runs_of_one_specification_agree(rank: Any, spec: Spec) -> None:
-    """Two runs of one specification give the same step records, but times."""
+    """Two runs of one specification give the same step records, but times; of another seed not."""
     runs = []
-    for graph in ((), (), ("full_iteration",)):
-        steps = [r for r in rank.run(spec(graph=graph)) if isinstance(r, StepRecord)]
+    for options in ({}, {}, {"graph": ("full_iteration",)}, {"seed": 2}):
+        steps = steps_of(rank.run(spec(**options)))
         runs.append([(s.loss, s.microbatch_losses, s.grad_norm, s.digests) for s in steps])
     assert len(runs[0]) == 5
     assert runs[0] == runs[1] == runs[2]
-
-
-def test_another_seed_is_another_run(rank: Any, spec: Spec) -> None:
-    """The seed reaches weights, data and generators."""
-    first, second = (rank.run(spec(seed=seed))[2] for seed in (1, 2))
-    assert isinstance(first, StepRecord)
-    assert isinstance(second, StepRecord)
-    assert first.loss != second.loss
-    assert first.digests["rng"] != second.digests["rng"]
+    assert runs[0][0][0] != runs[3][0][0]
+    assert runs[0][0][3]["rng"] != runs[3][0][3]["rng"]
 
 
 def test_steps_before_a_failure_are_not_lost(rank: Any, spec: Spec) -> None:
     """Steps that wait in the ring are written when a later step raises."""
     records = rank.run(spec(PlantSpec(fault="raise", step=3), flush_every=10))
-    assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2]
+    assert [record.step for record in steps_of(records)] == [0, 1, 2]
     assert isinstance(records[-1], ErrorRecord)
     assert rank.code == 1
 
 
-def test_unflushed_steps_are_written_at_the_end(rank: Any, spec: Spec) -> None:
-    """A flush interval that does not divide the steps loses none."""
-    records = rank.run(spec(flush_every=4))
-    assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2, 3, 4]
+BYTES = ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, seq=6)
 
 
 def test_an_exception_is_the_last_record(
-    rank: Any, spec: Spec, capfd: pytest.CaptureFixture[str]
+    rank: Any, spec: Spec, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A rank that raises writes what, where and the traceback, no end record, and returns 1."""
-    records = rank.run(spec(data=text_too_short(rank), model=model_for_text()))
-    assert rank.code == 1
-    *before, error = records
-    assert isinstance(error, ErrorRecord)
-    assert not any(isinstance(r, EndRecord) for r in records)
-    assert [type(r) for r in before] == [StartRecord, InitialRecord]
-    assert (error.what, error.type, error.step) == ("crashed", "ValueError", 0)
+    path = tmp_path / "corpus"
+    path.write_text("abc")
+    records = rank.run(spec(data=DataConfig(kind="text", path=str(path)), model=BYTES))
+    assert [type(record) for record in records] == [StartRecord, InitialRecord, ErrorRecord]
+    error = only(ErrorRecord, records)
+    assert (rank.code, error.what, error.type, error.step) == (1, "crashed", "ValueError", 0)
     assert error.message.startswith("data.path: expected a corpus of at least 7 bytes")
     assert "in window" in error.traceback
     assert "data.path: expected a corpus" in capfd.readouterr().err
 
 
-def text_too_short(rank: Any) -> Any:
-    """A corpus of three bytes."""
-    path = rank.folder.parent / "corpus"
-    path.write_text("abc")
-    return DataConfig(kind="text", path=str(path))
-
-
-def test_text_corpus_is_in_the_fingerprint(rank: Any, spec: Spec) -> None:
+def test_text_corpus_is_in_the_fingerprint(rank: Any, spec: Spec, tmp_path: Path) -> None:
     """The checksum of the text corpus is what must agree between two runs."""
-    checksums = []
+    path, checksums = tmp_path / "corpus", set()
     for content in ("a" * 50, "a" * 49 + "b"):
-        data = text_too_short(rank)
-        (rank.folder.parent / "corpus").write_text(content)
-        start = rank.run(spec(data=data, steps=1, model=model_for_text()))[0]
-        assert isinstance(start, StartRecord)
-        checksums.append(start.environment["fingerprint"]["data"])
-    assert len(set(checksums)) == 2
+        path.write_text(content)
+        data = DataConfig(kind="text", path=str(path))
+        start = only(StartRecord, rank.run(spec(data=data, steps=1, model=BYTES)))
+        checksums.add(start.environment["fingerprint"]["data"])
+    assert len(checksums) == 2
 
 
-def model_for_text() -> ModelConfig:
-    """Tiny, with the bytes' vocabulary."""
-    return ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, seq=6)
-
-
-def test_absent_backend_is_unsupported(
+def test_what_cannot_be_built_is_said_before_any_step(
     rank: Any, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without the chosen backend says so, before any step."""
+    """A backend that is not there; a layout of other than the joined ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (error,) = rank.run(spec(backend="te"))
-    assert isinstance(error, ErrorRecord)
-    assert (rank.code, error.what, error.type, error.step) == (
-        1,
-        "unsupported",
-        "BackendMissing",
-        -1,
-    )
-
-
-def test_degrees_that_do_not_fit_the_world_are_an_error(rank: Any, spec: Spec) -> None:
-    """A layout of other than the joined ranks never trains."""
-    plain = spec().config
-    wrong = RunSpec(
-        config=plain | {"parallel": {"dp": 2}}, device="cpu", world_size=1, timeout_s=30
-    )
-    (error,) = rank.run(wrong)
-    assert isinstance(error, ErrorRecord)
+    told = (rank.code, error.what, error.type, error.step)
+    assert told == (1, "unsupported", "BackendMissing", -1)
+    config = spec().config | {"parallel": {"dp": 2}}
+    (error,) = rank.run(RunSpec(config=config, device="cpu", world_size=1, timeout_s=30))
     assert "Expected 2 ranks" in error.message
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
 
 
 _STREAM = Clocks().new_stream("gather")
 _ACCESS = Access(0, 4, _STREAM, 1, True, "aten::zero_", "a.py:1", None)
-_RACE = Race("w", "root", _ACCESS, _ACCESS)
+ABORTED = CaptureAborted("attn", {1: "CaptureRefused: cannot capture aten.item"})
 CLASSES: list[tuple[BaseException, str]] = [
     (StaleAddress(["w"], "moved"), "stale_address"),
     (StaleGuards("layers.0.attn", "eps == 1"), "stale_guards"),
@@ -200,11 +181,18 @@ CLASSES: list[tuple[BaseException, str]] = [
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal_access"),
     (StressorMissing("races"), "unsupported"),
-    (RaceFound([_RACE]), "race"),
+    (RaceFound([Race("w", "root", _ACCESS, _ACCESS)]), "race"),
     (CaptureRefused("cannot capture aten.item"), "capture_refused"),
     (BackendMissing("backend: te"), "unsupported"),
     (RuntimeError("something else"), "crashed"),
     (KeyError("x"), "crashed"),
+    # A capture that another rank refused is refused here; what failed on this rank is named.
+    (ABORTED, "capture_refused"),
+    (CaptureLost("attn", {1: "PlantedError: x"}, "another rank has left"), "capture_refused"),
+    (caused(CaptureAborted("attn", {1: "x"}), MemoryError()), "oom"),
+    (caused(CaptureLost("attn", {1: "x"}, "y"), MemoryError()), "oom"),
+    # What an exception itself says outranks what caused it.
+    (caused(CaptureRefused("out of memory"), MemoryError()), "capture_refused"),
 ]
 
 
@@ -212,28 +200,11 @@ CLASSES: list[tuple[BaseException, str]] = [
 def test_classify(error: BaseException, what: str) -> None:
     """An exception is classified by itself, and as the cause or context of a plain one."""
     assert classify(error) == what
-    by_cause = RuntimeError("engine failed")
-    by_cause.__cause__ = error
+    by_cause = caused(RuntimeError("engine failed"), error)
     assert classify(by_cause) == what
     by_context = ValueError("while handling")
     by_context.__context__ = by_cause
     assert classify(by_context) == what
-
-
-def test_classify_of_a_rank_whose_neighbour_refused() -> None:
-    """A capture that another rank refused is refused here; what failed on this rank is named."""
-    aborted = CaptureAborted("attn", {1: "CaptureRefused: cannot capture aten.item"})
-    assert classify(aborted) == "capture_refused"
-    aborted.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
-    assert classify(aborted) == "oom"
-
-
-def test_classify_of_a_capture_that_lost_ranks() -> None:
-    """What failed on this rank is named; where it is unknown a capture was refused elsewhere."""
-    lost = CaptureLost("attn", {1: "PlantedError: x"}, "another rank has left")
-    assert classify(lost) == "capture_refused"
-    lost.__cause__ = MemoryError()
-    assert classify(lost) == "oom"
 
 
 LOST = RuntimeError("Connection closed by peer [127.0.0.1]:80")
@@ -270,8 +241,22 @@ def test_a_rank_says_who_failed_before_it(
     assert first == before or (blames is None and first is not None and first.rank == 0)
 
 
-def test_classify_prefers_the_outermost_meaning() -> None:
-    """What an exception itself says outranks what caused it."""
-    refused = CaptureRefused("cannot capture: out of memory")
-    refused.__cause__ = MemoryError()
-    assert classify(refused) == "capture_refused"
+@pytest.mark.parametrize(
+    ("restart", "prefix"), [(None, ""), ("0", "harness/0/"), ("1", "harness/1/")]
+)
+def test_the_store_is_that_of_the_first_node(
+    monkeypatch: pytest.MonkeyPatch, restart: str | None, prefix: str
+) -> None:
+    """At MASTER_ADDR; under torchrun, whose store lives longer, apart from an earlier attempt."""
+    # Where nothing else listens: a rank that asks this machine's usual address finds nobody.
+    address = "127.0.0.2"
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    store = open_torch_store(listener)
+    assert isinstance(store, dist.TCPStore)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    if restart is not None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+    join_store(port).set("key", "value")
+    assert store.get(f"{prefix}key") == b"value"

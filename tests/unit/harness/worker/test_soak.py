@@ -49,40 +49,31 @@ def soaking(
     return Soaking(spec, rank, trainer, store, written.append), counts, written
 
 
-def test_without_a_soak_the_steps_are_those_of_the_configuration() -> None:
-    """And nothing is said of it."""
-    run, _, written = soaking(None)
-    assert list(run.steps()) == list(range(8))
+@pytest.mark.parametrize(
+    ("amount", "turn_steps", "config", "steps"),
+    [
+        (None, 0, {}, 8),
+        (1, 0, {}, 8),
+        (17, 0, {}, 12),
+        (24, 0, {}, 12),
+        (25, 0, {}, 16),
+        (1, 0, {"flush_every": 5}, 10),
+        (1, 10, {"stress": ("races",)}, 8),
+        (1, 10, {"stress": ("jitter", "poison", "races")}, 20),
+    ],
+)
+def test_a_soak_by_replays_ends_at_a_flush(
+    amount: int | None, turn_steps: int, config: dict[str, Any], steps: int
+) -> None:
+    """The first with enough replays, all steps and a turn of each stressor that takes one."""
+    soak = None if amount is None else SoakSpec(by="replays", amount=amount, turn_steps=turn_steps)
+    run, counts, written = soaking(soak, **config)
+    for step in run.steps():
+        counts.replays = 2 * (step + 1)
     run.write_event()
-    assert not written
-
-
-def test_a_soak_by_replays_ends_at_a_flush() -> None:
-    """The first multiple of `flush_every` with enough replays, its steps at least."""
-    for amount, steps in ((1, 8), (17, 12), (24, 12), (25, 16)):
-        run, counts, written = soaking(SoakSpec(by="replays", amount=amount))
-        for step in run.steps():
-            counts.replays = 2 * (step + 1)
-        run.write_event()
-        (event,) = written
-        assert isinstance(event, EventRecord)
-        assert (event.detail["steps"], event.detail["replays"]) == (steps, 2 * steps)
-
-
-def test_steps_that_no_flush_divides_are_all_taken() -> None:
-    """Eight steps with a flush of five: the soak goes on to ten."""
-    run, counts, _ = soaking(SoakSpec(by="replays", amount=1), flush_every=5)
-    counts.replays = 1
-    assert list(run.steps()) == list(range(10))
-
-
-def test_every_stressor_has_a_whole_turn() -> None:
-    """Enough replays are not enough before each was at work; who takes no turns is no matter."""
-    soak = SoakSpec(by="replays", amount=1, turn_steps=10)
-    for stress, steps in (((), 8), (("races",), 8), (("jitter", "poison", "races"), 20)):
-        run, counts, _ = soaking(soak, stress=stress)
-        counts.replays = 1
-        assert len(list(run.steps())) == steps
+    said = [(e.detail["steps"], e.detail["replays"]) for e in written if isinstance(e, EventRecord)]
+    assert said == ([] if amount is None else [(steps, 2 * steps)])
+    assert counts.replays == 2 * steps
 
 
 def test_a_soak_by_duration_asks_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
