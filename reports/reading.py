@@ -1,8 +1,7 @@
 """From a run folder to a `Report`. Runs are read once, however many cases share them."""
 
 import shlex
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,14 +14,14 @@ from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
 from harness.history import NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
-from harness.records import CaseSpec, EventRecord, RunResult, RunSpec, Verdict
+from harness.records import CaseSpec, RunResult, Verdict
 from harness.runner.estimates import Timeline, cost
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail
 from harness.store.verify import bisect_line, verified
-from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
+from reports.compared import loss_curve, losses, state_map
 from reports.history import look_back
 from reports.report import (
     GREEN,
@@ -37,29 +36,25 @@ from reports.text import TAIL_BYTES, clean, one_line, tail
 
 NOT_RECORDED = "not recorded"
 MAX_SCENARIO_CHARS = 1_000_000
-GRAPHS = "graphs"
-"""Name of the event in which a rank tells of its graphs."""
 MOST_NAMES = 4
+Runs = Mapping[str, RunResult]
+"""Of a case, by role."""
 
 
 def summarise(path: Path, history: Path | None = None) -> Report:
-    """Read a run folder into a `Report`.
+    """Read a run folder into a `Report` (`UsageError`: it is none, or damaged beyond reading).
 
-    Args:
-        path: the folder.
-        history: database in which earlier runs are looked up; None for the one next to the folder.
-
-    Raises:
-        UsageError: it is not a run folder, or damaged beyond reading.
+    `history` is where earlier runs are looked up; None for the database next to the folder.
     """
     read = _Reading(RunFolder.open(path))
     folder, manifest = read.folder, read.folder.manifest
-    planned = [read.case(spec, verdict)
-               for spec, verdict in zip(folder.cases, read.verdicts, strict=True)]  # fmt: skip
+    planned = [read.case(spec) for spec in folder.cases]
     scenario = _scenario(folder.scenario_text)
     name = scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
     name, created = one_line(str(name), 200), one_line(str(manifest.get("created", "")), 60)
     outcomes = [case.outcome for case in planned]
+    attempts = {one_line(key, 100): run.outcome.attempt for key, run in read.runs.items()}
+    notes = manifest.get("notes")
     return Report(
         folder=folder.path,
         scenario=name,
@@ -67,106 +62,85 @@ def summarise(path: Path, history: Path | None = None) -> Report:
         created=created,
         commit=one_line(str(manifest.get("commit") or ""), 80),
         machine=one_line(_machine(manifest), 120),
-        wall_s=_wall_s(read.runs),
+        wall_s=_wall_s(read.runs.values()),
         command_line=_command_line(manifest),
-        exit_code=int(exit_code(read.verdicts)),
+        exit_code=int(exit_code([case.verdict for case in planned])),
         counts={outcome: outcomes.count(outcome) for outcome in OUTCOME_ORDER},
         cases=tuple(sorted(planned, key=lambda case: OUTCOME_ORDER.index(case.outcome))),
         matrix=_matrix(planned, _compare_axis(scenario, planned)),
-        environments=read.environments(),
-        attempts={
-            one_line(key, 100): run.outcome.attempt
-            for key, run in read.runs.items()
-            if run.outcome.attempt
-        },
+        environments=read.environments,
+        attempts={key: number for key, number in attempts.items() if number},
         history_note=history_note(folder.path),
-        notes=_notes(manifest.get("notes")),
+        notes=tuple(one_line(str(n), 400) for n in notes) if isinstance(notes, list) else (),
         past=look_back(folder.path, name, created, history),
     )
 
 
 class _Reading:
-    """A run folder in memory: its runs by key, a verdict for every planned case, in order."""
+    """A run folder in memory: its runs and attempts by key, its environments by letter."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.runs: dict[str, RunResult] = {}
+        self.environments: dict[str, Mapping[str, Any]] = {}
         for case in folder.cases:
             for role in ROLES:
-                spec: RunSpec = getattr(case, role)
+                spec = getattr(case, role)
                 if spec.key not in self.runs:
-                    self.runs[spec.key] = self._run(case, role, spec)
-        self.verdicts = tuple(self._verdict(case) for case in folder.cases)
-        self._fingerprints: list[Mapping[str, Any]] = []
+                    sealed = folder.case_folder(case.id) / role
+                    # A folder from which only the cases were kept can still be reported.
+                    kept = not folder.run_folder(spec.key).is_dir() and sealed.is_dir()
+                    run = load_run_folder(sealed, spec) if kept else folder.load_run(spec)
+                    self.runs[spec.key] = run
+        self._timeline = Timeline(self.runs.values())
         self._losses: dict[str, pd.DataFrame] = {}
+        self._attempts: dict[str, tuple[Attempt, ...]] = {
+            key: earlier_attempts(folder, run.spec) for key, run in self.runs.items()
+        }
 
-    def _run(self, case: CaseSpec, role: str, spec: RunSpec) -> RunResult:
-        sealed = self.folder.case_folder(case.id) / role
-        # A folder from which only the cases were kept can still be reported.
-        if not self.folder.run_folder(spec.key).is_dir() and sealed.is_dir():
-            return load_run_folder(sealed, spec)
-        return self.folder.load_run(spec)
-
-    def _verdict(self, case: CaseSpec) -> Verdict:
-        found = self.folder.load_verdict(case.id)
-        if found is not None:
-            return verified(self.folder, case, found)
-        damaged = (self.folder.case_folder(case.id) / VERDICT_FILE).exists()
-        message = (
-            f"no verdict: its {VERDICT_FILE} does not decode"
-            if damaged
-            else "no verdict: the harness stopped before this case was judged; --resume goes on"
-        )
-        return Verdict(
-            case_id=case.id, outcome="error", what="corrupt_record" if damaged else "not_run",
-            message=message, checks=(), runs={role: getattr(case, role).key for role in ROLES},
-            wall_s=0.0,
-        )  # fmt: skip
-
-    @cached_property
-    def _attempts(self) -> dict[str, tuple[Attempt, ...]]:
-        found = {key: earlier_attempts(self.folder, run.spec) for key, run in self.runs.items()}
-        return {key: attempts for key, attempts in found.items() if attempts}
-
-    @cached_property
-    def _timeline(self) -> Timeline:
-        return Timeline(self.runs.values())
-
-    def case(self, spec: CaseSpec, verdict: Verdict) -> CaseReport:
+    def case(self, spec: CaseSpec) -> CaseReport:
         """What is shown of one case."""
         runs = {role: self.runs[getattr(spec, role).key] for role in ROLES}
-        place = self.folder.case_folder(spec.id)
+        place, verdict = self.folder.case_folder(spec.id), self._verdict(spec)
+        command = f"harness rerun {shlex.quote(str(place))}"
+        attempts = {role: self._attempts[run.spec.key] for role, run in runs.items()}
         environments = {role: self._letters(run) for role, run in runs.items()}
+        other = "control" if verdict.what == "nondeterministic_reference" else "candidate"
+        rank = verdict.difference.rank if verdict.difference is not None else 0
+        green = verdict.outcome in GREEN
         return CaseReport(
             spec=spec,
             verdict=verdict,
             message=one_line(verdict.message),
-            command=self._repeat(spec),
+            # Recorded runs of other programs are recorded again.
+            command=_command_line(self.folder.manifest) if spec.reference.recorded else command,
             bisect=bisect_line(spec, place) if verdict.outcome == "failed" else "",
-            curve=self._curve(spec, verdict),
-            state=_state(verdict, runs),
+            curve=loss_curve(
+                *(self._table(spec, role) for role in ("reference", "candidate")), rank
+            ),
+            state=None if green else state_map(runs["reference"], runs[other], other),
             peaks={role: _peaks(run) for role, run in runs.items()},
             addresses={role: addresses(run) for role, run in runs.items()},
             environments=environments,
-            environment_note=_environment_note(runs, environments),
-            output=self._output(spec, verdict, runs),
+            environment_note=_environment_note(runs.values(), set(environments.values())),
+            output=None if green else self._output(place, runs),
             cost=cost(runs, self._timeline),
-            attempts={role: self._attempts[run.spec.key] for role, run in runs.items()
-                      if run.spec.key in self._attempts},
+            attempts={role: found for role, found in attempts.items() if found},
+        )
+
+    def _verdict(self, case: CaseSpec) -> Verdict:
+        if (found := self.folder.load_verdict(case.id)) is not None:
+            return verified(self.folder, case, found)
+        damaged = (self.folder.case_folder(case.id) / VERDICT_FILE).exists()
+        why = "the harness stopped before this case was judged; --resume goes on"
+        return Verdict(
+            case_id=case.id, outcome="error", what="corrupt_record" if damaged else "not_run",
+            message=f"no verdict: {f'its {VERDICT_FILE} does not decode' if damaged else why}",
+            checks=(), runs={role: getattr(case, role).key for role in ROLES}, wall_s=0.0,
         )  # fmt: skip
 
-    def _repeat(self, spec: CaseSpec) -> str:
-        """The command that runs the case again; recorded runs of other programs are recorded so."""
-        if spec.reference.recorded:
-            return _command_line(self.folder.manifest)
-        return f"harness rerun {shlex.quote(str(self.folder.case_folder(spec.id)))}"
-
-    def _curve(self, spec: CaseSpec, verdict: Verdict) -> LossCurve | None:
-        rank = verdict.difference.rank if verdict.difference is not None else 0
-        left, right = (self._loss_table(run.key) for run in (spec.reference, spec.candidate))
-        return loss_curve(left, right, rank)
-
-    def _loss_table(self, key: str) -> pd.DataFrame:
+    def _table(self, case: CaseSpec, role: str) -> pd.DataFrame:
+        key = getattr(case, role).key
         if key not in self._losses:
             self._losses[key] = losses(self.runs[key])
         return self._losses[key]
@@ -177,30 +151,23 @@ class _Reading:
 
     def _letter(self, environment: Mapping[str, Any]) -> str:
         values = fingerprint(environment)
-        for place, known in enumerate(self._fingerprints):
+        for letter, known in self.environments.items():
             if not different_leaves(known, values):
-                return _letter(place)
-        self._fingerprints.append(values)
-        return _letter(len(self._fingerprints) - 1)
+                return letter
+        number = len(self.environments)
+        letter = chr(ord("A") + number) if number < 26 else f"E{number + 1}"
+        self.environments[letter] = values
+        return letter
 
-    def environments(self) -> dict[str, Mapping[str, Any]]:
-        """Every distinct fingerprint by its letter, in the order in which they were met."""
-        return {_letter(place): values for place, values in enumerate(self._fingerprints)}
-
-    def _output(
-        self, spec: CaseSpec, verdict: Verdict, runs: Mapping[str, RunResult]
-    ) -> Output | None:
+    def _output(self, place: Path, runs: Runs) -> Output | None:
         """What the rank at fault printed last, of the first run that did not end well."""
-        if verdict.outcome in GREEN:
-            return None
         for role, run in runs.items():
             if not run.outcome.what or run.outcome.what == "not_run":
                 continue
             crashed = [state.rank for state in run.outcome.ranks if state.code != 0]
             culprit = run.outcome.culprit_rank
             rank = culprit if culprit is not None else next(iter(crashed), 0)
-            places = (self.folder.run_folder(run.spec.key), self.folder.case_folder(spec.id) / role)
-            for folder in places:
+            for folder in (self.folder.run_folder(run.spec.key), place / role):
                 if text := tail(folder / f"rank{rank}.stderr"):
                     return Output(role=role, rank=rank, text=text)
         return None
@@ -214,10 +181,6 @@ def history_note(folder: Path) -> str:
     return one_line(read_tail(folder / NOT_WRITTEN_FILE, TAIL_BYTES).decode(errors="replace"), 400)
 
 
-def _notes(stored: object) -> tuple[str, ...]:
-    return tuple(one_line(str(n), 400) for n in stored) if isinstance(stored, list) else ()
-
-
 def _machine(manifest: Mapping[str, Any]) -> str:
     """'8 cores, 4 x NVIDIA H200', or the processor where there is no GPU."""
     machine, processor = manifest.get("machine"), manifest.get("processor")
@@ -225,9 +188,9 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [kind, str(processor or "") if "," not in kind else ""]))
 
 
-def _wall_s(runs: Mapping[str, RunResult]) -> float:
+def _wall_s(runs: Iterable[RunResult]) -> float:
     """Seconds with runs under way."""
-    outcomes = [run.outcome for run in runs.values() if run.outcome.wall_s > 0]
+    outcomes = [run.outcome for run in runs if run.outcome.wall_s > 0]
     spans = sorted((o.started_unix_s, o.started_unix_s + o.wall_s) for o in outcomes)
     latest = list(accumulate((end for _, end in spans), max))
     idle = sum(max(0.0, begun - end) for end, (begun, _) in zip(latest, spans[1:], strict=False))
@@ -252,57 +215,38 @@ def _command_line(manifest: Mapping[str, Any]) -> str:
 # --- of a case --------------------------------------------------------------------------------
 
 
-def _state(verdict: Verdict, runs: Mapping[str, RunResult]) -> StateMap | None:
-    if verdict.outcome in GREEN:
-        return None
-    role = "control" if verdict.what == "nondeterministic_reference" else "candidate"
-    return state_map(runs["reference"], runs[role], role)
-
-
 def _peaks(run: RunResult) -> dict[int, int]:
     found = {records.rank: peak_bytes(records) for records in run.ranks}
     return {rank: peak for rank, peak in found.items() if peak > 0}
 
 
 def addresses(run: RunResult) -> Addresses:
-    """What graphs of a run hold on to, whatever of it was recorded."""
-    events = [e for records in run.ranks for e in records.events if e.name == GRAPHS]
+    """What graphs of a run hold on to, whatever of it was recorded; a file may say anything."""
+    details = [e.detail for records in run.ranks for e in records.events if e.name == "graphs"]
     moved: dict[int, int] = {}
     for record in (record for records in run.ranks for record in records.steps):
         if record.pointer_changes is not None:
             moved[record.step] = max(moved.get(record.step, 0), record.pointer_changes)
-    names = [one_line(str(name), 120) for event in events for name in _listed(event, "moved")]
+
+    def most(key: str) -> int:
+        found = [detail.get(key) for detail in details]
+        counts = [len(value) if isinstance(value, list) else value for value in found]
+        return max((n for n in counts if isinstance(n, int) and n is not True), default=0)
+
+    listed = [d["moved"] for d in details if isinstance(d.get("moved"), list)]
+    names = [one_line(str(name), 120) for held in listed for name in held]
     return Addresses(
-        captured=_most(events, "captured"),
-        by_owner=_most(events, "ledger_names"),
-        by_place=max((len(_listed(event, "ledger_places")) for event in events), default=0),
-        unnamed=_most(events, "ledger_unnamed"),
+        captured=most("captured"), by_owner=most("ledger_names"), by_place=most("ledger_places"),
+        unnamed=most("ledger_unnamed"),
         moved={str(step): count for step, count in sorted(moved.items())},
         names=tuple(dict.fromkeys(names))[:MOST_NAMES],
-    )
+    )  # fmt: skip
 
 
-def _most(events: list[EventRecord], key: str) -> int:
-    """The largest count; a file may say anything."""
-    values = [event.detail.get(key) for event in events]
-    return max((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default=0)
-
-
-def _listed(event: EventRecord, key: str) -> list[object]:
-    value = event.detail.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else f"E{place + 1}"
-
-
-def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str]) -> str:
-    known = set(letters.values()) - {NOT_RECORDED}
-    if len(known) < 2:
-        whole = len(known) == 1 and NOT_RECORDED not in letters.values()
-        return "the same in every run and rank" if whole else "not recorded in every run"
-    starts = [r.start for run in runs.values() for r in run.ranks if r.start is not None]
+def _environment_note(runs: Iterable[RunResult], letters: set[str]) -> str:
+    if len(letters) == 1 and NOT_RECORDED not in letters:
+        return "the same in every run and rank"
+    starts = [r.start for run in runs for r in run.ranks if r.start is not None]
     prints = [fingerprint(start.environment) for start in starts]
     keys = sorted({key for other in prints[1:] for key, *_ in different_leaves(prints[0], other)})
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
@@ -311,34 +255,29 @@ def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str])
 # --- the matrix -------------------------------------------------------------------------------
 
 
-def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
-    """The compared axis, of several scenarios the one that all compare; else the last axis."""
-    joined = scenario.get("scenarios")
-    members = [scenario]
-    if isinstance(joined, list):
-        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
-    labels = [name for case in cases for name in case.spec.labels]
-    found = {_axis_of(member) for member in members}
-    axis = found.pop() if len(found) == 1 else ""
-    return axis if axis in labels else (labels[-1] if labels else "")
-
-
-def _axis_of(scenario: Mapping[str, Any]) -> str:
-    compare = scenario.get("compare")
-    return str(compare.get("axis", "")) if _is_map(compare) else ""
-
-
 def _is_map(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
+def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
+    """The compared axis, of several scenarios the one that all compare; else the last axis."""
+    joined, members = scenario.get("scenarios"), [scenario]
+    if isinstance(joined, list):
+        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
+    compared = [member.get("compare") for member in members]
+    found = {str(each.get("axis", "")) if _is_map(each) else "" for each in compared}
+    labels = [name for case in cases for name in case.spec.labels]
+    axis = found.pop() if len(found) == 1 else ""
+    return axis if axis in labels else (labels[-1] if labels else "")
+
+
 def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
     """Rows are values alone, of the axes that vary, where every case has the same axes."""
-    names = [tuple(name for name in case.spec.labels if name != axis) for case in cases]
+    names = {tuple(name for name in case.spec.labels if name != axis) for case in cases}
     varying: tuple[str, ...] = ()
-    if len(set(names)) == 1:
+    if len(names) == 1:
         varying = tuple(
-            name for name in names[0] if len({case.spec.labels[name] for case in cases}) > 1
+            name for name in names.pop() if len({case.spec.labels[name] for case in cases}) > 1
         )
     found: dict[tuple[str, str], list[CaseReport]] = {}
     for case in cases:

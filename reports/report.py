@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checks import confirmation
-from harness.records import CaseSpec, CheckResult, Ending, Json, Outcome, Verdict
+from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, Verdict
 from harness.runner.estimates import MIB, Cost
 from harness.runner.retries import Attempt
 from reports.compared import LossCurve, StateMap
@@ -41,73 +41,54 @@ class Output(Json):
 class Addresses(Json):
     """What a run's graphs hold on to, and which tensors moved under it.
 
-    Counts are of the rank that has most: ranks run the same program.
-
-    Attributes:
-        captured: graphs.
-        by_owner, by_place, unnamed: storages that graphs use and do not own, by who names them.
-        moved: long-lived tensors that moved, by step; empty if it was not counted.
-        names: of some that moved.
+    Counts are of the rank that has most: ranks run the same program. `by_owner`, `by_place` and
+    `unnamed` are storages that graphs use and do not own, by who names them.
     """
 
-    captured: int
+    captured: int  # graphs
     by_owner: int
     by_place: int
     unnamed: int
-    moved: dict[str, int]
-    names: tuple[str, ...]
+    moved: dict[str, int]  # long-lived tensors that moved, by step; empty if it was not counted
+    names: tuple[str, ...]  # of some that moved
 
     @property
     def words(self) -> str:
         """One sentence."""
-        parts = []
-        if self.captured:
-            parts.append(
-                f"{self.captured} graphs rely on {self.by_owner} named tensors, "
-                f"{self.by_place} storages known by place and {self.unnamed} unnamed"
-            )
+        parts = [
+            f"{self.captured} graphs rely on {self.by_owner} named tensors, {self.by_place} "
+            f"storages known by place and {self.unnamed} unnamed"
+        ] * bool(self.captured)
         counts = self.moved.values()
-        if not counts:
-            parts.append("moved pointers were not counted")
-        elif not any(counts):
-            parts.append("no pointer moved")
-        else:
-            last = max(int(step) for step, count in self.moved.items() if count)
-            parts.append(
-                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, "
-                f"last in step {last}"
+        if not any(counts):
+            return "; ".join(
+                [*parts, "no pointer moved" if counts else "moved pointers were not counted"]
             )
-            parts += [f"the first of them {', '.join(self.names)}"] if self.names else []
+        last = max(int(step) for step, count in self.moved.items() if count)
+        most = f"at most {max(counts)} in a step, last in step {last}"
+        parts.append(f"{sum(counts)} pointers moved, {most}")
+        parts += [f"the first of them {', '.join(self.names)}"] if self.names else []
         return "; ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseReport:
-    """One case, ready to be shown. Mappings are by role: reference, control, candidate.
-
-    Attributes:
-        command: runs the case again.
-        bisect: finds the cause of a failure, "" where there is none to find.
-        state: what differs by step and rank, of a case that did not pass.
-        peaks: peak memory in bytes, by rank.
-        environments: letters of the environments of the ranks.
-        attempts: of each run that was started more than once: every attempt but the one judged.
-    """
+    """One case, ready to be shown. Mappings are by role: reference, control, candidate."""
 
     spec: CaseSpec
     verdict: Verdict
     message: str
-    command: str
-    bisect: str
+    command: str  # runs the case again
+    bisect: str  # finds the cause of a failure, "" where there is none to find
     curve: LossCurve | None
-    state: StateMap | None
-    peaks: dict[str, dict[int, int]]
+    state: StateMap | None  # what differs by step and rank, of a case that did not pass
+    peaks: dict[str, dict[int, int]]  # peak memory in bytes, by rank
     addresses: dict[str, Addresses]
-    environments: dict[str, str]
+    environments: dict[str, str]  # letters of the environments of the ranks
     environment_note: str
     output: Output | None
     cost: Cost
-    attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)
+    attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)  # but the one judged
 
     @property
     def outcome(self) -> Outcome:
@@ -141,11 +122,7 @@ class CaseReport:
     def where(self) -> str:
         """Place of the first difference, on one line; "" if there is none."""
         place = self.verdict.difference
-        if place is None:
-            return ""
-        when = f"step {place.step}" if place.step >= 0 else "before step 0"
-        of = f" of {place.tensor}" if place.tensor else ""
-        return one_line(f"{when}, rank {place.rank}, {place.quantity}{of}", 300)
+        return "" if place is None else one_line(place_words(place), 300)
 
     @property
     def cause(self) -> str:
@@ -155,24 +132,27 @@ class CaseReport:
         both differ are one cause until somebody has looked.
         """
         place, ended = self.verdict.difference, self.verdict.ending
-        if place is not None and ended is None:
+        if ended is None:
+            if place is None:
+                return one_line(self.message, MAX_CAUSE_CHARS)
             text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
-        elif ended is not None and (ended.exception or ended.signal or ended.collective):
-            text = _ending_words(ended)
+        elif ended.exception or ended.signal or ended.collective:
+            who = ended.exception or ended.signal
+            if ended.collective is not None:
+                who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
+            phase = f"in {ended.phase}" if ended.phase else ""
+            at = f"at {ended.raised_at}" if ended.raised_at else ""
+            text = " ".join(filter(None, (who, phase, ended.module, at)))
         else:
             return one_line(self.message, MAX_CAUSE_CHARS)
         return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
 
 
-def _ending_words(ended: Ending) -> str:
-    who = ended.exception or ended.signal
-    if ended.collective is not None:
-        who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
-    where = [
-        f"in {ended.phase}" if ended.phase else "", ended.module,
-        f"at {ended.raised_at}" if ended.raised_at else "",
-    ]  # fmt: skip
-    return " ".join(part for part in (who, *where) if part)
+def place_words(place: Difference) -> str:
+    """'step 3, rank 0, weights of layers.1.norm'."""
+    when = f"step {place.step}" if place.step >= 0 else "before step 0"
+    of = f" of {place.tensor}" if place.tensor else ""
+    return f"{when}, rank {place.rank}, {place.quantity}{of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,55 +167,36 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Cases by axes: a column for each compared value, a row for the values of the other axes.
+    """Cases by axes: a column for each compared value, a row for the values of the other axes."""
 
-    Attributes:
-        axis: the compared one.
-        row_axes: names of the others, as far as they vary; () if cases have other axes each.
-        columns: values of `axis`.
-        rows: in the plan's order.
-        cases: by row and column.
-    """
-
-    axis: str
-    row_axes: tuple[str, ...]
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    cases: dict[tuple[str, str], tuple[CaseReport, ...]]
+    axis: str  # the compared one
+    row_axes: tuple[str, ...]  # of the others that vary; () if cases have other axes each
+    columns: tuple[str, ...]  # values of `axis`
+    rows: tuple[str, ...]  # in the plan's order
+    cases: dict[tuple[str, str], tuple[CaseReport, ...]]  # by row and column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The whole run folder.
-
-    Attributes:
-        created: ISO 8601 time at which the folder was made.
-        commit: of the code under test, "" if unknown.
-        machine: '8 cores, 4 x NVIDIA H200', "" if unknown.
-        wall_s: seconds with runs under way, however many at a time.
-        environments: every distinct fingerprint by its letter.
-        history_note: why the run is not in the history, "" if nothing says that it is not.
-        notes: what selections left out.
-        past: what the history says of the cases.
-    """
+    """The whole run folder; "" for what is unknown."""
 
     folder: Path
     scenario: str
     why: str
-    created: str
-    commit: str
-    machine: str
-    wall_s: float
+    created: str  # ISO 8601
+    commit: str  # of the code under test
+    machine: str  # '8 cores, 4 x NVIDIA H200'
+    wall_s: float  # seconds with runs under way, however many at a time
     command_line: str
     exit_code: int
     counts: dict[Outcome, int]
     cases: tuple[CaseReport, ...]
     matrix: Matrix
-    environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
-    history_note: str = ""
-    notes: tuple[str, ...] = ()
-    past: Past = NOTHING
+    environments: dict[str, Mapping[str, Any]]  # every distinct fingerprint by its letter
+    attempts: dict[str, int]  # of runs that needed another, its number by key
+    history_note: str  # why the run is not in the history
+    notes: tuple[str, ...]  # what selections left out
+    past: Past = NOTHING  # what the history says of the cases
 
     @property
     def headline(self) -> str:
@@ -251,13 +212,11 @@ class Report:
             if case.outcome not in GREEN:
                 key = (case.outcome, case.verdict.what, case.cause)
                 found.setdefault(key, []).append(case)
-        ordered = sorted(
-            found.items(), key=lambda item: (OUTCOME_ORDER.index(item[0][0]), -len(item[1]))
-        )
-        return tuple(
+        causes = [
             Cause(outcome=outcome, what=what, words=words, cases=tuple(cases))
-            for (outcome, what, words), cases in ordered
-        )
+            for (outcome, what, words), cases in found.items()
+        ]
+        return tuple(sorted(causes, key=lambda c: (OUTCOME_ORDER.index(c.outcome), -len(c.cases))))
 
     @property
     def caution(self) -> str:
@@ -284,23 +243,20 @@ COST_WORDS = (
 
 def cost_rows(report: Report) -> list[tuple[str, ...]]:
     """A row for each case whose candidate was measured, as text, in the report's order."""
-    return [_cost_row(case) for case in report.cases if case.cost.peak_bytes.get("candidate")]
-
-
-def _cost_row(case: CaseReport) -> tuple[str, ...]:
-    both, found = ("reference", "candidate"), case.cost
-    peaks = [found.peak_bytes.get(role, 0) / MIB for role in both]
-    steps = [found.step_s.get(role) for role in both]
-    return (
-        case.spec.id,
-        _compared(case, "loss", "pairs"),
-        _compared(case, "state", "digests"),
-        _pair(*(f"{peak:.1f}" if peak else "" for peak in peaks)),
-        _ratio(found.memory),
-        _pair(*("" if step is None else f"{step * 1e3:.4g}" for step in steps)),
-        _ratio(found.speed),
-        _ratio(found.control_speed),
-    )
+    rows = []
+    for case in report.cases:
+        found, both = case.cost, ("reference", "candidate")
+        if not found.peak_bytes.get("candidate"):
+            continue
+        peaks = [found.peak_bytes.get(role, 0) / MIB for role in both]
+        steps = [found.step_s.get(role) for role in both]
+        rows.append((
+            case.spec.id, _compared(case, "loss", "pairs"), _compared(case, "state", "digests"),
+            _pair(*(f"{peak:.1f}" if peak else "" for peak in peaks)), _ratio(found.memory),
+            _pair(*("" if step is None else f"{step * 1e3:.4g}" for step in steps)),
+            _ratio(found.speed), _ratio(found.control_speed),
+        ))  # fmt: skip
+    return rows
 
 
 def _compared(case: CaseReport, check: str, what: str) -> str:

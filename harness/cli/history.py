@@ -309,8 +309,8 @@ def print_comparison(console: Console, done: Comparison) -> None:
             console.print(cell(f"{name}: {count(missing, 'case')} without an answer", "yellow"))
     if done.environment:
         table = plain_table("environment", "before", "after")
-        for change in done.environment:
-            _row(table, change.name, change.before, change.after)
+        for name, sides in done.environment.items():
+            _row(table, name, *sides)
         console.print(table)
     else:
         console.print(cell("environment: the same"))

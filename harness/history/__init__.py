@@ -2,8 +2,7 @@
 
     run folder -> gathering -> entries -> ledger (the file) -> trend, comparison
 
-Values are compared only between runs of equal work in equal environments; everything else is
-`incomparable`. Nothing that was recorded is ever changed or removed.
+Nothing that was recorded is ever changed or removed.
 """
 
 from harness.history.comparison import Comparison, compare

@@ -9,7 +9,7 @@ A lasting change is looked for in the latest series.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -23,46 +23,34 @@ from harness.records import Json, Outcome, What
 SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
 """How a case ends of which the machine was the reason."""
 METRIC_NAMES = {"step_s": "step time", "peak_bytes": "peak memory", "startup_s": "start-up"}
-"""Fields of a run, and their names."""
-MIN_HISTORY = 12
-"""Values needed before a lasting change is looked for."""
-MIN_VALUES = 3
-"""Values on either side of a change."""
+MIN_HISTORY, MIN_VALUES = 12, 3
+"""Values needed before a lasting change is looked for, and on either side of it."""
 Z_LIMIT = 5.5
 """Deviations of two medians from which they differ; measured by `benchmarks.change_points`."""
-SIGMA_OF_MAD = 1.4826
-"""Standard deviation of normal values over the median of their distances from their median."""
-SIGMA_OF_MEDIAN = 1.2533
-"""Standard deviation of a median of normal values over that of their mean."""
+SIGMA_OF_MAD, SIGMA_OF_MEDIAN = 1.4826, 1.2533
+"""Of normal values: their deviation over the median of their distances from their median, and
+the deviation of their median over that of their mean."""
 FLOOR = 0.0005
 """Noise below this part of the value is taken for this: equal values have none to measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Json):
-    """One answer for the case, with what its candidate run measured.
+    """One answer for the case, with what its candidate run measured; "" for what is unknown."""
 
-    Attributes:
-        folder: id of the run folder.
-        series: letter of the runs whose values may be compared with this one's; "" if none may.
-        attempt: 0 for the folder's first answer for the case.
-        environment: names what the verdict may depend on, "" if unknown.
-        retried: attempts that the machine failed before the answer, as 'role: failure'.
-    """
-
-    folder: str
+    folder: str  # id of the run folder
     created: str
     commit: str
     attempt: int
     outcome: Outcome
     what: What
     message: str
-    environment: str
-    series: str
+    environment: str  # names what the verdict may depend on
+    series: str  # letter of the runs whose values may be compared with this one's
     step_s: float | None = None
     peak_bytes: float | None = None
     startup_s: float | None = None
-    retried: tuple[str, ...] = ()
+    retried: tuple[str, ...] = ()  # as in `CaseEntry`
 
     @property
     def verdict(self) -> str:
@@ -72,16 +60,13 @@ class Answer(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Json):
-    """A lasting change of one metric: its median was `before`, and is `after` since `first`.
-
-    `noise` is the standard deviation of one value as a part of `before`.
-    """
+    """A lasting change of one metric: its median was `before`, and is `after` since `first`."""
 
     metric: str
     series: str
     before: float
     after: float
-    noise: float
+    noise: float  # standard deviation of one value as a part of `before`
     last_before: Answer
     first: Answer
 
@@ -93,28 +78,33 @@ class Shift(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseTrend(Json):
-    """Everything the history knows of one case.
-
-    Attributes:
-        answers: oldest first.
-        first_bad: where it began to fail, if it fails now.
-        last_good: the last pass before that, or the last pass at all.
-        shifts: lasting changes of step time, memory and start-up.
-        series: what a series differs in from the one before it, by letter.
-    """
+    """Everything the history knows of one case."""
 
     scenario: str
     case_id: str
-    answers: tuple[Answer, ...]
-    first_bad: Answer | None
-    last_good: Answer | None
-    shifts: tuple[Shift, ...]
-    series: dict[str, str]
+    answers: tuple[Answer, ...]  # oldest first
+    first_bad: Answer | None  # where it began to fail, if it fails now
+    last_good: Answer | None  # the last pass before that, or the last pass at all
+    shifts: tuple[Shift, ...]  # of step time, memory and start-up
+    series: dict[str, str]  # what a series differs in from the one before it, by letter
 
     @property
     def num_runs(self) -> int:
         """Run folders that answered for the case."""
         return len({answer.folder for answer in self.answers})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaky(Json):
+    """A case whose verdict changed by itself, or that the machine failed before it had one."""
+
+    scenario: str
+    case_id: str
+    repeats: int  # answers of a commit and environment that had one
+    changes: int  # repeats with another verdict than the answer before them
+    verdicts: tuple[str, ...]
+    last: Answer  # that changed, or that took more than one attempt
+    retried: dict[str, int] = field(default_factory=dict)  # attempts by failure of the machine
 
 
 def trends(
@@ -123,135 +113,92 @@ def trends(
 ) -> tuple[CaseTrend, ...]:  # fmt: skip
     """The trend of each case of a scenario, or of one of them, by id.
 
-    Args:
-        history: where to look.
-        scenario: its name.
-        case_id: one case; None for all.
-        days: look only at the last so many days on which something ran.
-        until: and at no folder that was made after this time; "" for all.
+    Of the last `days` on which something ran alone, and of folders made `until` then; None and ""
+    for all.
     """
-    found = history.rows(FolderEntry, "WHERE scenario = ? ORDER BY created, id", [scenario])
-    folders = {owner: folder for owner, folder in found if not until or folder.created <= until}
-    if days is not None:
-        kept = set(sorted({folder.created[:10] for folder in folders.values()})[-days:])
-        folders = {owner: each for owner, each in folders.items() if each.created[:10] in kept}
-    # Rows are held against their digests one by one: those of years take minutes.
-    since = min((folder.created for folder in folders.values()), default="")
-    chosen = [scenario, since, case_id]
-    joined = (
-        "JOIN folders ON cases.folder = folders.id {} WHERE folders.scenario = ?1 "
-        "AND folders.created >= ?2 AND (?3 IS NULL OR cases.case_id = ?3)"
+    days_of = (
+        "SELECT DISTINCT substr(created, 1, 10) FROM folders WHERE scenario = ? AND created <= ? "
+        "ORDER BY 1 DESC LIMIT ?"
     )
-    answers: dict[str, list[tuple[FolderEntry, CaseEntry]]] = {}
-    in_order = "ORDER BY folders.created, folders.id, cases.attempt"
-    for owner, entry in history.rows(CaseEntry, f"{joined.format('')} {in_order}", chosen):
-        if owner in folders:
-            answers.setdefault(entry.case_id, []).append((folders[owner], entry))
-    run = 'JOIN runs ON runs.folder = cases.folder AND runs."key" = candidate'
-    candidates = f"SELECT runs.rowid FROM cases {joined.format(run)}"
-    runs = history.rows(RunEntry, f"WHERE rowid IN ({candidates}) ORDER BY attempt", chosen)
-    measured = {(owner, run.key): run for owner, run in runs if not run.what}
-    return tuple(_trend(scenario, name, answers[name], measured) for name in sorted(answers))
+    until = until or "~"
+    kept = history.query(days_of, [scenario, until, -1 if days is None else days])
+    since = kept[-1][0] if kept else ""
+    of_scenario = "WHERE scenario = ? AND created BETWEEN ? AND ? ORDER BY created, id"
+    chosen = "folder = ?1 AND (?2 IS NULL OR case_id = ?2)"
+    of_run = f'WHERE folder = ?1 AND "key" IN (SELECT candidate FROM cases WHERE {chosen})'
+    found: dict[str, list[_Answered]] = {}
+    for owner, folder in history.rows(FolderEntry, of_scenario, [scenario, since, until]):
+        asked = [owner, case_id]
+        cases = [c for _, c in history.rows(CaseEntry, f"WHERE {chosen} ORDER BY attempt", asked)]
+        runs = history.rows(RunEntry, f"{of_run} ORDER BY attempt", asked)
+        measured = {run.key: run for _, run in runs if not run.what}
+        last = {case.case_id: case.attempt for case in cases}
+        for case in cases:
+            # Runs of a folder are those of its last answer.
+            run = measured.get(case.candidate) if case.attempt == last[case.case_id] else None
+            found.setdefault(case.case_id, []).append((folder, case, run))
+    return tuple(_trend(scenario, name, found[name]) for name in sorted(found))
 
 
-def _trend(
-    scenario: str, case_id: str, entries: list[tuple[FolderEntry, CaseEntry]],
-    measured: Mapping[tuple[str, str], RunEntry],
-) -> CaseTrend:  # fmt: skip
-    last_of = {folder.id: case.attempt for folder, case in entries}
-    # Runs of a folder are those of its last answer.
-    runs = [
-        measured.get((folder.id, case.candidate)) if last_of[folder.id] == case.attempt else None
-        for folder, case in entries
-    ]
-    letters, differences = _series([folder for folder, _ in entries], runs)
-    answers = tuple(
-        Answer(
-            folder=folder.id, created=folder.created, commit=case.commit or folder.commit,
-            attempt=case.attempt, outcome=case.outcome, what=case.what, message=case.message,
-            environment=folder.environment_id, retried=case.retried, series=letter,
-            **{name: getattr(run, name) if run else None for name in METRIC_NAMES},
-        )
-        for (folder, case), run, letter in zip(entries, runs, letters, strict=True)
-    )  # fmt: skip
-    first_bad, last_good = _turning_point(answers)
-    return CaseTrend(
-        scenario=scenario, case_id=case_id, answers=answers, first_bad=first_bad,
-        last_good=last_good, shifts=tuple(_shifts(answers)), series=differences,
-    )  # fmt: skip
+_Answered = tuple[FolderEntry, CaseEntry, RunEntry | None]
+"""Of a case in a run folder; the candidate's run, if it ended well."""
 
 
-def _series(
-    folders: Sequence[FolderEntry], runs: Sequence[RunEntry | None]
-) -> tuple[list[str], dict[str, str]]:
-    """Letters of what makes values comparable, and what each differs in from the one before."""
-    letters: list[str] = []
-    known: dict[str, str] = {}
+def _trend(scenario: str, case_id: str, found: list[_Answered]) -> CaseTrend:
+    letters: dict[tuple[object, ...], str] = {}
     differences: dict[str, str] = {}
     before: dict[str, Any] = {}
-    for folder, run in zip(folders, runs, strict=True):
-        if run is None or not folder.environment or not run.fingerprint:
-            letters.append("")
-            continue
-        key = f"{folder.environment_id} {run.fingerprint} {folder.slots} {run.work}"
-        if key not in known:
-            known[key] = chr(ord("A") + len(known)) if len(known) < 26 else f"S{len(known) + 1}"
-            facts = facts_of(folder, run)
-            differences[known[key]] = changes(before, facts, len(facts)) if before else ""
-            before = facts
-        letters.append(known[key])
-    return letters, differences
-
-
-def facts_of(folder: FolderEntry, run: RunEntry) -> dict[str, Any]:
-    """Everything that two runs must agree in before their values are compared, by dotted name."""
-    return {
-        **flat("", folder.environment),
-        **flat("ranks", folder.fingerprints.get(run.fingerprint, {}).get("ranks", ())),
-        "slots": folder.slots,
-        "settings of the run": run.work,
-    }
+    answers = []
+    for folder, case, run in found:
+        series = ""
+        if run is not None and folder.environment and run.fingerprint:
+            key = (folder.environment_id, run.fingerprint, folder.slots, run.work)
+            if key not in letters:
+                number = len(letters)
+                letters[key] = chr(ord("A") + number) if number < 26 else f"S{number + 1}"
+                ranks = folder.fingerprints.get(run.fingerprint, {}).get("ranks", ())
+                facts = {**flat("", folder.environment), **flat("ranks", ranks),
+                         "slots": folder.slots, "settings of the run": run.work}  # fmt: skip
+                differences[letters[key]] = changes(before, facts, len(facts)) if before else ""
+                before = facts
+            series = letters[key]
+        answers.append(Answer(
+            folder=folder.id, created=folder.created, commit=case.commit or folder.commit,
+            attempt=case.attempt, outcome=case.outcome, what=case.what, message=case.message,
+            environment=folder.environment_id, retried=case.retried, series=series,
+            **{name: getattr(run, name, None) for name in METRIC_NAMES},
+        ))  # fmt: skip
+    first_bad, last_good = _turning_point(answers)
+    return CaseTrend(
+        scenario=scenario, case_id=case_id, answers=tuple(answers), first_bad=first_bad,
+        last_good=last_good, shifts=tuple(_shifts(answers)), series=differences,
+    )  # fmt: skip
 
 
 def _turning_point(answers: Iterable[Answer]) -> tuple[Answer | None, Answer | None]:
     """First failure after the last pass, and that pass, in order of time.
 
-    Only passes and failures count: what was skipped, had no verdict or was ended by the machine is
-    passed over. A case fails if the last answer that counts is a failure, and then only answers in
-    that answer's environment are looked at, if a pass is among them: a pass on another machine is
-    no repair. A commit that was run twice can be the last good and the first bad one. A case that
-    has failed ever since it is known has no last pass.
+    What was skipped, had no verdict or was ended by the machine is passed over. Of a case that
+    fails now only answers in its environment are looked at, if a pass is among them: a pass on
+    another machine is no repair. Runs count, not commits: one that was run twice can be both.
     """
-    counted = [
-        answer
-        for answer in answers
-        if answer.outcome == "passed"
-        or (answer.outcome == "failed" and answer.what not in SAYS_NOTHING)
-    ]
-    if counted and counted[-1].outcome == "failed" and counted[-1].environment:
-        own = [answer for answer in counted if answer.environment == counted[-1].environment]
-        if any(answer.outcome == "passed" for answer in own):
-            counted = own
-    first_bad: Answer | None = None
-    last_good: Answer | None = None
-    for answer in counted:
-        if answer.outcome == "passed":
-            first_bad, last_good = None, answer
-        else:
-            first_bad = first_bad or answer
-    return first_bad, last_good
+    ended = [a for a in answers if a.what not in SAYS_NOTHING and a.outcome in ("passed", "failed")]
+    if ended and ended[-1].outcome == "failed" and ended[-1].environment:
+        own = [answer for answer in ended if answer.environment == ended[-1].environment]
+        ended = own if any(answer.outcome == "passed" for answer in own) else ended
+    good = max((n for n, answer in enumerate(ended) if answer.outcome == "passed"), default=-1)
+    return next(iter(ended[good + 1 :]), None), ended[good] if good >= 0 else None
 
 
-def _shifts(answers: Sequence[Answer]) -> Iterable[Shift]:
-    latest = next((answer.series for answer in reversed(answers) if answer.series), "")
+def _shifts(answers: Sequence[Answer]) -> Iterator[Shift]:
+    latest = next((answer.series for answer in reversed(answers) if answer.series), None)
     for metric in METRIC_NAMES:
         own = [a for a in answers if a.series == latest and getattr(a, metric) is not None]
         values = [float(getattr(answer, metric)) for answer in own]
-        at = find_change(values) if latest else None
-        if at is not None:
+        if (at := find_change(values)) is not None:
             before = median(values[:at])
             yield Shift(
-                metric=metric, series=latest, before=before, after=median(values[at:]),
+                metric=metric, series=own[at].series, before=before, after=median(values[at:]),
                 noise=deviation(values) / before if before else math.inf,
                 last_before=own[at - 1], first=own[at],
             )  # fmt: skip
@@ -261,19 +208,16 @@ def find_change(values: Sequence[float]) -> int | None:
     """Where the latest values left the level of those before them; None if they did not.
 
     The border that leaves the least sum of distances from the medians of both sides; it counts if
-    the medians are `Z_LIMIT` of their deviations apart. `python -m benchmarks.change_points`
-    measures how often noise is taken for a change and how soon a step is found.
-
-    Args:
-        values: finite, oldest first, all of equal work on equal machines.
+    the medians are `Z_LIMIT` of their deviations apart. `values` are finite, oldest first, all of
+    equal work on equal machines.
     """
     if len(values) < MIN_HISTORY:
         return None
 
-    def cost(at: int) -> float:
-        return _spread(values[:at]) + _spread(values[at:])
-
-    at = min(range(MIN_VALUES, len(values) - MIN_VALUES + 1), key=cost)
+    at = min(
+        range(MIN_VALUES, len(values) - MIN_VALUES + 1),
+        key=lambda at: _spread(values[:at]) + _spread(values[at:]),
+    )
     before, after = median(values[:at]), median(values[at:])
     far = SIGMA_OF_MEDIAN * deviation(values) * math.sqrt(1 / at + 1 / (len(values) - at))
     belongs = abs(values[at] - after) < abs(values[at] - before)
@@ -292,38 +236,10 @@ def deviation(values: Sequence[float]) -> float:
     return max(measured, FLOOR * abs(median(values)), math.ulp(0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flaky(Json):
-    """A case whose verdict changed by itself, or that the machine failed before it had one.
-
-    Attributes:
-        repeats: answers whose case, commit and environment are those of an earlier answer.
-        changes: repeats with another verdict than the answer before them.
-        verdicts: those that were seen, in order.
-        last: the last answer that changed, or that took more than one attempt.
-        retried: attempts that the machine failed, by failure: they change no verdict.
-    """
-
-    scenario: str
-    case_id: str
-    repeats: int
-    changes: int
-    verdicts: tuple[str, ...]
-    last: Answer
-    retried: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        """Share of the repeats that changed; 0 without a repeat."""
-        return self.changes / self.repeats if self.repeats else 0.0
-
-
 def flaky_cases(found: Iterable[CaseTrend]) -> tuple[Flaky, ...]:
     """The cases that changed by themselves, most changes first, then most failed attempts."""
     flaky = [entry for trend in found if (entry := _flaky(trend)) is not None]
-    return tuple(
-        sorted(flaky, key=lambda e: (-e.changes, -sum(e.retried.values()), e.scenario, e.case_id))
-    )
+    return tuple(sorted(flaky, key=lambda e: (-e.changes, -sum(e.retried.values()), e.case_id)))
 
 
 def _flaky(trend: CaseTrend) -> Flaky | None:

@@ -1,5 +1,6 @@
 """Contracts of the file: what is recorded comes back, once, whoever writes; damage is no fact."""
 
+import dataclasses
 import shutil
 import sqlite3
 import subprocess
@@ -68,10 +69,9 @@ def test_what_a_resume_adds_is_new(history: History) -> None:
     history.record(night(0))
     later = night(0, cases=2)
     again = run(0, attempt=1)
-    more = FolderEntry(**{
-        **{name: getattr(later, name) for name in FolderEntry.__dataclass_fields__},
-        "cases": (*later.cases, case(0, attempt=1)), "runs": (*later.runs, again),
-    })  # fmt: skip
+    more = dataclasses.replace(
+        later, cases=(*later.cases, case(0, attempt=1)), runs=(*later.runs, again)
+    )
     assert history.record(more) == Recorded(cases=2, runs=4, differing=1)
     (entry,) = history.entries()
     assert {answer.attempt for answer in entry.cases} == {0, 1}

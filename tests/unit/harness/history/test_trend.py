@@ -2,15 +2,15 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from harness.history import CaseTrend, History, flaky_cases, trends
-from harness.history.entries import FolderEntry, RunEntry, name_of
+from harness.history.entries import FolderEntry, name_of
 from harness.history.trend import MIN_HISTORY, find_change
-from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, run
+from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, only, run
 
 SAME: dict[str, Any] = {"commit": "abc"}
 ERROR: dict[str, Any] = {"outcome": "error", "what": "interrupted"}
@@ -79,12 +79,6 @@ def test_the_turning_point_is_that_of_the_environment_that_fails(
     assert commits(found) == named(first, good)
 
 
-def test_a_commit_that_was_run_twice_can_be_both(history: History) -> None:
-    """Runs count, not commits."""
-    found = trend_of(history, [night(0, **SAME), night(1, answers={0: FAILED}, **SAME)])
-    assert commits(found) == ["abc", "abc"]
-
-
 def test_runs_are_in_order_of_time_and_days_limit_them(history: History) -> None:
     """The order is that of the runs, not of recording; shards of a day count as one day."""
     for number in (2, 0, 3, 1):
@@ -103,13 +97,9 @@ def test_runs_are_in_order_of_time_and_days_limit_them(history: History) -> None
 def test_values_are_those_of_a_candidate_that_ended_well(history: History) -> None:
     """Step time, peak and start-up; a run that crashed measured nothing."""
 
-    def values(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"step_s": 0.5 if leg == "candidate" else 9.0}
-
-    def crashed(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"what": "crashed"} if leg == "candidate" else {}
-
-    first, second = trend_of(history, [night(0, values=values), night(1, values=crashed)]).answers
+    entries = [night(0, values=only("candidate", step_s=0.5)),
+               night(1, values=only("candidate", what="crashed"))]  # fmt: skip
+    first, second = trend_of(history, entries).answers
     assert (first.step_s, first.peak_bytes, first.startup_s) == (0.5, 40 << 20, 1.0)
     assert (second.step_s, second.peak_bytes, second.series) == (None, None, "")
 
@@ -135,7 +125,7 @@ def test_answers_of_one_folder_are_all_shown(history: History) -> None:
         ({"slots": 2}, "slots"),
         ({"environment": {**ENVIRONMENT, "variables": {"NCCL_ALGO": "Ring"}}}, "NCCL_ALGO"),
         ({"environment": {}}, ""),
-        ({"values": lambda run, leg: {"step_s": 0.03, "fingerprint": ""}}, ""),
+        ({"values": only("candidate", step_s=0.03, fingerprint="")}, ""),
     ],
 )
 def test_another_environment_is_another_series(
@@ -154,9 +144,7 @@ def test_another_environment_is_another_series(
 def test_a_lasting_change_is_found_with_its_runs(history: History) -> None:
     """A step in time within one series names the first run of it and the one before."""
 
-    def slower(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"step_s": 0.022, "peak_bytes": 50 << 20}
-
+    slower = only("candidate", step_s=0.022, peak_bytes=50 << 20)
     found = trend_of(history, [night(n, values=slower if n >= 30 else None) for n in range(40)])
     assert [shift.metric for shift in found.shifts] == ["step_s", "peak_bytes"]
     shift = found.shifts[0]
@@ -200,7 +188,7 @@ def test_the_smallest_change(values: list[float], at: int | None) -> None:
     assert find_change(values) == at
 
 
-NO_PRINT: Callable[[RunEntry, str], dict[str, Any]] = lambda run, leg: {"fingerprint": ""}  # noqa: E731
+NO_PRINT = only("candidate", fingerprint="")
 HANG = {**FAILED, "what": "hang"}
 
 
@@ -220,8 +208,8 @@ HANG = {**FAILED, "what": "hang"}
         ([night(0, **SAME, environment={}),
           night(1, answers={0: FAILED}, environment={}, **SAME)], None),
         ([night(0, **SAME), night(1, answers={0: ERROR}, **SAME), night(2, **SAME)], None),
-        ([night(0, **SAME), night(1, answers={0: FAILED}, values=lambda run, leg:
-          {"work": "other"}, **SAME)], None),
+        ([night(0, **SAME), night(1, answers={0: FAILED}, values=only("candidate", work="other"),
+          **SAME)], None),
     ],
     ids=["changed", "once in five", "each cause", "died early", "other commit", "changes on top",
          "unknown commit", "other environment", "unknown environment", "interrupted",
@@ -230,9 +218,13 @@ HANG = {**FAILED, "what": "hang"}
 def test_flaky_is_what_changes_by_itself(
     entries: list[FolderEntry], expected: tuple[int, int] | None, history: History
 ) -> None:
-    """Only a verdict that changed at the same commit, environment and settings is flaky."""
-    found = flaky_cases([trend_of(history, entries)])
+    """Only a verdict that changed at the same commit, environment and settings is flaky. A commit
+    that was run twice can be the last good and the first bad one."""
+    trend = trend_of(history, entries)
+    found = flaky_cases([trend])
     assert [(entry.changes, entry.repeats) for entry in found] == ([expected] if expected else [])
+    if found and trend.answers[-1].series:
+        assert commits(trend) == ["abc", "abc"]
 
 
 def test_what_the_machine_failed_is_counted(history: History) -> None:
