@@ -22,12 +22,10 @@ from harness.store.streams import aligned
 
 LOSS = "loss"
 """The group of a step's losses and gradient norm."""
-BEFORE = -1
-"""In place of a step's number: the state before step 0."""
-MISSING = -1
-"""In place of a count: one run recorded it and the other did not, or not the same tensors."""
-Place = tuple[int, int]
-"""Step and rank."""
+BEFORE = MISSING = -1
+"""In place of a step's number: the state before step 0. In place of a count: one run recorded it
+and the other did not, or not the same tensors."""
+Place = tuple[int, int]  # step and rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +147,6 @@ class GroupMap:
             f"{counted(len(self.counts), '(step, rank) pair')}, at most "
             f"{max(self.counts.values()):,} of {counted(self.num_tensors, noun)}{note}"
         )
-
-    def by_rank(self) -> list[tuple[list[int], int, int, int, int]]:
-        """Ranks that have the same: first differing step, steps that differ, most tensors, missing.
-
-        Ranks without a difference and without a missing pair are left out.
-        """
-        rows: dict[tuple[int, int, int, int], list[int]] = {}
-        for rank in sorted({rank for _, rank in self.counts}):
-            own = {step: count for (step, r), count in self.counts.items() if r == rank}
-            steps = [step for step, count in own.items() if count > 0]
-            gone = sum(count == MISSING for count in own.values())
-            if steps or gone:
-                key = (min(steps, default=BEFORE - 1), len(steps), max(own.values()), gone)
-                rows.setdefault(key, []).append(rank)
-        return [(ranks, *key) for key, ranks in rows.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,20 +168,17 @@ def _rectangle(
 
 
 def _span(noun: str, values: Sequence[int]) -> str:
-    first, last = (_step(v) if noun == "step" else str(v) for v in (values[0], values[-1]))
+    first, last = ("init" if v == BEFORE else str(v) for v in (values[0], values[-1]))
     return f"{noun} {first}" if len(values) == 1 else f"{noun}s {first} to {last}"
-
-
-def _step(step: int) -> str:
-    return "init" if step == BEFORE else str(step)
 
 
 def _labels(
     columns: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], size: int
 ) -> Iterator[str]:
     for x in range(0, len(columns), max(1, -(-30 // size))):
+        label = "init" if columns[x][0] == BEFORE else str(columns[x][0])
         middle = LABEL_PX + x * size + size // 2
-        yield f'<text x="{middle}" y="{AXIS_PX - 5}">{_step(columns[x][0])}</text>'
+        yield f'<text x="{middle}" y="{AXIS_PX - 5}">{label}</text>'
     for y in range(0, len(rows), 1 if size == LARGE else 4):
         label = f"{'rank ' if size == LARGE or not y else ''}{rows[y][0]}"
         middle = AXIS_PX + y * size + size // 2 + 4

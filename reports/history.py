@@ -14,10 +14,9 @@ from reports.text import one_line
 
 MAX_RUNS = 14
 """Runs of a strip and of a sparkline: two weeks of nightly runs say whether it is new."""
-MOST_DAYS = 60
-"""Days that are looked at for lasting changes, of which none is told from two weeks alone."""
-MOST_ANSWERS = 14_000
-"""Of all cases and days that are looked at, but for two weeks of each case: some seconds."""
+MOST_DAYS, MOST_ANSWERS = 60, 14_000
+"""That are looked at for lasting changes, of which none is told from two weeks alone: days, and
+answers of all cases, which take some seconds."""
 LETTERS: dict[Outcome, str] = {
     "passed": "p", "failed": "f", "error": "e", "incomparable": "i", "skipped": "s",
 }  # fmt: skip
