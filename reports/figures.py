@@ -162,7 +162,7 @@ def _rectangle(
         return box
     word = "?" if count == MISSING else f"{count}" if count < 1000 else f"{count // 1000}k"
     return box + "".join(
-        f'<text class="n" x="{left + at * size + size // 2}" y="{top + 15}">{word}</text>'
+        f'<text class="n n{level}" x="{left + at * size + size // 2}" y="{top + 15}">{word}</text>'
         for at in range(width)
     )
 

@@ -27,10 +27,9 @@ from harness.history import (
     record_folder,
     trends,
 )
-from harness.history.comparison import CaseChange, Delta, State, open_cases
 from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
-from harness.history.trend import METRIC_NAMES, Shift
+from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT

@@ -80,10 +80,8 @@ class History:
         """
         if not path.exists():
             if not create:
-                raise UsageError(
-                    f"{path}: expected a history, got nothing; `harness run` makes one, "
-                    f"`harness history --add RUN` too"
-                )
+                how = "`harness run` makes one, `harness history --add RUN` too"
+                raise UsageError(f"{path}: expected a history, got nothing; {how}")
             _make(path)
         with _refusals("open", path):
             # mode=rw: SQLite would make an empty database where there is none.
@@ -199,17 +197,16 @@ def _refusals(verb: str, path: Path) -> Iterator[None]:
     """What SQLite and the disk refuse in one line: `Damaged`, else `Infrastructure`."""
     try:
         yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:
+    except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         # SQLite has no code for text that is not UTF-8.
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "decode" in str(error):
+        text = not isinstance(error, OSError) and "decode" in str(error)
+        if text or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise Damaged(f"the history {path} is damaged: {error}") from error
         busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
         hint = ", or lies where files cannot be locked (--history FILE)" if busy else ""
-        raise Infrastructure(f"cannot {verb} the history {path}: {error}{hint}") from error
-    except OSError as error:
-        why = error.strerror or error
-        raise Infrastructure(f"cannot {verb} the history {path}: {why}") from error
+        why = getattr(error, "strerror", None) or error
+        raise Infrastructure(f"cannot {verb} the history {path}: {why}{hint}") from error
 
 
 def _make(path: Path) -> None:
@@ -244,17 +241,14 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("application_id", "user_version", "integrity_check(1)")
     )
-    if path.stat().st_size == 0:
-        raise Damaged(f"the history {path} is damaged: it is empty")
-    if program != APPLICATION_ID:
+    whole = whole if path.stat().st_size else "it is empty"
+    if program != APPLICATION_ID and path.stat().st_size:
         raise UsageError(f"{path}: expected a history, got another program's database")
     if whole != "ok":
         raise Damaged(f"the history {path} is damaged: {whole}")
     if schema != SCHEMA_VERSION:
-        raise UsageError(
-            f"{path}: expected a history of schema {SCHEMA_VERSION}, got {schema} of another "
-            f"harness; --history FILE begins a new one"
-        )
+        expected = f"expected a history of schema {SCHEMA_VERSION}, got {schema} of another harness"
+        raise UsageError(f"{path}: {expected}; --history FILE begins a new one")
 
 
 def _stored(name: str, value: object) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.history import Comparison, compare
-from harness.history.comparison import FALSE_ALARMS, noise_of
+from harness.history.trend import FALSE_ALARMS, noise_of
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, Values, night, only
 
 SKIPPED: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_few_pairs_say_little_and_none_nothing() -> None:
     slower = scaled(step_s=1.5)
     before = night(0, values=only("control", step_s=0.024))
     apart = compare(before, night(1, values=slower))
-    assert [(d.metric, d.change) for d in apart.cases[0].deltas][0] == ("step_s", "noisy")
+    assert next((d.metric, d.change) for d in apart.cases[0].deltas) == ("step_s", "noisy")
     assert apart.exit_code == 0
     calm = compare(night(0), night(1, values=lambda run, leg: {"step_s": 0.03}))
     assert worse(calm) == {"dp1-attn": ("step time rose by 50.0%",)}
