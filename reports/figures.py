@@ -97,7 +97,7 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(-0.05 * max(highest, 1), max(highest, 1) * 1.15)
+    axes.set_ylim(-0.3 if highest > 100 else -0.05 * max(highest, 1), max(highest, 1) * 1.15)
     if curve.differing:
         first = curve.differing[0]
         axes.axvline(first, color=RIGHT, lw=1, ls=":")

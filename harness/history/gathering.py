@@ -2,9 +2,8 @@
 
     run folder -> runs, attempt by attempt -> answers, held against their runs -> entry -> history
 
-Only what is final is entered: a case without a verdict and a run without an outcome may still get
-one by `--resume`; attempts that were set aside are final. A verdict that says passed over records
-that are not whole is entered as `corrupt_record`.
+Only what is final is entered: what has no verdict or outcome may still get one by `--resume`. A
+verdict that says passed over records that are not whole is entered as `corrupt_record`.
 """
 
 import hashlib

@@ -1,10 +1,6 @@
 """The file of the history: SQLite, a row an entry, rows only ever added.
 
-    open     the file is ours, of this schema and whole, else an error in one line
-    record   the entry of a run folder, in one transaction; what is there already is kept
-    rows     entries, each held against the digest of its row
-    merge    everything of another history, in one transaction
-
+Entries are recorded in one transaction a run folder, and read against the digests of their rows.
 The journal is SQLite's rollback journal, not a write-ahead log: a log needs memory that processes
 share, which a network file system does not give. Writers take turns of up to `BUSY_S` seconds. A
 damaged file is never written to, nor renamed.
@@ -28,9 +24,8 @@ from harness.history.entries import ENCODER, CaseEntry, FolderEntry, RunEntry, n
 from harness.records import Json
 from harness.store.files import make_folder, open_plain
 
-APPLICATION_ID = 0x44304A31
+APPLICATION_ID, SCHEMA_VERSION = 0x44304A31, 6
 """In the header of the file: another program's database is not taken for a history."""
-SCHEMA_VERSION = 6
 BUSY_S = 60.0
 
 Entry = TypeVar("Entry", CaseEntry, RunEntry, FolderEntry)
@@ -114,17 +109,9 @@ class History:
         return self._add(other.entries())
 
     def _add(self, entries: Iterable[FolderEntry]) -> Recorded:
-        with _refusals("write", self.path):
+        with _refusals("write", self.path), self.connection:  # all of it, or rolled back
             self.connection.execute("BEGIN IMMEDIATE")  # waits for other writers
-            try:
-                added = sum(map(self._record, entries), Recorded())
-                self.connection.execute("COMMIT")
-            except BaseException:
-                # SQLite has rolled back by itself after some errors, such as a full disk.
-                with suppress(sqlite3.Error):
-                    self.connection.execute("ROLLBACK")
-                raise
-        return added
+            return sum(map(self._record, entries), Recorded())
 
     def _record(self, entry: FolderEntry) -> Recorded:
         counts: Counter[str] = Counter()

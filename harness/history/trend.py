@@ -4,16 +4,14 @@
     compare  the environment first, then what is worse, case by case
 
 Bits and values of two runs are compared only if they did equal work in equal environments; such
-runs form a *series*, named by a letter. A run whose environment is unknown is in no series, and a
-lasting change is looked for in the latest one.
+runs form a *series*, named by a letter. A lasting change is looked for in the latest series.
 
 In `compare`, worse is: a verdict further from `passed`, a case that is gone or came without
 passing, bits that changed, a step time or peak that rose by more than `MIN_RATIOS`, than the noise
 times what Student's t of so many pairs exceeds once in all cases of `1 / FALSE_ALARMS` comparisons,
 and than `OF_WIDEST` times the widest pair, as tails are heavy. The *noise* is the distance between
-reference and control, one run made twice, as a root of the mean square over all such pairs; where
-there is none, times and peaks are not compared. `python -m benchmarks.change_points` measures how
-often noise is taken for a change, and how soon a step is found.
+reference and control, one run made twice, as a root of the mean square over all such pairs.
+`python -m benchmarks.change_points` measures how often noise is taken for a change.
 """
 
 import math
@@ -195,11 +193,10 @@ def _shifts(answers: Sequence[Answer]) -> Iterator[Shift]:
 
 
 def find_change(values: Sequence[float]) -> int | None:
-    """Where the latest values left the level of those before them; None if they did not.
+    """Where the latest values, oldest first, left the level of those before; None if they did not.
 
     The border that leaves the least sum of distances from the medians of both sides; it counts if
-    the medians are `Z_LIMIT` of their deviations apart. `values` are finite, oldest first, all of
-    equal work on equal machines.
+    the medians are `Z_LIMIT` of their deviations apart.
     """
     if len(values) < MIN_HISTORY:
         return None
@@ -256,16 +253,12 @@ def _flaky(trend: CaseTrend) -> Flaky | None:
     )  # fmt: skip
 
 
-# --- two run folders ---------------------------------------------------------------------------
-
 MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}
 FALSE_ALARMS, OF_WIDEST = 0.01, 1.5
 NOISY = 0.25  # a threshold past this says nothing
 Change = Literal["same", "better", "worse", "noisy"]
 State = Literal["worse", "incomparable", "added", "changed", "noisy", "alike"]
-_BADNESS: dict[Outcome, int] = {
-    "passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3,
-}  # fmt: skip
+_BAD: dict[Outcome, int] = {"passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +391,7 @@ def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, Noise]) -> C
         role: (left.runs.get(getattr(ours, role)), right.runs.get(getattr(theirs, role)))
         for role in ("reference", "candidate")
     }
-    is_worse = _BADNESS[theirs.outcome] > _BADNESS[ours.outcome]
+    is_worse = _BAD[theirs.outcome] > _BAD[ours.outcome]
     words = [f"{before} became {after}"] if is_worse else []
     if "skipped" in (ours.outcome, theirs.outcome):
         why = "" if ours.outcome == theirs.outcome else "it was skipped in one of the two"

@@ -11,7 +11,6 @@ import quickjs
 import reports
 from harness.errors import UsageError
 from harness.scenario.suite import compile_expression
-from tests.pace import in_paces
 
 FILTER = Path(reports.__file__).parent / "templates" / "filter.js"
 AXES = [["model", ["dense", "moe"]], ["graph", ["attn", "attn+mlp", "full_iteration"]]]
@@ -103,9 +102,3 @@ def test_a_wish_goes_into_the_address_and_comes_back(script: Script) -> None:
     assert script.ask(f"written(index, {json.dumps(NOTHING)})") == ""
     for fragment in ("", "#dp2-attn", "#?o=green&axis.graph=none&cause=-7&%E0=%zz", "#?=&&"):
         assert script.ask(f"read(index, {json.dumps(fragment)})") == NOTHING
-
-
-def test_a_thousand_cases_are_filtered_at_once() -> None:
-    """Even in a small interpreter without a compiler a filter over 1,000 cases takes no pace."""
-    script = Script(index(1000))
-    assert in_paces(lambda: script.choose(words="attn and not (dp2 or dp3)")) < 1  # 0.05 measured

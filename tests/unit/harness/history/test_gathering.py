@@ -15,6 +15,7 @@ from harness.records import StepRecord
 from harness.store import RunFolder
 from harness.store.files import KEY
 from tests.damaged_folders.rewrite import rewrite
+from tests.unit.harness.history.nights import LEGS
 from tests.unit.reports.folders import ENVIRONMENT, HOSTILE, Writer, drift, ulp
 
 
@@ -94,44 +95,29 @@ def test_the_manifest_says_what_the_verdicts_depend_on(folder: Path) -> None:
     assert machine_kind({"cores": 2, "gpus": []}) == "2 cores"
 
 
-def cut_short(run: Path) -> None:
-    text = (run / "rank0.jsonl").read_text()
-    (run / "rank0.jsonl").write_text(text[: len(text) // 2])
-
-
-def doubled_step(run: Path) -> None:
-    path = run / "rank0.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"step":3', b'"step":2', 1))
-
-
-def outcome(**changes: Any) -> Callable[[Path], None]:
-    return lambda run: rewrite(run / "outcome.json", changes)
-
-
+@pytest.mark.parametrize("leg", ["reference", "control", "candidate"])
 @pytest.mark.parametrize(
-    ("leg", "spoil"),
-    [("reference", lambda run: (run / "rank0.jsonl").unlink()),
-     ("control", lambda run: (run / "outcome.json").unlink()), ("candidate", cut_short),
-     ("reference", outcome(key="w1-other")), ("control", outcome(what="crashed")),
-     ("candidate", doubled_step), ("reference", shutil.rmtree)],
-    ids=["no records", "no outcome", "cut", "another run's", "crashed", "doubled step", "gone"],
+    ("spoil", "what"),
+    [(lambda run: (run / "rank0.jsonl").unlink(), "corrupt_record"),
+     (lambda run: rewrite(run / "outcome.json", {"what": "crashed"}), "corrupt_record"),
+     (shutil.rmtree, "not_run")],
+    ids=["no records", "crashed", "gone"],
 )  # fmt: skip
 def test_a_pass_over_damaged_records_is_not_recorded_as_one(
-    leg: str, spoil: Callable[[Path], Any], folder: Path
+    leg: str, spoil: Callable[[Path], Any], what: str, folder: Path
 ) -> None:
     """If a run of a passed case is not whole, wherever it is read from, the case is corrupt."""
     case = RunFolder.open(folder).cases[0]
-    current = folder / "runs" / getattr(case, leg).key
-    for place in (current, folder / "cases" / case.id / leg):
+    key = getattr(case, leg).key
+    for place in (folder / "runs" / key, folder / "cases" / case.id / leg):
         # The sealed run is the same file by a hard link, until it is taken apart.
         copy = shutil.copytree(place, folder / "copy")
         shutil.rmtree(place)
         shutil.move(copy, place)
         spoil(place)
     answer = gathered(folder).cases[0]
-    assert answer.outcome == "error"
-    assert answer.what == ("corrupt_record" if current.exists() else "not_run")
-    assert answer.message.startswith(f"runs/{getattr(case, leg).key}/")
+    assert (answer.outcome, answer.what) == ("error", what)
+    assert answer.message.startswith(f"runs/{key}/")
 
 
 @pytest.mark.parametrize(
@@ -184,43 +170,33 @@ def test_earlier_attempts_are_kept(folder: Path) -> None:
     assert attempts == [(0, "interrupted"), (1, "")]
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
-    """Whichever rank is late, its time is the step's; the first fifth of the steps is warm-up."""
+def test_every_rank_and_bit_is_looked_at(tmp_path: Path) -> None:
+    """A step takes as long as its slowest rank, the first fifth of the steps is warm-up; one ulp
+    of one loss, or one digit of one digest, on one rank is another digest of bits."""
 
-    def timed(record: StepRecord) -> StepRecord:
-        slow = {0: 9.0, 1: 9.0, 2: 9.0, 3: 0.5, 4: 0.5, 5: 0.5}.get(record.step, 0.4)
-        late = record.rank == record.step % 2
-        return dataclasses.replace(record, step_s=slow if late else 0.1)
+    def changed(leg: str) -> Callable[[StepRecord], StepRecord]:
+        def edit(record: StepRecord) -> StepRecord:
+            slow = {0: 9.0, 1: 9.0, 2: 9.0, 3: 0.5, 4: 0.5, 5: 0.5}.get(record.step, 0.4)
+            late = record.rank == record.step % 2
+            changes: dict[str, Any] = {"step_s": slow if late else 0.1}
+            if (leg, record.rank, record.step) == ("candidate", 1, 3):
+                changes["loss"] = ulp(record.loss, 1)
+            if (leg, record.rank, record.step) == ("control", 1, 3):
+                weights = record.digests["weights"]
+                other = weights[:-1] + ("0" if weights[-1] != "0" else "1")
+                changes["digests"] = record.digests | {"weights": other}
+            return dataclasses.replace(record, **changes)
+
+        return edit
 
     writer = Writer(tmp_path / "run", steps=10)
-    writer.add("a", 2, "attn", **{leg: {"edit": timed} for leg in ("reference", "candidate")})
-    run = next(run for run in gathered(writer.write()).runs if "attn" in run.key)
-    assert run.step_s == pytest.approx(0.45)  # of 9, 0.5 x 3, 0.4 x 4
-
-
-def test_bits_tell_one_ulp_on_one_rank(tmp_path: Path) -> None:
-    """One ulp in one loss of one step, or one digit of one digest, is another digest of bits."""
-
-    def one_ulp(record: StepRecord) -> StepRecord:
-        here = (record.rank, record.step) == (1, 3)
-        return dataclasses.replace(record, loss=ulp(record.loss, 1)) if here else record
-
-    def one_digit(record: StepRecord) -> StepRecord:
-        if (record.rank, record.step) != (1, 3):
-            return record
-        weights = record.digests["weights"]
-        other = weights[:-1] + ("0" if weights[-1] != "0" else "1")
-        return dataclasses.replace(record, digests=record.digests | {"weights": other})
-
-    writer = Writer(tmp_path / "run", steps=5)
-    writer.add("ulp", 2, "attn", candidate={"edit": one_ulp}, control={"edit": one_digit})
+    writer.add("a", 2, "attn", **{leg: {"edit": changed(leg)} for leg in LEGS})
     entry = gathered(writer.write())
-    reference, control, candidate = (
-        next(run for run in entry.runs if run.key == getattr(entry.cases[0], leg))
-        for leg in ("reference", "control", "candidate")
-    )
+    runs = {run.key: run for run in entry.runs}
+    reference, control, candidate = (runs[getattr(entry.cases[0], leg)] for leg in LEGS)
     assert reference.loss_bits == control.loss_bits != candidate.loss_bits
     assert reference.state_bits == candidate.state_bits != control.state_bits
+    assert candidate.step_s == pytest.approx(0.45)  # of 9, 0.5 x 3, 0.4 x 4
 
 
 def test_hostile_texts_and_numbers_are_stored(tmp_path: Path) -> None:
