@@ -80,7 +80,8 @@ class Writer:
 
     def add(self, case_id: str, world_size: int, graph: str, **changes: Any) -> None:
         """Plan a case; `reference`, `control`, `candidate` say how that run is not whole."""
-        legs, skipped = {}, changes.get("skip_reason", "")
+        skipped: str = changes.get("skip_reason", "")
+        legs: dict[str, Any] = {}
         for leg, replica, scopes in (
             ("reference", 0, []), ("control", 1, []), ("candidate", 0, graph.split("+")),
         ):  # fmt: skip

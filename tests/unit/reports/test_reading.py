@@ -46,7 +46,8 @@ def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:
     }  # fmt: skip
     assert (summary.exit_code, summary.wall_s) == (1, 1.25)  # runs at the same time count once
     order = list(summary.counts).index
-    for found in (summary.cases, *(case.checks for case in summary.cases)):
+    listed: list[Any] = [summary.cases, *(case.checks for case in summary.cases)]
+    for found in listed:
         outcomes = [each.outcome for each in found]
         assert outcomes == sorted(outcomes, key=order)
     assert {case.spec.id: case.verdict.what for case in summary.cases} == {
@@ -204,10 +205,15 @@ def test_addresses_are_those_of_the_rank_that_has_most(everything: Path) -> None
     with RunFolder.open(everything) as folder:
         case = next(case for case in folder.cases if case.id == "dp2-attn")
         whole = folder.load_run(case.reference)
-    detail = {"captured": 4, "ledger_names": 78, "ledger_places": ["a", "b"], "ledger_unnamed": 1}
+    detail: dict[str, Any] = {
+        "captured": 4,
+        "ledger_names": 78,
+        "ledger_places": ["a", "b"],
+        "ledger_unnamed": 1,
+    }
     more = {"ledger_names": 80, "moved": ["lr (step 1)", "x (step 0)"]}
-    ranks = ([0, 5, 0], detail | {"moved": ["lr (step 1)"]}), ([2, 3, 0], detail | more)
-    assert of_run(whole, *ranks) == (
+    first = detail | {"moved": ["lr (step 1)"]}
+    assert of_run(whole, ([0, 5, 0], first), ([2, 3, 0], detail | more)) == (
         "4 graphs rely on 80 named tensors, 2 storages known by place and 1 unnamed; "
         "7 pointers moved, at most 5 in a step, last in step 1; "
         "the first of them lr (step 1), x (step 0)"

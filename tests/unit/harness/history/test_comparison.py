@@ -14,7 +14,7 @@ SKIPPED: dict[str, Any] = {
     "outcome": "skipped", "what": "unsupported", "reference": "", "control": "", "candidate": "",
 }  # fmt: skip
 INCOMPARABLE: dict[str, Any] = {"outcome": "incomparable", "what": "nondeterministic_reference"}
-ELSEWHERE = {"environment": {**ENVIRONMENT, "gpu_driver": "590"}}
+ELSEWHERE: dict[str, Any] = {"environment": {**ENVIRONMENT, "gpu_driver": "590"}}
 
 
 def worse(done: Comparison) -> dict[str, tuple[str, ...]]:
