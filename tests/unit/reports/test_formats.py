@@ -406,7 +406,7 @@ def test_markdown_fits_a_comment_and_the_summary_of_a_step(writer: Writer, tmp_p
 
 
 def test_unwritable_place_is_one_line(tmp_path: Path, writer: Writer) -> None:
-    """A report folder that cannot be made, or leads elsewhere, is an error and nothing is written."""
+    """A report folder that cannot be made, or leads elsewhere, is an error in one line."""
     place = writer.write() / "report"
     place.write_text("in the way")
     with pytest.raises(Infrastructure, match="report"):
