@@ -140,10 +140,8 @@ def test_page_says_what_an_engineer_needs(everything: Path, built: dict[str, str
 
 def test_each_case_is_in_the_matrix(built: dict[str, str], writer: Writer) -> None:
     """Told by a symbol and a word, it links to its details; cases that share a place, the worst."""
-    cells = {
-        str(attributes["href"]): attributes["aria-label"]
-        for tag, attributes in Page(built["html"]).tags if tag == "a" and "aria-label" in attributes
-    }  # fmt: skip
+    tags = [attributes for tag, attributes in Page(built["html"]).tags if tag == "a"]
+    cells = {each["href"]: each["aria-label"] for each in tags if "aria-label" in each}
     assert len(cells) == 13
     assert cells["#dp2-attn"] == "failed: dp2-attn"
     writer.add("good", 1, "attn")
