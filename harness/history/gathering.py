@@ -71,12 +71,15 @@ def gather(folder: store.RunFolder) -> FolderEntry:
             if key not in runs:
                 runs[key] = list(_attempts(folder, case, leg, key, fingerprints))
         answers += _answers(folder, case, {leg: runs[key] for leg, key in keys.items()})
+    machine, found = manifest.get("machine") or {}, facts(manifest)
+    environment = {key: machine.get(key) for key in ("python", "versions", "gpu_driver")}
+    environment |= {**found.get("hardware", {}), "variables": found.get("variables", {})}
     names = ("created", "commit", "shard", "tier", "device", "id", "scenario")
     said = {name: _text(manifest.get(name)) for name in names}
     said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
     return FolderEntry(
-        **said, num_cases=len(folder.cases), machine=machine_kind(manifest.get("machine") or {}),
-        slots=manifest.get("slots", 0), environment=_environment(manifest), cases=tuple(answers),
+        **said, num_cases=len(folder.cases), machine=machine_kind(machine), cases=tuple(answers),
+        slots=manifest.get("slots", 0), environment=environment if machine else {},
         fingerprints=fingerprints, runs=tuple(run for found in runs.values() for run, _ in found),
     )  # fmt: skip
 
@@ -90,17 +93,7 @@ def machine_kind(machine: Mapping[str, Any]) -> str:
     return ", ".join([f"{machine['cores']} cores", *counted])
 
 
-def _environment(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What verdicts may depend on; empty if it was not recorded."""
-    if not (machine := manifest.get("machine")):
-        return {}
-    found = facts(manifest)
-    own = {key: machine.get(key) for key in ("python", "versions", "gpu_driver")}
-    return {**found["hardware"], "variables": found.get("variables", {}), **own}
-
-
-_Attempt = tuple[RunEntry, str]
-"""An attempt of a run, and what failure of the machine ended it, "" for none."""
+_Attempt = tuple[RunEntry, str]  # and what failure of the machine ended it, "" for none
 
 
 def _attempts(

@@ -200,19 +200,16 @@ def find_change(values: Sequence[float]) -> int | None:
     """
     if len(values) < MIN_HISTORY:
         return None
-    at = min(
-        range(MIN_VALUES, len(values) - MIN_VALUES + 1),
-        key=lambda at: _spread(values[:at]) + _spread(values[at:]),
-    )
+
+    def cost(at: int) -> float:
+        parts = (values[:at], values[at:])
+        return sum(abs(v - middle) for part in parts for middle in [median(part)] for v in part)
+
+    at = min(range(MIN_VALUES, len(values) - MIN_VALUES + 1), key=cost)
     before, after = median(values[:at]), median(values[at:])
     far = SIGMA_OF_MEDIAN * deviation(values) * math.sqrt(1 / at + 1 / (len(values) - at))
     belongs = abs(values[at] - after) < abs(values[at] - before)
     return at if belongs and abs(after - before) >= Z_LIMIT * far else None
-
-
-def _spread(values: Sequence[float]) -> float:
-    middle = median(values)
-    return sum(abs(value - middle) for value in values)
 
 
 def deviation(values: Sequence[float]) -> float:
