@@ -12,8 +12,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from harness.history.comparison import FALSE_ALARMS, noise_of
-from harness.history.trend import MIN_HISTORY, MIN_VALUES, find_change
+from harness.history.trend import FALSE_ALARMS, MIN_HISTORY, MIN_VALUES, find_change, noise_of
 
 RUNS = 60
 Series = Callable[[random.Random, int], list[float]]

@@ -1,8 +1,8 @@
 """Reports of a run folder.
 
-    reading > report > figures > html, markdown, junit, json_report
+    reading > compared, history > figures > html, markdown, junit, json_report
 
-Everything is read once into a `report.Report`; the four formats only show it.
+Everything is read once into a `reading.Report`; the four formats only show it.
 """
 
 from pathlib import Path
@@ -24,10 +24,8 @@ def build(
 ) -> dict[str, Path]:
     """Write the report of a run folder: `html`, `markdown`, `junit` and `json`, by format.
 
-    Args:
-        run_folder: what to report.
-        history: where earlier runs are looked up; None for the history next to the folder.
-        step: file to which a summary is added for the CI step that asked for one; None for none.
+    `history` is where earlier runs are looked up (None: next to the folder); `step` a file to which
+    a summary is added for the CI step that asked for one.
 
     Raises:
         UsageError: not a run folder, or damaged beyond reading.
@@ -35,20 +33,15 @@ def build(
     """
     report = summarise(run_folder, history)
     folder = report.folder / REPORT_FOLDER
-    if folder.is_symlink():
-        raise Infrastructure(f"cannot write reports: {folder} is a link to another place")
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise Infrastructure(f"cannot make folder {folder}: {error.strerror or error}") from error
-    texts = {
-        "html": ("index.html", html.render(report)),
-        "markdown": ("report.md", markdown.render(report)),
-        "junit": ("junit.xml", junit.render(report)),
-        "json": ("report.json", json_report.render(report)),
-    }
-    for name, text in texts.values():
+    made = {"html": ("index.html", html), "markdown": ("report.md", markdown),
+            "junit": ("junit.xml", junit), "json": ("report.json", json_report)}  # fmt: skip
+    texts = {name: form.render(report) for name, form in made.values()}
+    for name, text in texts.items():
         write_atomic(folder / name, well_formed(text))
     if step is not None:
         markdown.add_to_step(step, report)
-    return {form: folder / name for form, (name, _) in texts.items()}
+    return {form: folder / name for form, (name, _) in made.items()}

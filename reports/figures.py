@@ -42,9 +42,6 @@ _RC: dict[Any, Any] = {
 }  # fmt: skip
 
 
-# --- losses -----------------------------------------------------------------------------------
-
-
 def loss_figure(curve: LossCurve) -> str:
     """Loss of both runs above, largest distance over the ranks below, as SVG in a data URI."""
     # Only reports with a loss that differs wait for it.
@@ -77,7 +74,16 @@ def loss_figure(curve: LossCurve) -> str:
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    return _data_uri(buffer.getvalue())
+    # Neither the XML declaration nor the DTD, which names an address, is wanted in a data URI.
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for stand_in, (name, _, _) in _SCHEME.items():
+        svg = svg.replace(stand_in, f"var({name})")
+    light, dark = (";".join(f"{s[0]}:{s[at]}" for s in _SCHEME.values()) for at in (1, 2))
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    head = svg.index(">") + 1
+    data = base64.b64encode((svg[:head] + style + svg[head:]).encode()).decode()
+    return f"data:image/svg+xml;base64,{data}"
 
 
 def _delta(axes: "Axes", curve: LossCurve) -> None:
@@ -85,15 +91,13 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
 
     axes.set_ylabel("|Δloss|, ulp")
     highest = max((ulps for ulps in curve.delta_ulps if not math.isnan(ulps)), default=0.0)
-    marked = len(curve.delta_steps) <= MAX_MARKED_POINTS
-    axes.plot(
-        curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2, marker="." if marked else "", ms=5
-    )
+    marker = "." if len(curve.delta_steps) <= MAX_MARKED_POINTS else ""
+    axes.plot(curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2, marker=marker, ms=5)
     if highest > 100:
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(-0.05 * max(highest, 1), max(highest, 1) * 1.15)
+    axes.set_ylim(-0.3 if highest > 100 else -0.05 * max(highest, 1), max(highest, 1) * 1.15)
     if curve.differing:
         first = curve.differing[0]
         axes.axvline(first, color=RIGHT, lw=1, ls=":")
@@ -102,25 +106,6 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
     if odd:
         axes.plot(odd, [0] * len(odd), color=RIGHT, marker="x", ls="", label="NaN or infinite")
         axes.legend(loc="center right")
-
-
-def _data_uri(svg: str) -> str:
-    # Neither the XML declaration nor the DTD, which names an address, is wanted in a data URI.
-    svg = svg[svg.index("<svg") :]
-    for stand_in, (name, _, _) in _SCHEME.items():
-        svg = svg.replace(stand_in, f"var({name})")
-    light, dark = (
-        ";".join(f"{scheme[0]}:{scheme[at]}" for scheme in _SCHEME.values()) for at in (1, 2)
-    )
-    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
-    head = svg.index(">") + 1
-    return (
-        "data:image/svg+xml;base64,"
-        + base64.b64encode((svg[:head] + style + svg[head:]).encode()).decode()
-    )
-
-
-# --- state ------------------------------------------------------------------------------------
 
 
 def state_figure(shown: StateMap, group: GroupMap) -> str:
@@ -132,14 +117,13 @@ def state_figure(shown: StateMap, group: GroupMap) -> str:
     size = LARGE if len(columns) <= 40 and len(rows) <= 16 else SMALL
     parts = list(_labels(columns, rows, size))
     for y, ranks in enumerate(rows):
-        found = [_worst(group, steps, ranks) for steps in columns]
-        at = 0
-        for count, same in groupby(found):
-            width = len(list(same))
+        places = [(x, _worst(group, steps, ranks)) for x, steps in enumerate(columns)]
+        for count, same in groupby(places, key=lambda place: place[1]):
             if count is not None:
-                steps = [step for block in columns[at : at + width] for step in block]
-                parts.append(_rectangle(group, count, (at, y, width, size), steps, ranks))
-            at += width
+                own = [x for x, _ in same]
+                steps = [step for x in own for step in columns[x]]
+                left, top = LABEL_PX + own[0] * size, AXIS_PX + y * size
+                parts.append(_rectangle(group, count, (left, top, len(own), size), steps, ranks))
     width, height = LABEL_PX + len(columns) * size + 1, AXIS_PX + len(rows) * size + 1
     return (
         f'<svg class="map" role="img" aria-label="{escape(group.words)}" width="{width}" '
@@ -156,63 +140,46 @@ def _worst(group: GroupMap, steps: Sequence[int], ranks: Sequence[int]) -> int |
     """The largest count; `MISSING` where nothing differs and something is missing."""
     found = [group.counts.get((step, rank)) for step in steps for rank in ranks]
     counts = [count for count in found if count is not None]
-    if not counts:
-        return None
-    return max(counts) or min(counts)
+    return max(counts) or min(counts) if counts else None
 
 
 def _rectangle(
-    group: GroupMap,
-    count: int,
-    place: tuple[int, int, int, int],
-    steps: Sequence[int],
+    group: GroupMap, count: int, place: tuple[int, int, int, int], steps: Sequence[int],
     ranks: Sequence[int],
-) -> str:
-    x, y, width, size = place
-    noun = "value" if group.group == LOSS else "tensor"
-    said = "recorded by one run only" if count == MISSING else (
-        f"{count} of {counted(group.num_tensors, noun)} differ"
-    )  # fmt: skip
-    level = "m" if count == MISSING else str(_level(count, group.num_tensors))
-    left, top = LABEL_PX + x * size, AXIS_PX + y * size
-    title = f"{_span('step', steps)}, {_span('rank', ranks)}: {said}"
+) -> str:  # fmt: skip
+    left, top, width, size = place
+    of, noun = group.num_tensors, "value" if group.group == LOSS else "tensor"
+    said = f"{count} of {counted(of, noun)} differ"
+    # 0 for none, 1 to 4 by the share of tensors.
+    level = str(1 + sum(count > of * share for share in (0.1, 0.34, 0.67)) if count else 0)
+    if count == MISSING:
+        said, level = "recorded by one run only", "m"
     box = (
-        f'<rect class="l{level}" x="{left}" y="{top}" width="{width * size - 1}" '
-        f'height="{size - 1}"><title>{title}</title></rect>'
+        f'<rect class="l{level}" x="{left}" y="{top}" width="{width * size - 1}" height="{size - 1}'
+        f'"><title>{_span("step", steps)}, {_span("rank", ranks)}: {said}</title></rect>'
     )
     if size < LARGE or not count:
         return box
     word = "?" if count == MISSING else f"{count}" if count < 1000 else f"{count // 1000}k"
     return box + "".join(
-        f'<text class="n" x="{left + at * size + size // 2}" y="{top + 15}">{word}</text>'
+        f'<text class="n n{level}" x="{left + at * size + size // 2}" y="{top + 15}">{word}</text>'
         for at in range(width)
     )
 
 
-def _level(count: int, of: int) -> int:
-    """0 for none, 1 to 4 by the share of tensors."""
-    return 0 if not count else 1 + sum(count > of * share for share in (0.1, 0.34, 0.67))
-
-
 def _span(noun: str, values: Sequence[int]) -> str:
-    first, last = (_step(v) if noun == "step" else str(v) for v in (values[0], values[-1]))
+    first, last = ("init" if v == BEFORE else str(v) for v in (values[0], values[-1]))
     return f"{noun} {first}" if len(values) == 1 else f"{noun}s {first} to {last}"
-
-
-def _step(step: int) -> str:
-    return "init" if step == BEFORE else str(step)
 
 
 def _labels(
     columns: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], size: int
 ) -> Iterator[str]:
-    every = max(1, -(-30 // size))
-    for x in range(0, len(columns), every):
+    for x in range(0, len(columns), max(1, -(-30 // size))):
+        label = "init" if columns[x][0] == BEFORE else str(columns[x][0])
         middle = LABEL_PX + x * size + size // 2
-        yield f'<text x="{middle}" y="{AXIS_PX - 5}">{_step(columns[x][0])}</text>'
+        yield f'<text x="{middle}" y="{AXIS_PX - 5}">{label}</text>'
     for y in range(0, len(rows), 1 if size == LARGE else 4):
         label = f"{'rank ' if size == LARGE or not y else ''}{rows[y][0]}"
-        yield (
-            f'<text class="r" x="{LABEL_PX - 4}" y="{AXIS_PX + y * size + size // 2 + 4}">{label}'
-            "</text>"
-        )
+        middle = AXIS_PX + y * size + size // 2 + 4
+        yield f'<text class="r" x="{LABEL_PX - 4}" y="{middle}">{label}</text>'

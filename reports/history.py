@@ -14,10 +14,9 @@ from reports.text import one_line
 
 MAX_RUNS = 14
 """Runs of a strip and of a sparkline: two weeks of nightly runs say whether it is new."""
-MOST_DAYS = 60
-"""Days that are looked at for lasting changes, of which none is told from two weeks alone."""
-MOST_ANSWERS = 14_000
-"""Of all cases and days that are looked at, but for two weeks of each case: some seconds."""
+MOST_DAYS, MOST_ANSWERS = 60, 14_000
+"""That are looked at for lasting changes, of which none is told from two weeks alone: days, and
+answers of all cases, which take some seconds."""
 LETTERS: dict[Outcome, str] = {
     "passed": "p", "failed": "f", "error": "e", "incomparable": "i", "skipped": "s",
 }  # fmt: skip
@@ -25,19 +24,12 @@ LETTERS: dict[Outcome, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CasePast:
-    """One case over the last runs, oldest first.
+    """One case over the last runs, oldest first."""
 
-    Attributes:
-        letters: a letter an outcome, see `LETTERS`.
-        step_us: step time in microseconds, None where nothing was measured.
-        peak_kib: peak memory in KiB.
-        words: since when it fails, lasting changes, attempts that the machine failed.
-    """
-
-    letters: str
-    step_us: tuple[int | None, ...]
+    letters: str  # one an outcome, see `LETTERS`
+    step_us: tuple[int | None, ...]  # None where nothing was measured
     peak_kib: tuple[int | None, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # since when it fails, lasting changes, what the machine failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +45,23 @@ NOTHING = Past(cases={}, flaky=())
 
 
 def look_back(folder: Path, scenario: str, created: str, database: Path | None = None) -> Past:
-    """The last runs of every case of a scenario; raises nothing.
+    """The last runs of every case of a scenario, up to when `folder` was `created`; raises nothing.
 
-    Args:
-        folder: the run folder that is reported.
-        scenario: its name, as the history knows it.
-        created: when the folder was made: later runs are left out.
-        database: of the history; None for the one next to the folder, if there is one.
+    `database` is the history; None for the one next to the folder, if there is one.
     """
     place = database or folder.parent / DATABASE_FILE
     if not place.is_file():
         return NOTHING
+    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ? AND typeof(num_cases) = 'integer'"
     try:
         with History.open(place) as history:
-            days = _days(history, scenario)
+            ((most,),) = history.query(sql, [scenario])
+            days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, most or 0)))
             found = trends(history, scenario, days=days, until=created)
     except HarnessError as error:
         return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
-    return Past(
-        cases={trend.case_id: _case(trend, days) for trend in found}, flaky=flaky_cases(found)
-    )
-
-
-def _days(history: History, scenario: str) -> int:
-    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ? AND typeof(num_cases) = 'integer'"
-    (row,) = history.query(sql, [scenario])
-    return min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, row[0] or 0)))
+    cases = {trend.case_id: _case(trend, days) for trend in found}
+    return Past(cases=cases, flaky=flaky_cases(found))
 
 
 def _case(trend: CaseTrend, days: int) -> CasePast:
@@ -90,24 +73,20 @@ def _case(trend: CaseTrend, days: int) -> CasePast:
         good = trend.last_good
         before = f"last good {_when(good)}" if good else f"no pass in the last {days} days"
         words.insert(0, f"first bad {_when(trend.first_bad)}, {before}")
-    again = [answer for answer in answers if answer.retried]
-    if again:
+    if again := [answer for answer in answers if answer.retried]:
         noun = "run" if len(again) == 1 else "runs"
         words.append(f"tried again in {len(again)} {noun}: {', '.join(again[-1].retried)}")
+    steps, peaks = ([getattr(a, name) for a in answers] for name in ("step_s", "peak_bytes"))
     return CasePast(
         letters="".join(LETTERS[answer.outcome] for answer in answers),
-        step_us=tuple(_scaled(answer.step_s, 1e6) for answer in answers),
-        peak_kib=tuple(_scaled(answer.peak_bytes, 1 / 1024) for answer in answers),
+        step_us=tuple(None if step is None else round(step * 1e6) for step in steps),
+        peak_kib=tuple(None if peak is None else round(peak / 1024) for peak in peaks),
         words=tuple(one_line(text, 300) for text in words),
     )
 
 
 def _when(answer: Answer) -> str:
     return f"{answer.created[:10]} at {short_commit(answer.commit)}"
-
-
-def _scaled(value: float | None, unit: float) -> int | None:
-    return None if value is None else round(value * unit)
 
 
 def short_commit(commit: str) -> str:

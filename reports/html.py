@@ -25,8 +25,8 @@ from harness.records import CheckResult, Outcome
 from harness.terminal import duration
 from reports.compared import BEFORE
 from reports.figures import loss_figure, state_figure
-from reports.history import LETTERS, MAX_RUNS, short_commit
-from reports.report import (
+from reports.history import LETTERS, short_commit
+from reports.reading import (
     COST_HEAD,
     COST_WORDS,
     GREEN,
@@ -44,36 +44,26 @@ OUTCOME_COLOURS: dict[Outcome, str] = {
     "passed": "#2bb58b", "failed": "#e8743b", "error": "#d793b8", "incomparable": "#eab308",
     "skipped": "#a9afb6",
 }  # fmt: skip
-MAX_DRAWN_CASES = 40
-"""Cases with pictures; the rest, and it is the passing end, is told in words."""
-MAX_GROUPS = 6
-"""Tensor groups with a map, of one case."""
-PICTURE_BYTES = 900_000
-INLINE_BYTES = 500_000
-"""Details that are not packed: read without the script, printed, found by a search in the page."""
-PACKED_BYTES = 800_000
-"""Once the packed details are as large as this, those of further cases are short."""
-MAX_OPEN = 10
-MAX_CAUSES, MAX_FLAKY, MAX_LONGEST = 30, 30, 5
+MAX_DRAWN_CASES, MAX_GROUPS = 40, 6
+"""Cases with pictures, and tensor groups of one with a map; the rest is told in words."""
+PICTURE_BYTES, INLINE_BYTES, PACKED_BYTES = 900_000, 500_000, 800_000
+"""Inline details are read without the script, printed, found by a search in the page. Once the
+packed ones are so large, those of further cases are short."""
+MAX_OPEN, MAX_CAUSES, MAX_FLAKY, MAX_LONGEST, MAX_WORDS = 10, 30, 30, 5, 160
 MAX_MATRIX_ROWS, MAX_MATRIX_COLUMNS = 1000, 24
-MAX_WORDS = 160
 
 
 def render(report: Report) -> str:
     """The page."""
     environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {
         "clean": lambda value: clean(str(value)),
         "one_line": lambda value: one_line(str(value)),
         "short": short_digests,
         "figures": show_figures,
-        "ranks": show_ranks,
         "step": lambda step: "before step 0" if step == BEFORE else str(step),
     }
     bodies = _Bodies(environment.get_template("case.html.j2"), report)
@@ -81,32 +71,22 @@ def render(report: Report) -> str:
         bodies.add(case)
     script = (FOLDER / "filter.js").read_text() + (FOLDER / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    causes, rows = report.causes, _rows(report, bodies)
     return environment.get_template("report.html.j2").render(
-        report=report,
-        symbols=SYMBOLS,
-        colours=OUTCOME_COLOURS,
-        style=Markup((FOLDER / "style.css").read_text()),
-        script=Markup(script),
+        report=report, symbols=SYMBOLS, colours=OUTCOME_COLOURS, facts=_facts(report),
+        style=Markup((FOLDER / "style.css").read_text()), script=Markup(script),
         script_digest=Markup(f"sha256-{digest}"),
-        facts=_facts(report),
-        rows=[row for row in _rows(report, bodies) if row["outcome"] not in GREEN],
-        green=[row for row in _rows(report, bodies) if row["outcome"] in GREEN],
-        num_inline=len(bodies.inline),
-        packed=bodies.packed(),
-        index=_for_script(_index(report)),
-        past_data=_for_script(_past(report)),
+        rows=[row for row in rows if row["outcome"] not in GREEN],
+        green=[row for row in rows if row["outcome"] in GREEN],
+        num_inline=len(bodies.inline), packed=bodies.packed(),
+        index=_for_script(_index(report)), past_data=_for_script(_past(report)),
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
         longest=sorted(report.cases, key=lambda case: -case.verdict.wall_s)[:MAX_LONGEST],
-        cost_head=COST_HEAD,
-        cost_rows=cost_rows(report),
-        cost_words=COST_WORDS,
-        max_flaky=MAX_FLAKY,
-        causes=report.causes,
-        max_causes=MAX_CAUSES,
-        hidden_causes_cases=sum(len(cause.cases) for cause in report.causes[MAX_CAUSES:]),
-        max_runs=MAX_RUNS,
+        cost_head=COST_HEAD, cost_rows=cost_rows(report), cost_words=COST_WORDS,
+        max_flaky=MAX_FLAKY, causes=causes, max_causes=MAX_CAUSES,
+        hidden_causes_cases=sum(len(cause.cases) for cause in causes[MAX_CAUSES:]),
         **_grid(report),
-    )
+    )  # fmt: skip
 
 
 def short_digests(text: object) -> Markup:
@@ -124,19 +104,6 @@ def show_figures(result: CheckResult) -> str:
     )
 
 
-def show_ranks(ranks: list[int]) -> str:
-    """'0, 2 to 7'."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    return ", ".join(
-        str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans
-    )
-
-
 def _facts(report: Report) -> list[tuple[str, str, str]]:
     """The head line: name, value, whole value."""
     try:
@@ -146,12 +113,12 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
         created = report.created
     commit = short_commit(report.commit) if report.commit else ""
     wall = duration(report.wall_s) if math.isfinite(report.wall_s) and report.wall_s > 0 else ""
-    found = [
-        ("Date", created, report.created), ("Commit", commit, report.commit),
-        ("Machine", report.machine, ""), ("Wall time", wall, "with runs under way"),
-        ("Exit code", str(report.exit_code), ""),
-    ]  # fmt: skip
-    return [(name, value or "unknown", whole) for name, value, whole in found]
+    found = {
+        "Date": (created, report.created), "Commit": (commit, report.commit),
+        "Machine": (report.machine, ""), "Wall time": (wall, "with runs under way"),
+        "Exit code": (str(report.exit_code), ""),
+    }  # fmt: skip
+    return [(name, value or "unknown", whole) for name, (value, whole) in found.items()]
 
 
 class _Bodies:
@@ -159,18 +126,23 @@ class _Bodies:
 
     def __init__(self, template: Template, report: Report) -> None:
         self._template = template
-        self._report = report
+        self._past = report.past.cases
         self._packer = zlib.compressobj(9)
         self._chunks: list[bytes] = []
-        self._picture_room = PICTURE_BYTES
-        self._inline_room = INLINE_BYTES
-        self._num_drawn = 0
-        self._size = 0
+        self._picture_room, self._inline_room = PICTURE_BYTES, INLINE_BYTES
+        self._num_drawn = self._size = 0
         self.inline: dict[str, Markup] = {}
 
     def add(self, case: CaseReport) -> None:
         """Make the details of the next case."""
-        text = self._text(case)
+        full = self._size * 4 / 3 > PACKED_BYTES
+        loss, maps = ("", []) if full else self._pictures(case)
+        limit: Any = case.spec.checks.get("peak_memory", {}).get("max_ratio")
+        text = self._template.render(
+            case=case, symbols=SYMBOLS, past=self._past.get(case.spec.id), full=full,
+            loss_picture=loss, maps=maps, green=GREEN,
+            max_ratio=limit if isinstance(limit, int | float) and math.isfinite(limit) else None,
+        )  # fmt: skip
         if self._inline_room > 0:
             self._inline_room -= len(text.encode())
             self.inline[case.spec.id] = Markup(text)
@@ -188,20 +160,6 @@ class _Bodies:
         data = b"".join(self._chunks) + self._packer.compress(b"}") + self._packer.flush()
         return base64.b64encode(data).decode()
 
-    def _text(self, case: CaseReport) -> str:
-        full = self._size * 4 / 3 > PACKED_BYTES
-        loss, maps = ("", []) if full else self._pictures(case)
-        return self._template.render(
-            case=case,
-            symbols=SYMBOLS,
-            past=self._report.past.cases.get(case.spec.id),
-            full=full,
-            loss_picture=loss,
-            maps=maps,
-            green=GREEN,
-            max_ratio=_max_ratio(case),
-        )
-
     def _pictures(self, case: CaseReport) -> tuple[str, list[Markup]]:
         """Of the loss, if it differs, and of each tensor group that does."""
         if self._num_drawn >= MAX_DRAWN_CASES or self._picture_room <= 0:
@@ -215,54 +173,39 @@ class _Bodies:
         return loss, maps
 
 
-def _max_ratio(case: CaseReport) -> float | None:
-    value: Any = case.spec.checks.get("peak_memory", {}).get("max_ratio")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number and math.isfinite(value) and value > 0 else None
-
-
 def _rows(report: Report, bodies: _Bodies) -> list[dict[str, Any]]:
     num_failing = sum(case.outcome not in GREEN for case in report.cases)
-    return [
-        {
-            "id": case.spec.id,
-            "outcome": case.outcome,
-            "what": case.verdict.what,
-            "words": _words(case),
-            "again": case.attempt_words,
-            "open": case.outcome not in GREEN and num_failing <= MAX_OPEN,
+    rows = []
+    for case in report.cases:
+        green = case.outcome in GREEN
+        words = short(one_line(case.where or case.message, MAX_WORDS))
+        rows.append({
+            "id": case.spec.id, "outcome": case.outcome, "what": case.verdict.what,
+            "words": "" if case.outcome == "passed" else words, "again": case.attempt_words,
+            "open": not green and num_failing <= MAX_OPEN,
             "body": bodies.inline.get(case.spec.id, ""),
-        }
-        for case in report.cases
-    ]
-
-
-def _words(case: CaseReport) -> str:
-    if case.outcome == "passed":
-        return ""
-    return short(one_line(case.where or case.message, MAX_WORDS))
+        })  # fmt: skip
+    return rows
 
 
 def _grid(report: Report) -> dict[str, Any]:
     """The matrix: rows with a failure, those without, and how many did not fit."""
     matrix = report.matrix
     columns = matrix.columns[:MAX_MATRIX_COLUMNS]
-    held = [
-        (row, [_place(matrix.cases.get((row, column), ())) for column in columns])
-        for row in matrix.rows
-    ]
-    ranked = sorted(((_worst(places), row, places) for row, places in held), key=lambda r: r[0])
-    shown = ranked[:MAX_MATRIX_ROWS]
+    found = []
+    for row in matrix.rows:
+        places = [_place(matrix.cases.get((row, column), ())) for column in columns]
+        worst = min((place["rank"] for place in places if place), default=len(OUTCOME_ORDER))
+        found.append((worst, row, places))
+    shown = sorted(found, key=lambda each: each[0])[:MAX_MATRIX_ROWS]
+    first_green = min(map(OUTCOME_ORDER.index, GREEN))
     return {
         "columns": columns,
-        "bad_rows": [(row, places) for worst, row, places in shown if worst < _FIRST_GREEN],
-        "good_rows": [(row, places) for worst, row, places in shown if worst >= _FIRST_GREEN],
+        "bad_rows": [(row, places) for worst, row, places in shown if worst < first_green],
+        "good_rows": [(row, places) for worst, row, places in shown if worst >= first_green],
         "hidden_rows": len(matrix.rows) - len(shown),
         "hidden_columns": len(matrix.columns) - len(columns),
     }
-
-
-_FIRST_GREEN = min(map(OUTCOME_ORDER.index, GREEN))
 
 
 def _place(cases: tuple[CaseReport, ...]) -> dict[str, Any] | None:
@@ -270,12 +213,8 @@ def _place(cases: tuple[CaseReport, ...]) -> dict[str, Any] | None:
     if not cases:
         return None
     worst = min(cases, key=lambda case: OUTCOME_ORDER.index(case.outcome))
-    return {"outcome": worst.outcome, "id": worst.spec.id, "several": len(cases)}
-
-
-def _worst(places: list[dict[str, Any] | None]) -> int:
-    found = [OUTCOME_ORDER.index(place["outcome"]) for place in places if place is not None]
-    return min(found, default=len(OUTCOME_ORDER))
+    rank = OUTCOME_ORDER.index(worst.outcome)
+    return {"outcome": worst.outcome, "rank": rank, "id": worst.spec.id, "several": len(cases)}
 
 
 def _index(report: Report) -> dict[str, Any]:
@@ -286,22 +225,14 @@ def _index(report: Report) -> dict[str, Any]:
         for name, value in case.spec.labels.items():
             places = axes.setdefault(name, {})
             places.setdefault(value, len(places))
-    return {
-        "outcomes": list(OUTCOME_ORDER),
-        "axes": [[one_line(name), [one_line(v) for v in values]] for name, values in axes.items()],
-        "cases": [
-            [
-                case.spec.id,
-                OUTCOME_ORDER.index(case.outcome),
-                cause_of.get(case.spec.id, -1),
-                [
-                    values[case.spec.labels[name]] if name in case.spec.labels else -1
-                    for name, values in axes.items()
-                ],
-            ]
-            for case in report.cases
-        ],
-    }
+    cases = []
+    for case in report.cases:
+        labels = case.spec.labels
+        values = [own[labels[name]] if name in labels else -1 for name, own in axes.items()]
+        outcome, cause = OUTCOME_ORDER.index(case.outcome), cause_of.get(case.spec.id, -1)
+        cases.append([case.spec.id, outcome, cause, values])
+    named = [[one_line(name), [one_line(v) for v in values]] for name, values in axes.items()]
+    return {"outcomes": list(OUTCOME_ORDER), "axes": named, "cases": cases}
 
 
 def _past(report: Report) -> dict[str, Any]:

@@ -1,41 +1,39 @@
-"""The report for programs: everything that the other formats show, and a version to go by."""
+"""The report for programs: everything that the other formats show, and a version to go by.
+
+`python -m reports.json_report` prints its JSON Schema, made from the types below.
+"""
 
 import json
 import re
+import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypedDict
 
+import msgspec
+
 from harness.records import Verdict
 from harness.runner.retries import Attempt
 from harness.tolerance import Expect
-from reports.compared import GroupMap
-from reports.report import Addresses, CaseReport, Output, Report
+from reports.reading import CaseReport, Output, Report
 from reports.text import well_formed
 
-REPORT_SCHEMA_VERSION = 2
+REPORT_SCHEMA_VERSION = 3
 VARYING = ("run", "times", "attempts", "wall_s")
 """Keys that differ between two run folders with the same results."""
 PLACE = "RUN-FOLDER"
-_TIME = float | None
 
 
-# What each key holds; `reports.json_schema` makes the schema of it.
-class RunFacts(TypedDict):
-    """What is known of the run as a whole; it differs from run to run."""
-
+class _Run(TypedDict):  # it differs from run to run
     created: str
     commit: str
     machine: str
     wall_s: float
     folder: str
     command_line: str
-    attempts: dict[str, int]
 
 
-class StateJson(TypedDict):
-    """One tensor group; a pair is a step (-1 before step 0) and a rank."""
-
+class _State(TypedDict):  # of one tensor group; a pair is a step (-1 before step 0) and a rank
     group: str
     num_tensors: int
     num_pairs: int
@@ -45,18 +43,14 @@ class StateJson(TypedDict):
     first: tuple[int, ...]
 
 
-class TimesJson(TypedDict):
-    """Step times by role, and speeds against the reference."""
-
-    step_s: dict[str, _TIME]
-    speed: _TIME
-    control_speed: _TIME
+class _Times(TypedDict):  # of a step by role, and speeds against the reference
+    step_s: dict[str, float | None]
+    speed: float | None
+    control_speed: float | None
     caution: str
 
 
-class CaseJson(TypedDict):
-    """One case; mappings are by role, `peak_bytes` by role and rank."""
-
+class _Case(TypedDict):  # mappings are by role, `peak_bytes` by role and rank
     id: str
     labels: dict[str, str]
     expect: Expect
@@ -64,19 +58,17 @@ class CaseJson(TypedDict):
     command: str
     bisect: str
     delta_loss: str | None
-    state: list[StateJson]
+    state: list[_State]
     peak_bytes: dict[str, dict[str, int]]
-    times: TimesJson
-    addresses: dict[str, Addresses]
+    times: _Times
+    addresses: dict[str, str]
     environments: dict[str, str]
     environment_note: str
     output: Output | None
     attempts: dict[str, tuple[Attempt, ...]]
 
 
-class ReportJson(TypedDict):
-    """report.json."""
-
+class _Report(TypedDict):
     schema_version: int
     scenario: str
     why: str
@@ -84,20 +76,19 @@ class ReportJson(TypedDict):
     counts: dict[str, int]
     history_note: str
     notes: tuple[str, ...]
-    cases: list[CaseJson]
+    cases: list[_Case]
     environments: dict[str, dict[str, Any]]
-    run: RunFacts
+    run: _Run
 
 
 def render(report: Report) -> str:
     """Indented JSON with sorted keys; see `VARYING` for what differs between equal results."""
-    run = {key: report.__dict__[key] for key in RunFacts.__annotations__}
+    run = {key: report.__dict__[key] for key in _Run.__annotations__}
     facts = report.__dict__ | {
-        "schema_version": REPORT_SCHEMA_VERSION,
-        "cases": [_case(case) for case in report.cases],
+        "schema_version": REPORT_SCHEMA_VERSION, "cases": [_case(case) for case in report.cases],
         "run": run | {"folder": str(report.folder)},
-    }
-    plain = _storable({key: facts[key] for key in ReportJson.__annotations__})
+    }  # fmt: skip
+    plain = _storable({key: facts[key] for key in _Report.__annotations__})
     return json.dumps(plain, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -108,22 +99,24 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "expect": case.spec.expect,
         "verdict": case.verdict.to_json(),
         "delta_loss": case.curve.words if case.curve is not None else None,
-        "state": [_group(group) for group in case.state.groups] if case.state is not None else [],
+        "state": [
+            {
+                "group": g.group,
+                "num_tensors": g.num_tensors,
+                "num_pairs": len(g.counts),
+                "differing_pairs": len(g.differing),
+                "missing_pairs": g.missing,
+                "most_tensors": max(0, *g.counts.values()),
+                "first": next(iter(g.differing), ()),
+            }
+            for g in (case.state.groups if case.state is not None else ())
+        ],
         "peak_bytes": case.peaks,
-        "times": {name: getattr(case.cost, name) for name in TimesJson.__annotations__},
-        "addresses": {role: found.to_json() for role, found in case.addresses.items()},
+        "times": {name: getattr(case.cost, name) for name in _Times.__annotations__},
         "output": case.output.to_json() if case.output is not None else None,
         "attempts": {role: [a.to_json() for a in own] for role, own in case.attempts.items()},
     }
-    return {key: facts[key] for key in CaseJson.__annotations__}
-
-
-def _group(group: GroupMap) -> dict[str, Any]:
-    return {
-        "group": group.group, "num_tensors": group.num_tensors, "num_pairs": len(group.counts),
-        "differing_pairs": len(group.differing), "missing_pairs": group.missing,
-        "most_tensors": max(0, *group.counts.values()), "first": next(iter(group.differing), ()),
-    }  # fmt: skip
+    return {key: facts[key] for key in _Case.__annotations__}
 
 
 def _storable(value: Any) -> Any:
@@ -142,9 +135,7 @@ def _storable(value: Any) -> Any:
 def differences(mine: tuple[Path, Path], other: tuple[Path, Path]) -> tuple[str, ...]:
     """Where two report.json differ first, but for `VARYING` and the folders' paths; () if nowhere.
 
-    Args:
-        mine: a report.json and the run folder that it is of.
-        other: the same.
+    Each is a report.json and the run folder that it is of.
     """
     lines = zip_longest(*(normalised(*each).split("\n") for each in (mine, other)))
     for number, (left, right) in enumerate(lines, start=1):
@@ -167,3 +158,18 @@ def _without_varying(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_varying(v) for k, v in value.items() if k not in VARYING}
     return [_without_varying(entry) for entry in value] if isinstance(value, list) else value
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of report.json: an unknown key is an error."""
+    (found,), parts = msgspec.json.schema_components([_Report], ref_template="#/$defs/{name}")
+    for definition in parts.values():
+        definition.pop("description", None)
+        if "properties" in definition:
+            definition["additionalProperties"] = False
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "$defs": parts, **found}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(schema(), indent=1, sort_keys=True) + "\n")

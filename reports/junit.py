@@ -10,35 +10,38 @@ attempt of a run but the one that was judged is an element of each case that it 
 
 from xml.etree import ElementTree as ET
 
-from reports.report import CaseReport, Report
+from reports.reading import CaseReport, Report, place_words
 from reports.text import clean, one_line
 
 MAX_MESSAGE_CHARS = 1000
+KINDS = {"failed": "failure", "error": "error", "incomparable": "error", "skipped": "skipped"}
 
 
 def render(report: Report) -> str:
     """The XML text, with declaration."""
-    failures = report.counts["failed"]
-    errors = report.counts["error"] + report.counts["incomparable"]
-    num_tests = len(report.cases)
-    if not report.cases:
-        errors, num_tests = 1, 1
-    seconds = _seconds(report.wall_s)
-    totals = {"tests": str(num_tests), "failures": str(failures), "errors": str(errors)}
+    counts, seconds = report.counts, _seconds(report.wall_s)
+    empty = int(not report.cases)
+    totals = {
+        "tests": str(len(report.cases) + empty), "failures": str(counts["failed"]),
+        "errors": str(counts["error"] + counts["incomparable"] + empty),
+    }  # fmt: skip
     name = report.scenario or "scenario"
     root = ET.Element("testsuites", {"name": name, "time": seconds, **totals})
-    suite_facts = {"name": name, "skipped": str(report.counts["skipped"]), "time": seconds}
-    if report.created:
-        suite_facts["timestamp"] = report.created
-    suite = ET.SubElement(root, "testsuite", suite_facts | totals)
+    facts = {"name": name, "skipped": str(counts["skipped"]), "time": seconds}
+    facts |= {"timestamp": report.created} if report.created else {}
+    suite = ET.SubElement(root, "testsuite", facts | totals)
     properties = ET.SubElement(suite, "properties")
-    for key, value in _properties(report):
-        ET.SubElement(properties, "property", {"name": key, "value": value})
+    known = {"why": report.why, "exit_code": report.exit_code, "commit": report.commit,
+             "machine": report.machine}  # fmt: skip
+    for letter, values in report.environments.items():
+        known |= {f"environment.{letter}.{one_line(k, 100)}": values[k] for k in sorted(values)}
+    for key, value in known.items():
+        ET.SubElement(properties, "property", {"name": key, "value": one_line(str(value))})
     for case in report.cases:
         _case(suite, name, case)
-    if not report.cases:
-        empty = ET.SubElement(suite, "testcase", {"name": "nothing ran", "classname": name})
-        ET.SubElement(empty, "error", {"message": "no case was planned", "type": "not_run"})
+    if empty:
+        element = ET.SubElement(suite, "testcase", {"name": "nothing ran", "classname": name})
+        ET.SubElement(element, "error", {"message": "no case was planned", "type": "not_run"})
     ET.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, "unicode") + "\n"
 
@@ -48,31 +51,15 @@ def _seconds(value: float) -> str:
     return f"{value:.3f}" if 0 <= value < float("inf") else "0.000"
 
 
-def _properties(report: Report) -> list[tuple[str, str]]:
-    found = [("why", report.why), ("exit_code", str(report.exit_code)),
-             ("commit", report.commit), ("machine", report.machine)]  # fmt: skip
-    for letter, values in report.environments.items():
-        for key in sorted(values):
-            found.append((f"environment.{letter}.{one_line(key, 100)}", one_line(str(values[key]))))
-    return found
-
-
 def _case(suite: ET.Element, classname: str, case: CaseReport) -> None:
     facts = {"name": case.spec.id, "classname": classname, "time": _seconds(case.verdict.wall_s)}
     element = ET.SubElement(suite, "testcase", facts)
-    message = one_line(case.message, MAX_MESSAGE_CHARS)
-    kind = case.verdict.what or case.outcome
-    match case.outcome:
-        case "passed":
-            pass
-        case "skipped":
-            ET.SubElement(element, "skipped", {"message": message})
-        case "failed":
-            failure = ET.SubElement(element, "failure", {"message": message, "type": kind})
-            failure.text = _answers(case)
-        case "error" | "incomparable":
-            error = ET.SubElement(element, "error", {"message": message, "type": kind})
-            error.text = _answers(case)
+    if kind := KINDS.get(case.outcome):
+        said = {"message": one_line(case.message, MAX_MESSAGE_CHARS)}
+        if kind != "skipped":
+            said["type"] = case.verdict.what or case.outcome
+        answer = ET.SubElement(element, kind, said)
+        answer.text = None if kind == "skipped" else _answers(case)
     _attempts(element, case)
     out = ET.SubElement(element, "system-out")
     labels = ", ".join(f"{key}={value}" for key, value in sorted(case.spec.labels.items()))
@@ -90,19 +77,14 @@ def _attempts(element: ET.Element, case: CaseReport) -> None:
             kind = attempt.signature or attempt.what or "interrupted"
             told = one_line(attempt.message, MAX_MESSAGE_CHARS)
             facts = {"message": f"attempt {attempt.number + 1} of the {role}: {told}", "type": kind}
-            entry = ET.SubElement(element, name, facts)
-            trace = ET.SubElement(entry, "stackTrace")
+            trace = ET.SubElement(ET.SubElement(element, name, facts), "stackTrace")
             trace.text = one_line(f"{attempt.key}: {attempt.what}: {attempt.message}")
 
 
 def _answers(case: CaseReport) -> str:
     lines = [case.message, *filter(None, [case.confirmation])]
-    place = case.verdict.difference
-    if place is not None:
-        where = f"step {place.step}, rank {place.rank}, {place.quantity} {place.tensor}"
-        lines += [one_line(where), one_line(f"reference {place.reference}")]
-        lines += [one_line(f"candidate {place.candidate}")]
-    lines += [
-        one_line(f"{result.check}: {result.outcome}: {result.message}") for result in case.checks
-    ]
-    return "\n".join(lines)
+    if (place := case.verdict.difference) is not None:
+        lines += [place_words(place), f"reference {place.reference}",
+                  f"candidate {place.candidate}"]  # fmt: skip
+    lines += [f"{result.check}: {result.outcome}: {result.message}" for result in case.checks]
+    return "\n".join(map(one_line, lines))

@@ -6,85 +6,64 @@ mention.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.errors import Infrastructure
-from harness.records import Difference
 from harness.terminal import duration
-from reports.report import (
-    COST_HEAD,
-    COST_WORDS,
-    GREEN,
-    OUTCOME_ORDER,
-    SYMBOLS,
-    CaseReport,
-    Cause,
-    Report,
-    cost_rows,
-)
+from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report, place_words
 from reports.text import clean, one_line, short, well_formed
 
 MAX_BYTES = 60_000
 """GitHub takes comments of 65,536 characters."""
-MAX_CAUSES = 20
-MAX_AGAIN = 10
-MAX_ROW_CHARS = 300
-MAX_OUTPUT_CHARS = 4000
-MAX_STEP_FILE_BYTES = (1 << 20) - 4096
-"""GitHub Actions takes 1 MiB a step and drops a larger file whole."""
-MIN_STEP_BYTES = 4096
-"""Less than this is not worth a summary: one line says so."""
+MAX_CAUSES, MAX_AGAIN = 20, 10
+MAX_ROW_CHARS, MAX_OUTPUT_CHARS = 300, 4000
+MAX_STEP_FILE_BYTES, MIN_STEP_BYTES = (1 << 20) - 4096, 4096
+"""GitHub Actions takes 1 MiB a step and drops a larger file whole; with little room one line is
+added that says so."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
 def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
     """The comment, at most `max_bytes` bytes of UTF-8; what is left out is counted."""
-    head = [f"## {escape(report.scenario)}: {escape(report.headline)}", ""]
-    facts = [report.created, report.commit[:12], report.machine,
-             duration(report.wall_s) if 0 < report.wall_s < float("inf") else ""]  # fmt: skip
-    if told := [escape(fact) for fact in facts if fact]:
-        head += [" · ".join(told), ""]
-    if report.why:
-        head += [escape(report.why), ""]
-    if not report.counts["passed"] and not report.counts["failed"]:
-        head += ["**No case passed: this run proves nothing about the candidates.**", ""]
-    if report.history_note:
-        head += [f"**{escape(report.history_note)}**", ""]
-    if report.notes:
-        head += ["Left out: " + "; ".join(map(escape, report.notes)) + ".", ""]
-    if again := [case for case in report.cases if case.attempt_words]:
-        head += [_again(again), ""]
+    wall = duration(report.wall_s) if 0 < report.wall_s < float("inf") else ""
+    facts = filter(None, (report.created, report.commit[:12], report.machine, wall))
+    nothing = not report.counts["passed"] and not report.counts["failed"]
+    left_out = "; ".join(map(escape, report.notes))
+    again = [case for case in report.cases if case.attempt_words]
+    paragraphs = [
+        f"## {escape(report.scenario)}: {escape(report.headline)}",
+        " · ".join(map(escape, facts)),
+        escape(report.why),
+        "**No case passed: this run proves nothing about the candidates.**" if nothing else "",
+        f"**{escape(report.history_note)}**" if report.history_note else "",
+        f"Left out: {left_out}." if left_out else "",
+        _again(again) if again else "",
+    ]
+    head = [line for text in paragraphs if text for line in (text, "")]
     head += _causes(report.causes, max_bytes)
     head += ["| | case | what | message |", "| --- | --- | --- | --- |"]
     foot = ["", f"Exit code {report.exit_code}. The page with maps is `report/index.html`.", ""]
-    rows = [_row(case) for case in report.cases]
     details = [_details(case) for case in report.cases if case.outcome not in GREEN]
     left = max_bytes - _size(head) - _size(foot) - 400
     # The table may take half of the room, so that the first failures are told in full.
-    kept_rows, used = _fit(rows, left // 2)
-    if hidden := report.cases[len(kept_rows) :]:
+    rows, used = _fit(map(_row, report.cases), left // 2)
+    if hidden := report.cases[len(rows) :]:
         counts = Counter(case.outcome for case in hidden)
         words = ", ".join(f"{counts[o]} {o}" for o in OUTCOME_ORDER if counts[o])
-        kept_rows.append(f"\n*{len(hidden)} more cases are in the page: {words}.*")
-    kept_details, used_by_details = _fit(details, left - used)
-    if num_hidden := len(details) - len(kept_details):
-        kept_details.append(f"*{num_hidden} more failing cases in full are in the page.*")
-    costs = _costs(report, left - used - used_by_details)
-    return "\n".join([*head, *kept_rows, "", *kept_details, *costs, *foot])
+        rows.append(f"\n*{len(hidden)} more cases are in the page: {words}.*")
+    kept, _ = _fit(details, left - used)
+    if hidden_details := len(details) - len(kept):
+        kept.append(f"*{hidden_details} more failing cases in full are in the page.*")
+    return "\n".join([*head, *rows, "", *kept, *foot])
 
 
 def add_to_step(path: Path, report: Report) -> None:
-    """Add the report to the file that the CI shows for its step, as far as there is room in it.
-
-    Raises:
-        Infrastructure: the file cannot be written.
-    """
+    """Add the report to the file that the CI shows for its step, as far as there is room in it."""
     try:
         left = MAX_STEP_FILE_BYTES - (path.stat().st_size if path.exists() else 0)
-        if left < MIN_STEP_BYTES:
-            text = f"{escape(report.headline)}: no room is left here, see report.md\n"
-        else:
+        text = f"{escape(report.headline)}: no room is left here, see report.md\n"
+        if left >= MIN_STEP_BYTES:
             text = render(report, max_bytes=left)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" + well_formed(text))
@@ -94,8 +73,7 @@ def add_to_step(path: Path, report: Report) -> None:
 
 def escape(text: str) -> str:
     """Text that reads as itself in GitHub's Markdown, on one line."""
-    plain = short(one_line(text)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    escaped = _SPECIAL.sub(r"\\\1", plain)
+    escaped = _SPECIAL.sub(r"\\\1", _html(short(one_line(text))))
     return escaped.replace("@", "&#64;").replace("://", "&#58;//")
 
 
@@ -108,28 +86,25 @@ def fenced(text: str) -> str:
 
 def _again(cases: list[CaseReport]) -> str:
     """Cases that the machine failed at first: a pass on the second attempt is told, not hidden."""
-    listed = ", ".join(
-        f"{escape(case.spec.id)} {escape(case.attempt_words)}" for case in cases[:MAX_AGAIN]
-    )
+    shown = (f"{escape(case.spec.id)} {escape(case.attempt_words)}" for case in cases[:MAX_AGAIN])
     more = f" and {len(cases) - MAX_AGAIN} more" if len(cases) > MAX_AGAIN else ""
-    return f"**Needed another attempt: {len(cases)}**: {listed}{more}."
+    return f"**Needed another attempt: {len(cases)}**: {', '.join(shown)}{more}."
 
 
 def _causes(found: tuple[Cause, ...], max_bytes: int) -> list[str]:
     """What several cases share: one line a cause says more than a hundred rows."""
     if not any(len(cause.cases) > 1 for cause in found):
         return []
-    lines = ["| cases | what they share | first of them |", "| --- | --- | --- |"]
     rows = [
         f"| {SYMBOLS[c.outcome]} {len(c.cases)} {c.outcome} | {escape(c.what)}: {escape(c.words)} "
         f"| {escape(c.cases[0].spec.id)} |"
-        for c in found
+        for c in found[:MAX_CAUSES]
     ]
-    kept, _ = _fit(rows[:MAX_CAUSES], max_bytes // 6)
+    kept, _ = _fit(rows, max_bytes // 6)
     if hidden := found[len(kept) :]:
         num = sum(len(cause.cases) for cause in hidden)
         kept.append(f"\n*{len(hidden)} more causes, of {num} cases, are in the page.*")
-    return [*lines, *kept, ""]
+    return ["| cases | what they share | first of them |", "| --- | --- | --- |", *kept, ""]
 
 
 def _row(case: CaseReport) -> str:
@@ -140,15 +115,12 @@ def _row(case: CaseReport) -> str:
 
 
 def _details(case: CaseReport) -> str:
-    lines = [
-        "<details>",
-        f"<summary>{SYMBOLS[case.outcome]} {case.outcome}: {_html(case.spec.id)}</summary>",
-        "",
-        escape(case.message),
-        "",
-    ]
-    if case.verdict.difference is not None:
-        lines += [fenced(_difference(case.verdict.difference)), ""]
+    head = f"{SYMBOLS[case.outcome]} {case.outcome}: {_html(one_line(case.spec.id))}"
+    lines = ["<details>", f"<summary>{head}</summary>", "", escape(case.message), ""]
+    if (place := case.verdict.difference) is not None:
+        told = [place_words(place), f"reference {place.reference}", f"candidate {place.candidate}"]
+        told += [f"distance  {place.ulps} ulp"] if place.ulps is not None else []
+        lines += [fenced("\n".join(short(one_line(line, MAX_ROW_CHARS)) for line in told)), ""]
     if case.confirmation:
         lines.append(f"- {escape(case.confirmation)}")
     for result in case.checks:
@@ -167,43 +139,15 @@ def _details(case: CaseReport) -> str:
     return "\n".join([*lines, "</details>", ""])
 
 
-def _costs(report: Report, room: int) -> list[str]:
-    """What was compared, memory and step times, folded; nothing if none was measured or fits."""
-    lines = ["<details>", "<summary>What was compared, memory and step time</summary>", ""]
-    lines += [COST_WORDS, "", *([escape(report.caution), ""] if report.caution else [])]
-    lines += [_line(COST_HEAD), _line(["---"] * len(COST_HEAD))]
-    rows = [_line(map(escape, row)) for row in cost_rows(report)]
-    kept, _ = _fit(rows, room - _size(lines) - 200)
-    if not kept:
-        return []
-    if hidden := len(rows) - len(kept):
-        kept.append(f"\n*{hidden} more cases are in the page.*")
-    return ["\n".join([*lines, *kept, "", "</details>", ""])]
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _difference(place: Difference) -> str:
-    of = f" of {place.tensor}" if place.tensor else ""
-    when = f"step {place.step}" if place.step >= 0 else "before step 0"
-    lines = [f"{when}, rank {place.rank}, {place.quantity}{of}"]
-    lines += [f"reference {place.reference}", f"candidate {place.candidate}"]
-    if place.ulps is not None:
-        lines.append(f"distance  {place.ulps} ulp")
-    return "\n".join(short(one_line(line, MAX_ROW_CHARS)) for line in lines)
-
-
 def _html(text: str) -> str:
-    return one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _size(lines: list[str]) -> int:
+def _size(lines: Sequence[str]) -> int:
     return sum(len(line.encode("utf-8", "replace")) + 1 for line in lines)
 
 
-def _fit(blocks: list[str], room: int) -> tuple[list[str], int]:
+def _fit(blocks: Iterable[str], room: int) -> tuple[list[str], int]:
     """As many leading blocks as fit, and the bytes that they take."""
     kept, used = list[str](), 0
     for block in blocks:

@@ -1,175 +1,346 @@
-"""From a run folder to a `Report`. Runs are read once, however many cases share them."""
+"""A run folder read into one `Report`, which every format shows.
 
+Runs are read once, however many cases share them, and texts are cleaned for showing. The order of
+cases is failures first; within an outcome, the plan's. A case that was planned and has no verdict
+gets one that says so: a report must not be green because something is missing from it.
+"""
+
+import re
 import shlex
-from collections.abc import Mapping
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-import pandas as pd
 import yaml
 
-from harness.checks import exit_code
+from harness.checks import confirmation, exit_code
 from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
 from harness.history import NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
-from harness.records import CaseSpec, EventRecord, RunResult, RunSpec, Verdict
-from harness.runner.estimates import Timeline, cost
+from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
+from harness.runner.estimates import MIB, Cost, Timeline, cost
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail
 from harness.store.verify import bisect_line, verified
 from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
-from reports.history import look_back
-from reports.report import (
-    GREEN,
-    OUTCOME_ORDER,
-    Addresses,
-    CaseReport,
-    Matrix,
-    Output,
-    Report,
-)
+from reports.history import NOTHING, Past, look_back
 from reports.text import TAIL_BYTES, clean, one_line, tail
 
+OUTCOME_ORDER: tuple[Outcome, ...] = ("failed", "error", "incomparable", "passed", "skipped")
+SYMBOLS: dict[Outcome, str] = {
+    "passed": "✓", "failed": "✗", "error": "!", "incomparable": "≠", "skipped": "–",
+}  # fmt: skip
+GREEN: tuple[Outcome, ...] = ("passed", "skipped")
+MAX_CAUSE_CHARS = 160
 NOT_RECORDED = "not recorded"
 MAX_SCENARIO_CHARS = 1_000_000
-GRAPHS = "graphs"
-"""Name of the event in which a rank tells of its graphs."""
 MOST_NAMES = 4
+Runs = Mapping[str, RunResult]
+"""Of a case, by role."""
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Json):
+    """The end of what one rank of a run printed."""
+
+    role: str
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseReport:
+    """One case, ready to be shown. Mappings are by role: reference, control, candidate."""
+
+    spec: CaseSpec
+    verdict: Verdict
+    message: str
+    command: str  # runs the case again
+    bisect: str  # finds the cause of a failure, "" where there is none to find
+    curve: LossCurve | None
+    state: StateMap | None  # what differs by step and rank, of a case that did not pass
+    peaks: dict[str, dict[int, int]]  # peak memory in bytes, by rank
+    addresses: dict[str, str]  # what graphs hold on to, and which tensors moved, in words
+    environments: dict[str, str]  # letters of the environments of the ranks
+    environment_note: str
+    output: Output | None
+    cost: Cost
+    attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)  # but the one judged
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.verdict.outcome
+
+    @property
+    def checks(self) -> tuple[CheckResult, ...]:
+        """Results of the checks, worst first."""
+        return tuple(sorted(self.verdict.checks, key=lambda c: OUTCOME_ORDER.index(c.outcome)))
+
+    @property
+    def attempt_words(self) -> str:
+        """'passed on attempt 2 (candidate: port_in_use)'; "" if none was failed or killed."""
+        failed = {role: [a.cause for a in own if a.cause] for role, own in self.attempts.items()}
+        told = [
+            f"{role}: {cause}" if number == 1 else f"{role}: {number} x {cause}"
+            for role, found in failed.items()
+            for cause, number in Counter(found).items()
+        ]
+        most = max(map(len, failed.values()), default=0)
+        return f"{self.outcome} on attempt {most + 1} ({', '.join(told)})" if most else ""
+
+    @property
+    def confirmation(self) -> str:
+        """Whether the difference came again, on one line; "" if nobody asked."""
+        found = self.verdict.confirmation
+        return "" if found is None else one_line(confirmation.words(found))
+
+    @property
+    def where(self) -> str:
+        """Place of the first difference, on one line; "" if there is none."""
+        place = self.verdict.difference
+        return "" if place is None else one_line(place_words(place), 300)
+
+    @property
+    def cause(self) -> str:
+        """What cases that fail for one reason share: fields of the verdict, or its message.
+
+        Numbers inside names are taken for one another: `layers.3.attn` and `layers.7.attn` that
+        both differ are one cause until somebody has looked.
+        """
+        place, ended = self.verdict.difference, self.verdict.ending
+        if ended is None:
+            if place is None:
+                return one_line(self.message, MAX_CAUSE_CHARS)
+            text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
+        elif ended.exception or ended.signal or ended.collective:
+            who = ended.exception or ended.signal
+            if ended.collective is not None:
+                who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
+            phase = f"in {ended.phase}" if ended.phase else ""
+            at = f"at {ended.raised_at}" if ended.raised_at else ""
+            text = " ".join(filter(None, (who, phase, ended.module, at)))
+        else:
+            return one_line(self.message, MAX_CAUSE_CHARS)
+        return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
+
+
+def place_words(place: Difference) -> str:
+    """'step 3, rank 0, weights of layers.1.norm'."""
+    when = f"step {place.step}" if place.step >= 0 else "before step 0"
+    of = f" of {place.tensor}" if place.tensor else ""
+    return f"{when}, rank {place.rank}, {place.quantity}{of}"
+
+
+class Cause(NamedTuple):
+    """Cases that seem to have failed for one reason; `words` is what they share."""
+
+    outcome: Outcome
+    what: str
+    words: str
+    cases: tuple[CaseReport, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Cases by axes: a column for each compared value, a row for the values of the other axes."""
+
+    axis: str  # the compared one
+    row_axes: tuple[str, ...]  # of the others that vary; () if cases have other axes each
+    columns: tuple[str, ...]  # values of `axis`
+    rows: tuple[str, ...]  # in the plan's order
+    cases: dict[tuple[str, str], tuple[CaseReport, ...]]  # by row and column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The whole run folder; "" for what is unknown."""
+
+    folder: Path
+    scenario: str
+    why: str
+    created: str  # ISO 8601
+    commit: str  # of the code under test
+    machine: str  # '8 cores, 4 x NVIDIA H200'
+    wall_s: float  # seconds with runs under way, however many at a time
+    command_line: str
+    exit_code: int
+    counts: dict[Outcome, int]
+    cases: tuple[CaseReport, ...]
+    matrix: Matrix
+    environments: dict[str, Mapping[str, Any]]  # every distinct fingerprint by its letter
+    history_note: str  # why the run is not in the history
+    notes: tuple[str, ...]  # what selections left out
+    past: Past = NOTHING  # what the history says of the cases
+
+    @property
+    def headline(self) -> str:
+        """Counts in words, worst first, or that there was nothing."""
+        counted = [f"{n} {outcome}" for outcome, n in self.counts.items() if n]
+        return ", ".join(counted) if counted else "nothing ran"
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """What did not pass, by cause: those of failures first, then by how many cases have it."""
+        found: dict[tuple[Outcome, str, str], list[CaseReport]] = {}
+        for case in self.cases:
+            if case.outcome not in GREEN:
+                key = (case.outcome, case.verdict.what, case.cause)
+                found.setdefault(key, []).append(case)
+        causes = [
+            Cause(outcome=outcome, what=what, words=words, cases=tuple(cases))
+            for (outcome, what, words), cases in found.items()
+        ]
+        return tuple(sorted(causes, key=lambda c: (OUTCOME_ORDER.index(c.outcome), -len(c.cases))))
+
+    @property
+    def caution(self) -> str:
+        """Why times are not those of the programs alone; "" if nothing is known."""
+        if any(case.cost.shares_gpus for case in self.cases):
+            return "Ranks shared GPUs: step times mean nothing."
+        if any(case.cost.concurrent for case in self.cases):
+            return "Several runs were under way at a time: step times are those of a busy machine."
+        return ""
+
+
+# --- the table of costs -----------------------------------------------------------------------
+
+COST_HEAD = (
+    "case", "losses", "digests", "peak, MiB", "peak ratio", "step, ms", "speed", "A/A speed",
+)  # fmt: skip
+COST_WORDS = (
+    "Reference → candidate, of the runs that were compared: the peak of the worst rank, and the "
+    "median over the later half of the steps of the slowest rank's time, digests included. Speed "
+    "is the reference's time over the candidate's; A/A speed the reference's over the control's, 1 "
+    "but for noise."
+)
+
+
+def cost_rows(report: Report) -> list[tuple[str, ...]]:
+    """A row for each case whose candidate was measured, as text, in the report's order."""
+    rows, both = [], ("reference", "candidate")
+    for case in report.cases:
+        found = case.cost
+        if not found.peak_bytes.get("candidate"):
+            continue
+        peaks = [found.peak_bytes.get(role) for role in both]
+        steps = [found.step_s.get(role) for role in both]
+        ratios = (found.memory, found.speed, found.control_speed)
+        memory, *speeds = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        rows.append((
+            case.spec.id, _compared(case, "loss", "pairs"), _compared(case, "state", "digests"),
+            " → ".join(f"{peak / MIB:.1f}" if peak else "?" for peak in peaks), memory,
+            " → ".join(f"{s * 1e3:.4g}" if s else "?" for s in steps) if any(steps) else "",
+            *speeds,
+        ))  # fmt: skip
+    return rows
+
+
+def _compared(case: CaseReport, check: str, what: str) -> str:
+    """'25,600 equal', '3 of 48 pairs differ', or what the check said; "" if it was not asked."""
+    result = next((r for r in case.verdict.checks if r.check == check), None)
+    if result is None:
+        return ""
+    number, differing = result.figures.get(what), result.figures.get("differing_pairs")
+    if result.outcome == "passed" and number is not None and differing == 0:
+        return f"{number:,.0f} equal"
+    if not differing:
+        return result.what or result.outcome
+    pairs = result.figures.get("pairs")
+    return f"{differing:,.0f}{f' of {pairs:,.0f}' if pairs else ''} pairs differ"
 
 
 def summarise(path: Path, history: Path | None = None) -> Report:
-    """Read a run folder into a `Report`.
+    """Read a run folder into a `Report` (`UsageError`: it is none, or damaged beyond reading).
 
-    Args:
-        path: the folder.
-        history: database in which earlier runs are looked up; None for the one next to the folder.
-
-    Raises:
-        UsageError: it is not a run folder, or damaged beyond reading.
+    `history` is where earlier runs are looked up; None for the database next to the folder.
     """
     read = _Reading(RunFolder.open(path))
     folder, manifest = read.folder, read.folder.manifest
-    planned = [read.case(spec, verdict)
-               for spec, verdict in zip(folder.cases, read.verdicts, strict=True)]  # fmt: skip
+    planned = [read.case(spec) for spec in folder.cases]
     scenario = _scenario(folder.scenario_text)
     name = scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
     name, created = one_line(str(name), 200), one_line(str(manifest.get("created", "")), 60)
     outcomes = [case.outcome for case in planned]
+    notes = manifest.get("notes")
     return Report(
-        folder=folder.path,
-        scenario=name,
-        why=one_line(str(scenario.get("why", ""))),
-        created=created,
-        commit=one_line(str(manifest.get("commit") or ""), 80),
-        machine=one_line(_machine(manifest), 120),
-        wall_s=_wall_s(read.runs),
+        folder=folder.path, scenario=name, why=one_line(str(scenario.get("why", ""))),
+        created=created, commit=one_line(str(manifest.get("commit") or ""), 80),
+        machine=one_line(_machine(manifest), 120), wall_s=_wall_s(read.runs.values()),
         command_line=_command_line(manifest),
-        exit_code=int(exit_code(read.verdicts)),
+        exit_code=int(exit_code([case.verdict for case in planned])),
         counts={outcome: outcomes.count(outcome) for outcome in OUTCOME_ORDER},
         cases=tuple(sorted(planned, key=lambda case: OUTCOME_ORDER.index(case.outcome))),
         matrix=_matrix(planned, _compare_axis(scenario, planned)),
-        environments=read.environments(),
-        attempts={
-            one_line(key, 100): run.outcome.attempt
-            for key, run in read.runs.items()
-            if run.outcome.attempt
-        },
+        environments=read.environments,
         history_note=history_note(folder.path),
-        notes=_notes(manifest.get("notes")),
+        notes=tuple(one_line(str(n), 400) for n in notes) if isinstance(notes, list) else (),
         past=look_back(folder.path, name, created, history),
-    )
+    )  # fmt: skip
 
 
 class _Reading:
-    """A run folder in memory: its runs by key, a verdict for every planned case, in order."""
+    """A run folder in memory: its runs and attempts by key, its environments by letter."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.runs: dict[str, RunResult] = {}
+        self.environments: dict[str, Mapping[str, Any]] = {}
         for case in folder.cases:
             for role in ROLES:
-                spec: RunSpec = getattr(case, role)
+                spec = getattr(case, role)
                 if spec.key not in self.runs:
-                    self.runs[spec.key] = self._run(case, role, spec)
-        self.verdicts = tuple(self._verdict(case) for case in folder.cases)
-        self._fingerprints: list[Mapping[str, Any]] = []
-        self._losses: dict[str, pd.DataFrame] = {}
+                    sealed = folder.case_folder(case.id) / role
+                    # A folder from which only the cases were kept can still be reported.
+                    kept = not folder.run_folder(spec.key).is_dir() and sealed.is_dir()
+                    run = load_run_folder(sealed, spec) if kept else folder.load_run(spec)
+                    self.runs[spec.key] = run
+        self._timeline = Timeline(self.runs.values())
+        self._losses = {key: losses(run) for key, run in self.runs.items()}
+        self._attempts = {key: earlier_attempts(folder, run.spec) for key, run in self.runs.items()}
 
-    def _run(self, case: CaseSpec, role: str, spec: RunSpec) -> RunResult:
-        sealed = self.folder.case_folder(case.id) / role
-        # A folder from which only the cases were kept can still be reported.
-        if not self.folder.run_folder(spec.key).is_dir() and sealed.is_dir():
-            return load_run_folder(sealed, spec)
-        return self.folder.load_run(spec)
-
-    def _verdict(self, case: CaseSpec) -> Verdict:
-        found = self.folder.load_verdict(case.id)
-        if found is not None:
-            return verified(self.folder, case, found)
-        damaged = (self.folder.case_folder(case.id) / VERDICT_FILE).exists()
-        message = (
-            f"no verdict: its {VERDICT_FILE} does not decode"
-            if damaged
-            else "no verdict: the harness stopped before this case was judged; --resume goes on"
-        )
-        return Verdict(
-            case_id=case.id, outcome="error", what="corrupt_record" if damaged else "not_run",
-            message=message, checks=(), runs={role: getattr(case, role).key for role in ROLES},
-            wall_s=0.0,
-        )  # fmt: skip
-
-    @cached_property
-    def _attempts(self) -> dict[str, tuple[Attempt, ...]]:
-        found = {key: earlier_attempts(self.folder, run.spec) for key, run in self.runs.items()}
-        return {key: attempts for key, attempts in found.items() if attempts}
-
-    @cached_property
-    def _timeline(self) -> Timeline:
-        return Timeline(self.runs.values())
-
-    def case(self, spec: CaseSpec, verdict: Verdict) -> CaseReport:
+    def case(self, spec: CaseSpec) -> CaseReport:
         """What is shown of one case."""
         runs = {role: self.runs[getattr(spec, role).key] for role in ROLES}
-        place = self.folder.case_folder(spec.id)
+        place, verdict = self.folder.case_folder(spec.id), self._verdict(spec)
+        command = f"harness rerun {shlex.quote(str(place))}"
+        attempts = {role: self._attempts[run.spec.key] for role, run in runs.items()}
         environments = {role: self._letters(run) for role, run in runs.items()}
+        other = "control" if verdict.what == "nondeterministic_reference" else "candidate"
+        rank = verdict.difference.rank if verdict.difference is not None else 0
+        left, right = (self._losses[runs[role].spec.key] for role in ("reference", "candidate"))
+        green = verdict.outcome in GREEN
         return CaseReport(
-            spec=spec,
-            verdict=verdict,
-            message=one_line(verdict.message),
-            command=self._repeat(spec),
+            spec=spec, verdict=verdict, message=one_line(verdict.message),
+            # Recorded runs of other programs are recorded again.
+            command=_command_line(self.folder.manifest) if spec.reference.recorded else command,
             bisect=bisect_line(spec, place) if verdict.outcome == "failed" else "",
-            curve=self._curve(spec, verdict),
-            state=_state(verdict, runs),
+            curve=loss_curve(left, right, rank),
+            state=None if green else state_map(runs["reference"], runs[other], other),
             peaks={role: _peaks(run) for role, run in runs.items()},
             addresses={role: addresses(run) for role, run in runs.items()},
-            environments=environments,
-            environment_note=_environment_note(runs, environments),
-            output=self._output(spec, verdict, runs),
-            cost=cost(runs, self._timeline),
-            attempts={role: self._attempts[run.spec.key] for role, run in runs.items()
-                      if run.spec.key in self._attempts},
+            environments=environments, cost=cost(runs, self._timeline),
+            environment_note=_environment_note(runs.values(), set(environments.values())),
+            output=None if green else self._output(place, runs),
+            attempts={role: found for role, found in attempts.items() if found},
         )  # fmt: skip
 
-    def _repeat(self, spec: CaseSpec) -> str:
-        """The command that runs the case again; recorded runs of other programs are recorded so."""
-        if spec.reference.recorded:
-            return _command_line(self.folder.manifest)
-        return f"harness rerun {shlex.quote(str(self.folder.case_folder(spec.id)))}"
-
-    def _curve(self, spec: CaseSpec, verdict: Verdict) -> LossCurve | None:
-        rank = verdict.difference.rank if verdict.difference is not None else 0
-        left, right = (self._loss_table(run.key) for run in (spec.reference, spec.candidate))
-        return loss_curve(left, right, rank)
-
-    def _loss_table(self, key: str) -> pd.DataFrame:
-        if key not in self._losses:
-            self._losses[key] = losses(self.runs[key])
-        return self._losses[key]
+    def _verdict(self, case: CaseSpec) -> Verdict:
+        if (found := self.folder.load_verdict(case.id)) is not None:
+            return verified(self.folder, case, found)
+        damaged = (self.folder.case_folder(case.id) / VERDICT_FILE).exists()
+        why = "the harness stopped before this case was judged; --resume goes on"
+        return Verdict(
+            case_id=case.id, outcome="error", what="corrupt_record" if damaged else "not_run",
+            message=f"no verdict: {f'its {VERDICT_FILE} does not decode' if damaged else why}",
+            checks=(), runs={role: getattr(case, role).key for role in ROLES}, wall_s=0.0,
+        )  # fmt: skip
 
     def _letters(self, run: RunResult) -> str:
         seen = [self._letter(r.start.environment) for r in run.ranks if r.start is not None]
@@ -177,45 +348,31 @@ class _Reading:
 
     def _letter(self, environment: Mapping[str, Any]) -> str:
         values = fingerprint(environment)
-        for place, known in enumerate(self._fingerprints):
+        for letter, known in self.environments.items():
             if not different_leaves(known, values):
-                return _letter(place)
-        self._fingerprints.append(values)
-        return _letter(len(self._fingerprints) - 1)
+                return letter
+        number = len(self.environments)
+        letter = chr(ord("A") + number) if number < 26 else f"E{number + 1}"
+        self.environments[letter] = values
+        return letter
 
-    def environments(self) -> dict[str, Mapping[str, Any]]:
-        """Every distinct fingerprint by its letter, in the order in which they were met."""
-        return {_letter(place): values for place, values in enumerate(self._fingerprints)}
-
-    def _output(
-        self, spec: CaseSpec, verdict: Verdict, runs: Mapping[str, RunResult]
-    ) -> Output | None:
+    def _output(self, place: Path, runs: Runs) -> Output | None:
         """What the rank at fault printed last, of the first run that did not end well."""
-        if verdict.outcome in GREEN:
-            return None
         for role, run in runs.items():
             if not run.outcome.what or run.outcome.what == "not_run":
                 continue
             crashed = [state.rank for state in run.outcome.ranks if state.code != 0]
             culprit = run.outcome.culprit_rank
             rank = culprit if culprit is not None else next(iter(crashed), 0)
-            places = (self.folder.run_folder(run.spec.key), self.folder.case_folder(spec.id) / role)
-            for folder in places:
+            for folder in (self.folder.run_folder(run.spec.key), place / role):
                 if text := tail(folder / f"rank{rank}.stderr"):
                     return Output(role=role, rank=rank, text=text)
         return None
 
 
-# --- of the folder ----------------------------------------------------------------------------
-
-
 def history_note(folder: Path) -> str:
     """Why the run is not in the history; "" if nothing says that it is not."""
     return one_line(read_tail(folder / NOT_WRITTEN_FILE, TAIL_BYTES).decode(errors="replace"), 400)
-
-
-def _notes(stored: object) -> tuple[str, ...]:
-    return tuple(one_line(str(n), 400) for n in stored) if isinstance(stored, list) else ()
 
 
 def _machine(manifest: Mapping[str, Any]) -> str:
@@ -225,9 +382,9 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [kind, str(processor or "") if "," not in kind else ""]))
 
 
-def _wall_s(runs: Mapping[str, RunResult]) -> float:
+def _wall_s(runs: Iterable[RunResult]) -> float:
     """Seconds with runs under way."""
-    outcomes = [run.outcome for run in runs.values() if run.outcome.wall_s > 0]
+    outcomes = [run.outcome for run in runs if run.outcome.wall_s > 0]
     spans = sorted((o.started_unix_s, o.started_unix_s + o.wall_s) for o in outcomes)
     latest = list(accumulate((end for _, end in spans), max))
     idle = sum(max(0.0, begun - end) for end, (begun, _) in zip(latest, spans[1:], strict=False))
@@ -245,18 +402,8 @@ def _scenario(text: str) -> dict[str, Any]:
 
 
 def _command_line(manifest: Mapping[str, Any]) -> str:
-    value = manifest.get("command_line") or manifest.get("command") or manifest.get("argv") or ""
+    value = manifest.get("command") or ""
     return one_line(shlex.join(map(str, value)) if isinstance(value, list) else str(value))
-
-
-# --- of a case --------------------------------------------------------------------------------
-
-
-def _state(verdict: Verdict, runs: Mapping[str, RunResult]) -> StateMap | None:
-    if verdict.outcome in GREEN:
-        return None
-    role = "control" if verdict.what == "nondeterministic_reference" else "candidate"
-    return state_map(runs["reference"], runs[role], role)
 
 
 def _peaks(run: RunResult) -> dict[int, int]:
@@ -264,81 +411,72 @@ def _peaks(run: RunResult) -> dict[int, int]:
     return {rank: peak for rank, peak in found.items() if peak > 0}
 
 
-def addresses(run: RunResult) -> Addresses:
-    """What graphs of a run hold on to, whatever of it was recorded."""
-    events = [e for records in run.ranks for e in records.events if e.name == GRAPHS]
+def addresses(run: RunResult) -> str:
+    """What graphs of a run hold on to and which long-lived tensors moved, in one sentence.
+
+    Counts are of the rank that has most: ranks run the same program. A file may say anything.
+    """
+    details = [e.detail for records in run.ranks for e in records.events if e.name == "graphs"]
     moved: dict[int, int] = {}
     for record in (record for records in run.ranks for record in records.steps):
         if record.pointer_changes is not None:
             moved[record.step] = max(moved.get(record.step, 0), record.pointer_changes)
-    names = [one_line(str(name), 120) for event in events for name in _listed(event, "moved")]
-    return Addresses(
-        captured=_most(events, "captured"),
-        by_owner=_most(events, "ledger_names"),
-        by_place=max((len(_listed(event, "ledger_places")) for event in events), default=0),
-        unnamed=_most(events, "ledger_unnamed"),
-        moved={str(step): count for step, count in sorted(moved.items())},
-        names=tuple(dict.fromkeys(names))[:MOST_NAMES],
-    )
+
+    def most(key: str) -> int:
+        found = [detail.get(key) for detail in details]
+        counts = [len(value) if isinstance(value, list) else value for value in found]
+        return max((n for n in counts if isinstance(n, int) and n is not True), default=0)
+
+    parts = [
+        f"{most('captured')} graphs rely on {most('ledger_names')} named tensors, "
+        f"{most('ledger_places')} storages known by place and {most('ledger_unnamed')} unnamed"
+    ] * bool(most("captured"))
+    if any(moved.values()):
+        last = max(step for step, count in moved.items() if count)
+        parts.append(
+            f"{sum(moved.values())} pointers moved, at most {max(moved.values())} in a step, "
+            f"last in step {last}"
+        )
+        listed = [d["moved"] for d in details if isinstance(d.get("moved"), list)]
+        names = dict.fromkeys(one_line(str(name), 120) for held in listed for name in held)
+        parts += [f"the first of them {', '.join([*names][:MOST_NAMES])}"] if names else []
+    else:
+        parts.append("no pointer moved" if moved else "moved pointers were not counted")
+    return "; ".join(parts)
 
 
-def _most(events: list[EventRecord], key: str) -> int:
-    """The largest count; a file may say anything."""
-    values = [event.detail.get(key) for event in events]
-    return max((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default=0)
-
-
-def _listed(event: EventRecord, key: str) -> list[object]:
-    value = event.detail.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else f"E{place + 1}"
-
-
-def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str]) -> str:
-    known = set(letters.values()) - {NOT_RECORDED}
-    if len(known) < 2:
-        whole = len(known) == 1 and NOT_RECORDED not in letters.values()
-        return "the same in every run and rank" if whole else "not recorded in every run"
-    starts = [r.start for run in runs.values() for r in run.ranks if r.start is not None]
+def _environment_note(runs: Iterable[RunResult], letters: set[str]) -> str:
+    if len(letters) == 1 and NOT_RECORDED not in letters:
+        return "the same in every run and rank"
+    starts = [r.start for run in runs for r in run.ranks if r.start is not None]
     prints = [fingerprint(start.environment) for start in starts]
     keys = sorted({key for other in prints[1:] for key, *_ in different_leaves(prints[0], other)})
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
-
-
-# --- the matrix -------------------------------------------------------------------------------
-
-
-def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
-    """The compared axis, of several scenarios the one that all compare; else the last axis."""
-    joined = scenario.get("scenarios")
-    members = [scenario]
-    if isinstance(joined, list):
-        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
-    labels = [name for case in cases for name in case.spec.labels]
-    found = {_axis_of(member) for member in members}
-    axis = found.pop() if len(found) == 1 else ""
-    return axis if axis in labels else (labels[-1] if labels else "")
-
-
-def _axis_of(scenario: Mapping[str, Any]) -> str:
-    compare = scenario.get("compare")
-    return str(compare.get("axis", "")) if _is_map(compare) else ""
 
 
 def _is_map(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
+def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
+    """The compared axis, of several scenarios the one that all compare; else the last axis."""
+    joined, members = scenario.get("scenarios"), [scenario]
+    if isinstance(joined, list):
+        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
+    compared = [member.get("compare") for member in members]
+    found = {str(each.get("axis", "")) if _is_map(each) else "" for each in compared}
+    labels = [name for case in cases for name in case.spec.labels]
+    axis = found.pop() if len(found) == 1 else ""
+    return axis if axis in labels else (labels[-1] if labels else "")
+
+
 def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
     """Rows are values alone, of the axes that vary, where every case has the same axes."""
-    names = [tuple(name for name in case.spec.labels if name != axis) for case in cases]
+    names = {tuple(name for name in case.spec.labels if name != axis) for case in cases}
     varying: tuple[str, ...] = ()
-    if len(set(names)) == 1:
+    if len(names) == 1:
         varying = tuple(
-            name for name in names[0] if len({case.spec.labels[name] for case in cases}) > 1
+            name for name in names.pop() if len({case.spec.labels[name] for case in cases}) > 1
         )
     found: dict[tuple[str, str], list[CaseReport]] = {}
     for case in cases:
@@ -349,9 +487,8 @@ def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
         row = one_line(" · ".join(words), 240) or clean(case.spec.scenario, 60)
         found.setdefault((row, column), []).append(case)
     return Matrix(
-        axis=one_line(axis, 60),
-        row_axes=tuple(one_line(name, 60) for name in varying),
+        axis=one_line(axis, 60), row_axes=tuple(one_line(name, 60) for name in varying),
         columns=tuple(dict.fromkeys(column for _, column in found)),
         rows=tuple(dict.fromkeys(row for row, _ in found)),
         cases={place: tuple(held) for place, held in found.items()},
-    )
+    )  # fmt: skip

@@ -12,10 +12,8 @@ from pathlib import Path
 
 from harness.store.files import read_tail
 
-MAX_CHARS = 2000
-MAX_LINE_CHARS = 300
-MAX_TAIL_LINES = 40
-TAIL_BYTES = 16_384
+MAX_CHARS, MAX_LINE_CHARS = 2000, 300
+MAX_TAIL_LINES, TAIL_BYTES = 40, 16_384
 
 # Bounded, so that a megabyte of unfinished escapes costs no more than a megabyte of anything else.
 _TERMINAL = re.compile(
@@ -43,9 +41,7 @@ def well_formed(text: str) -> str:
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """`text` without what a browser, an XML parser or a terminal could stumble over.
 
-    Args:
-        text: anything.
-        limit: characters kept; how many were cut is said at the end.
+    At most `limit` characters are kept; how many were cut is said at the end.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     kept = text if len(text) <= limit else text[:limit]

@@ -27,10 +27,9 @@ from harness.history import (
     record_folder,
     trends,
 )
-from harness.history.comparison import CaseChange, Delta, State, open_cases
 from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
-from harness.history.trend import METRIC_NAMES, Shift
+from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT
@@ -309,8 +308,8 @@ def print_comparison(console: Console, done: Comparison) -> None:
             console.print(cell(f"{name}: {count(missing, 'case')} without an answer", "yellow"))
     if done.environment:
         table = plain_table("environment", "before", "after")
-        for change in done.environment:
-            _row(table, change.name, change.before, change.after)
+        for name, sides in done.environment.items():
+            _row(table, name, *sides)
         console.print(table)
     else:
         console.print(cell("environment: the same"))

@@ -1,12 +1,10 @@
 """The history of runs: what ran, on what, with which answer, in one SQLite file.
 
-    run folder -> gathering -> entries -> ledger (the file) -> trend, comparison
+    run folder -> gathering -> entries -> ledger (the file) -> trend
 
-Values are compared only between runs of equal work in equal environments; everything else is
-`incomparable`. Nothing that was recorded is ever changed or removed.
+Nothing that was recorded is ever changed or removed.
 """
 
-from harness.history.comparison import Comparison, compare
 from harness.history.gathering import (
     DATABASE_FILE,
     NOT_WRITTEN_FILE,
@@ -16,7 +14,7 @@ from harness.history.gathering import (
     remember,
 )
 from harness.history.ledger import History, Recorded
-from harness.history.trend import Answer, CaseTrend, Flaky, flaky_cases, trends
+from harness.history.trend import Answer, CaseTrend, Comparison, Flaky, compare, flaky_cases, trends
 
 __all__ = [
     "DATABASE_FILE", "NOT_WRITTEN_FILE", "Answer", "CaseTrend", "Comparison", "Flaky", "History",

@@ -4,61 +4,41 @@
       CaseEntry      one answer for one case: outcome, causes, first difference
       RunEntry       one attempt of one training run: how it ended, times, memory, bits
 
-Fields are the columns of the tables; "", None or 0 where nothing was recorded.
+Fields are the columns of the tables; "", None or 0 where nothing was recorded. `attempt` is 0 for
+the first that the folder ever held; `commit` of an answer or a run is "" if it is the folder's.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from harness.records import CaseSpec, Difference, Json, Outcome, RecordError, RunSpec, What
+from msgspec import Meta
 
-NAME_CHARS = 16
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+from harness.records import Difference, Json, Outcome, RunSpec, What
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Attempt(Json):
-    """`attempt` is 0 for the first that the folder ever held; `commit` made it, "" if the folder's.
-
-    Raises:
-        RecordError: an attempt below 0.
-    """
-
-    attempt: int
-    commit: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.attempt < 0:
-            raise RecordError(f"attempt: expected an integer >= 0, got {self.attempt}")
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+Attempt = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseEntry(_Attempt):
-    """One answer for one case.
-
-    Attributes:
-        causes: answers that were not `passed`, as 'check: outcome what'; 'confirmation: outcome'.
-        reference: key of the run; the same for `control` and `candidate`; "" for a skipped case.
-        inputs: see `inputs_of`.
-        retried: earlier attempts of its runs that the machine failed, as 'role: failure'.
-    """
+class CaseEntry(Json):
+    """One answer for one case; `reference`, `control` and `candidate` are keys of its runs."""
 
     case_id: str
+    attempt: Attempt
     outcome: Outcome
     what: What
     message: str
     labels: dict[str, str]
-    causes: tuple[str, ...] = ()
+    commit: str = ""
+    causes: tuple[str, ...] = ()  # 'check: outcome what', 'confirmation: outcome'
     difference: Difference | None = None
     reference: str = ""
     control: str = ""
     candidate: str = ""
     wall_s: float = 0.0
-    inputs: str = ""
-    retried: tuple[str, ...] = ()
+    retried: tuple[str, ...] = ()  # attempts of its runs that the machine failed: 'role: failure'
 
     @property
     def verdict(self) -> str:
@@ -67,24 +47,12 @@ class CaseEntry(_Attempt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunEntry(_Attempt):
-    """One attempt of one training run.
-
-    Attributes:
-        work: see `work_of`.
-        fingerprint: names the environment of its ranks, in `FolderEntry.fingerprints`.
-        problems: lines of its records that cannot be trusted.
-        startup_s: from process start to first step, of the slowest rank.
-        step_s: median over steps of the slowest rank's time, the first fifth of the steps left out.
-        step_spread_s: median distance of these times from their median.
-        timed_steps: how many steps `step_s` is the median of.
-        peak_bytes: of the highest rank.
-        loss_bits: digest of the bits of every loss and gradient norm of every step and rank.
-        state_bits: digest of every tensor's digest of every step and rank.
-    """
+class RunEntry(Json):
+    """One attempt of one training run; times and memory are those of the worst rank."""
 
     key: str
-    work: str
+    attempt: Attempt
+    work: str  # see `work_of`
     what: What
     device: Literal["cpu", "cuda"]
     world_size: int
@@ -92,44 +60,31 @@ class RunEntry(_Attempt):
     steps: int
     started_unix_s: float
     wall_s: float
-    fingerprint: str = ""
-    problems: int = 0
-    startup_s: float | None = None
-    step_s: float | None = None
-    step_spread_s: float | None = None
-    timed_steps: int = 0
+    commit: str = ""
+    fingerprint: str = ""  # names the environment of its ranks, in `FolderEntry.fingerprints`
+    startup_s: float | None = None  # from process start to first step
+    step_s: float | None = None  # median over the steps but the first fifth
     peak_bytes: int | None = None
-    replays: int = 0
-    loss_bits: str = ""
-    state_bits: str = ""
+    loss_bits: str = ""  # digest of every loss and gradient norm of every step and rank
+    state_bits: str = ""  # digest of every tensor's digest of every step and rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderEntry(Json):
-    """One run folder, wherever it is copied to.
-
-    Attributes:
-        created: UTC, ISO 8601: the order of runs.
-        commit: of the program under test, with a hash of uncommitted changes.
-        machine: kind of machine: those on which a run takes about as long.
-        slots: ranks that could run at a time, which times depend on.
-        environment: what verdicts may depend on.
-        fingerprints: environments that ranks recorded, by name.
-        num_cases: planned, answered or not.
-    """
+    """One run folder, wherever it is copied to."""
 
     id: str
     scenario: str
-    created: str
-    num_cases: int
-    commit: str = ""
+    created: str  # UTC, ISO 8601: the order of runs
+    num_cases: int  # planned, answered or not
+    commit: str = ""  # of the program under test, with a hash of uncommitted changes
     shard: str = ""
     tier: str = ""
     device: str = ""
-    machine: str = ""
-    slots: int = 0
-    environment: dict[str, Any] = field(default_factory=dict)
-    fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    machine: str = ""  # see `machine_kind`
+    slots: int = 0  # ranks that could run at a time, which times depend on
+    environment: dict[str, Any] = field(default_factory=dict)  # what verdicts may depend on
+    fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)  # of ranks, by name
     cases: tuple[CaseEntry, ...] = ()
     runs: tuple[RunEntry, ...] = ()
 
@@ -141,13 +96,7 @@ class FolderEntry(Json):
 
 def name_of(value: object) -> str:
     """A short name for a JSON value: equal names mean equal values."""
-    return hashlib.sha256(_ENCODER.encode(value).encode()).hexdigest()[:NAME_CHARS]
-
-
-def inputs_of(case: CaseSpec) -> str:
-    """Names what a case asks: its runs, expectation and limits of checks."""
-    keys = [case.reference.key, case.control.key, case.candidate.key]
-    return name_of([keys, case.expect, case.checks])
+    return hashlib.sha256(ENCODER.encode(value).encode()).hexdigest()[:16]
 
 
 def work_of(spec: RunSpec) -> str:

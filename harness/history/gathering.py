@@ -2,38 +2,26 @@
 
     run folder -> runs, attempt by attempt -> answers, held against their runs -> entry -> history
 
-Only what is final is entered: a case without a verdict and a run without an outcome may still get
-one by `--resume`; attempts that were set aside are final. A verdict that says passed over records
-that are not whole is entered as `corrupt_record`; over whole ones that say otherwise, as what they
-say.
+Only what is final is entered: what has no verdict or outcome may still get one by `--resume`. A
+verdict that says passed over records that are not whole is entered as `corrupt_record`.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness import store
 from harness.checks.memory import peak_bytes
 from harness.errors import HarnessError, one_line
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
+from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of, work_of
 from harness.history.ledger import History, Recorded
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
-from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
-from harness.store import (
-    LEGS,
-    VERDICT_FILE,
-    RunFolder,
-    kept_folder,
-    load_run_folder,
-    num_kept,
-    read_outcome,
-    read_verdict,
-)
+from harness.records import CaseSpec, RunResult, RunSpec
 from harness.store.files import write_atomic
 from harness.store.verify import verified, verified_alone
 
@@ -64,35 +52,36 @@ def remember(folder: Path, database: Path) -> str:
 
 
 def record_folder(folder: Path, database: Path) -> Recorded:
-    """Record a run folder; what was added.
-
-    Raises:
-        HarnessError: not a run folder, or the history is damaged or cannot be written.
-    """
-    with RunFolder.open(folder) as opened:
+    """Record a run folder (`HarnessError`: it is none, or the history cannot be written)."""
+    with store.RunFolder.open(folder) as opened:
         entry = gather(opened)
     with History.open(database, create=True) as history:
         return history.record(entry)
 
 
-def gather(folder: RunFolder) -> FolderEntry:
+def gather(folder: store.RunFolder) -> FolderEntry:
     """Everything final that a run folder holds."""
-    manifest = folder.manifest
-    runs = _Runs(folder)
-    answers = (answer for case in folder.cases for answer in _answers(folder, case, runs))
-    said = {name: _text(manifest.get(name)) for name in ("created", "commit", "shard", "tier",
-                                                         "device", "id", "scenario")}  # fmt: skip
+    manifest, answers = folder.manifest, list[CaseEntry]()
+    fingerprints: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[_Attempt]] = {}
+    for case in folder.cases:
+        # A key is a hash of a whole specification, and many cases share a run.
+        keys = {} if case.skip_reason else {leg: getattr(case, leg).key for leg in store.LEGS}
+        for leg, key in keys.items():
+            if key not in runs:
+                runs[key] = list(_attempts(folder, case, leg, key, fingerprints))
+        answers += _answers(folder, case, {leg: runs[key] for leg, key in keys.items()})
+    machine, found = manifest.get("machine") or {}, facts(manifest)
+    environment = {key: machine.get(key) for key in ("python", "versions", "gpu_driver")}
+    environment |= {**found.get("hardware", {}), "variables": found.get("variables", {})}
+    names = ("created", "commit", "shard", "tier", "device", "id", "scenario")
+    said = {name: _text(manifest.get(name)) for name in names}
     said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
     return FolderEntry(
-        **said,
-        num_cases=len(folder.cases),
-        machine=machine_kind(manifest.get("machine") or {}),
-        slots=manifest.get("slots", 0),
-        environment=environment_of(manifest),
-        cases=tuple(answers),
-        fingerprints=runs.fingerprints,
-        runs=tuple(runs.entries),
-    )
+        **said, num_cases=len(folder.cases), machine=machine_kind(machine), cases=tuple(answers),
+        slots=manifest.get("slots", 0), environment=environment if machine else {},
+        fingerprints=fingerprints, runs=tuple(run for found in runs.values() for run, _ in found),
+    )  # fmt: skip
 
 
 def machine_kind(machine: Mapping[str, Any]) -> str:
@@ -104,210 +93,106 @@ def machine_kind(machine: Mapping[str, Any]) -> str:
     return ", ".join([f"{machine['cores']} cores", *counted])
 
 
-def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What verdicts may depend on, of a manifest as it is read from its file."""
-    machine = manifest.get("machine")
-    if not machine:
-        return {}
-    found = facts(manifest)
-    return {
-        **found["hardware"],
-        "variables": found.get("variables", {}),
-        **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
-    }
+_Attempt = tuple[RunEntry, str]  # and what failure of the machine ended it, "" for none
 
 
-class _Runs:
-    """Every attempt of every run of a folder.
-
-    Attributes:
-        entries: of all attempts.
-        fingerprints: environments of their ranks, by name.
-        last: the last attempt of each run, by key.
-        failures: of each run, what failure of the machine ended each attempt, "" for none.
-        commit: that made the folder.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.entries: list[RunEntry] = []
-        self.fingerprints: dict[str, dict[str, Any]] = {}
-        self.last: dict[str, RunResult] = {}
-        self.failures: dict[str, list[str]] = {}
-        self.commit = _text(folder.manifest.get("commit"))
-        # A key is a hash of a whole specification, and many cases share one.
-        self.keys = {
-            case.id: {} if case.skip_reason else {leg: getattr(case, leg).key for leg in LEGS}
-            for case in folder.cases
-        }
-        places: dict[str, tuple[RunSpec, Path]] = {}
-        for case in folder.cases:
-            for leg, key in self.keys[case.id].items():
-                places.setdefault(key, (getattr(case, leg), folder.case_folder(case.id) / leg))
-        for key, (spec, sealed) in places.items():
-            current = folder.run_folder(key)
-            number = num_kept(current)
-            for attempt in range(number):
-                self._take(load_run_folder(kept_folder(current, attempt), spec), key, attempt)
-            # A folder of which only the cases were kept still has its runs.
-            place = current if current.is_dir() else sealed
-            if read_outcome(place, key)[0] is not None:
-                self._take(load_run_folder(place, spec), key, number)
-
-    def _take(self, result: RunResult, key: str, attempt: int) -> None:
-        self.last[key] = result
-        ranks = _ranks_environment(result)
-        name = name_of(ranks) if ranks else ""
-        self.fingerprints |= {name: ranks} if ranks else {}
-        self.entries.append(_run(result, key, attempt, name, self.made_by(key)))
-        failure = machine_failure(result) if result.outcome.what else ""
-        self.failures.setdefault(key, []).append(failure)
-
-    def made_by(self, key: str) -> str:
-        """The commit that a run's ranks were started from, "" if it is the folder's or unknown."""
-        ranks = self.last[key].ranks if key in self.last else ()
-        starts = [rank.start for rank in ranks if rank.start is not None]
-        found = {_text(start.environment.get("commit")) for start in starts}
-        return ", ".join(sorted(found - {"", self.commit}))
-
-    def retried(self, keys: Mapping[str, str]) -> tuple[str, ...]:
-        """Earlier attempts of a case's runs that the machine failed, as 'role: failure'."""
-        return tuple(
-            f"{leg}: {failure}"
-            for leg, key in keys.items()
-            for failure in self.failures.get(key, [])[:-1]
-            if failure
-        )
+def _attempts(
+    folder: store.RunFolder, case: CaseSpec, leg: str, key: str, known: dict[str, dict[str, Any]]
+) -> Iterator[_Attempt]:
+    """Attempts of a run, the current one last; environments of their ranks are added to `known`."""
+    spec, current = getattr(case, leg), folder.run_folder(key)
+    places = [store.kept_folder(current, n) for n in range(store.num_kept(current))]
+    # A folder of which only the cases were kept still has its runs.
+    last = current if current.is_dir() else folder.case_folder(case.id) / leg
+    places += [last] if store.read_outcome(last, key)[0] is not None else []
+    for attempt, place in enumerate(places):
+        result = store.load_run_folder(place, spec)
+        found = [rank.start.environment for rank in result.ranks if rank.start is not None]
+        commits = {_text(each.get("commit")) for each in found}
+        name = ""
+        if found and len(found) == spec.world_size:
+            # Each once, but for their code: values of two commits are compared all the same.
+            plain = ({k: v for k, v in fingerprint(e).items() if k != "code"} for e in found)
+            texts = sorted({json.dumps(each, sort_keys=True) for each in plain})
+            ranks = {"ranks": [json.loads(text) for text in texts]}
+            name = name_of(ranks)
+            known[name] = ranks
+        commit = ", ".join(sorted(commits - {"", _text(folder.manifest.get("commit"))}))
+        entry = _run(result, spec, key=key, attempt=attempt, fingerprint=name, commit=commit)
+        yield entry, machine_failure(result) if result.outcome.what else ""
 
 
-def _ranks_environment(result: RunResult) -> dict[str, Any]:
-    """What every rank recorded of its environment, each once; empty if one did not."""
-    starts = [rank.start for rank in result.ranks if rank.start is not None]
-    if not starts or len(starts) != result.spec.world_size:
-        return {}
-    # Values of two commits are compared all the same.
-    compared = (
-        {name: value for name, value in fingerprint(start.environment).items() if name != "code"}
-        for start in starts
-    )
-    told = {json.dumps(each, sort_keys=True) for each in compared}
-    return {"ranks": [json.loads(text) for text in sorted(told)]}
-
-
-def _run(result: RunResult, key: str, attempt: int, fingerprint: str, commit: str) -> RunEntry:
-    spec, outcome = result.spec, result.outcome
+def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
+    outcome = result.outcome
     ends = [rank.end for rank in result.ranks if rank.end is not None]
-    whole = len(ends) == spec.world_size
-    peak = max((peak_bytes(rank) for rank in result.ranks), default=0)
-    times = _step_times(result)
-    middle = median(times) if times else None
+    measured: dict[str, Any] = {}
+    if len(ends) == spec.world_size:
+        measured["startup_s"] = max(_seconds(end.startup_s) for end in ends)
+        measured["peak_bytes"] = max(map(peak_bytes, result.ranks)) or None
+        if not any(rank.problems for rank in result.ranks):
+            measured |= {"step_s": _step_s(result), **_bits(result)}
     return RunEntry(
-        key=key,
-        attempt=attempt,
-        commit=commit,
-        work=work_of(spec),
-        what=outcome.what,
-        device=spec.device,
-        world_size=spec.world_size,
+        **named, **measured, work=work_of(spec), what=outcome.what, device=spec.device,
         # A run that rounds at random says nothing of how long those of its preset take.
         preset="" if spec.rounding else _text(spec.config.get("model", {}).get("preset")),
-        steps=spec.config.get("steps", 0),
-        started_unix_s=_seconds(outcome.started_unix_s),
-        wall_s=_seconds(outcome.wall_s),
-        fingerprint=fingerprint,
-        problems=sum(len(rank.problems) for rank in result.ranks),
-        startup_s=max(_seconds(end.startup_s) for end in ends) if whole else None,
-        step_s=middle,
-        step_spread_s=None if middle is None else median(abs(t - middle) for t in times),
-        timed_steps=len(times),
-        peak_bytes=peak or None if whole else None,
-        replays=min((end.replays for end in ends), default=0) if whole else 0,
-        loss_bits=_bits(result, _loss_text) if whole else "",
-        state_bits=_bits(result, _state_text) if whole else "",
-    )
+        world_size=spec.world_size, steps=spec.config.get("steps", 0),
+        started_unix_s=_seconds(outcome.started_unix_s), wall_s=_seconds(outcome.wall_s),
+    )  # fmt: skip
 
 
-def _step_times(result: RunResult) -> list[float]:
-    """Seconds of the slowest rank, step by step, warm-up left out; empty for an unfinished run."""
-    if not result.ranks or any(rank.end is None or rank.problems for rank in result.ranks):
-        return []
+def _step_s(result: RunResult) -> float | None:
     slowest: dict[int, float] = {}
     for rank in result.ranks:
         for record in rank.steps:
             slowest[record.step] = max(slowest.get(record.step, 0.0), record.step_s)
     times = [slowest[step] for step in sorted(slowest)]
     kept = times[math.ceil(len(times) / 5) :] or times
-    return kept if all(math.isfinite(t) and t >= 0 for t in kept) else []
+    return median(kept) if kept and all(math.isfinite(t) and t >= 0 for t in kept) else None
 
 
-def _bits(result: RunResult, text: Callable[[StepRecord], str]) -> str:
-    """A digest of what `text` has of every step of every rank, "" if a line cannot be trusted."""
-    if any(rank.problems for rank in result.ranks):
-        return ""
-    digest = hashlib.sha256()
+def _bits(result: RunResult) -> dict[str, str]:
+    """Digests of the bits of every step of every rank."""
+    loss, state = hashlib.sha256(), hashlib.sha256()
     for rank in result.ranks:
         for record in rank.steps:
-            digest.update(f"{rank.rank} {record.step} {text(record)}\n".encode())
-    return digest.hexdigest()[:32]
+            values = (record.loss, record.grad_norm, *record.microbatch_losses)
+            bits = ["-" if value is None else value.bits for value in values]
+            loss.update(f"{rank.rank} {record.step} {bits}\n".encode())
+            state.update(f"{rank.rank} {record.step} {sorted(record.digests.items())}\n".encode())
+    return {"loss_bits": loss.hexdigest()[:32], "state_bits": state.hexdigest()[:32]}
 
 
-def _loss_text(record: StepRecord) -> str:
-    micro = " ".join(loss.bits for loss in record.microbatch_losses)
-    loss, norm = (v.bits if v is not None else "-" for v in (record.loss, record.grad_norm))
-    return f"{loss} {norm} {micro}"
-
-
-def _state_text(record: StepRecord) -> str:
-    return " ".join(f"{group}={record.digests[group]}" for group in sorted(record.digests))
-
-
-def _answers(folder: RunFolder, case: CaseSpec, runs: _Runs) -> Iterator[CaseEntry]:
-    current, keys = folder.case_folder(case.id), runs.keys[case.id]
-    number = num_kept(current)
-    for attempt in range(number + 1):
-        place = current if attempt == number else kept_folder(current, attempt)
-        verdict = read_verdict(place, case.id)
-        if verdict is None:
-            if (place / VERDICT_FILE).exists():
-                yield _damaged(case, attempt, f"its {VERDICT_FILE} does not decode")
-        elif attempt < number:
-            # By its own links: the runs of an earlier answer may have been repeated since.
-            yield _answer(case, verified_alone(place, case, verdict), attempt)
-        else:
-            last = _answer(case, verified(folder, case, verdict), attempt)
-            made_by = runs.made_by(keys.get("candidate", ""))
-            yield dataclasses.replace(last, retried=runs.retried(keys), commit=made_by)
-
-
-def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
-    causes = [
-        _text(f"{answer.check}: {answer.outcome} {answer.what}".strip())
-        for answer in verdict.checks
-        if answer.outcome not in ("passed", "skipped")
-    ]
-    if verdict.confirmation is not None:
-        causes.append(f"confirmation: {verdict.confirmation.outcome}")
-    return CaseEntry(
-        case_id=case.id,
-        attempt=attempt,
-        outcome=verdict.outcome,
-        what=verdict.what,
-        message=_text(verdict.message),
-        labels=case.labels,
-        causes=tuple(causes),
-        difference=verdict.difference,
-        wall_s=_seconds(verdict.wall_s),
-        inputs=inputs_of(case),
-        reference=_text(verdict.runs.get("reference")),
-        control=_text(verdict.runs.get("control")),
-        candidate=_text(verdict.runs.get("candidate")),
-    )
-
-
-def _damaged(case: CaseSpec, attempt: int, why: str) -> CaseEntry:
-    return CaseEntry(
-        case_id=case.id, attempt=attempt, outcome="error", what="corrupt_record",
-        message=_text(why), labels=case.labels,
-    )  # fmt: skip
+def _answers(
+    folder: store.RunFolder, case: CaseSpec, runs: Mapping[str, list[_Attempt]]
+) -> Iterator[CaseEntry]:
+    current = folder.case_folder(case.id)
+    kept = [store.kept_folder(current, n) for n in range(store.num_kept(current))]
+    for attempt, place in enumerate([*kept, current]):
+        answer, last = store.read_verdict(place, case.id), place is current
+        if answer is None:
+            if (place / store.VERDICT_FILE).exists():
+                why = f"its {store.VERDICT_FILE} does not decode"
+                yield CaseEntry(case_id=case.id, attempt=attempt, outcome="error", message=why,
+                                what="corrupt_record", labels=case.labels)  # fmt: skip
+            continue
+        # An earlier answer by its own links: its runs may have been repeated since.
+        found = verified(folder, case, answer) if last else verified_alone(place, case, answer)
+        causes = [
+            _text(f"{result.check}: {result.outcome} {result.what}".strip())
+            for result in found.checks if result.outcome not in ("passed", "skipped")
+        ]  # fmt: skip
+        if found.confirmation is not None:
+            causes.append(f"confirmation: {found.confirmation.outcome}")
+        ends = {leg: [why for _, why in attempts] for leg, attempts in runs.items() if last}
+        candidate = runs.get("candidate")
+        yield CaseEntry(
+            case_id=case.id, attempt=attempt, outcome=found.outcome, what=found.what,
+            message=_text(found.message), labels=case.labels, causes=tuple(causes),
+            difference=found.difference, wall_s=_seconds(found.wall_s),
+            commit=candidate[-1][0].commit if candidate and last else "",
+            retried=tuple(f"{leg}: {why}" for leg in ends for why in ends[leg][:-1] if why),
+            **{leg: _text(found.runs.get(leg)) for leg in store.LEGS},
+        )  # fmt: skip
 
 
 def _text(value: object) -> str:

@@ -1,87 +1,67 @@
-"""One case over its runs: answers in order of time, since when it fails, and lasting changes.
+"""What the history says: of one case over its runs, and of two run folders side by side.
 
-    history -> trends: a `CaseTrend` a case: answers, first bad, last good, shifts -> flaky cases
+    trends   answers in order of time, since when a case fails, lasting changes -> flaky cases
+    compare  the environment first, then what is worse, case by case
 
-Values of two runs are compared only if they did equal work in equal environments on as many slots:
-such runs form a *series*, named by a letter. A run whose environment is unknown is in no series.
-A lasting change is looked for in the latest series.
+Bits and values of two runs are compared only if they did equal work in equal environments; such
+runs form a *series*, named by a letter. A lasting change is looked for in the latest series.
+
+In `compare`, worse is: a verdict further from `passed`, a case that is gone or came without
+passing, bits that changed, a step time or peak that rose by more than `MIN_RATIOS`, than the noise
+times what Student's t of so many pairs exceeds once in all cases of `1 / FALSE_ALARMS` comparisons,
+and than `OF_WIDEST` times the widest pair, as tails are heavy. The *noise* is the distance between
+reference and control, one run made twice, as a root of the mean square over all such pairs.
+`python -m benchmarks.change_points` measures how often noise is taken for a change.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from harness.checks.within import quantile
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry
 from harness.history.ledger import History
-from harness.provenance import changes, flat
-from harness.records import Json, Outcome, What
+from harness.provenance import changes, different, flat, told
+from harness.records import ExitCode, Json, Outcome, What
 
 SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
 """How a case ends of which the machine was the reason."""
 METRIC_NAMES = {"step_s": "step time", "peak_bytes": "peak memory", "startup_s": "start-up"}
-"""Fields of a run, and their names."""
-MIN_HISTORY = 12
-"""Values needed before a lasting change is looked for."""
-MIN_VALUES = 3
-"""Values on either side of a change."""
-Z_LIMIT = 5.5
-"""Deviations of two medians from which they differ; measured by `benchmarks.change_points`."""
-SIGMA_OF_MAD = 1.4826
-"""Standard deviation of normal values over the median of their distances from their median."""
-SIGMA_OF_MEDIAN = 1.2533
-"""Standard deviation of a median of normal values over that of their mean."""
-FLOOR = 0.0005
-"""Noise below this part of the value is taken for this: equal values have none to measure."""
+MIN_HISTORY, MIN_VALUES = 12, 3
+"""Values needed before a lasting change is looked for, and on either side of it."""
+Z_LIMIT = 5.5  # deviations of two medians from which they differ
+FLOOR = 0.0005  # least noise, as a part of the value: equal values have none to measure
+SIGMA_OF_MAD, SIGMA_OF_MEDIAN = 1.4826, 1.2533
+"""Of normal values: their deviation over the median of their distances from their median, and
+the deviation of their median over that of their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Json):
-    """One answer for the case, with what its candidate run measured.
+class Answer(CaseEntry):
+    """One answer for the case, with what its candidate run measured; "" for what is unknown."""
 
-    Attributes:
-        folder: id of the run folder.
-        series: letter of the runs whose values may be compared with this one's; "" if none may.
-        attempt: 0 for the folder's first answer for the case.
-        environment: names what the verdict may depend on, "" if unknown.
-        retried: attempts that the machine failed before the answer, as 'role: failure'.
-    """
-
-    folder: str
+    folder: str  # id of the run folder
     created: str
-    commit: str
-    attempt: int
-    outcome: Outcome
-    what: What
-    message: str
-    environment: str
-    series: str
+    environment: str  # names what the verdict may depend on
+    series: str  # letter of the runs whose values may be compared with this one's
     step_s: float | None = None
     peak_bytes: float | None = None
     startup_s: float | None = None
-    retried: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        """'failed diverged'."""
-        return f"{self.outcome} {self.what}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Json):
-    """A lasting change of one metric: its median was `before`, and is `after` since `first`.
-
-    `noise` is the standard deviation of one value as a part of `before`.
-    """
+    """A lasting change of one metric: its median was `before`, and is `after` since `first`."""
 
     metric: str
     series: str
     before: float
     after: float
-    noise: float
+    noise: float  # standard deviation of one value as a part of `before`
     last_before: Answer
     first: Answer
 
@@ -93,28 +73,33 @@ class Shift(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseTrend(Json):
-    """Everything the history knows of one case.
-
-    Attributes:
-        answers: oldest first.
-        first_bad: where it began to fail, if it fails now.
-        last_good: the last pass before that, or the last pass at all.
-        shifts: lasting changes of step time, memory and start-up.
-        series: what a series differs in from the one before it, by letter.
-    """
+    """Everything the history knows of one case."""
 
     scenario: str
     case_id: str
-    answers: tuple[Answer, ...]
-    first_bad: Answer | None
-    last_good: Answer | None
-    shifts: tuple[Shift, ...]
-    series: dict[str, str]
+    answers: tuple[Answer, ...]  # oldest first
+    first_bad: Answer | None  # where it began to fail, if it fails now
+    last_good: Answer | None  # the last pass before that, or the last pass at all
+    shifts: tuple[Shift, ...]  # of step time, memory and start-up
+    series: dict[str, str]  # what a series differs in from the one before it, by letter
 
     @property
     def num_runs(self) -> int:
         """Run folders that answered for the case."""
         return len({answer.folder for answer in self.answers})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaky(Json):
+    """A case whose verdict changed by itself, or that the machine failed before it had one."""
+
+    scenario: str
+    case_id: str
+    repeats: int  # answers of a commit and environment that had one
+    changes: int  # repeats with another verdict than the answer before them
+    verdicts: tuple[str, ...]
+    last: Answer  # that changed, or that took more than one attempt
+    retried: dict[str, int] = field(default_factory=dict)  # attempts by failure of the machine
 
 
 def trends(
@@ -123,166 +108,108 @@ def trends(
 ) -> tuple[CaseTrend, ...]:  # fmt: skip
     """The trend of each case of a scenario, or of one of them, by id.
 
-    Args:
-        history: where to look.
-        scenario: its name.
-        case_id: one case; None for all.
-        days: look only at the last so many days on which something ran.
-        until: and at no folder that was made after this time; "" for all.
+    Of the last `days` on which something ran (None: all), and of folders made `until` then.
     """
-    found = history.rows(FolderEntry, "WHERE scenario = ? ORDER BY created, id", [scenario])
-    folders = {owner: folder for owner, folder in found if not until or folder.created <= until}
-    if days is not None:
-        kept = set(sorted({folder.created[:10] for folder in folders.values()})[-days:])
-        folders = {owner: each for owner, each in folders.items() if each.created[:10] in kept}
-    # Rows are held against their digests one by one: those of years take minutes.
-    since = min((folder.created for folder in folders.values()), default="")
-    chosen = [scenario, since, case_id]
-    joined = (
-        "JOIN folders ON cases.folder = folders.id {} WHERE folders.scenario = ?1 "
-        "AND folders.created >= ?2 AND (?3 IS NULL OR cases.case_id = ?3)"
-    )
-    answers: dict[str, list[tuple[FolderEntry, CaseEntry]]] = {}
-    in_order = "ORDER BY folders.created, folders.id, cases.attempt"
-    for owner, entry in history.rows(CaseEntry, f"{joined.format('')} {in_order}", chosen):
-        if owner in folders:
-            answers.setdefault(entry.case_id, []).append((folders[owner], entry))
-    run = 'JOIN runs ON runs.folder = cases.folder AND runs."key" = candidate'
-    candidates = f"SELECT runs.rowid FROM cases {joined.format(run)}"
-    runs = history.rows(RunEntry, f"WHERE rowid IN ({candidates}) ORDER BY attempt", chosen)
-    measured = {(owner, run.key): run for owner, run in runs if not run.what}
-    return tuple(_trend(scenario, name, answers[name], measured) for name in sorted(answers))
+    of_scenario = "WHERE scenario = ? AND created BETWEEN ? AND ? ORDER BY created"
+    days_of = f"SELECT DISTINCT substr(created, 1, 10) FROM folders {of_scenario} DESC LIMIT ?"
+    until = until or "~"
+    kept = history.query(days_of, [scenario, "", until, -1 if days is None else days])
+    since = kept[-1][0] if kept else ""
+    chosen = "folder = ?1 AND (?2 IS NULL OR case_id = ?2)"
+    of_run = f'WHERE folder = ?1 AND "key" IN (SELECT candidate FROM cases WHERE {chosen})'
+    found: dict[str, list[_Answered]] = {}
+    for owner, folder in history.rows(FolderEntry, f"{of_scenario}, id", [scenario, since, until]):
+        asked = [owner, case_id]
+        cases = [c for _, c in history.rows(CaseEntry, f"WHERE {chosen} ORDER BY attempt", asked)]
+        runs = history.rows(RunEntry, f"{of_run} ORDER BY attempt", asked)
+        measured = {run.key: run for _, run in runs if not run.what}
+        last = {case.case_id: case.attempt for case in cases}
+        for case in cases:
+            # Runs of a folder are those of its last answer.
+            run = measured.get(case.candidate) if case.attempt == last[case.case_id] else None
+            found.setdefault(case.case_id, []).append((folder, case, run))
+    return tuple(_trend(scenario, name, found[name]) for name in sorted(found))
 
 
-def _trend(
-    scenario: str, case_id: str, entries: list[tuple[FolderEntry, CaseEntry]],
-    measured: Mapping[tuple[str, str], RunEntry],
-) -> CaseTrend:  # fmt: skip
-    last_of = {folder.id: case.attempt for folder, case in entries}
-    # Runs of a folder are those of its last answer.
-    runs = [
-        measured.get((folder.id, case.candidate)) if last_of[folder.id] == case.attempt else None
-        for folder, case in entries
-    ]
-    letters, differences = _series([folder for folder, _ in entries], runs)
-    answers = tuple(
-        Answer(
-            folder=folder.id, created=folder.created, commit=case.commit or folder.commit,
-            attempt=case.attempt, outcome=case.outcome, what=case.what, message=case.message,
-            environment=folder.environment_id, retried=case.retried, series=letter,
-            **{name: getattr(run, name) if run else None for name in METRIC_NAMES},
-        )
-        for (folder, case), run, letter in zip(entries, runs, letters, strict=True)
-    )  # fmt: skip
-    first_bad, last_good = _turning_point(answers)
-    return CaseTrend(
-        scenario=scenario, case_id=case_id, answers=answers, first_bad=first_bad,
-        last_good=last_good, shifts=tuple(_shifts(answers)), series=differences,
-    )  # fmt: skip
+_Answered = tuple[FolderEntry, CaseEntry, RunEntry | None]  # the candidate's, if it ended well
 
 
-def _series(
-    folders: Sequence[FolderEntry], runs: Sequence[RunEntry | None]
-) -> tuple[list[str], dict[str, str]]:
-    """Letters of what makes values comparable, and what each differs in from the one before."""
-    letters: list[str] = []
-    known: dict[str, str] = {}
+def _trend(scenario: str, case_id: str, found: list[_Answered]) -> CaseTrend:
+    letters: dict[tuple[object, ...], str] = {}
     differences: dict[str, str] = {}
     before: dict[str, Any] = {}
-    for folder, run in zip(folders, runs, strict=True):
-        if run is None or not folder.environment or not run.fingerprint:
-            letters.append("")
-            continue
-        key = f"{folder.environment_id} {run.fingerprint} {folder.slots} {run.work}"
-        if key not in known:
-            known[key] = chr(ord("A") + len(known)) if len(known) < 26 else f"S{len(known) + 1}"
-            facts = facts_of(folder, run)
-            differences[known[key]] = changes(before, facts, len(facts)) if before else ""
-            before = facts
-        letters.append(known[key])
-    return letters, differences
-
-
-def facts_of(folder: FolderEntry, run: RunEntry) -> dict[str, Any]:
-    """Everything that two runs must agree in before their values are compared, by dotted name."""
-    return {
-        **flat("", folder.environment),
-        **flat("ranks", folder.fingerprints.get(run.fingerprint, {}).get("ranks", ())),
-        "slots": folder.slots,
-        "settings of the run": run.work,
-    }
+    answers = []
+    for folder, case, run in found:
+        series = ""
+        if run is not None and folder.environment and run.fingerprint:
+            key = (folder.environment_id, run.fingerprint, folder.slots, run.work)
+            if key not in letters:
+                number = len(letters)
+                letters[key] = chr(ord("A") + number) if number < 26 else f"S{number + 1}"
+                ranks = folder.fingerprints.get(run.fingerprint, {}).get("ranks", ())
+                facts = {**flat("", folder.environment), **flat("ranks", ranks),
+                         "slots": folder.slots, "settings of the run": run.work}  # fmt: skip
+                differences[letters[key]] = changes(before, facts, len(facts)) if before else ""
+                before = facts
+            series = letters[key]
+        measured = {name: getattr(run, name, None) for name in METRIC_NAMES}
+        own = {"commit": case.commit or folder.commit, "environment": folder.environment_id}
+        own |= {"folder": folder.id, "created": folder.created, "series": series}
+        answers.append(Answer(**(vars(case) | own | measured)))
+    first_bad, last_good = _turning_point(answers)
+    return CaseTrend(
+        scenario=scenario, case_id=case_id, answers=tuple(answers), first_bad=first_bad,
+        last_good=last_good, shifts=tuple(_shifts(answers)), series=differences,
+    )  # fmt: skip
 
 
 def _turning_point(answers: Iterable[Answer]) -> tuple[Answer | None, Answer | None]:
     """First failure after the last pass, and that pass, in order of time.
 
-    Only passes and failures count: what was skipped, had no verdict or was ended by the machine is
-    passed over. A case fails if the last answer that counts is a failure, and then only answers in
-    that answer's environment are looked at, if a pass is among them: a pass on another machine is
-    no repair. A commit that was run twice can be the last good and the first bad one. A case that
-    has failed ever since it is known has no last pass.
+    What was skipped, had no verdict or was ended by the machine is passed over. Of a case that
+    fails now only answers in its environment are looked at, if a pass is among them: a pass on
+    another machine is no repair. Runs count, not commits: one that was run twice can be both.
     """
-    counted = [
-        answer
-        for answer in answers
-        if answer.outcome == "passed"
-        or (answer.outcome == "failed" and answer.what not in SAYS_NOTHING)
-    ]
-    if counted and counted[-1].outcome == "failed" and counted[-1].environment:
-        own = [answer for answer in counted if answer.environment == counted[-1].environment]
-        if any(answer.outcome == "passed" for answer in own):
-            counted = own
-    first_bad: Answer | None = None
-    last_good: Answer | None = None
-    for answer in counted:
-        if answer.outcome == "passed":
-            first_bad, last_good = None, answer
-        else:
-            first_bad = first_bad or answer
-    return first_bad, last_good
+    ended = [a for a in answers if a.what not in SAYS_NOTHING and a.outcome in ("passed", "failed")]
+    if ended and ended[-1].outcome == "failed" and ended[-1].environment:
+        own = [answer for answer in ended if answer.environment == ended[-1].environment]
+        ended = own if any(answer.outcome == "passed" for answer in own) else ended
+    good = max((n for n, answer in enumerate(ended) if answer.outcome == "passed"), default=-1)
+    return next(iter(ended[good + 1 :]), None), ended[good] if good >= 0 else None
 
 
-def _shifts(answers: Sequence[Answer]) -> Iterable[Shift]:
-    latest = next((answer.series for answer in reversed(answers) if answer.series), "")
+def _shifts(answers: Sequence[Answer]) -> Iterator[Shift]:
+    latest = next((answer.series for answer in reversed(answers) if answer.series), None)
     for metric in METRIC_NAMES:
         own = [a for a in answers if a.series == latest and getattr(a, metric) is not None]
         values = [float(getattr(answer, metric)) for answer in own]
-        at = find_change(values) if latest else None
-        if at is not None:
+        if (at := find_change(values)) is not None:
             before = median(values[:at])
             yield Shift(
-                metric=metric, series=latest, before=before, after=median(values[at:]),
+                metric=metric, series=own[at].series, before=before, after=median(values[at:]),
                 noise=deviation(values) / before if before else math.inf,
                 last_before=own[at - 1], first=own[at],
             )  # fmt: skip
 
 
 def find_change(values: Sequence[float]) -> int | None:
-    """Where the latest values left the level of those before them; None if they did not.
+    """Where the latest values, oldest first, left the level of those before; None if they did not.
 
     The border that leaves the least sum of distances from the medians of both sides; it counts if
-    the medians are `Z_LIMIT` of their deviations apart. `python -m benchmarks.change_points`
-    measures how often noise is taken for a change and how soon a step is found.
-
-    Args:
-        values: finite, oldest first, all of equal work on equal machines.
+    the medians are `Z_LIMIT` of their deviations apart.
     """
     if len(values) < MIN_HISTORY:
         return None
 
     def cost(at: int) -> float:
-        return _spread(values[:at]) + _spread(values[at:])
+        parts = (values[:at], values[at:])
+        return sum(abs(v - middle) for part in parts for middle in [median(part)] for v in part)
 
     at = min(range(MIN_VALUES, len(values) - MIN_VALUES + 1), key=cost)
     before, after = median(values[:at]), median(values[at:])
     far = SIGMA_OF_MEDIAN * deviation(values) * math.sqrt(1 / at + 1 / (len(values) - at))
     belongs = abs(values[at] - after) < abs(values[at] - before)
     return at if belongs and abs(after - before) >= Z_LIMIT * far else None
-
-
-def _spread(values: Sequence[float]) -> float:
-    middle = median(values)
-    return sum(abs(value - middle) for value in values)
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -292,38 +219,10 @@ def deviation(values: Sequence[float]) -> float:
     return max(measured, FLOOR * abs(median(values)), math.ulp(0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flaky(Json):
-    """A case whose verdict changed by itself, or that the machine failed before it had one.
-
-    Attributes:
-        repeats: answers whose case, commit and environment are those of an earlier answer.
-        changes: repeats with another verdict than the answer before them.
-        verdicts: those that were seen, in order.
-        last: the last answer that changed, or that took more than one attempt.
-        retried: attempts that the machine failed, by failure: they change no verdict.
-    """
-
-    scenario: str
-    case_id: str
-    repeats: int
-    changes: int
-    verdicts: tuple[str, ...]
-    last: Answer
-    retried: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        """Share of the repeats that changed; 0 without a repeat."""
-        return self.changes / self.repeats if self.repeats else 0.0
-
-
 def flaky_cases(found: Iterable[CaseTrend]) -> tuple[Flaky, ...]:
     """The cases that changed by themselves, most changes first, then most failed attempts."""
-    flaky = [entry for trend in found if (entry := _flaky(trend)) is not None]
-    return tuple(
-        sorted(flaky, key=lambda e: (-e.changes, -sum(e.retried.values()), e.scenario, e.case_id))
-    )
+    flaky = filter(None, map(_flaky, found))
+    return tuple(sorted(flaky, key=lambda e: (-e.changes, -sum(e.retried.values()), e.case_id)))
 
 
 def _flaky(trend: CaseTrend) -> Flaky | None:
@@ -349,3 +248,213 @@ def _flaky(trend: CaseTrend) -> Flaky | None:
         last=[*again, *changed][-1], retried=dict(sorted(failures.items())),
         verdicts=tuple(dict.fromkeys(answer.verdict for answer in ran)),
     )  # fmt: skip
+
+
+MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}
+FALSE_ALARMS, OF_WIDEST = 0.01, 1.5
+NOISY = 0.25  # a threshold past this says nothing
+Change = Literal["same", "better", "worse", "noisy"]
+State = Literal["worse", "incomparable", "added", "changed", "noisy", "alike"]
+_BAD: dict[Outcome, int] = {"passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta(Json):
+    """One value of the candidate before and after."""
+
+    metric: str
+    before: float
+    after: float
+    ratio: float  # the change as a part of the value before
+    noise: float  # standard deviation of it
+    threshold: float  # from where it counts
+    change: Change
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseChange(Json):
+    """One case before and after. Verdicts are "" where there is none."""
+
+    case_id: str
+    before: str
+    after: str
+    worse: tuple[str, ...] = ()  # why, in words
+    bits: tuple[str, ...] = ()  # what changed, as 'candidate: loss bits'
+    deltas: tuple[Delta, ...] = ()
+    incomparable: str = ""  # why bits and values are not compared
+
+    @property
+    def state(self) -> State:
+        """The first of `State` that fits."""
+        if self.worse or self.incomparable or not self.before:
+            return "worse" if self.worse else "incomparable" if self.incomparable else "added"
+        found = {delta.change for delta in self.deltas}
+        if self.before != self.after or "better" in found:
+            return "changed"
+        return "noisy" if "noisy" in found else "alike"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Json):
+    """The whole."""
+
+    before: FolderEntry
+    after: FolderEntry
+    environment: dict[str, tuple[str, str]]  # before and after, where they differ
+    cases: tuple[CaseChange, ...]
+    noise: dict[str, float] = field(default_factory=dict)  # of ratios of two runs, by metric
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """1 if anything is worse, else 6 if anything could not be compared or is open, else 0."""
+        if any(case.worse for case in self.cases):
+            return ExitCode.FAILED
+        shared = [case for case in self.cases if case.before and case.after]
+        unknown = any(case.incomparable for case in shared) or open_cases(self.after)
+        return ExitCode.NO_VERDICT if unknown or not shared else ExitCode.PASSED
+
+
+class Noise(NamedTuple):
+    """How far the ratio of two equal runs may be off: a change counts from `least` on, and from
+    `factor` times the `deviation` of its logarithm; that is None if no run was made twice."""
+
+    deviation: float | None
+    factor: float
+    least: float
+
+
+def noise_of(pairs: Sequence[float], level: float) -> Noise:
+    """What pairs of equal runs show, by the distances of the logarithms of their values.
+
+    `level` is the probability at which one equal case may be taken for a changed one.
+    """
+    squares = math.fsum(distance * distance for distance in pairs)
+    deviation = math.sqrt(squares / len(pairs)) if pairs else None
+    factor = quantile(2 * level, max(1, len(pairs)))
+    return Noise(deviation, factor, OF_WIDEST * max(pairs, default=0.0))
+
+
+def open_cases(folder: FolderEntry) -> int:
+    """How many cases were planned and have no answer."""
+    return max(0, folder.num_cases - len({case.case_id for case in folder.cases}))
+
+
+def compare(before: FolderEntry, after: FolderEntry) -> Comparison:
+    """Compare what two run folders hold; `before` is the one to go by."""
+    left, right = _Side(before), _Side(after)
+    names = [*left.cases, *(name for name in right.cases if name not in left.cases)]
+    level = FALSE_ALARMS / max(1, len(names))
+    noise = {name: noise_of([*left.pairs(name), *right.pairs(name)], level) for name in MIN_RATIOS}
+    ours, theirs = (
+        {"commit": each.commit or "unknown", **flat("", each.environment), "slots": each.slots}
+        for each in (before, after)
+    )
+    changed = {name: (told(ours, name), told(theirs, name)) for name in different(ours, theirs)}
+    cases = tuple(_case(name, left, right, noise) for name in names)
+    said = {name: of.deviation for name, of in noise.items() if of.deviation is not None}
+    return Comparison(before=before, after=after, environment=changed, cases=cases, noise=said)
+
+
+class _Side:
+    """One run folder, by name: the last answer for each case, the last attempt of each run."""
+
+    def __init__(self, folder: FolderEntry) -> None:
+        self.folder = folder
+        self.cases = {case.case_id: case for case in folder.cases}
+        self.runs = {run.key: run for run in folder.runs}
+
+    def pairs(self, metric: str) -> list[float]:
+        """Distances of the logarithms of runs that were made twice, each pair of runs once."""
+        logs: dict[str, float] = {}
+        for case in self.cases.values():
+            pair = (self.runs.get(case.reference), self.runs.get(case.control))
+            first, second = (getattr(r, metric) if r and not r.what else None for r in pair)
+            if first and second:
+                logs[case.reference] = abs(math.log(second / first))
+        return list(logs.values())
+
+
+_Runs = dict[str, tuple[RunEntry | None, RunEntry | None]]  # of a case by role, before and after
+
+
+def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, Noise]) -> CaseChange:
+    ours, theirs = left.cases.get(name), right.cases.get(name)
+    before, after = (entry.verdict if entry else "" for entry in (ours, theirs))
+    if ours is None or theirs is None:
+        why = "it is gone" if theirs is None else f"it is new and {after}"
+        worse = () if after in ("passed", "skipped unsupported") else (why,)
+        return CaseChange(case_id=name, before=before, after=after, worse=worse)
+    runs = {
+        role: (left.runs.get(getattr(ours, role)), right.runs.get(getattr(theirs, role)))
+        for role in ("reference", "candidate")
+    }
+    is_worse = _BAD[theirs.outcome] > _BAD[ours.outcome]
+    words = [f"{before} became {after}"] if is_worse else []
+    if "skipped" in (ours.outcome, theirs.outcome):
+        why = "" if ours.outcome == theirs.outcome else "it was skipped in one of the two"
+    else:
+        why = _incomparable(left.folder, right.folder, runs)
+    bits = () if why else tuple(_bits(runs))
+    deltas = () if why else tuple(_deltas(left.folder, right.folder, runs, noise))
+    words += [f"{changed} changed" for changed in bits]
+    rose = [delta for delta in deltas if delta.change == "worse"]
+    words += [f"{METRIC_NAMES[delta.metric]} rose by {delta.ratio:.1%}" for delta in rose]
+    return CaseChange(
+        case_id=name, before=before, after=after, worse=tuple(words), bits=bits, deltas=deltas,
+        incomparable=why,
+    )  # fmt: skip
+
+
+def _incomparable(left: FolderEntry, right: FolderEntry, runs: _Runs) -> str:
+    """Why two answers' bits and values are not compared; "" if they are."""
+    if not left.environment or not right.environment:
+        return "the environment was not recorded"
+    if left.environment_id != right.environment_id:
+        return "the environments differ"
+    for role, (mine, other) in runs.items():
+        why = ""
+        if mine is None or other is None:
+            why = f"there is no run of the {role}"
+        elif not mine.fingerprint or not other.fingerprint:
+            why = f"not every rank of the {role} recorded its environment"
+        elif mine.fingerprint != other.fingerprint:
+            why = f"the environments of the {role}'s ranks differ"
+        elif mine.work != other.work:
+            why = f"the settings of the {role} differ"
+        elif not mine.what and not other.what and not (mine.loss_bits and other.loss_bits):
+            why = f"the bits of the {role} were not recorded"
+        if why:
+            return why
+    return ""
+
+
+def _bits(runs: _Runs) -> Iterator[str]:
+    for role, (mine, other) in runs.items():
+        for name in ("loss", "state"):
+            found = {getattr(run, f"{name}_bits", "") for run in (mine, other)}
+            if len(found) == 2 and "" not in found:
+                yield f"{role}: {name} bits"
+                break
+
+
+def _deltas(
+    left: FolderEntry, right: FolderEntry, runs: _Runs, noise: Mapping[str, Noise]
+) -> Iterator[Delta]:
+    mine, other = runs["candidate"]
+    for metric, of in noise.items():
+        before, after = getattr(mine, metric, None), getattr(other, metric, None)
+        if not mine or not other or before is None or after is None or before <= 0:
+            continue
+        if metric == "step_s" and left.slots != right.slots:
+            continue  # ranks that had more room ran faster
+        if of.deviation is None:
+            continue  # no run was made twice
+        ratio = after / before - 1
+        threshold = max(MIN_RATIOS[metric], of.factor * of.deviation, of.least)
+        change: Change = "noisy" if threshold > NOISY else "same"
+        if abs(ratio) > threshold:
+            change = "worse" if ratio > 0 else "better"
+        yield Delta(
+            metric=metric, before=float(before), after=float(after), ratio=ratio,
+            noise=of.deviation, threshold=threshold, change=change,
+        )  # fmt: skip

@@ -39,7 +39,7 @@ PATTERNS = {
     "harness/scenario/yaml_source.py": (2, "YAML"),
     "harness/terminal.py": (1, "blanks that rich leaves at ends of lines"),
     "reports/markdown.py": (2, "Markdown's own characters"),
-    "reports/report.py": (1, NAMES),
+    "reports/reading.py": (1, NAMES),
     "reports/json_report.py": (1, "paths of run folders, to compare reports without them"),
     "reports/text.py": (3, "digests, and characters that a terminal or XML does not take"),
 }

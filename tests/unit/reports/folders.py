@@ -80,7 +80,8 @@ class Writer:
 
     def add(self, case_id: str, world_size: int, graph: str, **changes: Any) -> None:
         """Plan a case; `reference`, `control`, `candidate` say how that run is not whole."""
-        legs = {}
+        skipped: str = changes.get("skip_reason", "")
+        legs: dict[str, Any] = {}
         for leg, replica, scopes in (
             ("reference", 0, []), ("control", 1, []), ("candidate", 0, graph.split("+")),
         ):  # fmt: skip
@@ -91,23 +92,14 @@ class Writer:
             legs[leg] = RunSpec(
                 config=config, device="cpu", world_size=world_size, timeout_s=300.0, replica=replica
             )
-            if not changes.get("skip_reason"):
+            if not skipped:
                 self.runs.append((legs[leg], changes.get(leg, {})))
-        self.cases.append(
-            CaseSpec(
-                id=case_id,
-                scenario=changes.get("scenario", "fsdp_cudagraph_alignment"),
-                labels=changes.get("labels", {"parallel": f"dp{world_size}", "graph": graph}),
-                expect="bitwise",
-                checks={
-                    "loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
-                },
-                skip_reason=changes.get("skip_reason", ""),
-                reference=legs["reference"],
-                control=legs["control"],
-                candidate=legs["candidate"],
-            )
-        )  # fmt: skip
+        self.cases.append(CaseSpec(
+            id=case_id, scenario=changes.get("scenario", "fsdp_cudagraph_alignment"),
+            labels=changes.get("labels", {"parallel": f"dp{world_size}", "graph": graph}),
+            expect="bitwise", skip_reason=skipped, **legs,
+            checks={"loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0}},
+        ))  # fmt: skip
         if changes.get("unjudged"):
             self.unjudged.add(case_id)
 
@@ -116,78 +108,55 @@ class Writer:
         manifest = {
             "scenario": self.cases[0].scenario if self.cases else "fsdp_cudagraph_alignment",
             "created": self.created,
-            "command_line": ["harness", "run", "scenarios/smoke/fsdp_cudagraph_alignment.yaml"],
+            "command": ["harness", "run", "scenarios/smoke/fsdp_cudagraph_alignment.yaml"],
         }
         with RunFolder.create(self.path, manifest, self.scenario, self.cases) as folder:
             for spec, changes in self.runs:
                 self._run(folder.run_folder(spec.key), spec, **changes)
             for case in self.cases:
-                if case.id in self.unjudged:
-                    continue
-                folder.seal_case(case)
-                legs = [folder.load_run(s) for s in (case.reference, case.control, case.candidate)]
-                folder.save_verdict(judge(case, *legs, wall_s=self.wall_s), case)
+                if case.id not in self.unjudged:
+                    folder.seal_case(case)
+                    specs = (case.reference, case.control, case.candidate)
+                    legs = [folder.load_run(spec) for spec in specs]
+                    folder.save_verdict(judge(case, *legs, wall_s=self.wall_s), case)
         return self.path
 
     def _run(
-        self,
-        path: Path,
-        spec: RunSpec,
-        *,
-        edit: Edit = same,
-        what: str = "",
-        message: str = "",
-        culprit: int | None = None,
-        peak: int = 40 << 20,
-        stop: int | None = None,
-        printed: str = "",
-        environment: dict[str, Any] | None = None,
-    ) -> None:
+        self, path: Path, spec: RunSpec, *, edit: Edit = same, what: str = "", message: str = "",
+        culprit: int | None = None, peak: int = 40 << 20, stop: int | None = None,
+        printed: str = "", environment: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         begin_run(path, spec)
         for rank in range(spec.world_size):
-            start = _start(spec, rank, ENVIRONMENT | (environment or {}))
-            lines = [dumps(start), dumps(_initial(rank))]
+            start = StartRecord(
+                schema=1, rank=rank, world_size=spec.world_size, pid=rank, device="cpu",
+                tensors=TENSORS, environment={"fingerprint": ENVIRONMENT | (environment or {})},
+            )  # fmt: skip
+            initial = {group: digests(group, group) for group in OF_INITIAL}
+            lines = [dumps(start), dumps(InitialRecord(rank=rank, digests=initial, nonfinite={}))]
             for step in range(self.steps if stop is None else stop):
                 record = edit(_step(spec, rank, step, peak))
-                if record is not None:
-                    lines.append(dumps(record))
+                lines += [dumps(record)] if record is not None else []
             if stop is None:
                 graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, self.steps))
-                end = EndRecord(
-                    rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
-                    startup_s=0.1, wall_s=1.0, replays=launches(graphs), graphs=graphs,
-                )  # fmt: skip
-                lines.append(dumps(end))
+                lines.append(dumps(EndRecord(
+                    rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096, startup_s=0.1,
+                    wall_s=1.0, replays=launches(graphs), graphs=graphs,
+                )))  # fmt: skip
             (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
-            (path / f"rank{rank}.stderr").write_bytes(
-                printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""
-            )
-        save_outcome(
-            path,
-            RunOutcome(
-                key=spec.key, what=what, message=message, culprit_rank=culprit,  # type: ignore[arg-type]
-                ranks=tuple(
-                    RankExit(rank=r, code=-9 if what and r == culprit else 0)
-                    for r in range(spec.world_size)
-                ),
-                started_unix_s=0.0, wall_s=self.wall_s,
-            ),
-        )  # fmt: skip
+            said = printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""
+            (path / f"rank{rank}.stderr").write_bytes(said)
+        exits = [RankExit(rank=r, code=-9 if what and r == culprit else 0)
+                 for r in range(spec.world_size)]  # fmt: skip
+        save_outcome(path, RunOutcome(
+            key=spec.key, what=what, message=message, culprit_rank=culprit,  # type: ignore[arg-type]
+            ranks=tuple(exits), started_unix_s=0.0, wall_s=self.wall_s,
+        ))  # fmt: skip
 
 
-def _start(spec: RunSpec, rank: int, environment: dict[str, Any]) -> StartRecord:
-    return StartRecord(
-        schema=1, rank=rank, world_size=spec.world_size, pid=rank, device="cpu", tensors=TENSORS,
-        environment={"fingerprint": environment},
-    )  # fmt: skip
-
-
-def _initial(rank: int) -> InitialRecord:
-    text = {
-        group: "".join(hashlib.md5(f"{group}/{n}".encode()).hexdigest() for n in TENSORS[group])
-        for group in OF_INITIAL
-    }
-    return InitialRecord(rank=rank, digests=text, nonfinite={})
+def digests(seed: str, group: str) -> str:
+    """One of each tensor of a group."""
+    return "".join(hashlib.md5(f"{seed}/{name}".encode()).hexdigest() for name in TENSORS[group])
 
 
 def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
@@ -198,16 +167,9 @@ def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
     seed = f"{spec.world_size}/{spec.config['seed']}/{rank}/{step}"
     return StepRecord(
         step=step, rank=rank, loss=micro[0], microbatch_losses=micro,
-        grad_norm=bits(1.0 / (1 + step)),
-        digests={
-            group: "".join(
-                hashlib.md5(f"{seed}/{group}/{name}".encode()).hexdigest()
-                for name in TENSORS[group]
-            )
-            for group in TENSORS
-        },
-        nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=peak // 2,
-        peak_bytes=peak + rank * 4096,
+        grad_norm=bits(1.0 / (1 + step)), nonfinite=dict.fromkeys(TENSORS, ()),
+        digests={group: digests(f"{seed}/{group}", group) for group in TENSORS},
+        step_s=0.01, live_bytes=peak // 2, peak_bytes=peak + rank * 4096,
     )  # fmt: skip
 
 

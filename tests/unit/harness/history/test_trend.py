@@ -2,20 +2,28 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from harness.history import CaseTrend, History, flaky_cases, trends
-from harness.history.entries import FolderEntry, RunEntry, name_of
+from harness.history.entries import FolderEntry, name_of
 from harness.history.trend import MIN_HISTORY, find_change
-from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, run
+from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, only, run
 
-SAME: dict[str, Any] = {"commit": "abc"}
-ERROR: dict[str, Any] = {"outcome": "error", "what": "interrupted"}
-DIVERGED_SELF: dict[str, Any] = {"outcome": "incomparable", "what": "nondeterministic_reference"}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "p": {}, "f": FAILED, "h": {**FAILED, "what": "hang"}, "k": {**FAILED, "what": "interrupted"},
+    "e": {"outcome": "error", "what": "interrupted"},
+    "i": {"outcome": "incomparable", "what": "nondeterministic_reference"},
+}  # fmt: skip
 ELSEWHERE: dict[str, Any] = {"environment": {**ENVIRONMENT, "cores": 4}}
+
+
+def answered(letter: str, number: int, **changes: Any) -> FolderEntry:
+    """A night with this answer, a capital for one on another machine."""
+    place = ELSEWHERE if letter.isupper() else {}
+    return night(number, answers={0: ANSWERS[letter.lower()]}, **(place | changes))
 
 
 def trend_of(history: History, entries: Iterable[FolderEntry]) -> CaseTrend:
@@ -25,64 +33,29 @@ def trend_of(history: History, entries: Iterable[FolderEntry]) -> CaseTrend:
     return found
 
 
-def commits(found: CaseTrend) -> list[str | None]:
-    return [each.commit if each else None for each in (found.first_bad, found.last_good)]
-
-
-def named(*numbers: int | None) -> list[str | None]:
-    return [None if number is None else name_of([number, "commit"]) for number in numbers]
-
-
 @pytest.mark.parametrize(
-    ("outcomes", "bad", "good"),
+    ("answers", "bad", "good"),
     [
-        ([{}, {}, FAILED, FAILED], 2, 1),
-        ([{}, FAILED, {}, ERROR, FAILED, DIVERGED_SELF, FAILED, ERROR], 4, 2),
-        ([FAILED, FAILED], 0, None),
-        ([FAILED, {}], None, 1),
-        ([{}, ERROR, ERROR], None, 0),
-        ([ERROR, DIVERGED_SELF], None, None),
-        ([{}, {**FAILED, "what": "interrupted"}], None, 0),
-    ],
-)
-def test_first_bad_and_last_good(
-    outcomes: list[dict[str, Any]], bad: int | None, good: int | None, history: History
-) -> None:
-    """The first failure after the last pass, over runs without a verdict; none if it passes."""
-    found = trend_of(history, [night(n, answers={0: change}) for n, change in enumerate(outcomes)])
-    assert commits(found) == named(bad, good)
-    assert found.num_runs == len(outcomes)
-
-
-@pytest.mark.parametrize(
-    ("bad", "elsewhere", "first", "good"),
-    [
+        ("ppff", 2, 1), ("pfpefifeh", 4, 2), ("ff", 0, None), ("fp", None, 1), ("pee", None, 0),
+        ("ei", None, None), ("pk", None, 0),
         # A pass on another machine, between two failures of this one, is no repair.
-        ((2, 4), (1, 3), 2, 0),
+        ("pPfPf", 2, 0),
         # The environment changed when it began to fail: the last pass is the other one's.
-        ((2, 3, 4), (0, 1), 2, 1),
+        ("PPfff", 2, 1),
         # It failed there all along, here only since the last run.
-        ((0, 2, 4), (0, 2), 4, 3),
+        ("FpFpf", 4, 3),
         # The last answer is a pass, wherever: it does not fail now.
-        ((2, 3), (4,), None, 4),
+        ("ppffP", None, 4),
     ],
-)
-def test_the_turning_point_is_that_of_the_environment_that_fails(
-    bad: tuple[int, ...], elsewhere: tuple[int, ...], first: int | None, good: int,
-    history: History,
-) -> None:  # fmt: skip
-    """Five runs, some bad and some elsewhere."""
-    found = trend_of(history, [
-        night(n, answers={0: FAILED if n in bad else {}}, **(ELSEWHERE if n in elsewhere else {}))
-        for n in range(5)
-    ])  # fmt: skip
-    assert commits(found) == named(first, good)
-
-
-def test_a_commit_that_was_run_twice_can_be_both(history: History) -> None:
-    """Runs count, not commits."""
-    found = trend_of(history, [night(0, **SAME), night(1, answers={0: FAILED}, **SAME)])
-    assert commits(found) == ["abc", "abc"]
+)  # fmt: skip
+def test_first_bad_and_last_good(
+    answers: str, bad: int | None, good: int | None, history: History
+) -> None:
+    """The first failure after the last pass in its environment, over runs without a verdict."""
+    found = trend_of(history, [answered(letter, n) for n, letter in enumerate(answers)])
+    ends = [each.commit if each else None for each in (found.first_bad, found.last_good)]
+    assert ends == [None if n is None else name_of([n, "commit"]) for n in (bad, good)]
+    assert found.num_runs == len(answers)
 
 
 def test_runs_are_in_order_of_time_and_days_limit_them(history: History) -> None:
@@ -100,32 +73,23 @@ def test_runs_are_in_order_of_time_and_days_limit_them(history: History) -> None
     assert trends(history, "nothing") == ()
 
 
-def test_values_are_those_of_a_candidate_that_ended_well(history: History) -> None:
-    """Step time, peak and start-up; a run that crashed measured nothing."""
-
-    def values(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"step_s": 0.5 if leg == "candidate" else 9.0}
-
-    def crashed(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"what": "crashed"} if leg == "candidate" else {}
-
-    first, second = trend_of(history, [night(0, values=values), night(1, values=crashed)]).answers
-    assert (first.step_s, first.peak_bytes, first.startup_s) == (0.5, 40 << 20, 1.0)
-    assert (second.step_s, second.peak_bytes, second.series) == (None, None, "")
-
-
-def test_answers_of_one_folder_are_all_shown(history: History) -> None:
-    """Values belong to its last answer."""
-    entry = night()
-    whole = dataclasses.replace(
+def test_values_are_those_of_the_last_candidate_if_it_ended_well(history: History) -> None:
+    """Step time, peak and start-up; a crashed run measured nothing; each answer is shown."""
+    entry = night(2)
+    again = dataclasses.replace(
         entry, runs=(*entry.runs, run(0, attempt=1, step_s=0.7)),
         cases=(dataclasses.replace(entry.cases[0], **FAILED), case(0, attempt=1)),
     )  # fmt: skip
-    found = trend_of(history, [whole])
-    assert [(n.attempt, n.outcome, n.step_s) for n in found.answers] == [
-        (0, "failed", None), (1, "passed", 0.7),
+    found = trend_of(history, [
+        night(0, values=only("candidate", step_s=0.5)),
+        night(1, values=only("candidate", what="crashed")), again,
+    ])  # fmt: skip
+    assert [(a.attempt, a.outcome, a.step_s, a.series) for a in found.answers] == [
+        (0, "passed", 0.5, "A"), (0, "passed", None, ""), (0, "failed", None, ""),
+        (1, "passed", 0.7, "A"),
     ]  # fmt: skip
-    assert found.num_runs == 1
+    assert (found.answers[0].peak_bytes, found.answers[0].startup_s) == (40 << 20, 1.0)
+    assert (found.answers[1].peak_bytes, found.num_runs) == (None, 3)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +99,7 @@ def test_answers_of_one_folder_are_all_shown(history: History) -> None:
         ({"slots": 2}, "slots"),
         ({"environment": {**ENVIRONMENT, "variables": {"NCCL_ALGO": "Ring"}}}, "NCCL_ALGO"),
         ({"environment": {}}, ""),
-        ({"values": lambda run, leg: {"step_s": 0.03, "fingerprint": ""}}, ""),
+        ({"values": only("candidate", step_s=0.03, fingerprint="")}, ""),
     ],
 )
 def test_another_environment_is_another_series(
@@ -143,7 +107,7 @@ def test_another_environment_is_another_series(
 ) -> None:
     """Values are not compared across environments, and what changed is named; an unknown one is in
     no series; coming back is the old series again."""
-    other = {"values": lambda run, leg: {"step_s": 0.03}} | changes
+    other = {"values": only("candidate", step_s=0.03)} | changes
     found = trend_of(history, [night(n, **(other if 5 <= n < 20 else {})) for n in range(25)])
     letter = "B" if names else ""
     assert [entry.series for entry in found.answers] == ["A"] * 5 + [letter] * 15 + ["A"] * 5
@@ -153,14 +117,11 @@ def test_another_environment_is_another_series(
 
 def test_a_lasting_change_is_found_with_its_runs(history: History) -> None:
     """A step in time within one series names the first run of it and the one before."""
-
-    def slower(run: RunEntry, leg: str) -> dict[str, Any]:
-        return {"step_s": 0.022, "peak_bytes": 50 << 20}
-
+    slower = only("candidate", step_s=0.022, peak_bytes=50 << 20)
     found = trend_of(history, [night(n, values=slower if n >= 30 else None) for n in range(40)])
     assert [shift.metric for shift in found.shifts] == ["step_s", "peak_bytes"]
     shift = found.shifts[0]
-    assert [shift.first.commit, shift.last_before.commit] == named(30, 29)
+    assert (shift.last_before, shift.first) == found.answers[29:31]
     assert shift.ratio == pytest.approx(0.1)
 
 
@@ -200,43 +161,35 @@ def test_the_smallest_change(values: list[float], at: int | None) -> None:
     assert find_change(values) == at
 
 
-NO_PRINT: Callable[[RunEntry, str], dict[str, Any]] = lambda run, leg: {"fingerprint": ""}  # noqa: E731
-HANG = {**FAILED, "what": "hang"}
-
-
 @pytest.mark.parametrize(
-    ("entries", "expected"),
+    ("answers", "last", "expected"),
     [
-        ([night(0, **SAME), night(1, answers={0: FAILED}, **SAME)], (1, 1)),
-        ([night(n, **SAME) for n in range(4)]
-         + [night(n, answers={0: FAILED}, **SAME) for n in range(4, 6)], (1, 5)),
-        ([night(0, **SAME), night(1, answers={0: HANG}, **SAME),
-          night(2, answers={0: FAILED}, **SAME)], (2, 2)),
-        ([night(0, **SAME), night(1, answers={0: FAILED}, values=NO_PRINT, **SAME)], (1, 1)),
-        ([night(0), night(1, answers={0: FAILED})], None),
-        ([night(0, **SAME), night(1, answers={0: FAILED}, commit="abc+1")], None),
-        ([night(0, commit=""), night(1, answers={0: FAILED}, commit="")], None),
-        ([night(0, **SAME), night(1, answers={0: FAILED}, **ELSEWHERE, **SAME)], None),
-        ([night(0, **SAME, environment={}),
-          night(1, answers={0: FAILED}, environment={}, **SAME)], None),
-        ([night(0, **SAME), night(1, answers={0: ERROR}, **SAME), night(2, **SAME)], None),
-        ([night(0, **SAME), night(1, answers={0: FAILED}, values=lambda run, leg:
-          {"work": "other"}, **SAME)], None),
+        ("pf", {}, (1, 1)), ("ppppff", {}, (1, 5)), ("phf", {}, (2, 2)),
+        ("pf", {"values": only("candidate", fingerprint="")}, (1, 1)),
+        ("pf", {"commit": "def"}, None), ("pf", {"commit": "abc+1"}, None), ("pF", {}, None),
+        ("pep", {}, None), ("pf", {"values": only("candidate", work="other")}, None),
     ],
     ids=["changed", "once in five", "each cause", "died early", "other commit", "changes on top",
-         "unknown commit", "other environment", "unknown environment", "interrupted",
-         "other settings"],
+         "other environment", "interrupted", "other settings"],
 )  # fmt: skip
 def test_flaky_is_what_changes_by_itself(
-    entries: list[FolderEntry], expected: tuple[int, int] | None, history: History
+    answers: str, last: dict[str, Any], expected: tuple[int, int] | None, history: History
 ) -> None:
     """Only a verdict that changed at the same commit, environment and settings is flaky."""
-    found = flaky_cases([trend_of(history, entries)])
+    changes = [{"commit": "abc"} for _ in answers]
+    changes[-1] |= last
+    found = flaky_cases([trend_of(
+        history, [answered(a, n, **changes[n]) for n, a in enumerate(answers)]
+    )])  # fmt: skip
     assert [(entry.changes, entry.repeats) for entry in found] == ([expected] if expected else [])
 
 
-def test_what_the_machine_failed_is_counted(history: History) -> None:
-    """Attempts that the machine failed, by failure; they change no verdict."""
+def test_unknown_equals_nothing_and_failures_of_the_machine_count(history: History) -> None:
+    """Answers of an unknown commit or environment repeat none; attempts are told by failure."""
     retried = ("candidate: port in use", "control: port in use")
-    (found,) = flaky_cases([trend_of(history, [night(0, answers={0: {"retried": retried}})])])
+    (found,) = flaky_cases([trend_of(history, [
+        *(answered(a, n, commit="") for n, a in enumerate("pf")),
+        *(answered(a, n + 2, commit="abc", environment={}) for n, a in enumerate("pf")),
+        night(4, answers={0: {"retried": retried}}),
+    ])])  # fmt: skip
     assert (found.changes, found.retried) == (0, {"port in use": 2})

@@ -1,0 +1,280 @@
+"""One report for all formats: failures first, and nothing missing looks green."""
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+from harness.history import History, gather
+from harness.records import (
+    CollectiveFault,
+    Difference,
+    Ending,
+    Entered,
+    EventRecord,
+    RunResult,
+    Verdict,
+)
+from harness.store import RunFolder
+from reports.history import MAX_RUNS, Past, look_back
+from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
+from tests.unit.harness.history.nights import FAILED, night, only
+from tests.unit.reports.folders import Writer
+
+JOINED = """\
+name: several
+scenarios:
+  - {file: a.yaml, text: "{name: a, compare: {axis: graph, reference: eager}}"}
+  - {file: b.yaml, text: "{name: b, compare: {axis: %s, reference: eager}}"}
+"""
+CREATED = "2031-01-15T00:00:00+00:00"
+
+
+def case_of(report: Report, name: str) -> CaseReport:
+    return next(case for case in report.cases if case.spec.id == name)
+
+
+def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:
+    """Cases come worst first, each with its checks worst first."""
+    assert dict(summary.counts) == {
+        "failed": 6, "error": 2, "incomparable": 2, "passed": 2, "skipped": 1,
+    }  # fmt: skip
+    assert (summary.exit_code, summary.wall_s) == (1, 1.25)  # runs at the same time count once
+    order = list(summary.counts).index
+    listed: list[Any] = [summary.cases, *(case.checks for case in summary.cases)]
+    for found in listed:
+        outcomes = [each.outcome for each in found]
+        assert outcomes == sorted(outcomes, key=order)
+    assert {case.spec.id: case.verdict.what for case in summary.cases} == {
+        "dp1-attn": "", "dp1-full_iteration": "", "dp2-attn": "diverged",
+        "dp2-full_iteration": "nonfinite", "dp3-attn": "hang",
+        "dp3-full_iteration": "memory_regression", "dp4-attn": "missing_step",
+        "dp4-full_iteration": "nondeterministic_reference", "dp5-attn": "oom",
+        "dp5-full_iteration": "different_environment", "dp6-attn": "unsupported",
+        "dp6-full_iteration": "not_run", "dp7-attn": "diverged",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_read_is_an_error_not_a_pass(writer: Writer, tmp_path: Path) -> None:
+    """No verdict, a damaged one, no cases, a scenario that does not parse, no run folder."""
+    assert summarise(Writer(tmp_path / "empty").write()).headline == "nothing ran"
+    writer.scenario = "{[" * 100
+    writer.add("a", 1, "attn", unjudged=True)
+    writer.add("b", 1, "attn")
+    folder = writer.write()
+    (folder / "cases" / "b" / "verdict.json").write_text("{")
+    report = summarise(folder)
+    assert [case.verdict.what for case in report.cases] == ["not_run", "corrupt_record"]
+    assert (report.exit_code, report.scenario) == (6, "fsdp_cudagraph_alignment")
+    with pytest.raises(UsageError, match="not a run folder"):
+        summarise(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema": 1}))
+    with pytest.raises(UsageError, match="damaged"):
+        summarise(tmp_path)
+
+
+def test_a_folder_without_its_runs_is_read_from_its_cases(tmp_path: Path) -> None:
+    """A folder of which the cases alone were kept; commands can be pasted whatever its path."""
+    writer = Writer(tmp_path / "my run;rm -rf")
+    writer.add("a", 1, "attn")
+    folder = writer.write()
+    (folder / "runs").rename(folder / "gone")
+    report = summarise(folder)
+    (case,) = report.cases
+    assert case.curve is not None
+    assert case.peaks["reference"] == {0: 40 << 20}
+    assert case.command == f"harness rerun '{folder}/cases/a'"
+    assert report.command_line.startswith("harness run scenarios/")
+    with RunFolder.open(folder) as opened:
+        assert gather(opened).scenario == report.scenario
+
+
+def test_environments_are_told_apart(summary: Report) -> None:
+    """Two fingerprints get two letters, and a case says which key differs."""
+    moved = case_of(summary, "dp5-full_iteration")
+    assert len(summary.environments) == 2
+    assert moved.environments["candidate"] != moved.environments["reference"]
+    assert moved.environment_note == "differs in torch"
+    assert case_of(summary, "dp1-attn").environment_note == "the same in every run and rank"
+
+
+def test_output_is_of_the_rank_at_fault(summary: Report) -> None:
+    """A failing case shows what its culprit printed; a passing one shows nothing."""
+    hang, oom = (case_of(summary, name).output for name in ("dp3-attn", "dp5-attn"))
+    assert hang is not None
+    assert oom is not None
+    assert (hang.role, hang.rank, oom.role) == ("candidate", 1, "reference")
+    assert hang.text.endswith("last line")
+    assert case_of(summary, "dp1-attn").output is None
+
+
+@pytest.mark.parametrize(("axis", "column"), [("graph", "graph"), ("stress", "scenario")])
+def test_the_matrix_has_the_compared_axis_across(
+    summary: Report, writer: Writer, axis: str, column: str
+) -> None:
+    """Of several scenarios the one that all compare, else the scenario."""
+    matrix = summary.matrix
+    assert (matrix.axis, matrix.row_axes) == ("graph", ("parallel",))
+    assert matrix.columns[:2] == ("attn", "full_iteration")
+    assert [case.spec.id for case in matrix.cases["dp2", "attn"]] == ["dp2-attn"]
+    writer.scenario = JOINED % axis
+    labels = {"parallel": "dp1", "graph": "attn", "scenario": "a"}
+    writer.add("a.dp1-attn", 1, "attn", labels=labels)
+    assert summarise(writer.write()).matrix.axis == column
+
+
+def test_each_measured_case_has_its_costs(summary: Report) -> None:
+    """How many losses and digests were compared, or differ, and what the candidate takes."""
+    rows = {row[0]: dict(zip(COST_HEAD, row, strict=True)) for row in cost_rows(summary)}
+    assert rows["dp1-attn"] == {
+        "case": "dp1-attn", "losses": "20 equal", "digests": "289 equal", "speed": "1.00",
+        "peak, MiB": "40.0 → 40.0", "peak ratio": "1.00", "step, ms": "10 → 10",
+        "A/A speed": "1.00",
+    }  # fmt: skip
+    assert rows["dp3-full_iteration"]["peak ratio"] == "2.50"
+    assert rows["dp2-attn"]["losses"] == "22 of 40 pairs differ"
+    assert rows["dp2-attn"]["digests"] == "13 pairs differ"
+    assert rows["dp5-attn"]["step, ms"] == "? → 10"
+    assert "dp6-attn" not in rows
+
+
+def failing(message: str, ending: Ending | None = None, tensor: str = "") -> Any:
+    place = Difference(step=1, rank=0, quantity="grads", tensor=tensor) if tensor else None
+    verdict = Verdict(
+        case_id="x", outcome="failed", what="crashed", message=message, checks=(), runs={},
+        wall_s=0.0, difference=place, ending=ending,
+    )  # fmt: skip
+    return SimpleNamespace(outcome="failed", verdict=verdict, message=message)
+
+
+def crash(module: str, at: str) -> Ending:
+    return Ending(exception="RuntimeError", phase="forward", module=module, raised_at=at)
+
+
+def hang(rank: int) -> Ending:
+    gather = Entered(operator="allgather_base", label="layers.1")
+    return Ending(collective=CollectiveFault(
+        ranks=(rank,), entered=None, others=(), expected=gather, group=(0, 1), number=rank,
+        step=rank,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cases", "causes"),
+    [
+        ([failing("0x1 of a", crash("layers.3.attn", "unit.py:9 gather")),
+          failing("entirely else", crash("layers.7.attn", "unit.py:9 gather")),
+          failing("0x1 of a", crash("", "pool.py:2 take"))],
+         {"RuntimeError in forward layers.N.attn at unit.py:N gather": 2,
+          "RuntimeError in forward at pool.py:N take": 1}),
+        ([failing("rank 0", hang(0)), failing("rank 1", hang(1))],
+         {"allgather_base of layers.N": 2}),
+        ([failing("a", tensor="layers.0.norm"), failing("b", tensor="layers.1.norm"),
+          failing("12 too many")], {"grads of layers.N.norm": 2, "12 too many": 1}),
+    ],
+    ids=["exception, module and place", "collective", "tensor, or the message"],
+)  # fmt: skip
+def test_cases_are_one_cause_by_fields_of_their_verdicts(
+    cases: list[Any], causes: dict[str, int]
+) -> None:
+    """Numbers, ranks and steps tell runs from each other, not causes."""
+    found = Counter(str(CaseReport.cause.fget(case)) for case in cases)  # type: ignore[attr-defined]
+    assert found == causes
+
+
+def of_run(whole: RunResult, *ranks: tuple[list[int | None], dict[str, Any] | None]) -> str:
+    """What is said of ranks by the pointers that moved in their steps, and what of graphs."""
+    made = []
+    for records, (moved, detail) in zip(whole.ranks, ranks, strict=False):
+        steps = tuple(
+            dataclasses.replace(record, pointer_changes=count)
+            for record, count in zip(records.steps, moved, strict=False)
+        )
+        events = (EventRecord(name="graphs", rank=0, step=1, detail=detail or {}),) * bool(detail)
+        made.append(dataclasses.replace(records, steps=steps, events=events))
+    return addresses(dataclasses.replace(whole, ranks=tuple(made)))
+
+
+def test_addresses_are_those_of_the_rank_that_has_most(everything: Path) -> None:
+    """Counts and moved pointers step by step; what was not counted is not zero."""
+    with RunFolder.open(everything) as folder:
+        case = next(case for case in folder.cases if case.id == "dp2-attn")
+        whole = folder.load_run(case.reference)
+    detail: dict[str, Any] = {
+        "captured": 4,
+        "ledger_names": 78,
+        "ledger_places": ["a", "b"],
+        "ledger_unnamed": 1,
+    }
+    more = {"ledger_names": 80, "moved": ["lr (step 1)", "x (step 0)"]}
+    first = detail | {"moved": ["lr (step 1)"]}
+    assert of_run(whole, ([0, 5, 0], first), ([2, 3, 0], detail | more)) == (
+        "4 graphs rely on 80 named tensors, 2 storages known by place and 1 unnamed; "
+        "7 pointers moved, at most 5 in a step, last in step 1; "
+        "the first of them lr (step 1), x (step 0)"
+    )
+    assert of_run(whole, ([0, 0], None)) == "no pointer moved"
+    assert of_run(whole, ([None, None], None)) == "moved pointers were not counted"
+    hostile = {"captured": "many", "ledger_names": True, "moved": [1, None]}
+    assert of_run(whole, ([1], hostile)) == (
+        "1 pointers moved, at most 1 in a step, last in step 0; the first of them 1, None"
+    )
+
+
+# --- what the history says --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    """Two cases over eighteen nights, of which the last four come after the report."""
+    place = tmp_path_factory.mktemp("nights")
+    with History.open(place / "history.sqlite", create=True) as history:
+        for n in range(18):
+            answers = {
+                0: FAILED if n >= 9 else {},
+                1: {"retried": ("candidate: port_in_use",)} if n == 6 else {},
+            }
+            slower = only("candidate", step_s=0.02 if n < 7 else 0.03)
+            history.record(night(n, cases=2, answers=answers, values=slower))
+    return look_back(place / "run", "nightly", CREATED)
+
+
+def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
+    """A letter an answer, oldest first, up to the report's own; first bad, last good, shifts."""
+    known, again = past.cases["dp1-attn"], past.cases["dp2-attn"]
+    assert (known.letters, again.letters) == ("pppppppppfffff", "p" * 14)
+    assert known.step_us == (20_000,) * 7 + (30_000,) * 7
+    assert known.peak_kib == (40 << 10,) * 14
+    assert known.words[0].startswith("first bad 2031-01-10 at ")
+    assert ", last good 2031-01-09 at " in known.words[0]
+    assert any(text.startswith("step time +50.0% since 2031-01-08") for text in known.words)
+    assert "tried again in 1 run: candidate: port_in_use" in again.words
+    assert [(f.case_id, f.retried) for f in past.flaky] == [("dp2-attn", {"port_in_use": 1})]
+
+
+def test_a_strip_has_two_weeks_and_changes_two_months(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step 16 days ago is in words, unless there are too many cases to look so far back."""
+    with History.open(tmp_path / "history.sqlite", create=True) as history:
+        for n in range(28):
+            slower = only("candidate", step_s=0.02 if n < 12 else 0.022)
+            history.record(night(n, values=slower))
+    for said in (True, False):
+        (known,) = look_back(tmp_path / "run", "nightly", "2032").cases.values()
+        assert len(known.letters) == MAX_RUNS
+        assert any("step time +10.0% since 2031-01-13" in each for each in known.words) == said
+        monkeypatch.setattr("reports.history.MOST_ANSWERS", 1)
+
+
+def test_no_history_and_a_damaged_one(tmp_path: Path) -> None:
+    """Without a history nothing is said; of one that cannot be read, why."""
+    assert look_back(tmp_path / "run", "nightly", CREATED) == Past(cases={}, flaky=())
+    (tmp_path / "history.sqlite").write_text("no database" * 100)
+    told = look_back(tmp_path / "run", "nightly", CREATED)
+    assert told.note.startswith("no history is shown: ")
