@@ -30,10 +30,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester
@@ -52,21 +49,28 @@ _SCALES = "_harness_scales"
 _active: Observer | None = None
 
 
-def install(session: Session) -> Observer:
+def install(session: Session) -> None:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
     rounding = Rounding(session.rounding, session.rank)
     observer.aside = rounding.aside
-    _hook_seeds(observer)
-    _hook_optimizers(observer)
-    _hook_first_forward(observer)
-    _hook_losses(observer)
-    _hook_norms(observer)
+    for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms):
+        hook(observer)
     _hook_scaler(observer)
-    watch = _watch_graphs(observer)
+    watch = GraphWatch(observer.event, observer.named, tuple(session.config.get("stress", ())))
+    observer.capturing = watch.capturing
+
+    def replayed(info: GraphInfo) -> None:
+        # A replay that holds an optimizer's step is a step.
+        if info.optimizer_steps and session.is_mine:
+            observer.replayed(info.index)
+
+    watch.on_replayed.append(replayed)
+    watch.install()
     if session.rounding:
-        rounding.refuse_captures()
+        for kind in (torch.cuda.CUDAGraph, HostGraph):
+            patch("capture_begin", rounding.refuse, kind)
         for name in ("begin", "enter"):
             # What the first backward pass or a script's first step begins is begun by then.
             patch(name, rounding.begins, observer)
@@ -83,10 +87,20 @@ def install(session: Session) -> Observer:
         return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
 
     session.finish, session.under_way = finish, observer.under_way
-    session.module_at_work = lambda error: module_of(error, observer)
+    session.module_at_work = lambda error: _module_of(error, observer)
     observer.add_taps = Taps(observer).add
     observer.add_taps(session.config.get("taps", ()))
-    return observer
+
+
+def _module_of(error: BaseException, observer: Observer) -> str:
+    """Name of the innermost module at work where an error was raised, "" if there was none."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            name = observer.names.of_module(owner) or name
+        trace = trace.tb_next
+    return name
 
 
 # --- what a script says itself -----------------------------------------------------------------
@@ -113,11 +127,9 @@ def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Re
 
 
 def _each(value: Any) -> list[Any]:
-    if value is None:
-        return []
     if isinstance(value, Mapping):
         return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 class _ScriptRecorder(Recorder):
@@ -149,9 +161,9 @@ def paused() -> Iterator[None]:
         yield
         return
     _active.close()
-    _active.is_paused = True
+    _active.session.is_over = True
     yield
-    _active.is_paused = False
+    _active.session.is_over = False
 
 
 # --- hooks -------------------------------------------------------------------------------------
@@ -160,9 +172,7 @@ def paused() -> Iterator[None]:
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
     # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
-    if torch.compiler.is_compiling() or not observer.session.is_mine:
-        return True
-    if observer.is_paused or observer.is_outside:
+    if torch.compiler.is_compiling() or not observer.session.is_mine or observer.is_outside:
         return True
     return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
@@ -230,7 +240,7 @@ def _hook_optimizers(observer: Observer) -> None:
     torch_optimizer.register_optimizer_step_post_hook(after)
 
 
-def _hook_first_forward(observer: Observer) -> None:
+def _hook_forward(observer: Observer) -> None:
     """Buffers and random states are those before step 0 only until its forward pass."""
 
     def before(module: nn.Module, args: Any) -> None:
@@ -253,10 +263,9 @@ def _hook_losses(observer: Observer) -> None:
         graph = observer.capturing()
         if depth[0] or (graph is None and _is_quiet(observer)):
             return original(tensors, *args, **kwargs)
-        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if graph is None:
             observer.backward()
-        for root in roots:
+        for root in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
             if isinstance(root, Tensor):
                 observer.loss(root, graph)
         depth[0] += 1
@@ -302,40 +311,23 @@ def _hook_scaler(observer: Observer) -> None:
         # Where its class has it: FSDP's scaler scales by itself, and is imported later.
         owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
         if not hasattr(owner.scale, _SCALES):
-            patch("scale", _scale, owner)
+            patch("scale", scale, owner)
             setattr(owner.scale, _SCALES, True)
+
+    def scale(original: Any, self: Any, outputs: Any) -> Any:
+        """Results know their losses: an infinite one is right where its loss is not."""
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            single = isinstance(outputs, Tensor)
+            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+                if are_tensors and loss.numel() == 1 and result is not loss:
+                    setattr(result, UNSCALED, loss.detach())
+        return scaled
 
     patch("step", step, torch.amp.GradScaler)
     patch("__init__", made, torch.amp.GradScaler)
-
-
-def _scale(original: Any, self: Any, outputs: Any) -> Any:
-    """Results know their losses: an infinite one is right where its loss is not."""
-    scaled = original(self, outputs)
-    if not torch.compiler.is_compiling():
-        single = isinstance(outputs, Tensor)
-        many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
-        for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
-            are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
-            if are_tensors and loss.numel() == 1 and result is not loss:
-                setattr(result, UNSCALED, loss.detach())
-    return scaled
-
-
-def _watch_graphs(observer: Observer) -> GraphWatch:
-    """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
-    session = observer.session
-    stress = tuple(session.config.get("stress", ()))
-    watch = GraphWatch(observer.event, observer.named, stress)
-    observer.capturing = watch.capturing
-
-    def replayed(info: GraphInfo) -> None:
-        if info.optimizer_steps and not observer.is_paused and session.is_mine:
-            observer.replayed(info.index)
-
-    watch.on_replayed.append(replayed)
-    watch.install()
-    return watch
 
 
 # --- taps --------------------------------------------------------------------------------------
@@ -373,11 +365,7 @@ class Taps:
         self._passes: list[tuple[bool, deque[str]]] = []
 
     def add(self, patterns: Iterable[str]) -> None:
-        """Digest what these mean, too; the first ones hook every module of the process.
-
-        Raises:
-            ValueError: one is no pattern.
-        """
+        """Digest what these mean, too (`ValueError`: no pattern); the first hook all modules."""
         added = [_pattern(text) for text in patterns]
         if added and not self._patterns:
             torch_modules.register_module_forward_pre_hook(self._before)
@@ -389,12 +377,12 @@ class Taps:
     def _before(self, module: nn.Module, args: Any) -> None:
         name, kinds = self._asked(module)
         if INPUT in kinds:
-            self._digest(self._row(name, INPUT), list(_tensors(args)))
+            self._digest(self._row(name, INPUT), _tensors(args))
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
         name, kinds = self._asked(module)
         if OUTPUT in kinds:
-            self._digest(self._row(name, OUTPUT), list(_tensors(result)))
+            self._digest(self._row(name, OUTPUT), _tensors(result))
         if GRADIENT in kinds:
             is_first = self._is_first
             wants = Tensor.is_floating_point if is_first else lambda each: each.requires_grad
@@ -491,8 +479,8 @@ def _planned(tensors: Sequence[Tensor]) -> tuple[Digester, Tensor, Tensor]:
     return Digester(tensors), rows, torch.tensor(signed, dtype=torch.int32, device=device)[:, None]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _pattern(text: str) -> tuple[re.Pattern[str], str]:
@@ -501,17 +489,6 @@ def _pattern(text: str) -> tuple[re.Pattern[str], str]:
         raise ValueError(f"taps: expected {expected}, got {text!r}")
     levels = (re.escape(part).replace(r"\*", "[^.]*") for part in parts[1].split("**"))
     return re.compile(".*".join(levels)), parts[2] or OUTPUT
-
-
-def module_of(error: BaseException, observer: Observer) -> str:
-    """Name of the innermost module at work where an error was raised, "" if there was none."""
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            name = observer.names.of_module(owner) or name
-        trace = trace.tb_next
-    return name
 
 
 # --- rounding at random ------------------------------------------------------------------------
@@ -536,9 +513,6 @@ class Rounding:
 
     Args:
         seed: of the run; 0 for one that rounds as usual, for which nothing is done.
-
-    Raises:
-        CannotRound: the mode cannot be imported here.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -546,11 +520,8 @@ class Rounding:
         self._thread: threading.Thread | None = None
         self._num_compiled = _num_compiled()
         if seed:
-            try:
-                from fsdp_core.rounding import RandomRounding
-            except ImportError as error:
-                message = f"a run that rounds at random needs fsdp_core.rounding: {error}"
-                raise CannotRound(message) from error
+            from fsdp_core.rounding import RandomRounding
+
             self._mode = RandomRounding(seed * RANKS + rank)
 
     def begins(self, original: Callable[[], None]) -> None:
@@ -565,14 +536,9 @@ class Rounding:
         return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
 
     def end(self) -> None:
-        """Round as usual again.
-
-        Raises:
-            CannotRound: the program did not round at random all the time.
-        """
-        # A run that never began has no step: it is no sample.
+        """Round as usual again (`CannotRound`: not all of the program rounded at random)."""
         if self._mode is None or self._thread is None:
-            return
+            return  # one that never began has no step: it is no sample
         if threading.current_thread() is self._thread:
             modes = _get_current_dispatch_mode_stack()
             if self._mode not in modes:
@@ -583,15 +549,9 @@ class Rounding:
         if _num_compiled() > self._num_compiled:
             raise CannotRound("what torch.compile made before training does not round at random")
 
-    def refuse_captures(self) -> None:
-        """See that the program captures no graph, whose replays would round as usual."""
-
-        def capture_begin(*args: Any, **kwargs: Any) -> None:
-            message = "replays of a graph do not round at random: expected an eager reference"
-            raise CannotRound(message)
-
-        for kind in (torch.cuda.CUDAGraph, HostGraph):
-            patch("capture_begin", capture_begin, kind)
+    def refuse(self, *args: Any, **kwargs: Any) -> None:
+        """In place of a capture, whose replays would round as usual."""
+        raise CannotRound("replays of a graph do not round at random: expected an eager reference")
 
 
 def _num_compiled() -> int:

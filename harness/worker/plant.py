@@ -16,10 +16,10 @@ import torch.distributed as dist
 from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
+from harness.recorder import RecordFile
 from harness.records import EventRecord, PlantSpec, RunSpec, each_of
 from harness.worker.plants import PLANTINGS
 from harness.worker.plants.planting import Act, NotHere, Planting, on_its_stream
-from harness.worker.record_file import RecordFile
 
 
 class Plant:

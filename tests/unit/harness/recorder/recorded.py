@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in each child
 from torch import nn
 
-from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
+from harness.records import ABSENT, DIGEST_HEX_CHARS, ErrorRecord, RankRecords, StepRecord
 from harness.store.streams import rank_path, read_rank
 
 Program = Callable[[], object]
@@ -78,6 +78,22 @@ def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None 
     return read_rank(rank_path(folder, 0), 0)
 
 
+def pair(program: Callable[[Any], object], folder: Path, *values: Any, **about: Any) -> list[Any]:
+    """Records of a program with each of several values."""
+    return [
+        recorded(lambda value=value: program(value), folder / str(place), **about)  # type: ignore[misc]
+        for place, value in enumerate(values)
+    ]
+
+
+def error_of(program: Program, folder: Path, *, code: int = 1, **about: Any) -> ErrorRecord:
+    """The error of a program that has one, and therefore no end."""
+    records = recorded(program, folder, code=code, **about)
+    assert records.error is not None
+    assert records.end is None
+    return records.error
+
+
 def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
     code = 1
     with contextlib.suppress(BaseException):
@@ -97,8 +113,7 @@ def _run(program: Program) -> int:
     from harness.recorder import session as recording
 
     session = recording.begin()
-    if session is None:
-        raise RuntimeError("nothing is recorded")
+    assert session is not None
     try:
         program()
     except SystemExit as stop:

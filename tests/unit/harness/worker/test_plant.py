@@ -22,6 +22,7 @@ from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.tensor import reduce_replicated_of
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
+from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,
     EndRecord,
@@ -38,7 +39,6 @@ from harness.records import (
 from harness.worker.plant import Plant
 from harness.worker.plants import PLANTINGS
 from harness.worker.plants.planting import NotHere, Planting, module_named, wrap
-from harness.worker.record_file import RecordFile
 from tests.unit.harness.worker.conftest import TINY, Rank, run_spec
 
 Spec = Callable[..., RunSpec]
