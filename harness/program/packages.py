@@ -51,22 +51,18 @@ print(json.dumps({
     "sites": [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))],
     "installed": {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}}))
 """
-_FIRST_WRONG = """
+_HIDDEN = """
 import importlib.metadata as m, json, sys
 found = [(lock, m.distribution(lock.split("==")[0])) for lock in sys.argv[1:]]
 wrong = [(k, d.version, str(d.locate_file(""))) for k, d in found if k.split("==")[1] != d.version]
-print(json.dumps({"wrong": wrong[:1]}))
+print(json.dumps(wrong[:1]))
 """
+"""Which of a lock is hidden by another: wanted, version found, and where; the first one."""
 
 
 class Environment(NamedTuple):
-    """Where a program with its packages runs.
-
-    Attributes:
-        python: the interpreter to start it with.
-        lock: "name==version" of each package requested and of what it brought, sorted.
-        folder: the overlay; for an empty request the base interpreter's folder.
-    """
+    """Where a program runs: its interpreter, the packages requested and brought, sorted as
+    "name==version", and the overlay, or the base interpreter's folder."""
 
     python: Path
     lock: tuple[str, ...]
@@ -93,8 +89,9 @@ def default_cache() -> Path:
 def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say) -> Environment:
     """The environment of `python` that has `packages`, made unless the cache has it.
 
-    `packages` are exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
-    `say` is called with one line for each thing that takes time or network.
+    Args:
+        packages: exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
+        say: is called with one line for each thing that takes time or network.
 
     Raises:
         UsageError: no such release, releases that conflict, or one that needs another torch.
@@ -207,7 +204,7 @@ def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> 
             packages = next(folder.glob("lib/python*/site-packages"))
             (packages / "base_packages.pth").write_text("".join(lines))
             _pip(environment.python, "install", "--no-deps", *lock)
-        for wanted, got, place in _first_wrong(environment):
+        for wanted, got, place in _ask(environment.python, _HIDDEN, *lock):
             raise UsageError(
                 f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
             )
@@ -224,15 +221,9 @@ def _cached(request: Path) -> Environment | None:
         folder = request.parents[1] / "environments" / record["environment"]
         lock = json.loads((folder / "environment.json").read_text())["lock"]
         environment = Environment(folder / "bin" / "python", tuple(lock), folder)
-        return None if _first_wrong(environment) else environment
+        return None if _ask(environment.python, _HIDDEN, *lock) else environment
     except (FileNotFoundError, ValueError, KeyError, TypeError, Infrastructure):
         return None
-
-
-def _first_wrong(environment: Environment) -> list[list[str]]:
-    """The first of the lock that is hidden by another: wanted, version found, and where."""
-    wrong: list[list[str]] = _ask(environment.python, _FIRST_WRONG, *environment.lock)["wrong"]
-    return wrong
 
 
 # ---- processes and files
@@ -240,7 +231,7 @@ def _first_wrong(environment: Environment) -> list[list[str]]:
 
 def _ask(python: Path, code: str, *arguments: str) -> Any:
     output = _run(str(python), "-P", "-c", code, *arguments)
-    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return json.loads(next(line for line in output.splitlines() if line[:1] in ("{", "[")))
 
 
 def _pip(python: Path, verb: str, *arguments: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -153,7 +153,7 @@ class GraphWatch:
     # ---- captures
 
     def _begin(self, begin: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        maker = _Maker.of(graph, sys._getframe(2))
+        maker = _maker_of(graph, sys._getframe(2))
         if maker is None:
             begin(graph, *args, **kwargs)
             return
@@ -331,52 +331,51 @@ class GraphWatch:
                 state.scramble((53 * self._turn + 1) & 0xFF)
 
 
-@dataclass
-class _Maker:
+class _Maker(NamedTuple):
     """Who captures; `inputs`: tensors that it says the graph uses; `forward`: of a backward."""
 
     name: str
     place: str
-    inputs: list[Any] = field(default_factory=list)
+    inputs: Sequence[Any] = ()
     forward: Any = None
 
-    @classmethod
-    def of(cls, graph: Any, frame: FrameType | None) -> "_Maker | None":
-        """From the stack; None for the empty graph by which the trees hold their pool."""
-        lines = user_lines(frame)
-        place, name = lines[0] if lines else "an unknown place", "unknown"
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename.endswith("cudagraph_trees.py"):
-                if code.co_name != "_record":
-                    return None
-                # Parameters and the like that a recording of the trees relies on.
-                held, inputs = frame.f_locals["self"].wrapped_function, frame.f_locals["inputs"]
-                static = [inputs[index] for index in held.static_input_idxs]
-                return cls(TREES, place, [*static, *held.constants])
-            if code.co_name in ("make_graphed_callables", "_make_graphed_callables"):
-                found = cls._of_callables(graph, frame, place)
-                if found is not None:
-                    return found
-            name = next((n for f, n in _CONTEXTS.items() if code.co_filename.endswith(f)), name)
-            frame = frame.f_back
-        return cls(name, place)
 
-    @classmethod
-    def _of_callables(cls, graph: Any, frame: FrameType, place: str) -> "_Maker | None":
-        variables, file = frame.f_locals, frame.f_code.co_filename
-        library = "TransformerEngine" if "transformer_engine" in file else "torch.cuda"
-        keys = {"forward": "fwd_graphs", "backward": "bwd_graphs", "backward_dw": "bwd_dw_graphs"}
-        for kind, key in keys.items():
-            held = [id(each) for each in variables.get(key, ())]
-            if id(graph) in held:
-                number = held.index(id(graph))
-                name = f"{library}.make_graphed_callables {kind} {number}"
-                surfaces = variables.get("per_callable_static_input_surfaces", ())
-                inputs = surfaces[number] if number < len(surfaces) else ()
-                forward = variables["fwd_graphs"][number] if kind == "backward" else None
-                return cls(name, place, list(tensors_in(inputs)), forward)
-        return None
+def _maker_of(graph: Any, frame: FrameType | None) -> _Maker | None:
+    """From the stack; None for the empty graph by which the trees hold their pool."""
+    lines = user_lines(frame)
+    place, name = lines[0] if lines else "an unknown place", "unknown"
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("cudagraph_trees.py"):
+            if code.co_name != "_record":
+                return None
+            # Parameters and the like that a recording of the trees relies on.
+            held, inputs = frame.f_locals["self"].wrapped_function, frame.f_locals["inputs"]
+            static = [inputs[index] for index in held.static_input_idxs]
+            return _Maker(TREES, place, [*static, *held.constants])
+        if code.co_name in ("make_graphed_callables", "_make_graphed_callables"):
+            found = _of_callables(graph, frame, place)
+            if found is not None:
+                return found
+        name = next((n for f, n in _CONTEXTS.items() if code.co_filename.endswith(f)), name)
+        frame = frame.f_back
+    return _Maker(name, place)
+
+
+def _of_callables(graph: Any, frame: FrameType, place: str) -> _Maker | None:
+    variables, file = frame.f_locals, frame.f_code.co_filename
+    library = "TransformerEngine" if "transformer_engine" in file else "torch.cuda"
+    keys = {"forward": "fwd_graphs", "backward": "bwd_graphs", "backward_dw": "bwd_dw_graphs"}
+    for kind, key in keys.items():
+        held = [id(each) for each in variables.get(key, ())]
+        if id(graph) in held:
+            number = held.index(id(graph))
+            name = f"{library}.make_graphed_callables {kind} {number}"
+            surfaces = variables.get("per_callable_static_input_surfaces", ())
+            inputs = surfaces[number] if number < len(surfaces) else ()
+            forward = variables["fwd_graphs"][number] if kind == "backward" else None
+            return _Maker(name, place, list(tensors_in(inputs)), forward)
+    return None
 
 
 def _gradient_address(parameter: torch.Tensor) -> int:
@@ -413,10 +412,9 @@ class Memory:
 class Uncounted:
     """Inside of it, what the watch allocates brings no garbage collection nearer, and none runs.
 
-    A graph that the collector destroys breaks the capture that is under way (pytorch #195397): what
-    a program does there by itself is to be seen, and what its watch allocates should not cause it.
-    So the collector stays as the program has it, with a threshold that is higher by the watch's own
-    objects until they leave the young generation. What torch allocates to call it is counted.
+    A graph that the collector destroys breaks the capture under way (pytorch #195397), which is to
+    be seen if the program does it, and not to be caused by its watch. So the threshold is higher by
+    the watch's own objects until they leave the young generation.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from harness.recorder import Recorder
 from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import GROUPS, UNSCALED, Observer
+from harness.recorder.observer import UNSCALED, Observer
 from harness.recorder.session import Session, begin, patch
 from harness.recorder.state import cuda_is_used, plain
 
@@ -123,35 +123,13 @@ def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Re
     _active.names.scan([p for each in models for p in each.parameters()], roots=models)
     for each in _each(optimizer):
         _active.add(each)
-    return _ScriptRecorder(_active)
+    return _active
 
 
 def _each(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-class _ScriptRecorder(Recorder):
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.grad_norm, self.skipped = observer.norm, observer.skip  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        self._observer.enter()
-        yield
-        self._observer.leave()
-
-    def microbatch(self, loss: Any) -> None:
-        self._observer.loss(loss, is_told=True)
-
-    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
-        if group in GROUPS:
-            raise ValueError(f"Expected a group of the script's own, got {group!r}.")
-        self._observer.own[group] = lambda: [
-            each for name, tensor in tensors.items() for each in plain(name, tensor)
-        ]
 
 
 @contextlib.contextmanager
@@ -178,10 +156,8 @@ def _is_quiet(observer: Observer) -> bool:
 
 
 def _hook_seeds(observer: Observer) -> None:
-    """Python and NumPy seed from the clock: their states count once the program has seeded them.
-
-    Restoring a state that was saved in this process is no seeding: torch.compile does it.
-    """
+    """Python's and NumPy's states count once the program has seeded them: else the clock did."""
+    # To restore a state that was saved in this process is no seeding: torch.compile does it.
     taken: set[tuple[str, int]] = set()
 
     def hook(kind: str, owner: Any, get: str, put: str) -> None:
@@ -283,12 +259,12 @@ def _hook_norms(observer: Observer) -> None:
     def norm_of(original: Any, *args: Any, **kwargs: Any) -> Any:
         norm, graph = original(*args, **kwargs), observer.capturing()
         if graph is not None or not _is_quiet(observer):
-            observer.norm(norm, graph)
+            observer.grad_norm(norm, graph)
         return norm
 
     def clip(original: Any, params: Any, most: float, norm: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_quiet(observer):
-            observer.norm(norm)
+            observer.grad_norm(norm)
         original(params, most, norm, *args, **kwargs)
 
     for name in ("clip_grad_norm_", "get_total_norm"):
@@ -303,7 +279,7 @@ def _hook_scaler(observer: Observer) -> None:
         result = original(self, optimizer, *args, **kwargs)
         # The optimizer's own hooks have counted the step if it was taken.
         if observer.num_taken == taken and not _is_quiet(observer):
-            observer.skip("GradScaler found a gradient that is not finite")
+            observer.skipped("GradScaler found a gradient that is not finite")
         return result
 
     def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -349,8 +325,7 @@ class Taps:
         gradient   of its first output that gets one
 
     Calls without gradients and calls that a backward pass makes again, as checkpointing does, are
-    passed over. A reentrant checkpoint makes its first pass without gradients, and those of its
-    second one: both are seen as one call, of torch's `CheckpointFunction`, not of other libraries'.
+    passed over. The two passes of a reentrant checkpoint, of torch's own, are seen as one call.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -504,15 +479,11 @@ class CannotRound(RuntimeError):
 
 
 class Rounding:
-    """A program that rounds at random: a sample of how far rounding takes it.
+    """A program that rounds at random from its first training forward or step on; `seed` 0: none.
 
-    It begins with the first training forward, or the first step that the script tells; what the
-    recorder does is outside of it. The mode of torch's dispatcher sees operators of its thread and
-    of its backward passes, and keeps torch.compile out; what was compiled before it began, and what
-    a CUDA graph replays, would not round at random: such a run is not judged.
-
-    Args:
-        seed: of the run; 0 for one that rounds as usual, for which nothing is done.
+    What the recorder does is outside of it. The mode of torch's dispatcher sees operators of its
+    thread and of its backward passes, and keeps torch.compile out; what was compiled before it
+    began, and what a CUDA graph replays, would not round: such a run is not judged.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -525,14 +496,12 @@ class Rounding:
             self._mode = RandomRounding(seed * RANKS + rank)
 
     def begins(self, original: Callable[[], None]) -> None:
-        """Round at random from now on, after what else begins."""
         original()
         if self._mode is not None and self._thread is None:
             self._thread = threading.current_thread()
             self._mode.__enter__()
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside operators round as usual."""
         return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
 
     def end(self) -> None:

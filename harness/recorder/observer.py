@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
 from harness.provenance import of_gpu
+from harness.recorder import Recorder
 from harness.recorder.graphs import GraphInfo
 from harness.recorder.rows import HEX_CHARS, hashed, seconds_between, write_kept
 from harness.recorder.session import Session
@@ -105,8 +106,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class Observer:
-    """Collects one rank's steps and writes their records."""
+class Observer(Recorder):
+    """Collects one rank's steps and writes their records; what a script's own lines speak to."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.names = session, Names()
@@ -190,7 +191,7 @@ class Observer:
             held.append(_to_host(loss) if graph is None else loss)
 
     @guarded
-    def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
+    def grad_norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
         self._here(graph).norm = _to_host(norm) if graph is None else norm
 
@@ -247,7 +248,7 @@ class Observer:
         self._step_is_over(step, self.optimizers)
 
     @guarded
-    def skip(self, why: str) -> None:
+    def skipped(self, why: str) -> None:
         step = self._open()
         step.skipped = why or "skipped"
         if not step.is_explicit:
@@ -259,15 +260,31 @@ class Observer:
             self._observe_state(step, optimizers)
             self._mark(step)
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        self.enter()
+        yield
+        self._leave()
+
+    def microbatch(self, loss: Any) -> None:
+        self.loss(loss, is_told=True)
+
+    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
+        if group in GROUPS:
+            raise ValueError(f"Expected a group of the script's own, got {group!r}.")
+        self.own[group] = lambda: [
+            each for name, tensor in tensors.items() for each in plain(name, tensor)
+        ]
+
     @guarded
-    def enter(self) -> None:  # the script says that a step begins
+    def enter(self) -> None:
         self.begin()
         self.has_trained = True
         self.close()
         self._open().is_explicit = True
 
     @guarded
-    def leave(self) -> None:
+    def _leave(self) -> None:
         step = self._open()
         if "grads" not in step.groups:
             self._observe_gradients(step, self.optimizers)
@@ -416,7 +433,6 @@ class Observer:
         return names, _to_host(out)
 
     def _mark(self, step: Step) -> None:
-        """Where the step ends, for its time and for whoever waits until it is on the host."""
         if cuda_is_used():
             step.mark = torch.cuda.Event(enable_timing=True)
             step.mark.record()
@@ -435,7 +451,6 @@ class Observer:
         self._drain(wait=False)
 
     def finish(self) -> Mapping[str, Any]:
-        """Write what is left; facts for the end record."""
         self.close()
         self._drain(wait=True)
         return {"peak_bytes": memory()[1]}
@@ -451,18 +466,14 @@ class Observer:
             self._write(self._queue.pop(0))
 
     def _write(self, step: Step) -> None:
-        found = {group: _found(group, sections) for group, sections in step.groups.items()}
-        flagged = {
-            group: [name for name, (_, flag) in of_group.items() if flag]
-            for group, of_group in found.items()
-        }
-        state = {
-            "digests": {
-                group: "".join(text for text, _ in it.values()) for group, it in found.items()
-            },
-            "nonfinite": {group: bad for group, bad in flagged.items() if bad},
-        }
-        names = {group: list(of_group) for group, of_group in found.items()}
+        names, digests, nonfinite = dict[str, list[str]](), dict[str, str](), dict[str, list[str]]()
+        for group, sections in step.groups.items():
+            found = _found(group, sections)
+            names[group] = list(found)
+            digests[group] = "".join(text for text, _ in found.values())
+            if bad := [name for name, (_, flag) in found.items() if flag]:
+                nonfinite[group] = bad
+        state = {"digests": digests, "nonfinite": nonfinite}
         taps = [name for name, _ in step.taps]
         changed = {group: n for group, n in names.items() if self._written.get(group) != n}
         if changed or taps != self._written_taps:
@@ -509,7 +520,6 @@ class Keeper:
             ))  # fmt: skip
 
     def write(self, step: int) -> None:
-        """Write the file once the step to keep is over."""
         if step == self._step:
             session = self._session
             write_kept(session.folder, session.key, session.rank, step, self._held)

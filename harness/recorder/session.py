@@ -331,12 +331,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def failures_of(kind: str, message: str) -> frozenset[str]:
-    """Names of what an exception means, by `TABLE`; none for most of them.
-
-    Args:
-        kind: name of its type; "" for what a process printed as it died.
-        message: its text.
-    """
+    """What an exception means, names of `TABLE`; `kind` "" is what a process printed as it died."""
     text = f"{kind}: {message}".lower()
     is_cuda = kind in ("AcceleratorError", "RuntimeError") and message.startswith("CUDA error: ")
     is_gloo = kind == "RuntimeError" and _GLOO.match(message) is not None

@@ -47,11 +47,8 @@ def noted(
 ) -> Iterator["Notes"]:
     """Inside, collectives are noted in the file at `path`, which is left behind by failures only.
 
-    Args:
-        device: whose memory is being counted; where it is not, as on CUDA, no collective is noted.
-        step: gives the number of the step.
-        eager_steps: how many of them come before graphs are captured.
-        gives: whether to note what the rank gives to each of them.
+    Where the device counts no memory, as on CUDA, none is noted. `step` gives the number of the
+    step, `eager_steps` how many come before graphs are captured; `gives`: whether to note inputs.
     """
     file = PlaceFile(path)
     notes, counter = Notes(file, step, eager_steps), device.counter
@@ -84,7 +81,6 @@ class Notes:
         self.given: list[GivenCall] | None = None
 
     def entering(self, func: Any, args: tuple[Any, ...]) -> None:
-        """A collective is called."""
         operator: str = func._schema.name
         if operator != _WAIT:
             group = self._group(args)
@@ -97,11 +93,9 @@ class Notes:
         self._write(is_inside=True)
 
     def left(self) -> None:
-        """It came back."""
         self._write(is_inside=False)
 
     def given_event(self, rank: int, step: int) -> EventRecord:
-        """What was given since the last time."""
         calls, self.given = self.given or [], []
         detail = {"calls": [call.to_json() for call in calls]}
         return EventRecord(name=GIVEN, rank=rank, step=step, detail=detail)

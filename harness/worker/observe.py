@@ -60,7 +60,6 @@ class StepClock:
         self.tick()
 
     def tick(self) -> None:
-        """The work of a step has been issued."""
         if not self._device.is_cuda:
             self._marks.append(time.perf_counter())
             return
@@ -148,7 +147,6 @@ class Observer:
             self._file.write(self._record(row, rng, facts | {"step_s": step_s}))
 
     def graphs_event(self, step: int) -> EventRecord:
-        """What was captured, replayed, compiled and moved, at the end of a run."""
         trainer, counts = self._trainer, self._trainer.counts
         moved = itertools.islice(self.moved.items(), MOST_MOVED)
         detail = {
@@ -239,8 +237,7 @@ def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
 def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     """The seconds of the digests that every step of a timed run takes, the fastest of some.
 
-    Both runs digest the same bytes, so the time cancels out of their difference, but not out of a
-    ratio: the check `throughput` takes it off both. Not on CUDA: launched from the host, as here,
+    The check `throughput` takes it off both times. Not on CUDA: launched from the host, as here,
     digests take longer than inside of a graph, and a graphed candidate had too much taken off.
     """
     device, found = trainer.device, list[float]()

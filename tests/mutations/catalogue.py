@@ -531,8 +531,8 @@ MUTATIONS = [
         ("loss_is_first_microbatch", "if len(losses) < 2:", "if losses:", "recorder/test_steps"),
         ("hook_failure_swallowed", "            self.session.broken(error)\n",
          "            del error\n", "recorder/test_session"),
-        ("nonfinite_not_written", "[name for name, (_, flag) in of_group.items() if flag]",
-         "[name for name, (_, flag) in of_group.items() if flag > 1]"),
+        ("nonfinite_not_written", "if bad := [name for name, (_, flag) in found.items() if flag]:",
+         "if bad := [name for name, (_, flag) in found.items() if flag > 1]:"),
         ("only_first_optimizer", "for optimizer, params in self._each_once(optimizers):\n"
          "            number", "for optimizer, params in list(self._each_once(optimizers))[:1]:\n"
          "            number"),
