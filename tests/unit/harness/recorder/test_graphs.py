@@ -468,7 +468,7 @@ def test_callables_accumulate_as_they_do_on_a_gpu(clone: bool) -> None:
 
 def test_poison_is_overwritten_by_a_right_graph() -> None:
     """Results are NaN when the graph runs and not after it; what the program wrote is left."""
-    x, kept, seen, model = torch.ones(4), {}, [], Scale()
+    x, kept, seen, model = torch.ones(4), {}, list[str](), Scale()
 
     def body() -> None:
         kept["empty"], kept["buffer"] = torch.empty(4), torch.empty(4).fill_(1.0)
