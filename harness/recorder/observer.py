@@ -115,7 +115,7 @@ class Observer(Recorder):
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
+        self.has_begun = self.has_trained = self.is_in_backward = False
         self.num_taken = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None

@@ -40,6 +40,14 @@ def train(model: nn.Module, *optimizers: Any, steps: int = 1, microbatches: int 
             optimizer.step()
 
 
+def step_of(model: nn.Module, x: Any = None, optimizer: Any = None, factor: float = 1.0) -> None:
+    """One step, whose loss is the sum of what the model makes of `x`, times a factor."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    out = model(torch.ones(3) if x is None else x).sum() * factor
+    (out.abs() if out.is_complex() else out).backward()
+    optimizer.step()
+
+
 def plain() -> None:
     """Two steps of Adam."""
     model = model_of()

@@ -22,16 +22,9 @@ from tests.unit.harness.recorder.recorded import (
     names,
     pair,
     recorded,
+    step_of,
     train,
 )
-
-
-def step_of(model: nn.Module, x: Any = None, optimizer: Any = None, factor: float = 1.0) -> None:
-    optimizer = optimizer or SGD(model.parameters(), 0.1)
-    out = model(torch.ones(3) if x is None else x).sum() * factor
-    (out.abs() if out.is_complex() else out).backward()
-    optimizer.step()
-
 
 # --- two programs that differ in one value -----------------------------------------------------
 
@@ -247,8 +240,7 @@ def with_adam(**flags: Any) -> None:
 
 
 def of_places(*places: int) -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    step_of(model, torch.tensor(places))
+    step_of(nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.tensor(places))
 
 
 def with_buffer(make: Callable[[Tensor], Tensor]) -> None:
