@@ -25,11 +25,7 @@ SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
 
 
 def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
-    """Run one rank to its end; RANK and its companions are set. Does not return for a script.
-
-    Raises:
-        OSError: the interpreter cannot be started.
-    """
+    """Run one rank to its end; RANK and its companions are set. Does not return for a script."""
     os.environ.update(environment(program, folder, os.environ) | {RUN_VARIABLE: key})
     sys.stdout.flush()
     sys.stderr.flush()

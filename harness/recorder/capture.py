@@ -56,11 +56,7 @@ class HostGraph:
         _capturing = self
 
     def capture_end(self) -> None:
-        """Stop to record; after an error inside (`failed`) that is raised again.
-
-        Raises:
-            RuntimeError: no capture is under way, or what it did cannot be replayed.
-        """
+        """Stop to record (`RuntimeError`: no capture, or none to replay); raises `failed`."""
         global _capturing
         capture, self._capture = self._capture, None
         error, self.failed = self.failed, None

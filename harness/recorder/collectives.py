@@ -88,11 +88,7 @@ class Notes:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
 
     def install(self) -> Callable[..., None]:
-        """Wrap the collectives of every process group, and wait to be asked where they are.
-
-        Returns:
-            What is to be called as the process leaves: others may wait for what it has not entered.
-        """
+        """Wrap the collectives of all groups; what is to be called as the process leaves."""
         for method, name in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
                 patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
@@ -204,10 +200,7 @@ class Notes:
         original(*args, **kwargs)
 
     def _say(self, *, or_last: bool = False) -> None:
-        """Write where this rank is, as far as anything knows.
-
-        `or_last`: one that failed is in no collective any more, but the last may be what failed.
-        """
+        """Write where this rank is; of one that failed, the last collective may be what failed."""
         self._count()
         place = self._last | ({} if or_last else self._at_work()) | self._facts()
         with suppress(Exception):  # whatever a version of torch has there: the rest is known
@@ -228,10 +221,7 @@ class Notes:
         return {"module": self._module(frame), "phase": phase, "at": at}
 
     def _recorded(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
-        """The first collective that is not over, by torch's flight recorder, and the last ones.
-
-        NCCL's host goes on after one that cannot end.
-        """
+        """The first collective that is not over, which NCCL's host has left, and the last ones."""
         dumps = filter(None, (getattr(torch._C._distributed_c10d, n, None) for n in RECORDERS))
         held = (entry for dump in dumps for entry in pickle.loads(dump()).get("entries", ()))
         entries: list[Entry] = [entry for entry in held if not entry["is_p2p"]]
@@ -281,10 +271,7 @@ class Notes:
 
 
 def fitting(place: dict[str, Any]) -> str:
-    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit.
-
-    The leader reads no longer one: keys of groups of hundreds of ranks are long.
-    """
+    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit."""
     text = json.dumps(place) + "\n"
     while len(text) > SIZE_BYTES and place.get("recent"):
         place = place | {"recent": place["recent"][len(place["recent"]) // 2 + 1 :]}

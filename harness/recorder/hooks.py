@@ -107,11 +107,7 @@ def _module_of(error: BaseException, observer: Observer) -> str:
 
 
 def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Recorder:
-    """The recorder that a script's own lines speak to; in a process that does not record, none.
-
-    Raises:
-        ValueError: one of `taps` is no pattern.
-    """
+    """What a script's own lines speak to (`ValueError`: one of `taps` is no pattern)."""
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:

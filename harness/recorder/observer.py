@@ -317,10 +317,8 @@ class Observer(Recorder):
         return self._here() if inside is None else inside
 
     def under_way(self) -> int:
-        """The step that the program is in, -1 before its first forward pass of training.
-
-        After a step's optimizers it is the next one, but for the last step that is due.
-        """
+        """The step that the program is in, -1 before training; after the optimizers the next one,
+        but for the last step that is due."""
         if not (self.has_begun or self.has_trained):
             return -1
         for inside in (self._at_work, self._step_in_backward if self.is_in_backward else None):

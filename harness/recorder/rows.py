@@ -30,22 +30,14 @@ def seconds_between(before: Any, after: Any) -> float:
 
 
 def write_kept(folder: Path, run: str, rank: int, step: int, kept: Iterable[Any]) -> None:
-    """Write tensors that a run keeps, as `entry_of` takes them; whole or not at all.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+    """Write tensors that a run keeps, as `entry_of` takes them, whole or not at all."""
     from harness.store.contents import write_contents
 
     write_contents(folder, run, rank, step, map(entry_of, kept))
 
 
 def entry_of(kept: Any) -> tuple[Any, bytes]:
-    """A kept tensor as `harness.store.contents` has it, and its bytes.
-
-    Args:
-        kept: a `fsdp_core.train.keeping.Kept`, or what has its attributes.
-    """
+    """A `fsdp_core.train.keeping.Kept`, or its like, as `harness.store.contents` has it."""
     from harness.store.contents import KeptTensor, Place
 
     about = KeptTensor(

@@ -195,10 +195,8 @@ _has_begun = False
 
 
 def _rank_and_size(*, trains: bool) -> tuple[int, int] | None:
-    """This process's rank and their number: torchrun's, its group's, srun's, or alone.
-
-    One to which torchrun gave no rank has none until it trains: it may be torchrun itself.
-    """
+    """This process's rank and their number: torchrun's, its group's, srun's, or alone; None for
+    one to which torchrun gave none until it trains: it may be torchrun itself."""
 
     def said(*names: str) -> tuple[int, int] | None:
         rank, size = (os.environ.get(name, "") for name in names)
