@@ -76,11 +76,6 @@ class Step:
     def microbatches(self) -> list[Tensor]:
         return self.told or self.losses
 
-    @property
-    def is_taking(self) -> bool:
-        """Whether more of the program may belong to it: no optimizer has stepped in it."""
-        return self.is_explicit or not self.stepped
-
     def place_of(self, optimizer: Any) -> int:
         # One that is made anew has the place of the old one.
         return self.places.setdefault(id(optimizer), len(self.places))
@@ -324,7 +319,7 @@ class Observer(Recorder):
         for inside in (self._at_work, self._step_in_backward if self.is_in_backward else None):
             if inside is not None and inside.index >= 0:
                 return inside.index
-        if (step := self.current) is not None and step.is_taking:
+        if (step := self.current) is not None and (step.is_explicit or not step.stepped):
             return step.index
         due = self.session.config.get("steps")
         has_more = self.pending.microbatches or self.pending.taps
@@ -350,7 +345,7 @@ class Observer(Recorder):
                 self._static[graph.index] = Step(graph.captures)
             return self._static[graph.index]
         step = self.current
-        return step if step is not None and step.is_taking else self.pending
+        return step if step is not None and (step.is_explicit or not step.stepped) else self.pending
 
     def _open(self) -> Step:
         if self.current is None:
@@ -533,7 +528,7 @@ def _found(group: str, sections: Mapping[str, list[Part]]) -> dict[str, tuple[st
     # Optimizers may share a parameter, or one only hold another: the last look counts.
     found: dict[str, tuple[str, int]] = {}
     for look in looks:
-        found |= zip(_unique(name for name, _ in look), (row for _, row in look), strict=True)
+        found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
     return found
 
 
