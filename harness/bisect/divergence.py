@@ -24,8 +24,8 @@ A gradient is digested after it is reduced, each rank holding its rows of the su
     one rank's rows alone, where others hold some too   reduce                   after
 
 Which rank brought it in is known from what each gave to the collective, noted on the CPU in runs
-that look into modules (`harness.worker.given`). What a capture leaves behind is known from the step
-in which graphs are captured.
+that look into modules (`harness.worker.collectives`). What a capture leaves behind is known from
+the step in which graphs are captured.
 """
 
 from collections import Counter

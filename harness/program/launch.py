@@ -25,11 +25,7 @@ SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
 
 
 def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
-    """Run one rank to its end; RANK and its companions are set. Does not return for a script.
-
-    Raises:
-        OSError: the interpreter cannot be started.
-    """
+    """Run one rank to its end; RANK and its companions are set. Does not return for a script."""
     os.environ.update(environment(program, folder, os.environ) | {RUN_VARIABLE: key})
     sys.stdout.flush()
     sys.stderr.flush()
@@ -43,20 +39,14 @@ def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
 
 
 def make_environments(programs: Iterable[ProgramSpec], say: Say) -> None:
-    """Make the environments that programs ask for, before any of their ranks looks for one.
-
-    Raises:
-        UsageError, Infrastructure: as `harness.program.packages.prepare`.
-    """
+    """Make the environments that programs ask for, before ranks look for one; as `prepare`."""
     for packages in {tuple(sorted(each.packages.items())) for each in programs if each.packages}:
         _python(dict(packages), say)
 
 
 def _python(packages: Mapping[str, str], say: Say = lambda text: None) -> str:
-    if not packages:
-        return sys.executable
-    base, cache = Path(sys.executable), default_cache()
-    return str(prepare(packages, python=base, cache=cache, say=say).python)
+    cache = default_cache()
+    return str(prepare(packages, python=Path(sys.executable), cache=cache, say=say).python)
 
 
 def command(program: ProgramSpec) -> list[str]:
@@ -68,20 +58,14 @@ def command(program: ProgramSpec) -> list[str]:
 
 def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of one rank over those that the harness gives all ranks."""
-    world_size = environ.get("WORLD_SIZE", "1")
     variables = recording(program, folder, environ) | {
         # What torchrun says to the processes that it starts.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "deltazero",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": environ.get("RANK", "0"),
-        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "deltazero",
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
+        "ROLE_RANK": environ.get("RANK", "0"), "ROLE_WORLD_SIZE": environ.get("WORLD_SIZE", "1"),
         PROGRAM_VARIABLE: code_of_scripts(folder_of(program)),
-    }
+    }  # fmt: skip
     return variables | program.env
 
 

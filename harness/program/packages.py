@@ -24,10 +24,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.errors import Infrastructure, UsageError, shown
 from harness.store.files import write_atomic
@@ -35,7 +34,6 @@ from harness.store.files import write_atomic
 Say = Callable[[str], None]
 
 SHOWN_VERSIONS = 8
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
 """Packages named like torch's libraries that hold none."""
 
@@ -46,7 +44,6 @@ _FINAL = re.compile(r"[0-9.]+(?:\.post[0-9]+)?")
 _MISSING = re.compile(
     r"satisfies the requirement (.+?)(?: \(from ([^)]*)\))? \(from versions: (.*)\)"
 )
-
 _PROBE = """
 import importlib.metadata as m, json, platform, sys
 print(json.dumps({
@@ -54,50 +51,31 @@ print(json.dumps({
     "sites": [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))],
     "installed": {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}}))
 """
-_FIRST_WRONG = """
+_HIDDEN = """
 import importlib.metadata as m, json, sys
 found = [(lock, m.distribution(lock.split("==")[0])) for lock in sys.argv[1:]]
 wrong = [(k, d.version, str(d.locate_file(""))) for k, d in found if k.split("==")[1] != d.version]
-print(json.dumps({"wrong": wrong[:1]}))
+print(json.dumps(wrong[:1]))
 """
+"""Which of a lock is hidden by another: wanted, version found, and where; the first one."""
 
 
-class PackagesRefused(UsageError):
-    """A request for packages that cannot be met as written."""
-
-
-class PackagesUnavailable(Infrastructure):
-    """The index, pip or the disk kept a request for packages from being met."""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where a program with its packages runs.
-
-    Attributes:
-        python: the interpreter to start it with.
-        lock: "name==version" of each package requested and of what it brought, sorted.
-        folder: the overlay; for an empty request the base interpreter's folder.
-    """
+class Environment(NamedTuple):
+    """Where a program runs: its interpreter, the packages requested and brought, sorted as
+    "name==version", and the overlay, or the base interpreter's folder."""
 
     python: Path
     lock: tuple[str, ...]
     folder: Path
 
 
-@dataclass(frozen=True)
-class _Base:
+class _Base(NamedTuple):
     """The interpreter under an overlay, its packages by canonical name."""
 
     python: Path
-    prefix: str
-    version: str
-    sites: tuple[str, ...]
+    sites: list[str]
     installed: Mapping[str, str]
-
-    @property
-    def identity(self) -> list[str]:
-        return [self.prefix, self.version, self.installed.get("torch", "")]
+    identity: list[str]
 
 
 def default_cache() -> Path:
@@ -111,12 +89,13 @@ def default_cache() -> Path:
 def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say) -> Environment:
     """The environment of `python` that has `packages`, made unless the cache has it.
 
-    `packages` are exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
-    `say` is called with one line for each thing that takes time or network.
+    Args:
+        packages: exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
+        say: is called with one line for each thing that takes time or network.
 
     Raises:
-        PackagesRefused: no such release, releases that conflict, or one that needs another torch.
-        PackagesUnavailable: no network, no pip, no room on the disk.
+        UsageError: no such release, releases that conflict, or one that needs another torch.
+        Infrastructure: no network, no pip, no room on the disk.
     """
     python = python.absolute()  # to resolve a link would leave its environment
     if not packages:
@@ -124,16 +103,16 @@ def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say)
     requirements = sorted(_requirement(name, version) for name, version in packages.items())
     found = _ask(python, _PROBE)
     installed = {_canonical(name): version for name, version in found["installed"].items() if name}
-    base = _Base(python, found["prefix"], found["version"], tuple(found["sites"]), installed)
+    identity = [found["prefix"], found["version"], installed.get("torch", "")]
+    base = _Base(python, found["sites"], installed, identity)
     try:
-        request = cache.absolute() / "requests" / f"{_digest([requirements, base.identity])}.json"
+        request = cache.absolute() / "requests" / f"{_digest([requirements, identity])}.json"
         with _locked(request, say):
             return _cached(request) or _made(requirements, base, request, say)
     except OSError as error:
-        reason = "the disk is full" if error.errno in DISK_FULL else str(error)
-        raise PackagesUnavailable(
-            f"packages: cannot write to the cache {cache}: {reason}"
-        ) from None
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if is_full else str(error)
+        raise Infrastructure(f"packages: cannot write to the cache {cache}: {reason}") from None
 
 
 def releases(name: str, first: str, last: str, python: Path) -> list[str]:
@@ -142,34 +121,34 @@ def releases(name: str, first: str, last: str, python: Path) -> list[str]:
     Development and pre-releases are left out unless `first` or `last` is one.
 
     Raises:
-        PackagesRefused: the index lacks `name`, `first` or `last`, or they are in the wrong order.
-        PackagesUnavailable: no network, no pip.
+        UsageError: the index lacks `name`, `first` or `last`, or they are in the wrong order.
+        Infrastructure: no network, no pip.
     """
     _requirement(name, first), _requirement(name, last)
     final = _FINAL.fullmatch(first) and _FINAL.fullmatch(last)
-    output = _pip(python, "index", ["versions", name, *([] if final else ["--pre"])])
+    output = _pip(python, "index", "versions", name, *([] if final else ["--pre"]))
     versions = "".join(re.findall(r"^Available versions: (.+)$", output, re.M)).split(", ")[::-1]
     for version in (first, last):
         if version not in versions:
             raise _no_release(name, version, versions)
     between = versions[versions.index(first) : versions.index(last) + 1]
     if not between:
-        raise PackagesRefused(f"packages: {name}: expected {first} to be older than {last}")
+        raise UsageError(f"packages: {name}: expected {first} to be older than {last}")
     return between
 
 
-# ---- request -> lock
+# ---- request -> lock -> environment
 
 
 def _requirement(name: str, version: str) -> str:
     """What pip is asked for; nothing but a name and versions gets through."""
     if not _NAME.fullmatch(name):
-        raise PackagesRefused(f"packages: expected the name of a package, got {shown(name)}")
+        raise UsageError(f"packages: expected the name of a package, got {shown(name)}")
     if re.fullmatch(_VERSION, version):
         return f"{name}=={version}"
     if not _CLAUSES.fullmatch(version):
         expected = 'a version as "0.6.1" or a specifier as ">=2,<3"'
-        raise PackagesRefused(f"packages: {name}: expected {expected}, got {shown(version)}")
+        raise UsageError(f"packages: {name}: expected {expected}, got {shown(version)}")
     return name + re.sub(r"\s", "", version)
 
 
@@ -179,14 +158,20 @@ def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[A
     with tempfile.TemporaryDirectory() as folder:
         report, held = Path(folder, "report.json"), Path(folder, "held.txt")
         held.write_text("".join(f"{n}=={v}\n" for n, v in base.installed.items() if _is_torch(n)))
-        arguments = ["--dry-run", "--report", str(report), "--constraint", str(held), *requirements]
-        _pip(base.python, "install", arguments)
+        options = ["--dry-run", "--report", str(report), "--constraint", str(held)]
+        _pip(base.python, "install", *options, *requirements)
         items: list[Any] = json.loads(report.read_text())["install"]
     lock = {_canonical(i["metadata"]["name"]): i["metadata"]["version"] for i in items}
     for name in filter(_is_torch, lock):  # a library that the base's torch was built without
-        raise PackagesRefused(
-            f"packages: {', '.join(_askers(name, items)) or 'the request'} would add"
-            f" {name} {lock[name]} to the torch of {base.python}; expected packages that do without"
+        askers = (
+            f"{metadata['name']} {metadata['version']} (needs {wanted.split(';')[0].strip()})"
+            for metadata in (item["metadata"] for item in items)
+            for wanted in metadata.get("requires_dist", ())
+            if _canonical(re.split(r"[^\w.-]", wanted)[0]) == name
+        )
+        raise UsageError(
+            f"packages: {', '.join(askers) or 'the request'} would add {name} {lock[name]} to the"
+            f" torch of {base.python}; expected packages that do without"
         )
     for name in (_canonical(re.split(r"[\[=~!<>]", each)[0]) for each in requirements):
         # One that the base has already is part of the evidence.
@@ -202,17 +187,6 @@ def _is_torch(name: str) -> bool:
     return libraries or name in ("torch", "triton", "pytorch-triton")
 
 
-def _askers(name: str, items: Sequence[Any]) -> Iterator[str]:
-    for metadata in (item["metadata"] for item in items):
-        for requirement in metadata.get("requires_dist", ()):
-            if _canonical(re.split(r"[^\w.-]", requirement)[0]) == name:
-                wanted = requirement.split(";")[0].strip()
-                yield f"{metadata['name']} {metadata['version']} (needs {wanted})"
-
-
-# ---- lock -> environment
-
-
 def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> Environment:
     items, lock = _resolve(requirements, base, say)
     hashes = sorted(
@@ -222,28 +196,22 @@ def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> 
     environment = Environment(folder / "bin" / "python", tuple(lock), folder)
     with _locked(folder, say):
         if not (folder / "environment.json").exists():
-            _build(environment, base)
-        for wanted, got, place in _first_wrong(environment):
-            raise PackagesRefused(
+            if folder.exists():
+                shutil.rmtree(folder)  # what a killed process left of it
+            _run(str(base.python), "-P", "-m", "venv", "--without-pip", str(folder))
+            # A venv made from a venv does not see its packages; `addsitedir` also reads .pth files.
+            lines = (f"import site; site.addsitedir({site!r})\n" for site in base.sites)
+            packages = next(folder.glob("lib/python*/site-packages"))
+            (packages / "base_packages.pth").write_text("".join(lines))
+            _pip(environment.python, "install", "--no-deps", *lock)
+        for wanted, got, place in _ask(environment.python, _HIDDEN, *lock):
+            raise UsageError(
                 f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
             )
         write_atomic(folder / "environment.json", json.dumps({"lock": lock, "base": base.identity}))
     said = {"lock": lock, "environment": folder.name, "requirements": requirements}
     write_atomic(request, json.dumps(said))
     return environment
-
-
-def _build(environment: Environment, base: _Base) -> None:
-    """Make the overlay, over what a killed process left of it."""
-    folder = environment.folder
-    if folder.exists():
-        shutil.rmtree(folder)
-    _run([str(base.python), "-P", "-m", "venv", "--without-pip", str(folder)])
-    # A venv made from a venv does not see its packages. `addsitedir` also reads .pth files there.
-    lines = (f"import site; site.addsitedir({site!r})\n" for site in base.sites)
-    packages = next(folder.glob("lib/python*/site-packages"))
-    (packages / "base_packages.pth").write_text("".join(lines))
-    _pip(environment.python, "install", ["--no-deps", *environment.lock])
 
 
 def _cached(request: Path) -> Environment | None:
@@ -253,31 +221,25 @@ def _cached(request: Path) -> Environment | None:
         folder = request.parents[1] / "environments" / record["environment"]
         lock = json.loads((folder / "environment.json").read_text())["lock"]
         environment = Environment(folder / "bin" / "python", tuple(lock), folder)
-        return None if _first_wrong(environment) else environment
+        return None if _ask(environment.python, _HIDDEN, *lock) else environment
     except (FileNotFoundError, ValueError, KeyError, TypeError, Infrastructure):
         return None
-
-
-def _first_wrong(environment: Environment) -> list[tuple[str, str, str]]:
-    """The first of the lock that is hidden by another: wanted, version found, and where."""
-    found = _ask(environment.python, _FIRST_WRONG, *environment.lock)
-    return [tuple(wrong) for wrong in found["wrong"]]
 
 
 # ---- processes and files
 
 
 def _ask(python: Path, code: str, *arguments: str) -> Any:
-    output = _run([str(python), "-P", "-c", code, *arguments])
-    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    output = _run(str(python), "-P", "-c", code, *arguments)
+    return json.loads(next(line for line in output.splitlines() if line[:1] in ("{", "[")))
 
 
-def _pip(python: Path, verb: str, arguments: Sequence[str]) -> str:
+def _pip(python: Path, verb: str, *arguments: str) -> str:
     options = ["--no-input", "--disable-pip-version-check"]
-    return _run([str(python), "-P", "-m", "pip", verb, *options, *arguments])
+    return _run(str(python), "-P", "-m", "pip", verb, *options, *arguments)
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(*command: str) -> str:
     """Run to the end; output and errors together."""
     # The user's defaults for installations elsewhere would refuse or redirect ours.
     extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
@@ -287,17 +249,17 @@ def _run(command: Sequence[str]) -> str:
             env={**os.environ, **extra},
         )  # fmt: skip
     except (FileNotFoundError, PermissionError) as error:
-        raise PackagesUnavailable(f"packages: expected a Python interpreter: {error}") from None
+        raise Infrastructure(f"packages: expected a Python interpreter: {error}") from None
     if done.returncode:
         raise _cause(done.stdout, command[0])
     return done.stdout
 
 
 _CAUSES: tuple[tuple[str, type[UsageError] | type[Infrastructure], str], ...] = (
-    (r"No module named '?pip\b", PackagesUnavailable, "{python} has no pip"),
-    (r"No space left on device|Disk quota exceeded", PackagesUnavailable, "the disk is full"),
-    (r"after connection broken by|timed out", PackagesUnavailable, "the index cannot be reached"),
-    (r"conflicting dependencies", PackagesRefused, "no releases fit each other: {conflict}"),
+    (r"No module named '?pip\b", Infrastructure, "{python} has no pip"),
+    (r"No space left on device|Disk quota exceeded", Infrastructure, "the disk is full"),
+    (r"after connection broken by|timed out", Infrastructure, "the index cannot be reached"),
+    (r"conflicting dependencies", UsageError, "no releases fit each other: {conflict}"),
 )
 """What pip's output says of a failure. The only place where text decides; a test an entry."""
 
@@ -318,20 +280,19 @@ def _cause(output: str, python: str) -> UsageError | Infrastructure:
         return _no_release(nowhere[1], nowhere[1], [])
     errors = re.findall(r"^\s*(?:ERROR|error): (.+)", output, re.MULTILINE)
     last = (errors or output.strip().splitlines() or ["no output"])[-1]
-    return PackagesUnavailable(f"packages: {python} failed: {last}")
+    return Infrastructure(f"packages: {python} failed: {last}")
 
 
-def _no_release(
-    requirement: str, got: str, versions: Sequence[str], asker: str = ""
-) -> PackagesRefused:
+def _no_release(requirement: str, got: str, versions: Sequence[str], asker: str = "") -> UsageError:
     """`versions`: oldest first; final ones are shown if there are any."""
     legal = [v for v in versions if _FINAL.fullmatch(v)] or list(versions)
     name = re.split(r"[\[=~!<>(; ]", requirement)[0]
-    text = f"packages: expected a release of {name} that the index has for this interpreter"
-    text += f", got {got}" + (f" (asked for by {asker})" if asker else "")
-    if not legal:
-        return PackagesRefused(f"{text}; it has none, or cannot be reached")
-    return PackagesRefused(f"{text}; some legal values: {', '.join(legal[-SHOWN_VERSIONS:])}")
+    some = f"some legal values: {', '.join(legal[-SHOWN_VERSIONS:])}"
+    return UsageError(
+        f"packages: expected a release of {name} that the index has for this interpreter, got {got}"
+        + (f" (asked for by {asker})" if asker else "")
+        + f"; {some if legal else 'it has none, or cannot be reached'}"
+    )
 
 
 @contextlib.contextmanager

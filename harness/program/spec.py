@@ -1,14 +1,13 @@
 """A program that the harness did not write, as a run's specification holds it.
 
-`RunSpec.config` of such a run is {"program": ProgramSpec, "steps": ..., "taps": [...], ...}: the
-keys that checks and the bisector read of the built-in trainer's configuration have one meaning for
-every program.
+`RunSpec.config` of such a run is {"program": ProgramSpec, "steps": ..., "taps": [...], ...}: keys
+that the built-in trainer's configuration has, too, mean the same in it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from harness.codec import Json, RecordError
 from harness.provenance import code_of_program
@@ -64,15 +63,10 @@ def folder_of(program: ProgramSpec) -> Path:
     return Path(program.target).parent if program.kind == "script" else Path(program.folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
 
     layouts: bool
-
-
-BUILTIN = Capabilities(layouts=True)
-FOREIGN = Capabilities(layouts=False)
 
 
 def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:
@@ -87,7 +81,7 @@ def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:
 
 def capabilities_of(config: Mapping[str, Any]) -> Capabilities:
     """What can be asked of the program of a run's configuration."""
-    return BUILTIN if config.get("program") is None else FOREIGN
+    return Capabilities(layouts=config.get("program") is None)
 
 
 def command_line(args: Mapping[str, Any]) -> list[str]:
@@ -99,26 +93,21 @@ def command_line(args: Mapping[str, Any]) -> list[str]:
     with a dash is taken as it is; one that ends in `=` is written as `name=value`; `_` is for
     arguments without a name, which come last.
     """
+    options = [(name, value) for name, value in args.items() if name != POSITIONAL]
     words: list[str] = []
-    for name, value in args.items():
-        if name == POSITIONAL or value is None or value is False:
+    for name, value in [*options, (POSITIONAL, args.get(POSITIONAL))]:
+        if value is None or value is False:
             continue
         for each in value if isinstance(value, list | tuple) else (value,):
-            words += _option(name, each)
-    last = args.get(POSITIONAL)
-    last = () if last is None or last is False else last
-    return words + [_text(each) for each in (last if isinstance(last, list | tuple) else (last,))]
-
-
-def _option(name: str, value: Any) -> list[str]:
-    if name.endswith("="):
-        return [f"{name}{_text(value)}"]
-    option = name if name.startswith("-") else f"--{name}"
-    return [option] if value is True else [option, _text(value)]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+            text = str(each).lower() if isinstance(each, bool) else str(each)
+            if name == POSITIONAL:
+                words.append(text)
+            elif name.endswith("="):
+                words.append(f"{name}{text}")
+            else:
+                option = name if name.startswith("-") else f"--{name}"
+                words += [option] if each is True else [option, text]
+    return words
 
 
 def codes_of(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -11,27 +11,28 @@ In a training script, two lines are enough; outside of the harness both do nothi
             recorder.grad_norm(norm); optimizer.step()
         recorder.state("ema", ema)
 
-Without them a run under the harness is recorded all the same: hooks of torch's optimizers and of
-autograd see steps, losses, gradients and state.
+Without them a run under the harness is recorded all the same, by hooks of torch.
 
     site         a folder for PYTHONPATH, whose sitecustomize starts the recorder in an interpreter
-    session      one rank's file of records, how the process begins and ends, what errors mean
+    session      one rank's recording, how the process begins and ends, what errors mean
     hooks        all that is hooked in torch, taps and random rounding included
     observer     when a step begins and ends; digests, written without waiting for the device
+    rows         digests, times and contents as records have them, of the built-in trainer as well
     state        which tensors there are, by name; memory
     graphs       CUDA graphs that the program captures: replays, addresses, their memory
     capture      torch.cuda's graphs for programs, and in their place the host's without a GPU
     collectives  which collective the rank is in, for whoever has to explain a hang
 
-These files, `harness.provenance` and `masking`, `fsdp_core.graph.digest` and its
-three parts, and torch are all that recording needs; a capture without a GPU needs
-`fsdp_core.graph.host` too, random rounding `fsdp_core.rounding` and `fsdp_core.device`.
+Recording needs torch, these files, `harness.provenance` and `masking`, and of `fsdp_core` the
+digest; host graphs for a capture without a GPU, `rounding` to round at random.
 """
 
 import contextlib
 import errno
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "DELTAZERO_RECORD"
@@ -40,28 +41,51 @@ RUN_VARIABLE = "DELTAZERO_RUN"
 """The key of the run, for the start record."""
 UNRECORDED = 74
 """Exit code of a rank whose records found no space: that of sysexits.h for input and output."""
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordsUnwritable(OSError):
     """A rank's records found no space on the disk: no fault of the program."""
 
 
-def write_all(fd: int, data: bytes) -> None:
-    """Write a whole line of records.
+class RecordFile:
+    """Appends records to a rank's file, each as one line in one write; needs no torch.
 
-    Raises:
-        RecordsUnwritable: the disk has no room for it.
-        OSError: it could not be written for another reason.
+    Args:
+        is_new: whether the file must not be there (`FileExistsError`).
     """
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        why = f"cannot write records: {error.strerror}"
-        raise RecordsUnwritable(error.errno, why) from error
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags | (os.O_EXCL if is_new else 0), 0o644)
+        self.alter: Callable[[str], list[str]] = lambda line: [line]
+
+    def write(self, record: Any) -> None:
+        """Write one record, a mapping or a `harness.records.Json`.
+
+        Raises:
+            RecordsUnwritable: the disk has no room for the whole line.
+            OSError: it could not be written for another reason.
+        """
+        plain = record if isinstance(record, Mapping) else record.to_json()
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        for line in self.alter(text):
+            self.write_raw(line + "\n")
+
+    def write_raw(self, text: str) -> None:
+        """Write text as it is; raises as `write`."""
+        data = text.encode()
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            why = f"cannot write records: {error.strerror}"
+            raise RecordsUnwritable(error.errno, why) from error
+
+    def close(self) -> None:
+        """Close the file; a rank leaves that to its end."""
+        os.close(self._fd)
 
 
 class Recorder:
@@ -79,11 +103,7 @@ class Recorder:
         """The norm of the step's gradients, a tensor of one element or a number."""
 
     def state(self, group: str, tensors: Mapping[str, Any]) -> None:
-        """Further named tensors to digest at the end of each step, as a group of that name.
-
-        Raises:
-            ValueError: a group that the recorder fills itself.
-        """
+        """Further named tensors to digest after each step (`ValueError`: a group of ours)."""
 
     def skipped(self, why: str) -> None:
         """The optimizer does not take this step."""

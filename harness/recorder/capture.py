@@ -45,11 +45,7 @@ class HostGraph:
         self.failed: BaseException | None = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Record operators of this thread from now on.
-
-        Raises:
-            RuntimeError: a host graph is being captured, or this one has been and was not reset.
-        """
+        """Record operators of this thread (`RuntimeError`: another capture, or not reset)."""
         global _capturing
         del pool, capture_error_mode
         if _capturing is not None or self._is_captured:
@@ -60,11 +56,7 @@ class HostGraph:
         _capturing = self
 
     def capture_end(self) -> None:
-        """Stop to record; after an error inside (`failed`) that is raised again.
-
-        Raises:
-            RuntimeError: no capture is under way, or what it did cannot be replayed.
-        """
+        """Stop to record (`RuntimeError`: no capture, or none to replay); raises `failed`."""
         global _capturing
         capture, self._capture = self._capture, None
         error, self.failed = self.failed, None
@@ -77,15 +69,10 @@ class HostGraph:
         self._is_captured = True
 
     def replay(self) -> None:
-        """Run what was recorded.
-
-        Raises:
-            RuntimeError: nothing is, or a storage that it uses has moved or shrunk since.
-        """
+        """Run what was recorded (`RuntimeError`: nothing; or a storage has moved or shrunk)."""
         self._graph.replay()
 
     def reset(self) -> None:
-        """Drop what was recorded."""
         self._graph.reset()
         self._is_captured = False
 
@@ -94,7 +81,6 @@ class HostGraph:
         return (0, 0)
 
     def scratch(self) -> Iterator[tuple[int, int]]:
-        """First byte, and the byte past the last one, of memory that only replays use."""
         arena = self._graph.arena
         if arena is not None and arena.numel():
             yield arena.data_ptr(), arena.data_ptr() + arena.numel()
@@ -137,11 +123,7 @@ def CUDAGraph() -> Any:  # noqa: N802 - torch's name
 
 
 def graph(cuda_graph: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-    """Capture what runs inside, as `torch.cuda.graph` does; its arguments.
-
-    Raises:
-        RuntimeError: inside: what runs there cannot be captured. Nothing is left changed.
-    """
+    """Capture what runs inside, as `torch.cuda.graph` does; after an error nothing is changed."""
     if isinstance(cuda_graph, HostGraph):
         return _HostCapture(cuda_graph)
     return torch.cuda.graph(cuda_graph, *args, **kwargs)

@@ -37,12 +37,10 @@ from harness.recorder.session import patch
 SIZE_BYTES = 1 << 14
 COLLECTIVES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "reduce": "reduce",
-    "broadcast": "broadcast", "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor", "gather": "gather",
-    "all_gather_single": "all_gather_into_tensor",
-    "scatter": "scatter", "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "broadcast": "broadcast", "allgather": "all_gather", "gather": "gather", "scatter": "scatter",
+    "_allgather_base": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
@@ -90,11 +88,7 @@ class Notes:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
 
     def install(self) -> Callable[..., None]:
-        """Wrap the collectives of every process group, and wait to be asked where they are.
-
-        Returns:
-            What is to be called as the process leaves: others may wait for what it has not entered.
-        """
+        """Wrap the collectives of all groups; what is to be called as the process leaves."""
         for method, name in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
                 patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
@@ -121,16 +115,20 @@ class Notes:
         original(*args, **kwargs)
 
     def _settle(self) -> None:
-        """Note how many collectives each group has entered, those that C++ called included."""
         self._count()
         if self._entered:
             self._write(is_inside=self._is_inside)
 
     def _count(self) -> None:
+        """Count what each group has entered, collectives that C++ called included."""
         for group in _groups():
             _, key, _ = _named(group)
             if (number := self._number(group, key)) is not None:
                 self._entered[key] = number
+
+    def _number(self, group: Any, key: str) -> int | None:
+        counted = _counted(group)
+        return None if counted is None else counted - self._between_two.get(key, 0)
 
     # --- as it goes ----------------------------------------------------------------------------
 
@@ -166,11 +164,6 @@ class Notes:
         self._write(is_inside=False)
         return result
 
-    def _number(self, group: Any, key: str) -> int | None:
-        """How many collectives of a group this rank has entered; None if nobody counts."""
-        counted = _counted(group)
-        return None if counted is None else counted - self._between_two.get(key, 0)
-
     def _module(self, frame: FrameType | None) -> str:
         modules = (owner for owner, _ in _owners(frame) if isinstance(owner, nn.Module))
         return next(filter(None, map(self._observer.names.of_module, modules)), "")
@@ -179,43 +172,37 @@ class Notes:
         self._is_inside = is_inside
         if not self._observer.session.is_mine:
             return
-        place = self._last | {
-            "step": self._observer.under_way(), "is_inside": is_inside, "entered": self._entered,
-        }  # fmt: skip
-        text = json.dumps(place).encode() + b"\n"
+        text = json.dumps(self._last | self._facts()).encode() + b"\n"
         if len(text) <= SIZE_BYTES:
             self._map[: len(text)] = text
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "step": self._observer.under_way(), "is_inside": self._is_inside,
+            "entered": dict(self._entered),
+        }  # fmt: skip
 
     # --- once it is asked ----------------------------------------------------------------------
 
     def _listen(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Wait at the pipe, where the leader has made one: it is asked once, if ever."""
         if self._ask.is_fifo() and self._observer.session.is_mine:
-            self._wait_to_be_asked()
+            # For both ends: who only reads would wait here for the other side to come.
+            fd = os.open(self._ask, os.O_RDWR | os.O_CLOEXEC)
+            self._ask = Path()
+
+            def listen() -> None:
+                os.read(fd, 1)
+                os.close(fd)
+                self._say()
+
+            threading.Thread(target=listen, name="deltazero", daemon=True).start()
         original(*args, **kwargs)
 
-    def _wait_to_be_asked(self) -> None:
-        # For both ends: who only reads would wait here for the other side to come.
-        fd = os.open(self._ask, os.O_RDWR | os.O_CLOEXEC)
-        self._ask = Path()
-
-        def listen() -> None:
-            os.read(fd, 1)
-            os.close(fd)
-            self._say()
-
-        threading.Thread(target=listen, name="deltazero", daemon=True).start()
-
     def _say(self, *, or_last: bool = False) -> None:
-        """Write where this rank is, as far as anything knows.
-
-        `or_last`: one that failed is in no collective any more, but the last may be what failed.
-        """
+        """Write where this rank is; of one that failed, the last collective may be what failed."""
         self._count()
-        place = self._last | ({} if or_last else self._at_work()) | {
-            "step": self._observer.under_way(), "is_inside": self._is_inside,
-            "entered": dict(self._entered),
-        }  # fmt: skip
+        place = self._last | ({} if or_last else self._at_work()) | self._facts()
         with suppress(Exception):  # whatever a version of torch has there: the rest is known
             place |= self._recorded(place, or_last=or_last)
         half = self._answer.with_suffix(".tmp")
@@ -234,18 +221,10 @@ class Notes:
         return {"module": self._module(frame), "phase": phase, "at": at}
 
     def _recorded(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
-        """The first collective that is not over, by torch's flight recorder, and the last ones.
-
-        NCCL's host goes on after one that cannot end.
-        """
-        dumps = (getattr(torch._C._distributed_c10d, name, None) for name in RECORDERS)
-        entries: list[Entry] = [
-            entry
-            for dump in dumps
-            if dump is not None
-            for entry in pickle.loads(dump()).get("entries", ())
-            if not entry["is_p2p"]
-        ]
+        """The first collective that is not over, which NCCL's host has left, and the last ones."""
+        dumps = filter(None, (getattr(torch._C._distributed_c10d, n, None) for n in RECORDERS))
+        held = (entry for dump in dumps for entry in pickle.loads(dump()).get("entries", ()))
+        entries: list[Entry] = [entry for entry in held if not entry["is_p2p"]]
         entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         kept = ("key", "number", "operator", "step", "sizes", "called_at")
         latest = [self._described(entry, entries, place) for entry in entries[-MOST_RECENT:]]
@@ -269,23 +248,19 @@ class Notes:
         self, entry: Entry, entries: list[Entry], place: dict[str, Any]
     ) -> dict[str, Any]:
         """A collective of the flight recorder, by its number in its group."""
-        name = str(entry["process_group"][0])
+        name, at = str(entry["process_group"][0]), int(entry["collective_seq_id"])
         group = next(group for group in _groups() if group.group_name == name)
         ranks, key, group_name = _named(group)
-        own = (e for e in entries if str(e["process_group"][0]) == name)
-        at = int(entry["collective_seq_id"])
-        later = {int(e["collective_seq_id"]) for e in own if int(e["collective_seq_id"]) > at}
-        number = place["entered"].get(key, at) - len(later)
+        own = (int(e["collective_seq_id"]) for e in entries if str(e["process_group"][0]) == name)
+        number = place["entered"].get(key, at) - len({other for other in own if other > at})
         operator = _operator(entry)
         label, step = self._marks.get((key, number), ("", place["step"]))
         frames = entry.get("frames") or []
         lines = (_line(frame["filename"], frame["line"], frame["name"]) for frame in frames)
         # Nothing of Python lies between a backward pass and what C++ calls in it.
-        is_of_engine = (
-            frames[0]["name"] == "_engine_run_backward"
-            if frames
-            else place.get("phase") == "backward"
-        )
+        is_of_engine = place.get("phase") == "backward"
+        if frames:
+            is_of_engine = frames[0]["name"] == "_engine_run_backward"
         if not label and is_of_engine and _is_ddp(group):
             label = REDUCER
         return {
@@ -296,10 +271,7 @@ class Notes:
 
 
 def fitting(place: dict[str, Any]) -> str:
-    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit.
-
-    The leader reads no longer one: keys of groups of hundreds of ranks are long.
-    """
+    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit."""
     text = json.dumps(place) + "\n"
     while len(text) > SIZE_BYTES and place.get("recent"):
         place = place | {"recent": place["recent"][len(place["recent"]) // 2 + 1 :]}
@@ -313,12 +285,11 @@ def _operator(entry: Entry) -> str:
 
 
 def _groups() -> list[Any]:
-    """Process groups of this rank that are there now."""
     return list(dist.distributed_c10d._world.pg_names)
 
 
 def _named(group: Any) -> tuple[list[int], str, str]:
-    """Ranks of a group, its key as `whereabouts` makes it, and its name unless it is the first."""
+    """Ranks of a group, its key as `Place.entered` has it, and its name unless it is the first."""
     try:
         ranks = dist.get_process_group_ranks(group)
         name = "" if group is dist.group.WORLD else str(group.group_name)

@@ -6,14 +6,11 @@ Host graphs (`harness.recorder.capture`) are watched in the same way.
     capture_end     storages that are used and do not lie in the graph's memory pool: its ledger
     replay          compare the ledger, look at gradients, disturb memory if asked to, replay, count
 
-Findings are reported. A ledger that no longer holds is also raised (`StaleGraphAddress`), because a
-replay would read and write memory that is somebody else's by now. Only weak references are held,
-and all of it is host work, but for the stressors' fills.
-
-What no operator shows (Triton kernels, library calls) enters a ledger if the maker of the graph
-lists its inputs: both `make_graphed_callables` do. torch.compile's trees compare the addresses of
-their static inputs themselves and record again, and they know which outputs live: their graphs are
-counted, not checked.
+Findings are reported; a ledger that no longer holds is raised, too (`StaleGraphAddress`): a replay
+would use memory that is somebody else's. Only weak references are held, and all is host work, but
+for the stressors' fills. What no operator shows (Triton kernels, library calls) enters a ledger if
+the maker of the graph lists its inputs, as both `make_graphed_callables` do. torch.compile's trees
+compare their static inputs themselves and record again: their graphs are counted, not checked.
 """
 
 import contextlib
@@ -25,29 +22,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _python_dispatch as modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.recorder import state
 from harness.recorder.capture import HostGraph
 from harness.recorder.session import patch
-from harness.recorder.state import (
-    Range,
-    fill,
-    in_private_memory,
-    memory_of,
-    scramble,
-    within,
-    without,
-)
+from harness.recorder.state import Range, within, without
 
 Named = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Lists tensors by name as the program has them now; parameters as they are, DTensor included."""
 
-STRESSORS = ("poison", "scramble")
 TREES = "torch.compile's cudagraph trees"
 _ATTRIBUTE = "_harness_graph"
 _CONTEXTS = {
@@ -63,10 +52,7 @@ _MOST_FRAMES = 3
 
 
 class StaleGraphAddress(RuntimeError):
-    """A graph was about to be replayed over memory that is not what it captured.
-
-    `names`: tensors at fault; what has no name is described by size and first use.
-    """
+    """A graph was about to be replayed over memory that is not what it captured: `names`."""
 
     deltazero_what = "stale_address"
 
@@ -119,15 +105,12 @@ class GraphWatch:
         report: is called with each finding and fact: `graph_captured`, `stale_address`,
             `static_gradient`, `static_activation`.
         named: tensors by name, looked up at the end of a capture and when something is wrong.
-        stress: stressors between replays, of `STRESSORS`. `poison` fills what a graph is about to
-            write with NaN: memory that its capture took and gave back, and results that operators
-            computed in it, unless the program wrote them since. Not: buffers of `torch.empty` that
-            the program holds, which may keep values between replays, and gradients. `scramble`
-            fills the free memory of the current stream with other bits each time; the CPU has none.
+        stress: between replays. `poison` fills what a graph is about to write with NaN: memory that
+            its capture took and gave back, and results that operators computed in it, unless the
+            program wrote them since. Not: buffers of `torch.empty` that the program holds, which
+            may keep values between replays, and gradients. `scramble` fills the free memory of the
+            current stream with other bits each time; the CPU has none.
         graphs: the classes to watch.
-
-    Raises:
-        ValueError: an unknown stressor.
     """
 
     def __init__(
@@ -137,11 +120,9 @@ class GraphWatch:
         stress: Sequence[str] = (),
         graphs: Sequence[type] = (torch.cuda.CUDAGraph, HostGraph),
     ) -> None:
-        if unknown := [name for name in stress if name not in STRESSORS]:
-            raise ValueError(f"Expected stressors of {STRESSORS}, got {unknown[0]!r}.")
         self.on_replayed: list[Callable[[GraphInfo], None]] = []
         self._report, self._named, self._graphs = report, named, graphs
-        self._poisons, self._scrambles = (name in stress for name in STRESSORS)
+        self._poisons, self._scrambles = "poison" in stress, "scramble" in stress
         self._infos: list[GraphInfo] = []
         self._open: list[_Graph] = []
         self._captured: weakref.WeakSet[_Graph] = weakref.WeakSet()
@@ -151,23 +132,18 @@ class GraphWatch:
     def install(self) -> None:
         if self._undo:
             return
-        watched: dict[str, Callable[..., None]] = {
-            "capture_begin": self._begin, "capture_end": self._end, "replay": self._replay,
-            "reset": self._reset,
-        }  # fmt: skip
         for kind in self._graphs:
-            for name, ours in watched.items():
+            for name in ("capture_begin", "capture_end", "replay", "reset"):
+                ours = getattr(self, f"_{name.removeprefix('capture_')}")
                 self._undo.append(patch(name, ours, kind))
         self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def uninstall(self) -> None:
-        """Stop to watch. What others have patched since stays."""
         for undo in self._undo:
             undo()
         self._undo = []
 
     def capturing(self) -> GraphInfo | None:
-        """The graph whose capture is under way, None if none is."""
         return self._open[-1].info if self._open else None
 
     def summary(self) -> dict[str, Any]:
@@ -177,13 +153,13 @@ class GraphWatch:
     # ---- captures
 
     def _begin(self, begin: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        maker = _Maker.of(graph, sys._getframe(2))
+        maker = _maker_of(graph, sys._getframe(2))
         if maker is None:
             begin(graph, *args, **kwargs)
             return
         pool = args[0] if args else kwargs.get("pool")
         real = isinstance(graph, torch.cuda.CUDAGraph)
-        before = memory_of(pool)[1] if real and pool is not None else []
+        before = state.memory_of(pool)[1] if real and pool is not None else []
         sight = Sight(real=real)
         for tensor in tensors_in(maker.inputs):
             sight.use(tensor, maker.name)
@@ -224,7 +200,7 @@ class GraphWatch:
         blocks: list[Range] = []
         if kept.real:
             kept.pool, kept.device = graph.pool(), torch.device("cuda", torch.cuda.current_device())
-            segments, blocks = memory_of(kept.pool)
+            segments, blocks = state.memory_of(kept.pool)
         uses = [use for use in sight.uses.values() if not within(use.address, segments)]
         info.captures, info.externals = info.captures + 1, len(uses)
         if info.maker != TREES:
@@ -245,87 +221,6 @@ class GraphWatch:
                     kept.scratch = list(graph.scratch())
         kept.before = []
         self._report("graph_captured", dict(vars(info)))
-
-    def _reset(self, reset: Any, graph: Any) -> None:
-        reset(graph)
-        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
-        if kept is not None and kept.sight is None:  # else a capture is under way
-            setattr(graph, _ATTRIBUTE, _Graph(kept.info, kept.real))
-
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        for kept in self._open:
-            kept.info.optimizer_steps += 1
-
-    # ---- replays
-
-    def _replay(self, replay: Any, graph: Any) -> None:
-        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
-        if kept is None:
-            replay(graph)
-            return
-        info = kept.info
-        if kept.ledger is not None:
-            if not kept.ledger.holds() and (found := kept.ledger.stale(self._named)):
-                self._refuse(kept, found)
-            kept.nodes.clear()  # a forward; a backward has none of its own
-            if kept.parameters:
-                self._look_at_gradients(kept)
-            if kept.forward is not None:
-                self._look_at_activations(kept, kept.forward)
-            self._stress(kept)
-        replay(graph)
-        info.replays += 1
-        for callback in self.on_replayed:
-            callback(info)
-
-    def _refuse(self, kept: _Graph, found: list[tuple[str, str]]) -> None:
-        tensors = [f"{name}: {why}" for name, why in found[:8]]
-        self._tell("stale_address", kept, tensors=tensors, count=len(found))
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        where = f"graph {kept.info.index} of {kept.info.maker}, captured at {kept.info.place}"
-        raise StaleGraphAddress([name for name, _ in found], f"{tensors[0]}{more}; {where}")
-
-    def _look_at_gradients(self, kept: _Graph) -> None:
-        """Report gradients that the replay overwrites while autograd is to add to them.
-
-        Where no backward runs, the program means its graph to write them.
-        """
-        first, kept.designed = kept.designed, None
-        if first:
-            # Still where the capture itself put them: accumulated inside of the graph.
-            kept.parameters = [
-                (ref, name)
-                for ref, name in kept.parameters
-                if (p := ref()) is not None
-                and not (first[id(p)] in kept.static and first[id(p)] == _gradient_address(p))
-            ]
-        if torch._C._current_autograd_node() is None:
-            return
-        for ref, name in kept.parameters:
-            parameter = ref()
-            if parameter is None or parameter.grad is None:
-                continue
-            if _gradient_address(parameter) in kept.static:
-                name = name or f"parameter of shape {tuple(parameter.shape)}"
-                self._tell("static_gradient", kept, parameter=name)
-
-    def _look_at_activations(self, kept: _Graph, forward: _Graph) -> None:
-        """Report a backward whose forward was replayed again since: it reads the later one's."""
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            forward.nodes.add(id(node))
-            if len(forward.nodes) > 1:
-                self._tell("static_activation", kept, forward=forward.info.index)
-
-    def _tell(self, finding: str, kept: _Graph, **detail: Any) -> None:
-        if (key := f"{finding} {detail}") not in kept.reported:
-            kept.reported.add(key)
-            info = kept.info
-            about = {"graph": info.index, "maker": info.maker, "place": info.place}
-            self._report(finding, {**about, "replay": info.replays, **detail})
-
-    # ---- stressors
 
     def _enter_poison(
         self, kept: _Graph, sight: "Sight", segments: list[Range], blocks: list[Range]
@@ -348,6 +243,77 @@ class GraphWatch:
             if other.pool == kept.pool:
                 other.scratch = without(other.scratch, blocks)
 
+    def _reset(self, reset: Any, graph: Any) -> None:
+        reset(graph)
+        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+        if kept is not None and kept.sight is None:  # else a capture is under way
+            setattr(graph, _ATTRIBUTE, _Graph(kept.info, kept.real))
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for kept in self._open:
+            kept.info.optimizer_steps += 1
+
+    # ---- replays
+
+    def _replay(self, replay: Any, graph: Any) -> None:
+        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+        if kept is None:
+            replay(graph)
+            return
+        info = kept.info
+        if kept.ledger is not None:
+            if not kept.ledger.holds() and (found := kept.ledger.stale(self._named)):
+                self._refuse(kept, found)
+            kept.nodes.clear()  # a forward; a backward has none of its own
+            if kept.parameters:
+                self._look_at_gradients(kept)
+            node = torch._C._current_autograd_node()
+            if kept.forward is not None and node is not None:
+                # Whose forward was replayed again since reads the later one's activations.
+                kept.forward.nodes.add(id(node))
+                if len(kept.forward.nodes) > 1:
+                    self._tell("static_activation", kept, forward=kept.forward.info.index)
+            self._stress(kept)
+        replay(graph)
+        info.replays += 1
+        for callback in self.on_replayed:
+            callback(info)
+
+    def _refuse(self, kept: _Graph, found: list[tuple[str, str]]) -> None:
+        tensors = [f"{name}: {why}" for name, why in found[:8]]
+        self._tell("stale_address", kept, tensors=tensors, count=len(found))
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        where = f"graph {kept.info.index} of {kept.info.maker}, captured at {kept.info.place}"
+        raise StaleGraphAddress([name for name, _ in found], f"{tensors[0]}{more}; {where}")
+
+    def _look_at_gradients(self, kept: _Graph) -> None:
+        """Report gradients that the replay overwrites while autograd is to add to them."""
+        first, kept.designed = kept.designed, None
+        if first:
+            # Still where the capture itself put them: accumulated inside of the graph.
+            kept.parameters = [
+                (ref, name)
+                for ref, name in kept.parameters
+                if (p := ref()) is not None
+                and not (first[id(p)] in kept.static and first[id(p)] == _gradient_address(p))
+            ]
+        if torch._C._current_autograd_node() is None:
+            return  # the program means its graph to write them
+        for ref, name in kept.parameters:
+            parameter = ref()
+            if parameter is None or parameter.grad is None:
+                continue
+            if _gradient_address(parameter) in kept.static:
+                name = name or f"parameter of shape {tuple(parameter.shape)}"
+                self._tell("static_gradient", kept, parameter=name)
+
+    def _tell(self, finding: str, kept: _Graph, **detail: Any) -> None:
+        if (key := f"{finding} {detail}") not in kept.reported:
+            kept.reported.add(key)
+            info = kept.info
+            about = {"graph": info.index, "maker": info.maker, "place": info.place}
+            self._report(finding, {**about, "replay": info.replays, **detail})
+
     def _stress(self, kept: _Graph) -> None:
         is_asked = self._poisons or self._scrambles
         if not is_asked or (kept.real and torch.cuda.is_current_stream_capturing()):
@@ -355,63 +321,61 @@ class GraphWatch:
         with modes._disable_current_modes(), torch.no_grad():
             if self._poisons:
                 for first, end in kept.scratch:
-                    fill(first, end - first, kept.device)
+                    state.fill(first, end - first, kept.device)
                 for made in kept.results:
                     tensor = made.tensor()
                     if tensor is not None and tensor._version == made.version:
-                        fill(made.address, made.nbytes, kept.device)
+                        state.fill(made.address, made.nbytes, kept.device)
             if self._scrambles and kept.real:
                 self._turn += 1
-                scramble((53 * self._turn + 1) & 0xFF)
+                state.scramble((53 * self._turn + 1) & 0xFF)
 
 
-@dataclass
-class _Maker:
+class _Maker(NamedTuple):
     """Who captures; `inputs`: tensors that it says the graph uses; `forward`: of a backward."""
 
     name: str
     place: str
-    inputs: list[Any] = field(default_factory=list)
+    inputs: Sequence[Any] = ()
     forward: Any = None
 
-    @classmethod
-    def of(cls, graph: Any, frame: FrameType | None) -> "_Maker | None":
-        """From the stack; None for the empty graph by which the trees hold their pool."""
-        lines = user_lines(frame)
-        place, name = lines[0] if lines else "an unknown place", "unknown"
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename.endswith("cudagraph_trees.py"):
-                if code.co_name != "_record":
-                    return None
-                # Parameters and the like that a recording of the trees relies on.
-                held, inputs = frame.f_locals["self"].wrapped_function, frame.f_locals["inputs"]
-                static = [inputs[index] for index in held.static_input_idxs]
-                return cls(TREES, place, [*static, *held.constants])
-            if code.co_name in ("make_graphed_callables", "_make_graphed_callables"):
-                found = cls._of_callables(graph, frame, place)
-                if found is not None:
-                    return found
-            name = next((n for f, n in _CONTEXTS.items() if code.co_filename.endswith(f)), name)
-            frame = frame.f_back
-        return cls(name, place)
 
-    @classmethod
-    def _of_callables(cls, graph: Any, frame: FrameType, place: str) -> "_Maker | None":
-        variables, file = frame.f_locals, frame.f_code.co_filename
-        library = "TransformerEngine" if "transformer_engine" in file else "torch.cuda"
-        for kind, key in (
-            ("forward", "fwd_graphs"), ("backward", "bwd_graphs"), ("backward_dw", "bwd_dw_graphs"),
-        ):  # fmt: skip
-            held = [id(each) for each in variables.get(key, ())]
-            if id(graph) in held:
-                number = held.index(id(graph))
-                name = f"{library}.make_graphed_callables {kind} {number}"
-                surfaces = variables.get("per_callable_static_input_surfaces", ())
-                inputs = surfaces[number] if number < len(surfaces) else ()
-                forward = variables["fwd_graphs"][number] if kind == "backward" else None
-                return cls(name, place, list(tensors_in(inputs)), forward)
-        return None
+def _maker_of(graph: Any, frame: FrameType | None) -> _Maker | None:
+    """From the stack; None for the empty graph by which the trees hold their pool."""
+    lines = user_lines(frame)
+    place, name = lines[0] if lines else "an unknown place", "unknown"
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("cudagraph_trees.py"):
+            if code.co_name != "_record":
+                return None
+            # Parameters and the like that a recording of the trees relies on.
+            held, inputs = frame.f_locals["self"].wrapped_function, frame.f_locals["inputs"]
+            static = [inputs[index] for index in held.static_input_idxs]
+            return _Maker(TREES, place, [*static, *held.constants])
+        if code.co_name in ("make_graphed_callables", "_make_graphed_callables"):
+            found = _of_callables(graph, frame, place)
+            if found is not None:
+                return found
+        name = next((n for f, n in _CONTEXTS.items() if code.co_filename.endswith(f)), name)
+        frame = frame.f_back
+    return _Maker(name, place)
+
+
+def _of_callables(graph: Any, frame: FrameType, place: str) -> _Maker | None:
+    variables, file = frame.f_locals, frame.f_code.co_filename
+    library = "TransformerEngine" if "transformer_engine" in file else "torch.cuda"
+    keys = {"forward": "fwd_graphs", "backward": "bwd_graphs", "backward_dw": "bwd_dw_graphs"}
+    for kind, key in keys.items():
+        held = [id(each) for each in variables.get(key, ())]
+        if id(graph) in held:
+            number = held.index(id(graph))
+            name = f"{library}.make_graphed_callables {kind} {number}"
+            surfaces = variables.get("per_callable_static_input_surfaces", ())
+            inputs = surfaces[number] if number < len(surfaces) else ()
+            forward = variables["fwd_graphs"][number] if kind == "backward" else None
+            return _Maker(name, place, list(tensors_in(inputs)), forward)
+    return None
 
 
 def _gradient_address(parameter: torch.Tensor) -> int:
@@ -448,10 +412,9 @@ class Memory:
 class Uncounted:
     """Inside of it, what the watch allocates brings no garbage collection nearer, and none runs.
 
-    A graph that the collector destroys breaks the capture that is under way (pytorch #195397): what
-    a program does there by itself is to be seen, and what its watch allocates should not cause it.
-    So the collector stays as the program has it, with a threshold that is higher by the watch's own
-    objects until they leave the young generation. What torch allocates to call it is counted.
+    A graph that the collector destroys breaks the capture under way (pytorch #195397), which is to
+    be seen if the program does it, and not to be caused by its watch. So the threshold is higher by
+    the watch's own objects until they leave the young generation.
     """
 
     def __init__(self) -> None:
@@ -529,7 +492,6 @@ class Sight(TorchDispatchMode):
         return out
 
     def use(self, tensor: torch.Tensor, by: str) -> None:
-        """Enter what the capture uses, whether or not an operator showed it."""
         # Copies read pinned memory of the host at each replay; other host memory is read once.
         if self._real and not (tensor.is_cuda or tensor.is_pinned()):
             return
@@ -616,7 +578,7 @@ class Ledger:
                 why = _moved(address, heir.data_ptr())
                 ref = weakref.ref(heir)
             elif storage is None:
-                if in_private_memory(use.address):
+                if state.in_private_memory(use.address):
                     continue  # of another graph, which still holds its pool
                 why = "freed since the capture"
             else:

@@ -30,10 +30,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester
@@ -41,7 +38,7 @@ from harness.recorder import Recorder
 from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import GROUPS, UNSCALED, Observer
+from harness.recorder.observer import UNSCALED, Observer
 from harness.recorder.session import Session, begin, patch
 from harness.recorder.state import cuda_is_used, plain
 
@@ -52,21 +49,28 @@ _SCALES = "_harness_scales"
 _active: Observer | None = None
 
 
-def install(session: Session) -> Observer:
+def install(session: Session) -> None:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
     rounding = Rounding(session.rounding, session.rank)
     observer.aside = rounding.aside
-    _hook_seeds(observer)
-    _hook_optimizers(observer)
-    _hook_first_forward(observer)
-    _hook_losses(observer)
-    _hook_norms(observer)
+    for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms):
+        hook(observer)
     _hook_scaler(observer)
-    watch = _watch_graphs(observer)
+    watch = GraphWatch(observer.event, observer.named, tuple(session.config.get("stress", ())))
+    observer.capturing = watch.capturing
+
+    def replayed(info: GraphInfo) -> None:
+        # A replay that holds an optimizer's step is a step.
+        if info.optimizer_steps and session.is_mine:
+            observer.replayed(info.index)
+
+    watch.on_replayed.append(replayed)
+    watch.install()
     if session.rounding:
-        rounding.refuse_captures()
+        for kind in (torch.cuda.CUDAGraph, HostGraph):
+            patch("capture_begin", rounding.refuse, kind)
         for name in ("begin", "enter"):
             # What the first backward pass or a script's first step begins is begun by then.
             patch(name, rounding.begins, observer)
@@ -83,21 +87,27 @@ def install(session: Session) -> Observer:
         return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
 
     session.finish, session.under_way = finish, observer.under_way
-    session.module_at_work = lambda error: module_of(error, observer)
+    session.module_at_work = lambda error: _module_of(error, observer)
     observer.add_taps = Taps(observer).add
     observer.add_taps(session.config.get("taps", ()))
-    return observer
+
+
+def _module_of(error: BaseException, observer: Observer) -> str:
+    """Name of the innermost module at work where an error was raised, "" if there was none."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            name = observer.names.of_module(owner) or name
+        trace = trace.tb_next
+    return name
 
 
 # --- what a script says itself -----------------------------------------------------------------
 
 
 def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Recorder:
-    """The recorder that a script's own lines speak to; in a process that does not record, none.
-
-    Raises:
-        ValueError: one of `taps` is no pattern.
-    """
+    """What a script's own lines speak to (`ValueError`: one of `taps` is no pattern)."""
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:
@@ -109,37 +119,13 @@ def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Re
     _active.names.scan([p for each in models for p in each.parameters()], roots=models)
     for each in _each(optimizer):
         _active.add(each)
-    return _ScriptRecorder(_active)
+    return _active
 
 
 def _each(value: Any) -> list[Any]:
-    if value is None:
-        return []
     if isinstance(value, Mapping):
         return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-class _ScriptRecorder(Recorder):
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.grad_norm, self.skipped = observer.norm, observer.skip  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        self._observer.enter()
-        yield
-        self._observer.leave()
-
-    def microbatch(self, loss: Any) -> None:
-        self._observer.loss(loss, is_told=True)
-
-    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
-        if group in GROUPS:
-            raise ValueError(f"Expected a group of the script's own, got {group!r}.")
-        self._observer.own[group] = lambda: [
-            each for name, tensor in tensors.items() for each in plain(name, tensor)
-        ]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 @contextlib.contextmanager
@@ -149,9 +135,9 @@ def paused() -> Iterator[None]:
         yield
         return
     _active.close()
-    _active.is_paused = True
+    _active.session.is_over = True
     yield
-    _active.is_paused = False
+    _active.session.is_over = False
 
 
 # --- hooks -------------------------------------------------------------------------------------
@@ -160,18 +146,14 @@ def paused() -> Iterator[None]:
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
     # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
-    if torch.compiler.is_compiling() or not observer.session.is_mine:
-        return True
-    if observer.is_paused or observer.is_outside:
+    if torch.compiler.is_compiling() or not observer.session.is_mine or observer.is_outside:
         return True
     return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
 
 def _hook_seeds(observer: Observer) -> None:
-    """Python and NumPy seed from the clock: their states count once the program has seeded them.
-
-    Restoring a state that was saved in this process is no seeding: torch.compile does it.
-    """
+    """Python's and NumPy's states count once the program has seeded them: else the clock did."""
+    # To restore a state that was saved in this process is no seeding: torch.compile does it.
     taken: set[tuple[str, int]] = set()
 
     def hook(kind: str, owner: Any, get: str, put: str) -> None:
@@ -230,7 +212,7 @@ def _hook_optimizers(observer: Observer) -> None:
     torch_optimizer.register_optimizer_step_post_hook(after)
 
 
-def _hook_first_forward(observer: Observer) -> None:
+def _hook_forward(observer: Observer) -> None:
     """Buffers and random states are those before step 0 only until its forward pass."""
 
     def before(module: nn.Module, args: Any) -> None:
@@ -253,10 +235,9 @@ def _hook_losses(observer: Observer) -> None:
         graph = observer.capturing()
         if depth[0] or (graph is None and _is_quiet(observer)):
             return original(tensors, *args, **kwargs)
-        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if graph is None:
             observer.backward()
-        for root in roots:
+        for root in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
             if isinstance(root, Tensor):
                 observer.loss(root, graph)
         depth[0] += 1
@@ -274,12 +255,12 @@ def _hook_norms(observer: Observer) -> None:
     def norm_of(original: Any, *args: Any, **kwargs: Any) -> Any:
         norm, graph = original(*args, **kwargs), observer.capturing()
         if graph is not None or not _is_quiet(observer):
-            observer.norm(norm, graph)
+            observer.grad_norm(norm, graph)
         return norm
 
     def clip(original: Any, params: Any, most: float, norm: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_quiet(observer):
-            observer.norm(norm)
+            observer.grad_norm(norm)
         original(params, most, norm, *args, **kwargs)
 
     for name in ("clip_grad_norm_", "get_total_norm"):
@@ -294,7 +275,7 @@ def _hook_scaler(observer: Observer) -> None:
         result = original(self, optimizer, *args, **kwargs)
         # The optimizer's own hooks have counted the step if it was taken.
         if observer.num_taken == taken and not _is_quiet(observer):
-            observer.skip("GradScaler found a gradient that is not finite")
+            observer.skipped("GradScaler found a gradient that is not finite")
         return result
 
     def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -302,40 +283,23 @@ def _hook_scaler(observer: Observer) -> None:
         # Where its class has it: FSDP's scaler scales by itself, and is imported later.
         owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
         if not hasattr(owner.scale, _SCALES):
-            patch("scale", _scale, owner)
+            patch("scale", scale, owner)
             setattr(owner.scale, _SCALES, True)
+
+    def scale(original: Any, self: Any, outputs: Any) -> Any:
+        """Results know their losses: an infinite one is right where its loss is not."""
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            single = isinstance(outputs, Tensor)
+            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+                if are_tensors and loss.numel() == 1 and result is not loss:
+                    setattr(result, UNSCALED, loss.detach())
+        return scaled
 
     patch("step", step, torch.amp.GradScaler)
     patch("__init__", made, torch.amp.GradScaler)
-
-
-def _scale(original: Any, self: Any, outputs: Any) -> Any:
-    """Results know their losses: an infinite one is right where its loss is not."""
-    scaled = original(self, outputs)
-    if not torch.compiler.is_compiling():
-        single = isinstance(outputs, Tensor)
-        many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
-        for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
-            are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
-            if are_tensors and loss.numel() == 1 and result is not loss:
-                setattr(result, UNSCALED, loss.detach())
-    return scaled
-
-
-def _watch_graphs(observer: Observer) -> GraphWatch:
-    """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
-    session = observer.session
-    stress = tuple(session.config.get("stress", ()))
-    watch = GraphWatch(observer.event, observer.named, stress)
-    observer.capturing = watch.capturing
-
-    def replayed(info: GraphInfo) -> None:
-        if info.optimizer_steps and not observer.is_paused and session.is_mine:
-            observer.replayed(info.index)
-
-    watch.on_replayed.append(replayed)
-    watch.install()
-    return watch
 
 
 # --- taps --------------------------------------------------------------------------------------
@@ -357,8 +321,7 @@ class Taps:
         gradient   of its first output that gets one
 
     Calls without gradients and calls that a backward pass makes again, as checkpointing does, are
-    passed over. A reentrant checkpoint makes its first pass without gradients, and those of its
-    second one: both are seen as one call, of torch's `CheckpointFunction`, not of other libraries'.
+    passed over. The two passes of a reentrant checkpoint, of torch's own, are seen as one call.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -373,11 +336,7 @@ class Taps:
         self._passes: list[tuple[bool, deque[str]]] = []
 
     def add(self, patterns: Iterable[str]) -> None:
-        """Digest what these mean, too; the first ones hook every module of the process.
-
-        Raises:
-            ValueError: one is no pattern.
-        """
+        """Digest what these mean, too (`ValueError`: no pattern); the first hook all modules."""
         added = [_pattern(text) for text in patterns]
         if added and not self._patterns:
             torch_modules.register_module_forward_pre_hook(self._before)
@@ -389,12 +348,12 @@ class Taps:
     def _before(self, module: nn.Module, args: Any) -> None:
         name, kinds = self._asked(module)
         if INPUT in kinds:
-            self._digest(self._row(name, INPUT), list(_tensors(args)))
+            self._digest(self._row(name, INPUT), _tensors(args))
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
         name, kinds = self._asked(module)
         if OUTPUT in kinds:
-            self._digest(self._row(name, OUTPUT), list(_tensors(result)))
+            self._digest(self._row(name, OUTPUT), _tensors(result))
         if GRADIENT in kinds:
             is_first = self._is_first
             wants = Tensor.is_floating_point if is_first else lambda each: each.requires_grad
@@ -491,8 +450,8 @@ def _planned(tensors: Sequence[Tensor]) -> tuple[Digester, Tensor, Tensor]:
     return Digester(tensors), rows, torch.tensor(signed, dtype=torch.int32, device=device)[:, None]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _pattern(text: str) -> tuple[re.Pattern[str], str]:
@@ -501,17 +460,6 @@ def _pattern(text: str) -> tuple[re.Pattern[str], str]:
         raise ValueError(f"taps: expected {expected}, got {text!r}")
     levels = (re.escape(part).replace(r"\*", "[^.]*") for part in parts[1].split("**"))
     return re.compile(".*".join(levels)), parts[2] or OUTPUT
-
-
-def module_of(error: BaseException, observer: Observer) -> str:
-    """Name of the innermost module at work where an error was raised, "" if there was none."""
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            name = observer.names.of_module(owner) or name
-        trace = trace.tb_next
-    return name
 
 
 # --- rounding at random ------------------------------------------------------------------------
@@ -527,18 +475,11 @@ class CannotRound(RuntimeError):
 
 
 class Rounding:
-    """A program that rounds at random: a sample of how far rounding takes it.
+    """A program that rounds at random from its first training forward or step on; `seed` 0: none.
 
-    It begins with the first training forward, or the first step that the script tells; what the
-    recorder does is outside of it. The mode of torch's dispatcher sees operators of its thread and
-    of its backward passes, and keeps torch.compile out; what was compiled before it began, and what
-    a CUDA graph replays, would not round at random: such a run is not judged.
-
-    Args:
-        seed: of the run; 0 for one that rounds as usual, for which nothing is done.
-
-    Raises:
-        CannotRound: the mode cannot be imported here.
+    What the recorder does is outside of it. The mode of torch's dispatcher sees operators of its
+    thread and of its backward passes, and keeps torch.compile out; what was compiled before it
+    began, and what a CUDA graph replays, would not round: such a run is not judged.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -546,33 +487,23 @@ class Rounding:
         self._thread: threading.Thread | None = None
         self._num_compiled = _num_compiled()
         if seed:
-            try:
-                from fsdp_core.rounding import RandomRounding
-            except ImportError as error:
-                message = f"a run that rounds at random needs fsdp_core.rounding: {error}"
-                raise CannotRound(message) from error
+            from fsdp_core.rounding import RandomRounding
+
             self._mode = RandomRounding(seed * RANKS + rank)
 
     def begins(self, original: Callable[[], None]) -> None:
-        """Round at random from now on, after what else begins."""
         original()
         if self._mode is not None and self._thread is None:
             self._thread = threading.current_thread()
             self._mode.__enter__()
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside operators round as usual."""
         return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
 
     def end(self) -> None:
-        """Round as usual again.
-
-        Raises:
-            CannotRound: the program did not round at random all the time.
-        """
-        # A run that never began has no step: it is no sample.
+        """Round as usual again (`CannotRound`: not all of the program rounded at random)."""
         if self._mode is None or self._thread is None:
-            return
+            return  # one that never began has no step: it is no sample
         if threading.current_thread() is self._thread:
             modes = _get_current_dispatch_mode_stack()
             if self._mode not in modes:
@@ -583,15 +514,9 @@ class Rounding:
         if _num_compiled() > self._num_compiled:
             raise CannotRound("what torch.compile made before training does not round at random")
 
-    def refuse_captures(self) -> None:
-        """See that the program captures no graph, whose replays would round as usual."""
-
-        def capture_begin(*args: Any, **kwargs: Any) -> None:
-            message = "replays of a graph do not round at random: expected an eager reference"
-            raise CannotRound(message)
-
-        for kind in (torch.cuda.CUDAGraph, HostGraph):
-            patch("capture_begin", capture_begin, kind)
+    def refuse(self, *args: Any, **kwargs: Any) -> None:
+        """In place of a capture, whose replays would round as usual."""
+        raise CannotRound("replays of a graph do not round at random: expected an eager reference")
 
 
 def _num_compiled() -> int:

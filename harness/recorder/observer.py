@@ -11,12 +11,13 @@ on the stream that is current there.
 
 import contextlib
 import functools
-import hashlib
+import itertools
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
 from harness.provenance import of_gpu
+from harness.recorder import Recorder
 from harness.recorder.graphs import GraphInfo
+from harness.recorder.rows import HEX_CHARS, hashed, seconds_between, write_kept
 from harness.recorder.session import Session
 from harness.recorder.state import (
     Named,
@@ -42,33 +45,10 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
-HEX_CHARS = 32
-UNSEEDED = "0" * 32
+UNSEEDED = "0" * HEX_CHARS
 """In place of the digest of a random generator that no two runs could have alike."""
-
-
-@dataclass
-class Part:
-    """Digests of one section of a group.
-
-    Attributes:
-        rows: of tensors: int32 [n, 5] on the host, perhaps still on its way; or
-        hashed: of what is no tensor, in hex.
-    """
-
-    section: str
-    names: Sequence[str]
-    rows: Tensor | None = None
-    hashed: Sequence[str] = ()
-
-    def read(self) -> Iterator[tuple[str, tuple[str, int]]]:
-        """Names, digests in hex, and whether not all is finite."""
-        flags: Sequence[int] = [0] * len(self.hashed)
-        texts = self.hashed
-        if self.rows is not None:
-            text, flags = digest_hex(self.rows)
-            texts = [text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS)]
-        return zip(self.names, zip(texts, flags, strict=True), strict=True)
+Part = tuple[Sequence[str], Tensor | Sequence[str]]
+"""Names, and rows of digests, int32 [n, 5] on the host or on their way; of no tensors, hex."""
 
 
 @dataclass
@@ -80,7 +60,7 @@ class Step:
 
     index: int
     is_explicit: bool = False
-    groups: dict[str, list[Part]] = field(default_factory=dict)
+    groups: dict[str, dict[str, list[Part]]] = field(default_factory=dict)  # by section
     losses: list[Tensor] = field(default_factory=list)
     told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
@@ -94,17 +74,17 @@ class Step:
 
     @property
     def microbatches(self) -> list[Tensor]:
-        """Losses that the script has told, or else those of backward passes."""
         return self.told or self.losses
 
     def place_of(self, optimizer: Any) -> int:
-        """Its place among the optimizers of this step: one that is made anew has the old one's."""
+        # One that is made anew has the place of the old one.
         return self.places.setdefault(id(optimizer), len(self.places))
 
-    def put(self, group: str, section: str, parts: Iterable[Part]) -> None:
+    def put(self, group: str, section: str, parts: list[Part]) -> None:
         """Add digests to a group; those of the same section replace what it had."""
-        others = [each for each in self.groups.get(group, ()) if each.section != section]
-        self.groups[group] = [*others, *parts]
+        sections = self.groups.setdefault(group, {})
+        sections.pop(section, None)  # what was looked at last comes last
+        sections[section] = parts
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -121,8 +101,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class Observer:
-    """Collects one rank's steps and writes their records."""
+class Observer(Recorder):
+    """Collects one rank's steps and writes their records; what a script's own lines speak to."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.names = session, Names()
@@ -130,7 +110,7 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
+        self.has_begun = self.has_trained = self.is_in_backward = False
         self.num_taken = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
@@ -141,9 +121,9 @@ class Observer:
         self._keeper = None if session.keep is None else Keeper(session, session.keep)
         self._only_lines = session.program.get("record") == "lines"
         self._optimizers: list[weakref.ref[Any]] = []
-        self._stepping: list[
-            tuple[Any, list[Any]]
-        ] = []  # with those that it holds and have stepped
+        # Optimizers that are stepping, one inside of another, and those inside that have stepped.
+        self._stepping: list[Any] = []
+        self._inner: list[Any] = []
         self._at_work: Step | None = None
         self._step_in_backward: Step | None = None
         self._next = 0
@@ -184,7 +164,7 @@ class Observer:
     def backward(self) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         self._train()
-        self._stepping.clear()  # of a step that an error has ended
+        self._stepping, self._inner = [], []  # of a step that an error has ended
         self._step_in_backward = self._here()
 
     def _train(self) -> None:
@@ -197,8 +177,7 @@ class Observer:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
         Of one that a GradScaler has scaled it is the loss before: a scale may be too large.
-        In the capture of a graph it is where each replay will write the loss. Of a step whose
-        losses the script has told, those are recorded in place of the roots.
+        In the capture of a graph it is where each replay will write the loss.
         """
         loss = _as_tensor(getattr(loss, UNSCALED, loss))
         if loss.numel() == 1 and loss.is_floating_point():
@@ -207,41 +186,24 @@ class Observer:
             held.append(_to_host(loss) if graph is None else loss)
 
     @guarded
-    def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
-        """The norm of the gradients; as `loss`."""
+    def grad_norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
         self._here(graph).norm = _to_host(norm) if graph is None else norm
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Live tensors by name, for whoever has to say what lies at an address."""
-        for optimizer in self.optimizers:
-            self._know(optimizer)
-            for param in parameters(optimizer):
-                yield self.names.of(param), param
-            yield from optimizer_state(optimizer, self.names, "")[0]
-        yield from self.names.buffers()
-
     @guarded
     def before(self, optimizer: Any) -> None:
-        """An optimizer is about to step.
-
-        Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
-        step of training: what it does to weights is in the state before step 0.
-        """
+        """An optimizer is about to step; before the first backward pass that only makes state."""
         if not self.has_trained:
             return
         self._close_if_stepped(optimizer)
         step = self._at_work = self._open()
         step.place_of(optimizer)
-        self._stepping.append((optimizer, []))
+        self._stepping.append(optimizer)
         self._observe_gradients(step, [optimizer])
 
     @guarded
     def after(self, optimizer: Any) -> None:
-        """An optimizer has stepped; of several in one another the outermost ends the step.
-
-        What it does after those that it holds, as a sharded one does, is in the weights.
-        """
+        """An optimizer has stepped; of several in one another the outermost ends the step."""
         if not self.has_trained:
             if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
                 self.has_begun = False
@@ -251,22 +213,14 @@ class Observer:
         self._at_work = None
         step = self._open()
         step.stepped.add(id(optimizer))
-        if (inner := self._has_stepped(optimizer)) is not None:
-            self._step_is_over(step, [*inner, optimizer])
+        place = next((i for i, it in enumerate(self._stepping) if it is optimizer), 0)
+        del self._stepping[place:]
+        self._inner.append(optimizer)
+        if not self._stepping:
+            over, self._inner = self._inner, []
+            self._step_is_over(step, over)
         # The state before step 0 is final now; by it the run's leader knows that steps are taken.
         self._drain(wait=False)
-
-    def _has_stepped(self, optimizer: Any) -> list[Any] | None:
-        """Those that it holds and that have stepped in its step; None if another holds it."""
-        place = next((i for i, (it, _) in enumerate(self._stepping) if it is optimizer), None)
-        if place is None:
-            return []
-        inner = self._stepping[place][1]
-        del self._stepping[place:]
-        if not self._stepping:
-            return inner
-        self._stepping[-1][1].extend([*inner, optimizer])
-        return None
 
     def _close_if_stepped(self, optimizer: Any = None) -> None:
         """End a step without lines of the script, in which that optimizer, or any, has stepped."""
@@ -289,8 +243,7 @@ class Observer:
         self._step_is_over(step, self.optimizers)
 
     @guarded
-    def skip(self, why: str) -> None:
-        """The optimizer does not take this step."""
+    def skipped(self, why: str) -> None:
         step = self._open()
         step.skipped = why or "skipped"
         if not step.is_explicit:
@@ -302,18 +255,31 @@ class Observer:
             self._observe_state(step, optimizers)
             self._mark(step)
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        self.enter()
+        yield
+        self._leave()
+
+    def microbatch(self, loss: Any) -> None:
+        self.loss(loss, is_told=True)
+
+    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
+        if group in GROUPS:
+            raise ValueError(f"Expected a group of the script's own, got {group!r}.")
+        self.own[group] = lambda: [
+            each for name, tensor in tensors.items() for each in plain(name, tensor)
+        ]
+
     @guarded
     def enter(self) -> None:
-        """The script says that a step begins."""
         self.begin()
         self.has_trained = True
-        if self.current is not None:
-            self.close()
+        self.close()
         self._open().is_explicit = True
 
     @guarded
-    def leave(self) -> None:
-        """The script says that it is over."""
+    def _leave(self) -> None:
         step = self._open()
         if "grads" not in step.groups:
             self._observe_gradients(step, self.optimizers)
@@ -323,31 +289,31 @@ class Observer:
         self.close()
 
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
-        """A row of a tap: digest of what went through a module, on its device."""
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
         if self._keeper is not None:
             self._keeper.take(self._next if step.index < 0 else step.index, name, tensors)
 
+    def add(self, optimizer: Any) -> None:
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        self.session.write("event", name=name, step=max(self.under_way(), 0), detail=dict(detail))
+
+    # --- what there is ----------------------------------------------------------------------
+
     @property
     def is_outside(self) -> bool:
-        """Whether what happens now is no step, as only those in the script's lines are."""
         return self._only_lines and not (self.current is not None and self.current.is_explicit)
 
     def step_of_calls(self) -> Step:
-        """The step that calls of modules belong to now."""
         inside = self._step_in_backward if self.is_in_backward else None
         return self._here() if inside is None else inside
 
-    def event(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Write a named fact, with the step that is under way or to come."""
-        self.session.write("event", name=name, step=max(self.under_way(), 0), detail=dict(detail))
-
     def under_way(self) -> int:
-        """The step that the program is in, -1 before its first forward pass of training.
-
-        After a step's optimizers it is the next one, but for the last step that is due.
-        """
+        """The step that the program is in, -1 before training; after the optimizers the next one,
+        but for the last step that is due."""
         if not (self.has_begun or self.has_trained):
             return -1
         for inside in (self._at_work, self._step_in_backward if self.is_in_backward else None):
@@ -360,21 +326,25 @@ class Observer:
         is_last = isinstance(due, int) and 0 < due <= self._next and not has_more
         return self._next - is_last
 
-    def finish(self) -> Mapping[str, Any]:
-        """Write what is left; facts for the end record."""
-        self.close()
-        self._drain(wait=True)
-        return {"peak_bytes": memory()[1]}
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that have been seen and are still there: none is kept alive."""
+        return [each for ref in self._optimizers if (each := ref()) is not None]
 
-    # --- observing ---------------------------------------------------------------------------
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors by name, for whoever has to say what lies at an address."""
+        for optimizer, params in self._each_once(self.optimizers):
+            yield from ((self.names.of(param), param) for param in params)
+            yield from optimizer_state(optimizer, self.names, "")[0]
+        yield from self.names.buffers()
 
     def _here(self, graph: GraphInfo | None = None) -> Step:
         """Where losses and taps go: to the open step, the one that is to come, or a graph's."""
-        step = self.current
         if graph is not None:
             if graph.index not in self._static or self._static[graph.index].index != graph.captures:
                 self._static[graph.index] = Step(graph.captures)
             return self._static[graph.index]
+        step = self.current
         return step if step is not None and (step.is_explicit or not step.stepped) else self.pending
 
     def _open(self) -> Step:
@@ -385,8 +355,21 @@ class Observer:
             self._next += 1
         return self.current
 
+    # --- observing ---------------------------------------------------------------------------
+
     def _is_due(self, step: Step) -> bool:
         return step.index < 0 or step.index % self.every == 0
+
+    def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Optimizers with those of their parameters that none before them has."""
+        seen: set[int] = set()
+        for optimizer in optimizers:
+            self.add(optimizer)
+            trained = parameters(optimizer)
+            if not all(map(self.names.knows, trained)):
+                self.names.scan(trained)
+            yield optimizer, [param for param in trained if id(param) not in seen]
+            seen.update(map(id, trained))
 
     def _observe_gradients(self, step: Step, optimizers: Sequence[Any]) -> None:
         if not self._is_due(step):
@@ -394,14 +377,6 @@ class Observer:
         for optimizer, params in self._each_once(optimizers):
             named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
-
-    def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Optimizers with those of their parameters that none before them has."""
-        seen: set[int] = set()
-        for optimizer in optimizers:
-            self._know(optimizer)
-            yield optimizer, [param for param in parameters(optimizer) if id(param) not in seen]
-            seen.update(map(id, parameters(optimizer)))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.live_bytes, step.peak_bytes = memory()
@@ -414,7 +389,8 @@ class Observer:
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             self._digest(step, "weights", f"weights{number}", weights)
             self._digest(step, "optim", f"optim{number}", tensors)
-            step.put("optim", f"numbers{number}", _hashed(f"numbers{number}", numbers))
+            digests = [hashed(each) for each in numbers.values()]
+            step.put("optim", f"numbers{number}", [(list(numbers), digests)])
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
@@ -422,29 +398,11 @@ class Observer:
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
             self._digest(step, group, group, tensors)
-        (states,) = _hashed("rng", random_states(self.seeded))
-        held = zip(states.names, states.hashed, strict=True)
-        states.hashed = [each if name in self.seeded else UNSEEDED for name, each in held]
-        step.put("rng", "rng", [states])
-
-    def _know(self, optimizer: Any) -> None:
-        self.add(optimizer)
-        trained = parameters(optimizer)
-        if not all(map(self.names.knows, trained)):
-            self.names.scan(trained)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """Those that have been seen and are still there: none is kept alive."""
-        return [each for ref in self._optimizers if (each := ref()) is not None]
-
-    def add(self, optimizer: Any) -> None:
-        """Observe an optimizer's parameters from the first step on."""
-        if not any(ref() is optimizer for ref in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
+        states = random_states(self.seeded)
+        digests = [hashed(states[name]) if name in self.seeded else UNSEEDED for name in states]
+        step.put("rng", "rng", [(list(states), digests)])
 
     def _digest(self, step: Step, group: str, section: str, named: Named) -> None:
-        """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for name, tensor in named:
             by_device.setdefault(tensor.device, []).append((name, tensor))
@@ -465,10 +423,9 @@ class Observer:
             digester = Digester(tensors, names)
             self._plans[section, device] = (names, digester)
             digester(tensors, out)
-        return Part(section, names, _to_host(out))
+        return names, _to_host(out)
 
     def _mark(self, step: Step) -> None:
-        """Where the step ends, for its time and for whoever waits until it is on the host."""
         if cuda_is_used():
             step.mark = torch.cuda.Event(enable_timing=True)
             step.mark.record()
@@ -478,7 +435,6 @@ class Observer:
     # --- writing -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The open step, if there is one, is over."""
         step, self.current = self.current, None
         if step is None:
             return
@@ -487,26 +443,30 @@ class Observer:
         self._queue.append(step)
         self._drain(wait=False)
 
+    def finish(self) -> Mapping[str, Any]:
+        self.close()
+        self._drain(wait=True)
+        return {"peak_bytes": memory()[1]}
+
     def _drain(self, *, wait: bool) -> None:
         while self._queue:
-            step = self._queue[0]
-            if isinstance(step.mark, torch.cuda.Event):
+            mark = self._queue[0].mark
+            if isinstance(mark, torch.cuda.Event):
                 if wait:
-                    step.mark.synchronize()
-                elif not step.mark.query():
+                    mark.synchronize()
+                elif not mark.query():
                     return
             self._write(self._queue.pop(0))
 
     def _write(self, step: Step) -> None:
-        names: dict[str, list[str]] = {}
-        digests: dict[str, str] = {}
-        nonfinite: dict[str, list[str]] = {}
-        for group, parts in step.groups.items():
-            found = _found(group, parts)
+        names, digests, nonfinite = dict[str, list[str]](), dict[str, str](), dict[str, list[str]]()
+        for group, sections in step.groups.items():
+            found = _found(group, sections)
             names[group] = list(found)
             digests[group] = "".join(text for text, _ in found.values())
             if bad := [name for name, (_, flag) in found.items() if flag]:
                 nonfinite[group] = bad
+        state = {"digests": digests, "nonfinite": nonfinite}
         taps = [name for name, _ in step.taps]
         changed = {group: n for group, n in names.items() if self._written.get(group) != n}
         if changed or taps != self._written_taps:
@@ -514,88 +474,73 @@ class Observer:
             self._written |= changed
             self._written_taps = taps
         if step.index < 0:
-            self.session.write("initial", digests=digests, nonfinite=nonfinite)
+            self.session.write("initial", **state)
         else:
             rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(step.taps))
             self.session.write(
                 "step", step=step.index, loss=_mean(step.microbatches),
                 microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
-                grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
-                nonfinite=nonfinite, step_s=self._seconds(step), live_bytes=step.live_bytes,
-                peak_bytes=step.peak_bytes, skipped=step.skipped, taps="".join(rows),
+                grad_norm=None if step.norm is None else _float_bits(step.norm),
+                step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.live_bytes,
+                peak_bytes=step.peak_bytes, skipped=step.skipped, taps="".join(rows), **state,
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark
         if self._keeper is not None:
             self._keeper.write(step.index)
 
-    def _seconds(self, step: Step) -> float:
-        before, now = self._last_mark, step.mark
-        if isinstance(now, torch.cuda.Event):
-            return 1e-3 * before.elapsed_time(now) if isinstance(before, torch.cuda.Event) else 0.0
-        return now - before if isinstance(before, float) else 0.0
-
 
 class Keeper:
-    """Copies the tensors that a run is asked to keep, and writes them: `harness.store.contents`.
-
-    Args:
-        keep: `KeepSpec` as JSON: the step, and names such as `grads:layers.0.weight`.
-    """
+    """Copies the tensors that a run is asked to keep, as `KeepSpec` says, and writes them."""
 
     def __init__(self, session: Session, keep: Mapping[str, Any]) -> None:
         self._session, self._step = session, keep["step"]
-        self._left, self._held = int(keep["max_bytes"]), list[tuple[str, int, Tensor]]()
+        self._left, self._held = int(keep["max_bytes"]), list[Any]()
         texts = (".*".join(map(re.escape, name.split("*"))) for name in keep["names"])
         self._names = re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
     def take(self, step: int, name: str, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors of that name, if they are asked for in this step.
-
-        Raises:
-            ValueError: more bytes than the run allows.
-        """
+        """Copy tensors of that name, if asked for in this step (`ValueError`: too many bytes)."""
         if step != self._step or not self._names.fullmatch(name):
             return
         for part, tensor in enumerate(tensors):
             self._left -= tensor.nbytes
             if self._left < 0:
                 raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")
-            self._held.append((name, part, tensor.detach().to("cpu", copy=True).contiguous()))
+            copy = tensor.detach().to("cpu", copy=True)
+            self._held.append(SimpleNamespace(
+                name=name, part=part, tensor=copy, places=(), as_digested=True
+            ))  # fmt: skip
 
     def write(self, step: int) -> None:
-        """Write the file once the step to keep is over."""
-        if step != self._step:
-            return
-        from harness.store.contents import KeptTensor, write_contents
-
-        entries = []
-        for name, part, tensor in self._held:
-            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-            about = KeptTensor(
-                name=name, part=part, dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape), as_digested=True,
-            )  # fmt: skip
-            entries.append((about, data))
-        session = self._session
-        write_contents(session.folder, session.key, session.rank, step, entries)
+        if step == self._step:
+            session = self._session
+            write_kept(session.folder, session.key, session.rank, step, self._held)
 
 
-def _found(group: str, parts: Sequence[Part]) -> dict[str, tuple[str, int]]:
+def _found(group: str, sections: Mapping[str, list[Part]]) -> dict[str, tuple[str, int]]:
     """Digests of a group and whether they are not finite, by names that are unique."""
-    ordered = sorted(parts, key=lambda part: part.rows is None)
+    parts = itertools.chain(*sections.values())
+    looks = [_read(*part) for part in sorted(parts, key=lambda it: not isinstance(it[1], Tensor))]
     if group == "optim":
         # Each optimizer has a state of its own for a parameter they share, and numbers for it.
-        looked = [each for part in ordered for each in part.read()]
-        return dict(
-            zip(_unique(name for name, _ in looked), (row for _, row in looked), strict=True)
-        )
+        looks = [list(itertools.chain(*looks))]
     # Optimizers may share a parameter, or one only hold another: the last look counts.
     found: dict[str, tuple[str, int]] = {}
-    for part in ordered:
-        rows = (row for _, row in part.read())
-        found |= zip(_unique(part.names), rows, strict=True)
+    for look in looks:
+        found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
     return found
+
+
+def _read(
+    names: Sequence[str], held: Tensor | Sequence[str]
+) -> Sequence[tuple[str, tuple[str, int]]]:
+    """Names, digests in hex, and whether not all is finite."""
+    texts, flags = held, [0] * len(held)
+    if isinstance(held, Tensor):
+        text, flags = digest_hex(held)
+        texts = [text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS)]
+    return list(zip(names, zip(texts, flags, strict=True), strict=True))
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -618,12 +563,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _hashed(section: str, values: Mapping[str, bytes]) -> list[Part]:
-    """128 bits of BLAKE2b as hex: what lies on the host and is no tensor."""
-    hashed = [hashlib.blake2b(data, digest_size=16).hexdigest() for data in values.values()]
-    return [Part(section, list(values), hashed=hashed)]
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -1,12 +1,10 @@
-"""One process of a recorded run: its file of records, when recording starts, how the process ends.
+"""One process of a recorded run: when recording starts, how the process ends, what errors mean.
 
     interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
 
 Only the first process that a rank starts records: its children inherit the variables, but not the
-file. `harness.store.streams` reads what is written here; `harness.records` describes it, and is not
-imported, so that a script's environment needs none of the harness.
-
-At the end: what exceptions of libraries mean, by type, and by words where the type does not say it.
+file. `harness.records` describes what is written, and is not imported: a script's environment needs
+none of the harness.
 """
 
 import atexit
@@ -24,15 +22,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from harness.provenance import about_rank, of_program, of_rank
 from harness.recorder import (
     FOLDER_VARIABLE,
     RUN_VARIABLE,
     UNRECORDED,
+    RecordFile,
     RecordsUnwritable,
-    write_all,
 )
 
 SCHEMA = 1
@@ -42,8 +40,7 @@ MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], None]:
     """Call `around(original, *args)` in the place of an attribute of the first owner.
 
-    What the other owners have under any name, if it is the original, is replaced as well. The
-    result undoes the first one, unless others have patched it since.
+    Other owners that have the original under any name get it, too. The result undoes the first.
     """
     first, *others = owners
     original = getattr(first, name)
@@ -78,10 +75,8 @@ class Session:
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
         self.rounding = int(spec.get("rounding", 0))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(folder / f"rank{rank}.jsonl", flags, 0o644)
-        self.pid, self.step = os.getpid(), -1
-        self.has_failed = self.has_ended = False
+        self._file = RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
+        self.pid, self.step, self.is_over = os.getpid(), -1, False
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
@@ -90,17 +85,13 @@ class Session:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this is the process that records, and not one that it forked."""
-        return os.getpid() == self.pid and not (self.has_failed or self.has_ended)
+        return os.getpid() == self.pid and not self.is_over
 
     def write(self, kind: str, **record: Any) -> None:
-        """Write a record of this rank, in one write; a process that it forked writes nothing."""
         if not self.is_mine:
             return
-        plain = {"rank": self.rank, **record, "kind": kind}
-        line = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
         try:
-            write_all(self._fd, (line + "\n").encode())
+            self._file.write({"rank": self.rank, **record, "kind": kind})
         except RecordsUnwritable as error:
             # Whatever is raised in a hook becomes the program's: a full disk is not.
             sys.stderr.write(f"recorder: {error}\n")
@@ -126,7 +117,6 @@ class Session:
         atexit.register(self.end)
 
     def fail(self, error: BaseException) -> None:
-        """Write what ended the program."""
         if not self.is_mine or isinstance(error, SystemExit):
             return
         step = self.under_way()  # before what is left of it is written
@@ -136,25 +126,23 @@ class Session:
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
         tensors = getattr(error, "names", ()) if hasattr(error, "deltazero_what") else ()
-        self._error(
-            error, step=step, what=classify(error), message=str(error),
-            module=self.module_at_work(error), tensors=tensors,
-        )  # fmt: skip
+        module = self.module_at_work(error)
+        self._error(error, step, classify(error), str(error), module=module, tensors=tensors)
 
     def broken(self, error: Exception) -> None:
         """The recorder itself failed: the program goes on, and its run is not judged."""
         if self.is_mine:
             traceback.print_exception(error)
             message = f"the recorder could not observe the program: {error}"
-            self._error(
-                error, step=self.under_way(), what="unsupported", message=message, module=""
-            )
+            self._error(error, self.under_way(), "unsupported", message, module="")
 
-    def _error(self, error: BaseException, *, message: str, **about: Any) -> None:
+    def _error(
+        self, error: BaseException, step: int, what: str, message: str, **about: Any
+    ) -> None:
         text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
         about |= {"message": message[:MESSAGE_CHARS], "traceback": text}
-        self.write("error", type=type(error).__name__, **about)
-        self.has_failed = True
+        self.write("error", type=type(error).__name__, step=step, what=what, **about)
+        self.is_over = True
 
     def end(self) -> None:
         """Write the end record; a program that recorded no step has none."""
@@ -169,7 +157,7 @@ class Session:
         if self.step >= 0:
             wall_s = time.monotonic() - self.started_s
             self.write("end", steps=self.step + 1, startup_s=self.startup_s, wall_s=wall_s, **facts)
-        self.has_ended = True
+        self.is_over = True
 
 
 def age_s() -> float:
@@ -206,34 +194,30 @@ def enforce_determinism(seed: int | None = None) -> None:
 _has_begun = False
 
 
-def rank_and_size(names: tuple[str, str] = ("RANK", "WORLD_SIZE")) -> tuple[int, int] | None:
-    """This process's rank and their number, as torchrun's variables say; None if they do not."""
-    rank, size = (os.environ.get(name, "") for name in names)
-    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
+def _rank_and_size(*, trains: bool) -> tuple[int, int] | None:
+    """This process's rank and their number: torchrun's, its group's, srun's, or alone; None for
+    one to which torchrun gave none until it trains: it may be torchrun itself."""
 
+    def said(*names: str) -> tuple[int, int] | None:
+        rank, size = (os.environ.get(name, "") for name in names)
+        return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
 
-def _found_by_itself() -> tuple[int, int]:
-    """Rank and number of a process that trains without torchrun: its group's, srun's, or alone."""
+    if (found := said("RANK", "WORLD_SIZE")) is not None or not trains:
+        return found
     import torch.distributed as dist
 
-    if (found := rank_and_size()) is not None:
-        return found
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return rank_and_size(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) or (0, 1)
+    return said("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") or (0, 1)
 
 
 def begin(*, trains: bool = False) -> Session | None:
-    """Start recording in this process, in which torch can be imported; None if it is not to.
-
-    One to which torchrun gave no rank records only once it `trains`: it may be torchrun itself.
-    """
+    """Start recording in this process, in which torch can be imported; None if it is not to."""
     global _has_begun
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None or _has_begun:
         return None
-    found = _found_by_itself() if trains else rank_and_size()
-    if found is None:
+    if (found := _rank_and_size(trains=trains)) is None:
         _begin_with_the_first_optimizer(Path(folder))
         return None
     import torch
@@ -267,21 +251,15 @@ def _begin_with_the_first_optimizer(folder: Path) -> None:
     patch("__init__", made, Optimizer)
 
 
-def tell_stacks() -> None:
-    """Print the stacks of all threads at SIGUSR1, and at a fatal signal, under a run's leader.
+def begin_in_interpreter() -> None:
+    """See that recording starts right after the program's first import of torch.
 
-    It ignores that signal in the processes that it starts; elsewhere the program may use it.
+    Earlier would import torch before the program has set the variables that torch reads. Under a
+    run's leader, which ignores SIGUSR1 in what it starts, that signal prints all threads' stacks.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-
-def begin_when_torch_is_imported() -> None:
-    """Start recording right after the program's first import of torch.
-
-    Earlier would import torch before the program has set the variables that torch reads.
-    """
     sys.meta_path.insert(0, _TorchFinder())
 
 
@@ -293,16 +271,15 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
+        loader: Any = None if spec is None else spec.loader
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # from here on it is that of its class
             loader.exec_module(module)
             begin()
 
-        loader.exec_module = exec_module
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
 
 
@@ -315,66 +292,51 @@ DISTRIBUTED = (
 """Types that torch.distributed raises for NCCL, the store and the network."""
 _GLOO = re.compile(r"\[(?:enforce fail at )?[^\]\s]*/gloo/[^\]\s]+:\d+\] ")
 """How what gloo throws begins: the place in its sources."""
-
-
-class LibraryError(NamedTuple):
-    """An entry of the one table in which words of other people's messages decide anything.
-
-    Attributes:
-        phrases: in lower case; one of them is in the type and the message.
-        source: whose exceptions count: torch.distributed's and gloo's, CUDA's, or any.
-        types: that say it by themselves.
-    """
-
-    name: str
-    phrases: tuple[str, ...]
-    source: Literal["any", "distributed", "cuda"] = "any"
-    types: tuple[str, ...] = ()
-
-
-TABLE = (
-    LibraryError("peer_lost", (
+TABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "peer_lost": ("any", (), (
         "connection closed by peer", "connection reset by peer", "broken pipe",
         "connection refused", "connection was likely closed", "remote process exited",
         "socket timeout", "timed out waiting", "wait timeout after",
         "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
     )),
-    LibraryError("mismatched", ("collective mismatch", "match expected size")),
-    LibraryError("illegal_access", ("illegal memory access", "cuda_error_illegal_address")),
-    LibraryError("out_of_memory", ("cuda out of memory", "cuda_error_out_of_memory"),
-                 types=("OutOfMemoryError", "MemoryError")),
-    LibraryError("no_host_memory", ("can't allocate memory",)),
-    LibraryError("no_group", (
+    "mismatched": ("any", (), ("collective mismatch", "match expected size")),
+    "illegal_access": ("any", (), ("illegal memory access", "cuda_error_illegal_address")),
+    "out_of_memory": ("any", ("OutOfMemoryError", "MemoryError"),
+                      ("cuda out of memory", "cuda_error_out_of_memory")),
+    "no_host_memory": ("any", (), ("can't allocate memory",)),
+    "no_group": ("any", (), (
         "could not resolve the process group", "process group has not been initialized",
         "invalid process group specified",
     )),
-    LibraryError("port_in_use", ("address already in use", "eaddrinuse"), "distributed"),
-    LibraryError("rendezvous_timeout", (
-        "clients joined", "timed out waiting for clients", "client socket has timed out",
-    ), "distributed", ("RendezvousTimeoutError", "RendezvousConnectionError")),
-    LibraryError("nccl_system_error", ("ncclsystemerror", "nccl error: unhandled system error"),
-                 "distributed"),
-    LibraryError("device_unavailable", ("cuda-capable device(s) is/are busy or unavailable",),
-                 "cuda"),
-    LibraryError("memory_error", ("uncorrectable ecc error encountered",), "cuda"),
-    LibraryError("of_device", ("cuda", "nccl", "cublas", "cudnn"), types=("AcceleratorError",)),
-)  # fmt: skip
+    "port_in_use": ("distributed", (), ("address already in use", "eaddrinuse")),
+    "rendezvous_timeout": (
+        "distributed", ("RendezvousTimeoutError", "RendezvousConnectionError"),
+        ("clients joined", "timed out waiting for clients", "client socket has timed out"),
+    ),
+    "nccl_system_error": (
+        "distributed", (), ("ncclsystemerror", "nccl error: unhandled system error")
+    ),
+    "device_unavailable": ("cuda", (), ("cuda-capable device(s) is/are busy or unavailable",)),
+    "memory_error": ("cuda", (), ("uncorrectable ecc error encountered",)),
+    "of_device": ("any", ("AcceleratorError",), ("cuda", "nccl", "cublas", "cudnn")),
+}  # fmt: skip
+"""The one table in which words of other people's messages decide anything: name to
+
+- whose exceptions count: torch.distributed's and gloo's, CUDA's, or any;
+- types that say it by themselves;
+- phrases in lower case, one of which is in the type and the message.
+"""
 
 
 def failures_of(kind: str, message: str) -> frozenset[str]:
-    """Names of what an exception means; none for most of them.
-
-    Args:
-        kind: name of its type; "" for what a process printed as it died.
-        message: its text.
-    """
+    """What an exception means, names of `TABLE`; `kind` "" is what a process printed as it died."""
     text = f"{kind}: {message}".lower()
     is_cuda = kind in ("AcceleratorError", "RuntimeError") and message.startswith("CUDA error: ")
     is_gloo = kind == "RuntimeError" and _GLOO.match(message) is not None
     met = {"any": True, "cuda": is_cuda, "distributed": kind in DISTRIBUTED or is_gloo}
     return frozenset(
         name
-        for name, phrases, source, types in TABLE
+        for name, (source, types, phrases) in TABLE.items()
         if kind in types or (met[source] and any(phrase in text for phrase in phrases))
     )
 

@@ -28,15 +28,13 @@ Range = tuple[int, int]
 """First byte of some memory, and the byte past the last one."""
 PAGE_BYTES = 4096
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts of module paths that are not the program's own."""
-TRANSPARENT = WRAPPED[1:]
-"""Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
+"""Parts of module paths that are not the program's own; of all but the first, the wrapper calls
+what it wraps as a module, which is not to be seen twice."""
 HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 """Attributes of a parameter in which engines keep its gradient; the first that is not None."""
-ORIGINAL = "orig_param"
-"""Attribute of a parameter that an engine (megatron-fsdp) trains in place of this one."""
-MAIN = "main_param"
-"""Attribute of a parameter that names the one trained in its place (megatron-core)."""
+ORIGINAL, MAIN = "orig_param", "main_param"
+"""Attributes: of a parameter trained in another's place, that one (megatron-fsdp), and of one in
+whose place another is trained, the other (megatron-core)."""
 
 
 @dataclass
@@ -61,12 +59,7 @@ class Names:
         self.is_settled = False
 
     def scan(self, params: Iterable[Tensor], roots: Iterable[nn.Module] = ()) -> None:
-        """Learn the names of everything in the outermost modules that hold one of `params`.
-
-        Args:
-            params: those that optimizers train.
-            roots: modules to name in any case.
-        """
+        """Name everything in `roots` and in the outermost modules that hold one of `params`."""
         places = {id(param): number for number, param in enumerate(params)}
         held = _holding(places)
         if len(held) > 1:
@@ -94,7 +87,11 @@ class Names:
         for root in self._roots:
             if root.module() is module:
                 return root
-        root = Root(weakref.ref(module), _kind(module))
+        kind = type(module)
+        first, *others = kind.__bases__
+        # Its class without what FSDP2 makes of it.
+        kind = others[0] if others and first.__name__ == "FSDPModule" else kind
+        root = Root(weakref.ref(module), kind.__name__)
         if self.is_settled:
             number = [each.kind for each in self._roots].count(root.kind)
             root.prefix = root.kind + (str(number) if number else "")
@@ -111,18 +108,21 @@ class Names:
             root.prefix = kind + number if len(kinds) > 1 else ""
 
     def _learn(self, root: Root, inner: nn.Module, learned: set[int]) -> None:
+        def learn(held: Any, path: str) -> None:
+            path = ".".join(part for part in path.split(".") if part not in WRAPPED)
+            self._known[id(held)] = (weakref.ref(held), root, path)
+
         for path, module in inner.named_modules():
-            if not any(name in module._modules for name in TRANSPARENT):
-                self._known[id(module)] = (weakref.ref(module), root, _clean(path))
+            if not any(name in module._modules for name in WRAPPED[1:]):
+                learn(module, path)
         for path, param in inner.named_parameters(remove_duplicate=False):
             if id(param) not in learned and not (self.is_settled and self.knows(param)):
                 learned.add(id(param))
-                self._known[id(param)] = (weakref.ref(param), root, _clean(path))
+                learn(param, path)
             if isinstance(main := getattr(param, MAIN, None), Tensor):
-                self._known[id(main)] = (weakref.ref(main), root, _clean(path))
+                learn(main, path)
 
     def knows(self, held: Any) -> bool:
-        """Whether a parameter or a module has a name."""
         known = self._known.get(id(held))
         return known is not None and known[0]() is held
 
@@ -148,11 +148,9 @@ class Names:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Outermost modules that are still there."""
         return [module for root in self._roots if (module := root.module()) is not None]
 
     def buffers(self) -> Named:
-        """Buffers of all roots."""
         named = ((self.of_module(each), each) for root in self.roots for each in root.modules())
         return [
             each
@@ -198,17 +196,6 @@ def _around(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _kind(module: nn.Module) -> str:
-    """Name of a module's class, without what FSDP2 makes of it."""
-    kind = type(module)
-    first, *others = kind.__bases__
-    return (others[0] if others and first.__name__ == "FSDPModule" else kind).__name__
-
-
-def _clean(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in WRAPPED)
-
-
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
@@ -221,8 +208,7 @@ def plain(name: str, value: Any) -> Named:
             return [] if value.is_meta else [(name, value)]
     elif not isinstance(value, Tensor):
         return []
-    local = getattr(value, "_local_tensor", None)
-    if isinstance(local, Tensor):
+    if isinstance(local := getattr(value, "_local_tensor", None), Tensor):
         return plain(name, local)
     if parts := _parts(value):
         return [each for part, held in parts for each in plain(f"{name}.{part}", held)]
@@ -261,31 +247,30 @@ def parameters(optimizer: Any) -> list[Tensor]:
 def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, bytes]]:
     """What an optimizer keeps: tensors by parameter, `layers.0.weight.exp_avg`, and numbers.
 
-    Numbers are those that decide its update: learning rates, step counts, ..., as bytes. Flags are
-    left out: they choose between implementations (`foreach`, `fused`), which a scenario may well
-    compare.
+    Numbers decide its update: learning rates, step counts, ..., as bytes. Flags choose between
+    implementations (`foreach`, `fused`), which a scenario may compare: they are left out.
     """
     tensors: Named = []
     plain_numbers: dict[str, bytes] = {}
+
+    def take(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            tensors.extend(plain(name, value))
+        elif _is_number(value):
+            plain_numbers[name] = repr(value).encode()
+        elif isinstance(value, list | tuple | Mapping):
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, each in pairs:
+                take(f"{name}.{key}", each)
+
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                _take(f"{prefix}group{number}.{key}", value, tensors, plain_numbers)
+                take(f"{prefix}group{number}.{key}", value)
     for param in parameters(optimizer):
         if isinstance(held := optimizer.state.get(param), Mapping):
-            _take(names.of(param), held, tensors, plain_numbers)
+            take(names.of(param), held)
     return tensors, plain_numbers
-
-
-def _take(name: str, value: Any, tensors: Named, plain_numbers: dict[str, bytes]) -> None:
-    if isinstance(value, Tensor):
-        tensors += plain(name, value)
-    elif _is_number(value):
-        plain_numbers[name] = repr(value).encode()
-    elif isinstance(value, list | tuple | Mapping):
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, each in pairs:
-            _take(f"{name}.{key}", each, tensors, plain_numbers)
 
 
 def _is_number(value: Any) -> bool:

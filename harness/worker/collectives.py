@@ -6,13 +6,15 @@ A replayed graph calls no code of the model, so whose a collective is can be ask
 steps. The order of the last step before graphs are captured is learned; in a replay a collective
 has the label of that place in the step, as long as the operators up to there are the same.
 Messages between two ranks are noted and not counted. Captures call collectives of their own, which
-are no part of that order.
+are no part of that order. In the step that captures, the module that is running is noted, too, on a
+GPU as well: a rank that is killed there leaves no other word.
 
-In the step that captures, the module that is running is noted, too, on a GPU as well: a rank that
-is killed there leaves no other word.
+In runs that tap, what the rank gives to each collective is digested on the host: a gradient's
+digest is that of the sum, so that a wrong sum is led back to its giver by what it gave alone.
 """
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,30 +31,24 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train.captures import Captures
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, group_key
-from harness.worker.given import Given
+from harness.records import GIVEN, EventRecord, GivenCall
 
 _SHARDING = str(Path(fsdp.__file__).parent)
 _WAIT = "_c10d_functional::wait_tensor"
 _CAPTURES = (Captures.capture_parts.__code__, Captures.capture_iteration.__code__)
 _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+_INPUTS = frozenset({"input", "inputs", "input_tensor", "input_tensors", "tensors"})
+"""What operators call the tensors that a rank brings along."""
 
 
 @contextlib.contextmanager
 def noted(
-    device: Device,
-    path: Path,
-    step: Callable[[], int],
-    eager_steps: int,
-    *,
-    gives: bool = False,
+    device: Device, path: Path, step: Callable[[], int], eager_steps: int, *, gives: bool = False
 ) -> Iterator["Notes"]:
     """Inside, collectives are noted in the file at `path`, which is left behind by failures only.
 
-    Args:
-        device: whose memory is being counted; where it is not, as on CUDA, no collective is noted.
-        step: gives the number of the step.
-        eager_steps: how many of them come before graphs are captured.
-        gives: whether to note what the rank gives to each of them.
+    Where the device counts no memory, as on CUDA, none is noted. `step` gives the number of the
+    step, `eager_steps` how many come before graphs are captured; `gives`: whether to note inputs.
     """
     file = PlaceFile(path)
     notes, counter = Notes(file, step, eager_steps), device.counter
@@ -60,7 +56,7 @@ def noted(
         yield notes
     else:
         counter.collectives = notes
-        notes.given = Given() if gives else None
+        notes.given = [] if gives else None
         yield notes
         counter.collectives = None
     file.remove()
@@ -70,7 +66,7 @@ class Notes:
     """Keeps one rank's place; arguments as of `noted`.
 
     Attributes:
-        given: told of what the rank brings along, if anybody wants to know.
+        given: what the rank gave in this step; None if nobody wants to know.
     """
 
     def __init__(self, file: PlaceFile, step: Callable[[], int], eager_steps: int) -> None:
@@ -82,24 +78,27 @@ class Notes:
         self._at = (-1, 0)
         self._last: tuple[str, str, tuple[int, ...]] = ("", "", ())
         self._module = ""
-        self.given: Given | None = None
+        self.given: list[GivenCall] | None = None
 
     def entering(self, func: Any, args: tuple[Any, ...]) -> None:
-        """A collective is called."""
         operator: str = func._schema.name
         if operator != _WAIT:
             group = self._group(args)
-            if operator not in _POINT_TO_POINT:
+            if counts := operator not in _POINT_TO_POINT:
                 key = group_key(group)
                 self._entered[key] = self._entered.get(key, 0) + 1
             self._last = (operator, self._label(operator), group)
-            if self.given is not None and operator not in _POINT_TO_POINT:
-                self.given.take(func, args, self._last[1], group)
+            if self.given is not None and counts:
+                self.given.append(_given(func, args, self._last[1], group))
         self._write(is_inside=True)
 
     def left(self) -> None:
-        """It came back."""
         self._write(is_inside=False)
+
+    def given_event(self, rank: int, step: int) -> EventRecord:
+        calls, self.given = self.given or [], []
+        detail = {"calls": [call.to_json() for call in calls]}
+        return EventRecord(name=GIVEN, rank=rank, step=step, detail=detail)
 
     @contextlib.contextmanager
     def modules(self, stages: Sequence[nn.Module]) -> Iterator[None]:
@@ -117,31 +116,24 @@ class Notes:
 
     def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            around = self._module
-            self._enter_module(name)
+            around, self._module = self._module, name
+            self._write(is_inside=False)
             result = original(*args, **kwargs)
-            self._enter_module(around)
+            self._module = around
+            self._write(is_inside=False)
             return result
 
         return call
-
-    def _enter_module(self, name: str) -> None:
-        self._module = name
-        self._write(is_inside=False)
 
     def _write(self, *, is_inside: bool) -> None:
         operator, label, group = self._last
         self._file.write(
             Place(
-                step=self._step(),
-                operator=operator,
-                label=label,
-                group=group,
+                step=self._step(), operator=operator, label=label, group=group,
                 is_inside=is_inside and operator not in _POINT_TO_POINT,
-                entered=dict(self._entered),
-                module=self._module,
+                entered=dict(self._entered), module=self._module,
             )
-        )
+        )  # fmt: skip
 
     def _label(self, operator: str) -> str:
         label, in_capture = _unit_at_work()
@@ -162,8 +154,7 @@ class Notes:
         for value in args[::-1]:
             if isinstance(value, str) and value in self._groups:
                 return self._groups[value]
-            group = _as_group(value)
-            if group is not None:
+            if (group := _as_group(value)) is not None:
                 name = group.group_name
                 if name not in self._groups:
                     self._groups[name] = tuple(dist.get_process_group_ranks(group))
@@ -172,17 +163,27 @@ class Notes:
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:
-    if isinstance(value, torch.ScriptObject):
-        try:
+    try:
+        if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
-        except RuntimeError:
-            return None  # another class: how to reduce
-    if isinstance(value, str):
-        try:
+        if isinstance(value, str):
             return dist.distributed_c10d._resolve_process_group(cast("Any", value))
-        except (LookupError, ValueError, RuntimeError):
-            return None  # another string: the operation
+    except (LookupError, ValueError, RuntimeError):
+        pass  # another class, how to reduce, or another string, the operation
     return None
+
+
+def _given(func: Any, args: tuple[Any, ...], label: str, group: tuple[int, ...]) -> GivenCall:
+    """What a rank brings to a collective that it enters, for the unit of that name."""
+    digest = hashlib.blake2b(digest_size=8)
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in _INPUTS:
+            for tensor in [value] if isinstance(value, torch.Tensor) else value:
+                # A copy: storage that numpy has seen can be resized no more, as pools do.
+                own = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
+    operator = func._schema.name.rpartition("::")[2].strip("_")
+    return GivenCall(operator=operator, label=label, group=group, digest=digest.hexdigest())
 
 
 def _unit_at_work() -> tuple[str, bool]:
@@ -191,15 +192,9 @@ def _unit_at_work() -> tuple[str, bool]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not label and _SHARDING in frame.f_code.co_filename:
-            label = _unit_in(frame)
+            owners = (frame.f_locals.get(name) for name in ("self", "unit", "group"))
+            found = (each for each in owners if isinstance(each, Unit | ParamGroup))
+            label = next((each.name or "the root" for each in found), "")
         in_capture |= frame.f_code in _CAPTURES
         frame = frame.f_back
     return label, in_capture
-
-
-def _unit_in(frame: FrameType) -> str:
-    for name in ("self", "unit", "group"):
-        owner = frame.f_locals.get(name)
-        if isinstance(owner, Unit | ParamGroup):
-            return owner.name or "the root"
-    return ""

@@ -38,7 +38,7 @@ from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
 from harness.provenance import package_version
-from harness.recorder import UNRECORDED, RecordsUnwritable
+from harness.recorder import UNRECORDED, RecordFile, RecordsUnwritable
 from harness.recorder.session import age_s, failures_of
 from harness.records import (
     SCHEMA_VERSION,
@@ -52,9 +52,8 @@ from harness.records import (
 from harness.repeats import is_timed
 from harness.worker.collectives import Notes, noted
 from harness.worker.error_evidence import evidence_of
-from harness.worker.observe import ContentsFile, Observer, digest_time_event, memory_event
+from harness.worker.observe import Observer, digest_time_event, keeper, memory_event
 from harness.worker.plant import Plant
-from harness.worker.record_file import RecordFile
 from harness.worker.soak import Soaking
 
 PACKAGES = ("numpy", "transformer-engine", "triton")
@@ -128,7 +127,7 @@ class _Session:
 
     def _train(self, trainer: Trainer, notes: Notes) -> None:
         spec, rank, file, device = self.spec, self.rank, self.file, trainer.device
-        contents = ContentsFile(spec, rank, self.folder, trainer)
+        keep = keeper(spec, rank, self.folder, trainer)
         rounding = rounded(spec, rank)
         observer = Observer(trainer, rank, file)
         environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
@@ -153,9 +152,9 @@ class _Session:
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
-                contents.observe(self.step)
+                keep(self.step)
                 if notes.given is not None:
-                    file.write(notes.given.event(rank, self.step))
+                    file.write(notes.given_event(rank, self.step))
         finally:
             self._flush(observer)
         soaking.write_event()

@@ -1,4 +1,4 @@
-"""What a rank writes down: a record a step, events of its end, kept contents.
+"""What a rank of the built-in trainer writes down: a record a step, events of its end.
 
 After every step the trainer's static outputs are packed into one row of an int32 ring on the
 device; every `flush_every` steps the ring is copied to the host once and written as step records,
@@ -6,12 +6,10 @@ so no step waits for the device. Floats travel as their bits.
 """
 
 import dataclasses
-import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,8 @@ from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.keeping import Kept, fits
 from fsdp_core.train.memory import at_rest
 from fsdp_core.train.stressed import StressedTrainer
+from harness.recorder import RecordFile
+from harness.recorder.rows import hashed, seconds_between, write_kept
 from harness.records import (
     UNFINISHED,
     EventRecord,
@@ -33,8 +33,6 @@ from harness.records import (
     RunSpec,
     StepRecord,
 )
-from harness.store.contents import KeptTensor, Place, write_contents
-from harness.worker.record_file import RecordFile
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 DIGEST_TIMES = 5
@@ -62,7 +60,6 @@ class StepClock:
         self.tick()
 
     def tick(self) -> None:
-        """The work of a step has been issued."""
         if not self._device.is_cuda:
             self._marks.append(time.perf_counter())
             return
@@ -72,26 +69,11 @@ class StepClock:
 
     def drain(self) -> list[float]:
         """Seconds of each step since the last call; the device has done their work."""
-        pairs = itertools.pairwise(self._marks)
+        seconds = list(itertools.starmap(seconds_between, itertools.pairwise(self._marks)))
         if self._device.is_cuda:
-            seconds = [1e-3 * before.elapsed_time(after) for before, after in pairs]
             self._events += self._marks[:-1]  # to be recorded again
-        else:
-            seconds = [after - before for before, after in pairs]
         self._marks = self._marks[-1:]
         return seconds
-
-
-@dataclass(frozen=True)
-class _HostFacts:
-    """What the host knows of a step that waits in the ring."""
-
-    step: int
-    rng: str
-    live_bytes: int
-    peak_bytes: int
-    moved: int | None
-    host_bytes: int
 
 
 class Observer:
@@ -104,7 +86,8 @@ class Observer:
         rows = trainer.config.flush_every
         device = trainer.device.torch_device
         self._ring = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self._pending: list[_HostFacts] = []
+        # What the host knows of the steps in the ring: digests of random states, other fields.
+        self._pending: list[tuple[str, dict[str, Any]]] = []
         self._pointers = trainer.pointer_changes() if trainer.config.ledger else None
         self.pointer_changes, self.moved = 0, dict[str, int]()
         self._clock = StepClock(trainer.device, trainer.stream, rows)
@@ -122,23 +105,25 @@ class Observer:
 
     def observe(self, step: int) -> None:
         """Take the outputs of `step`; writes records when the ring is full."""
-        trainer = self._trainer
-        with trainer.device.on(trainer.stream):
+        trainer, device = self._trainer, self._trainer.device
+        with device.on(trainer.stream):
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
         self._clock.tick()
-        rng, device, moved = self._rng(), trainer.device, self._count_moved(step)
         # What a stressor holds in its turn is no memory of the program's.
         lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
-        live = device.live_bytes() - lent
-        self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved, host_bytes()))
+        rng, moved, live = self._rng(), self._count_moved(step), device.live_bytes() - lent
+        facts = {
+            "step": step, "pointer_changes": moved, "live_bytes": live,
+            "peak_bytes": device.peak_bytes(), "host_bytes": host_bytes(),
+        }  # fmt: skip
+        self._pending.append((rng, facts))
         if len(self._pending) == len(self._ring):
             self.flush()
 
     def begin(self) -> None:
         """Forget the taps of the last step, once all have read them: `unfinished` is of this."""
-        trainer = self._trainer
-        with trainer.device.on(trainer.stream):
-            trainer.taps.begin()
+        with self._trainer.device.on(self._trainer.stream):
+            self._trainer.taps.begin()
 
     def unfinished(self, step: int) -> EventRecord | None:
         """What modules have handled in a step that failed; None where no tap looks."""
@@ -155,15 +140,13 @@ class Observer:
             return
         with self._trainer.device.on(self._trainer.stream):
             rows = self._ring[: len(self._pending)].cpu()
-        seconds = self._clock.drain()
         pending, self._pending = self._pending, []
-        used = self._trainer.device.used_bytes()
-        for row, facts, step_s in zip(rows, pending, seconds, strict=True):
-            last_used = used if facts is pending[-1] else None
-            self._file.write(self._record(row, facts, step_s, last_used))
+        # Of all steps since the last flush: asked for at the end of the last one alone.
+        pending[-1][1]["device_bytes"] = self._trainer.device.used_bytes()
+        for row, (rng, facts), step_s in zip(rows, pending, self._clock.drain(), strict=True):
+            self._file.write(self._record(row, rng, facts | {"step_s": step_s}))
 
     def graphs_event(self, step: int) -> EventRecord:
-        """What was captured, replayed, compiled and moved, at the end of a run."""
         trainer, counts = self._trainer, self._trainer.counts
         moved = itertools.islice(self.moved.items(), MOST_MOVED)
         detail = {
@@ -180,11 +163,8 @@ class Observer:
         return EventRecord(name="graphs", rank=self._rank, step=step, detail=detail)
 
     def _rng(self) -> str:
-        """128 bits of each generator's state: they lie on the host."""
         states = self._trainer.rng_states().values()
-        return "".join(
-            hashlib.blake2b(state.numpy().tobytes(), digest_size=16).hexdigest() for state in states
-        )
+        return "".join(hashed(state.numpy().tobytes()) for state in states)
 
     def _digests(
         self, rows: dict[str, torch.Tensor], rng: str
@@ -213,23 +193,18 @@ class Observer:
         rows = self._trainer.taps.rows.flatten()
         return torch.cat((floats.view(torch.int32), *digests, rows))
 
-    def _record(
-        self, row: torch.Tensor, facts: _HostFacts, step_s: float, device_bytes: int | None
-    ) -> StepRecord:
+    def _record(self, row: torch.Tensor, rng: str, facts: dict[str, Any]) -> StepRecord:
         num_losses = self._trainer.config.microbatches
         bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
         sizes = [len(self._trainer.digested[group][0]) * NUM_COLUMNS for group in self._groups]
-        _, *parts, taps = row.split(
-            [num_losses + 2, *sizes, len(row) - num_losses - 2 - sum(sizes)]
-        )
+        num_taps = len(row) - num_losses - 2 - sum(sizes)
+        _, *parts, taps = row.split([num_losses + 2, *sizes, num_taps])
         rows = [part.view(-1, NUM_COLUMNS) for part in parts]
-        digests, nonfinite = self._digests(dict(zip(self._groups, rows, strict=True)), facts.rng)
+        digests, nonfinite = self._digests(dict(zip(self._groups, rows, strict=True)), rng)
         return StepRecord(
-            step=facts.step, rank=self._rank, loss=bits[num_losses],
-            microbatch_losses=tuple(bits[:num_losses]), grad_norm=bits[num_losses + 1],
-            digests=digests, nonfinite=nonfinite, step_s=step_s, live_bytes=facts.live_bytes,
-            peak_bytes=facts.peak_bytes, taps=self._taps_text(taps), pointer_changes=facts.moved,
-            device_bytes=device_bytes, host_bytes=facts.host_bytes,
+            rank=self._rank, loss=bits[num_losses], microbatch_losses=tuple(bits[:num_losses]),
+            grad_norm=bits[num_losses + 1], digests=digests, nonfinite=nonfinite,
+            taps=self._taps_text(taps), **facts,
         )  # fmt: skip
 
     def _taps_text(self, row: torch.Tensor) -> str:
@@ -243,9 +218,6 @@ def host_bytes() -> int:
     """Resident memory of this process that no file holds: mapped data grows as it is read."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE_BYTES
-
-
-# ---- memory
 
 
 def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
@@ -262,23 +234,18 @@ def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     return EventRecord(name="memory", rank=rank, step=step, detail=detail)
 
 
-# ---- what looking costs
-
-
 def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     """The seconds of the digests that every step of a timed run takes, the fastest of some.
 
-    Both runs digest the same bytes, so the time cancels out of their difference, but not out of a
-    ratio: the check `throughput` takes it off both. Not on CUDA: launched from the host, as here,
+    The check `throughput` takes it off both times. Not on CUDA: launched from the host, as here,
     digests take longer than inside of a graph, and a graphed candidate had too much taken off.
     """
-    device = trainer.device
+    device, found = trainer.device, list[float]()
     with device.on(trainer.stream):
         work = [
             (Digester(tensors, names), tensors, empty_rows(len(names), device.torch_device))
             for names, tensors in trainer.digested.values()
         ]
-    found = []
     for _ in range(DIGEST_TIMES):
         device.synchronize()
         began = time.perf_counter()
@@ -290,54 +257,26 @@ def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     return EventRecord(name="digest_time", rank=rank, step=step, detail={"seconds": min(found)})
 
 
-# ---- contents of tensors
+def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable[[int], None]:
+    """What is to be called after each step, to write the tensors that a run keeps of one.
 
-
-class ContentsFile:
-    """Writes the tensors that a run keeps, at the end of their step; nothing where it keeps none.
-
-    Made before the first step: copies have their memory before anything is captured.
-
-    Raises:
-        ValueError: more bytes than the run allows.
+    Made before the first step: copies have their memory before anything is captured. `ValueError`:
+    more bytes than the run allows.
     """
+    keep = spec.keep
+    if keep is None:
+        return lambda step: None
+    copies = trainer.keep(keep.names, keep.max_bytes)
 
-    def __init__(self, spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> None:
-        self._spec, self._rank, self._folder, self._trainer = spec, rank, folder, trainer
-        keep = spec.keep
-        self._keeping = None if keep is None else trainer.keep(keep.names, keep.max_bytes)
-
-    def observe(self, step: int) -> None:
-        """Write the file if `step`, which has been issued, is the one to keep."""
-        keep = self._spec.keep
-        if keep is None or self._keeping is None or step != keep.step:
+    def observe(step: int) -> None:
+        if step != keep.step:
             return
-        trainer = self._trainer
         with trainer.device.on(trainer.stream):
-            kept = [*self._keeping.read(trainer.outputs), *self._random_states(keep.names)]
-        entries = [entry_of(each) for each in kept]
-        write_contents(self._folder, self._spec.key, self._rank, step, entries)
+            kept = list(copies.read(trainer.outputs))
+            for name, state in trainer.rng_states().items():
+                if fits(keep.names, f"rng:{name}"):
+                    # Records have a digest of the same bytes, from this very function.
+                    kept.append(Kept(f"rng:{name}", 0, state, (), as_digested=True))
+        write_kept(folder, spec.key, rank, step, kept)
 
-    def _random_states(self, names: tuple[str, ...]) -> Iterator[Kept]:
-        for name, state in self._trainer.rng_states().items():
-            if fits(names, f"rng:{name}"):
-                # Records have it from this very function, as a digest of the same bytes.
-                yield Kept(f"rng:{name}", 0, state, (), as_digested=True)
-
-
-def entry_of(kept: Kept) -> tuple[KeptTensor, bytes]:
-    """A kept tensor as a rank's file has it, and its bytes."""
-    tensor = kept.tensor
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    about = KeptTensor(
-        name=kept.name, part=kept.part, dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape), as_digested=kept.as_digested,
-        places=tuple(
-            Place(
-                name=p.name, shape=p.shape, offsets=p.offsets, local_offsets=p.local_offsets,
-                sizes=p.sizes,
-            )
-            for p in kept.places
-        ),
-    )  # fmt: skip
-    return about, data
+    return observe

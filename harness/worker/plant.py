@@ -43,8 +43,8 @@ from fsdp_core.graph.host import HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
 from harness.faults.catalogue import CATALOGUE
+from harness.recorder import RecordFile
 from harness.records import EventRecord, PlantSpec, RunSpec, dumps, each_of
-from harness.worker.record_file import RecordFile
 
 Act = Callable[[Any], Any]
 """Of the trainer, or early of the configuration, which it may give anew."""

@@ -26,10 +26,10 @@ from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer
 from harness.bisect.layouts import LayoutAnswer, Leg, compare_layouts, runs_to_compare
+from harness.recorder.rows import entry_of
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
 from harness.store.contents import Contents, KeptTensor, Loaded
 from harness.worker.main import rounded
-from harness.worker.observe import entry_of
 from tests.dist import parity_faults
 from tests.dist.rank_pool import RankPool
 

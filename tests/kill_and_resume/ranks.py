@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fsdp_core.config import TrainConfig
 from harness.checks.complete import launches, owed
+from harness.recorder import RecordFile
 from harness.records import EndRecord, RunSpec
-from harness.worker.record_file import RecordFile
 from tests.planted.stub_ranks import initial_record, start_record, step_record
 
 STEP_S = 0.02

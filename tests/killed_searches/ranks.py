@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fsdp_core.config import TrainConfig
 from harness.checks.complete import launches, owed
+from harness.recorder import RecordFile
 from harness.records import EndRecord, RunSpec
 from harness.store.contents import KeptTensor, write_contents
-from harness.worker.record_file import RecordFile
 from tests.kill_and_resume.ranks import note_start
 from tests.planted.stub_ranks import initial_record, start_record, step_record
 

@@ -16,5 +16,4 @@ if _next is not None and _next.loader is not None:
 if "DELTAZERO_RECORD" in os.environ:
     from harness.recorder import session
 
-    session.tell_stacks()
-    session.begin_when_torch_is_imported()
+    session.begin_in_interpreter()

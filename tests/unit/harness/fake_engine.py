@@ -12,6 +12,7 @@ import pytest
 from fsdp_core.config import TrainConfig
 from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.cli import main
+from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,
     SAMPLES,
@@ -27,7 +28,6 @@ from harness.records import (
     What,
 )
 from harness.store import begin_run, save_outcome
-from harness.worker.record_file import RecordFile
 
 GROUPS = (SAMPLES, *DIGEST_GROUPS)
 SCENARIO = """\

@@ -20,9 +20,9 @@ from harness.bisect.differences import (
     with_steps,
 )
 from harness.provenance import facts
+from harness.recorder import RecordFile
 from harness.records import PlantSpec, RunResult, RunSpec
 from harness.store import RunFolder, begin_run, save_outcome
-from harness.worker.record_file import RecordFile
 from tests.unit.harness.bisect.small_model import case_of, of_rank, run_of
 
 PARALLEL = ParallelConfig(dp=2)

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from harness.records import Verdict
 from harness.store import read_verdict
 from harness.store.streams import read_rank
@@ -82,56 +80,32 @@ def run(folder: Path, **keys: Any) -> tuple[int, dict[str, Verdict], Path]:
     return done.returncode, verdicts, out
 
 
-def by_mode(verdicts: dict[str, Verdict], mode: str) -> Verdict:
-    (found,) = [verdict for case, verdict in verdicts.items() if mode in case]
-    return found
+def test_two_ranks_of_a_script(tmp_path: Path) -> None:
+    """A neutral change passes; step, rank and tensor of a planted difference are fields.
 
-
-@pytest.fixture(scope="module")
-def of_script(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Verdict], Path]:
-    """Two gloo ranks of a script: a neutral change, a planted difference, and one that is rare."""
-    folder = tmp_path_factory.mktemp("script")
-    (folder / "rare.mark").touch()
-    return run(folder, name="of_script", kind="script: train.py", ranks=2,
-               modes="[plain, loop, planted, rare]")  # fmt: skip
-
-
-def test_a_neutral_change_passes(of_script: Any) -> None:
-    """Another implementation of the same update is no difference."""
-    _, verdicts, _ = of_script
-    verdict = by_mode(verdicts, "loop")
-    assert verdict.outcome == "passed", verdict.message
-
-
-def test_a_planted_difference_is_named(of_script: Any) -> None:
-    """Step, rank and tensor of the first difference are fields; the exit code is 1."""
-    code, verdicts, _ = of_script
-    verdict = by_mode(verdicts, "planted")
+    A rare difference fails as well, and the confirmation tells it from one that always is.
+    """
+    (tmp_path / "rare.mark").touch()
+    code, verdicts, _ = run(tmp_path, name="of_script", kind="script: train.py", ranks=2,
+                            modes="[plain, loop, planted, rare]")  # fmt: skip
+    loop, planted, rare = (
+        next(verdict for case, verdict in verdicts.items() if mode in case)
+        for mode in ("loop", "planted", "rare")
+    )
     assert code == 1
-    assert (verdict.outcome, verdict.what) == ("failed", "diverged")
-    assert verdict.difference is not None
-    found = verdict.difference
+    assert (loop.outcome, loop.confirmation) == ("passed", None), loop.message
+    found = planted.difference
+    assert found is not None
     assert (found.step, found.rank, found.quantity) == (2, 1, "taps.input")
-    (of_state,) = [each for each in verdict.checks if each.check == "state"]
-    assert of_state.difference is not None
-    assert (of_state.difference.step, of_state.difference.quantity) == (2, "grads")
-    assert of_state.difference.tensor == "0.weight"
-
-
-def test_a_rare_difference_fails_and_does_not_come_again(of_script: Any) -> None:
-    """Beside a fault that always is: both fail, and the confirmation tells them from each other."""
-    _, verdicts, _ = of_script
-    assert by_mode(verdicts, "loop").confirmation is None
-    told = {}
-    for mode in ("planted", "rare"):
-        verdict = by_mode(verdicts, mode)
+    (of_state,) = [each.difference for each in planted.checks if each.check == "state"]
+    assert of_state is not None
+    assert (of_state.step, of_state.quantity, of_state.tensor) == (2, "grads", "0.weight")
+    for verdict, came in ((planted, "came_again"), (rare, "did_not_come_again")):
         assert (verdict.outcome, verdict.what) == ("failed", "diverged")
-        found = verdict.confirmation
-        assert found is not None
-        told[mode] = (found.outcome, found.reference_repeats, found.candidate_repeats)
-    assert told == {
-        "planted": ("came_again", True, True), "rare": ("did_not_come_again", True, False),
-    }  # fmt: skip
+        again = verdict.confirmation
+        assert again is not None
+        assert again.outcome == came
+        assert (again.reference_repeats, again.candidate_repeats) == (True, verdict is planted)
 
 
 def test_a_function_in_the_warm_server_passes(tmp_path: Path) -> None:

@@ -75,13 +75,14 @@ if __name__ == "__main__":
 """
 SUMMED = "all_reduce of DistributedDataParallel's reducer"
 Run = Callable[[str, str], tuple[RunOutcome, Path]]
-KINDS = pytest.mark.parametrize("kind", ["script", "entry"])
+TARGETS = {"script": "{}/train.py", "entry": "train:main"}
+KINDS = pytest.mark.parametrize("kind", TARGETS)
 
 
-def line(text: str) -> str:
-    """`train.py:N` of the only line of the program that has this text."""
+def line(text: str, after: int = 0) -> str:
+    """`train.py:N` of the only line of the program that has this text, or of one after it."""
     (number,) = (i for i, each in enumerate(PROGRAM.splitlines(), 1) if text in each)
-    return f"train.py:{number}"
+    return f"train.py:{number + after}"
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs the program in one of its modes; its outcome and folder."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "train.py").write_text(PROGRAM)
-    targets = {"script": str(folder / "train.py"), "entry": "train:main"}
     # Others keep this machine busy: a stall must be one for sure.
     with LocalEngine(2, limits=Limits(leave_s=1.0)) as engine:
 
         def run(kind: str, mode: str) -> tuple[RunOutcome, Path]:
             program = ProgramSpec(
-                kind=kind, target=targets[kind], folder=str(folder), args={"mode": mode},  # type: ignore[arg-type]
+                kind=kind, target=TARGETS[kind].format(folder), folder=str(folder),  # type: ignore[arg-type]
+                args={"mode": mode},
             )  # fmt: skip
             config = {"program": program.to_json(), "steps": 3, "taps": []}
             spec = RunSpec(config=config, device="cpu", world_size=2, timeout_s=100.0, stall_s=5.0)
@@ -108,46 +109,43 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @KINDS
-@pytest.mark.parametrize(("mode", "step"), [("early", 0), ("crash", 1)])
-def test_a_crash_is_of_the_step_under_way(kind: str, mode: str, step: int, run: Run) -> None:
-    """Before the first forward pass it is before step 0; later it is in its step."""
+@pytest.mark.parametrize(
+    ("mode", "step", "when"), [("early", -1, "before its first step"), ("crash", 1, "at step 1")]
+)
+def test_a_crash_is_of_the_step_under_way(
+    kind: str, mode: str, step: int, when: str, run: Run
+) -> None:
     outcome, folder = run(kind, mode)
     error = read_rank(rank_path(folder, 1), 1).error
-    assert outcome.what == "crashed"
     assert error is not None
-    assert error.step == (-1 if mode == "early" else step)
-    when = "before its first step" if mode == "early" else "at step 1"
+    assert (outcome.what, error.step) == ("crashed", step)
     assert f"{when}: ValueError: planted" in outcome.message
 
 
-@KINDS
-def test_a_step_more_than_the_others_take_waits_in_ddps_reducer(kind: str, run: Run) -> None:
-    """C++ calls that collective: it is named all the same, with the line of the backward pass."""
-    outcome, _ = run(kind, "more")
+MISSING = {
+    # C++ calls that collective: it is named all the same, with the line of the backward pass.
+    "more": (f"{SUMMED} in step 3", f"called at {line('        model(batch).square()')} in main"),
+    # No wrapped method is called: the line of the module that waits is known.
+    "functional": ("all_reduce", f"called at {line('functional.all_reduce(x')} in forward"),
+    # Ranks that are asked say step, phase and line; nobody waits for gloo's half an hour.
+    "stays_away": (
+        f"{SUMMED} in step 2", "no rank recorded anything for 5 s",
+        f"rank 1 in step 2 at {line('stays_away', 1)} in main",
+        f"rank 0 in step 2, backward at {line('        used(batch)')} in main",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*((k, m) for k in TARGETS for m in MISSING if m != "stays_away"),
+                       ("script", "stays_away")],
+)  # fmt: skip
+def test_a_collective_that_a_rank_never_enters(kind: str, mode: str, run: Run) -> None:
+    outcome, folder = run(kind, mode)
     assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
-    assert f"rank 1 never entered {SUMMED} in step 3" in outcome.message
-    at = line("        model(batch).square()")
-    assert f"called at {at} in main" in outcome.message
-
-
-@KINDS
-def test_a_functional_collective_that_a_rank_leaves_out(kind: str, run: Run) -> None:
-    """No wrapped method is called: the line of the module that waits is known."""
-    outcome, _ = run(kind, "functional")
-    assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
-    assert "rank 1 never entered all_reduce" in outcome.message
-    assert f"called at {line('functional.all_reduce(x')} in forward" in outcome.message
-
-
-def test_a_rank_that_stays_away_from_the_reducer(run: Run) -> None:
-    """Ranks that are asked say step, phase and line; nobody waits for gloo's half an hour."""
-    outcome, folder = run("script", "stays_away")
-    assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
-    assert f"rank 1 never entered {SUMMED} in step 2" in outcome.message
-    assert "no rank recorded anything for 5 s" in outcome.message
-    away = line('mode == "stays_away"').partition(":")[2]
-    assert f"rank 1 in step 2 at train.py:{int(away) + 1} in main" in outcome.message
-    assert f"rank 0 in step 2, backward at {line('        used(batch)')} in main" in outcome.message
+    entered, *others = MISSING[mode]
+    for words in (f"rank 1 never entered {entered}", *others):
+        assert words in outcome.message
     assert not list(folder.glob("*.ask"))
 
 
@@ -158,8 +156,8 @@ def test_swapped_collectives_disagree(kind: str, run: Run) -> None:
     assert outcome.what == "hang"
     assert outcome.culprit_rank is None
     answers = [read_place(answer_path(folder, rank)) for rank in range(2)]
-    assert all(answer is not None for answer in answers)
     last = [answer.recent[-1] for answer in answers if answer is not None]
+    assert len(last) == 2
     assert {each.operator for each in last} == {"all_reduce", "broadcast"}
     assert last[0].number == last[1].number
     assert {each.step for each in last} == {1}
@@ -175,23 +173,15 @@ def test_tensors_of_other_sizes_disagree(run: Run) -> None:
     assert SUMMED in outcome.message
 
 
-def test_a_process_that_does_not_exit_is_a_hang(run: Run) -> None:
-    """The records are whole; its user would wait for ever all the same."""
-    outcome, folder = run("script", "stays")
-    assert outcome.what == "hang"
-    assert all(state.killed_by_harness for state in outcome.ranks)
-    for rank in range(2):
-        end = read_rank(rank_path(folder, rank), rank).end
-        assert end is not None
-        assert end.steps == 3
-    assert all(state.killed_by_harness for state in outcome.ranks)
-
-
-def test_an_entry_leaves_without_what_a_process_does_at_its_end(run: Run) -> None:
-    """Nobody waits for destructors of a function that has returned."""
-    outcome, _ = run("entry", "stays")
-    assert outcome.what == ""
-    assert not any(state.killed_by_harness for state in outcome.ranks)
+@KINDS
+def test_a_process_that_does_not_exit_is_a_hang(kind: str, run: Run) -> None:
+    """Though records are whole; nobody waits for destructors of a function that has returned."""
+    outcome, folder = run(kind, "stays")
+    hangs = kind == "script"
+    assert outcome.what == ("hang" if hangs else "")
+    assert [state.killed_by_harness for state in outcome.ranks] == [hangs, hangs]
+    ends = [read_rank(rank_path(folder, rank), rank).end for rank in range(2)]
+    assert [end and end.steps for end in ends] == [3, 3]
 
 
 @KINDS
@@ -199,5 +189,5 @@ def test_a_program_that_stays_before_its_end_is_a_hang(kind: str, run: Run) -> N
     """All steps were taken, but `main` is not over."""
     outcome, _ = run(kind, "late")
     assert outcome.what == "hang"
-    at = int(line('"late"').partition(":")[2]) + 1
-    assert f"at train.py:{at} in main" in outcome.message
+    at = line('"late"', 1)
+    assert f"at {at} in main" in outcome.message

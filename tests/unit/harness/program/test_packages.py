@@ -1,6 +1,7 @@
 """Environments for requested versions, from tiny wheels in a folder in place of an index."""
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Infrastructure, UsageError
-from harness.program.packages import Environment, prepare, releases
+from harness.program.packages import Environment, Say, prepare, releases
 
 BASE = Path(sys.executable)
 
@@ -87,81 +88,51 @@ def interpreter(folder: Path, *, pip_says: str) -> Path:
     return script
 
 
-def test_an_empty_request_is_the_interpreter_itself(request_for: Requests) -> None:
-    """Nothing is made, said or locked."""
+def test_an_overlay_has_the_lock_and_sees_the_base(
+    request_for: Requests, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dependency is in the lock, and what was asked for and is there; nothing asks for nothing.
+
+    Another version is another folder, and so is the same version with other contents; a request
+    that is in the cache says nothing and needs no index.
+    """
     assert request_for() == Environment(BASE, (), BASE.parent)
     assert not request_for.said
     assert not request_for.cache.exists()
-
-
-def test_the_overlay_has_the_lock_and_sees_the_base(request_for: Requests) -> None:
-    """A dependency is in the lock, what is installed is said, and the base shows through."""
     environment = request_for(tiny="1.0")
     assert environment.lock == ("helper==2.1", "tiny==1.0")
     assert request_for.said[-1] == "packages: installing helper 2.1, tiny 1.0"
     assert seen(environment, "import pytest, tiny, helper; print(tiny.VERSION)") == "1.0"
     assert environment.folder.is_relative_to(request_for.cache)
-
-
-def test_the_overlay_comes_before_the_base(request_for: Requests, index: Path) -> None:
-    """A version that the base has otherwise is replaced in the overlay only."""
-    make_wheel(index, "iniconfig", "0.0.1")
-    environment = request_for(iniconfig="0.0.1")
-    assert seen(environment, "import iniconfig; print(iniconfig.VERSION)") == "0.0.1"
-    assert metadata.version("iniconfig") != "0.0.1"
-
-
-def test_what_the_base_has_is_in_the_lock(request_for: Requests) -> None:
-    """The lock is evidence: it names a requested version also where nothing was installed."""
     version = metadata.version("iniconfig")
     assert request_for(iniconfig=version).lock == (f"iniconfig=={version}",)
-
-
-@pytest.mark.parametrize("version", ["1.0", ">=1, <1.1"])
-def test_a_request_in_the_cache_needs_no_index(
-    request_for: Requests, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    """The second request says nothing and gives the same environment, without an index."""
-    first = request_for(tiny=version)
+    make_wheel(index, "iniconfig", "0.0.1")
+    over = request_for(iniconfig="0.0.1")
+    assert seen(over, "import iniconfig; print(iniconfig.VERSION)") == "0.0.1"
+    new = request_for(tiny=">=1.1, <1.2")
+    with zipfile.ZipFile(index / "tiny-1.1-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("more.txt", "")
+    again = request_for(tiny="1.1")  # another request, the same lock
+    assert again.lock == new.lock == ("tiny==1.1",)
+    assert len({environment.folder, again.folder, new.folder}) == 3
     request_for.said.clear()
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
-    assert request_for(tiny=version) == first
+    assert request_for(tiny="1.0") == environment
+    assert request_for(tiny=">=1.1, <1.2") == new
     assert not request_for.said
 
 
-def test_versions_have_environments_of_their_own(request_for: Requests, index: Path) -> None:
-    """Another version is another folder, and so is the same version with other contents."""
-    old, new = request_for(tiny="1.0"), request_for(tiny="1.1")
-    assert (seen(old, "import tiny; print(tiny.VERSION)"), new.lock) == ("1.0", ("tiny==1.1",))
-    with zipfile.ZipFile(index / "tiny-1.1-py3-none-any.whl", "a") as wheel:
-        wheel.writestr("more.txt", "")
-    again = request_for(tiny=">=1.1,<1.2")  # another request, the same lock
-    assert again.lock == new.lock
-    assert again.folder != new.folder
-
-
-def test_another_torch_is_refused(request_for: Requests, index: Path) -> None:
-    """torch is never replaced: the error names who asks for it and the version that stays."""
+def test_torch_and_its_libraries_are_never_replaced(request_for: Requests, index: Path) -> None:
+    """The error names who asks and what stays; a specifier leaves room, and bindings are added."""
     make_wheel(index, "torch", "99.0")
     make_wheel(index, "greedy", "3.0", "torch>=99")
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"greedy 3\.0 depends on torch>=99; torch=="):
         request_for(greedy="3.0")
-    assert "greedy 3.0 depends on torch>=99; torch==" in str(refused.value)
     with pytest.raises(UsageError, match=r"requested torch==99\.0; torch==2"):
         request_for(torch="99.0")
     assert not list(request_for.cache.glob("environments/*"))
-
-
-def test_a_release_that_fits_torch_is_preferred(request_for: Requests, index: Path) -> None:
-    """A specifier leaves room: the newest release that works with the torch that is there."""
-    make_wheel(index, "torch", "99.0")
-    make_wheel(index, "greedy", "3.0", "torch>=99")
     make_wheel(index, "greedy", "2.0", "torch>=2")
     assert request_for(greedy=">=1").lock == ("greedy==2.0",)
-
-
-def test_another_cuda_library_is_refused(request_for: Requests, index: Path) -> None:
-    """A library that torch was built without is not added; bindings are."""
     make_wheel(index, "nvidia_fake_cu99", "1.0")
     make_wheel(index, "wants", "1.0", "nvidia-fake-cu99>=1 ; python_version > '3'")
     with pytest.raises(UsageError, match=r"wants 1\.0 \(needs nvidia-fake-cu99>=1\) would add"):
@@ -173,9 +144,8 @@ def test_another_cuda_library_is_refused(request_for: Requests, index: Path) -> 
 
 def test_unknown_versions_name_those_that_exist(request_for: Requests, index: Path) -> None:
     """An unknown version or name, requested or needed, is the user's, on one line."""
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"got tiny==7\.5; some legal values: 1\.0, 1\.1, 1\.10"):
         request_for(tiny="7.5")
-    assert "got tiny==7.5; some legal values: 1.0, 1.1, 1.10" in str(refused.value)
     with pytest.raises(UsageError, match=r"a release of nowhere .* it has none, or cannot be"):
         request_for(nowhere="1.0")
     make_wheel(index, "deep", "1.0", "helper>=3")
@@ -190,11 +160,9 @@ def test_unknown_versions_name_those_that_exist(request_for: Requests, index: Pa
 def test_nothing_but_names_and_versions_reaches_pip(
     request_for: Requests, name: str, version: str
 ) -> None:
-    """Options, addresses and files are refused before pip runs."""
-    said: list[str] = []
     with pytest.raises(UsageError, match="expected"):
-        prepare({name: version}, python=BASE, cache=request_for.cache, say=said.append)
-    assert not said
+        request_for(**{name: version})  # type: ignore[arg-type]
+    assert not request_for.said
 
 
 def test_a_hidden_version_is_refused(
@@ -213,31 +181,27 @@ def test_a_hidden_version_is_refused(
 
 def test_two_at_once_make_one_environment(request_for: Requests) -> None:
     """The second process waits for the first and finds its work done."""
-    working, waiting, results = threading.Event(), threading.Event(), []
+    working, waiting, results, said = threading.Event(), threading.Event(), [], list[str]()
+
+    def make(say: Say) -> None:
+        results.append(prepare({"tiny": "1.0"}, python=BASE, cache=request_for.cache, say=say))
 
     def first_says(line: str) -> None:
         if "resolving" in line:
             working.set()
             assert waiting.wait(60)
 
-    def first() -> None:
-        results.append(
-            prepare({"tiny": "1.0"}, python=BASE, cache=request_for.cache, say=first_says)
-        )
-
     def second_says(line: str) -> None:
-        request_for.said.append(line)
+        said.append(line)
         waiting.set()
 
-    thread = threading.Thread(target=first)
+    thread = threading.Thread(target=make, args=(first_says,))
     thread.start()
     assert working.wait(60)
-    mine = prepare({"tiny": "1.0"}, python=BASE, cache=request_for.cache, say=second_says)
+    make(second_says)
     thread.join()
-    assert results == [mine]
-    assert request_for.said == [
-        "packages: waiting for another process that makes the same environment"
-    ]
+    assert results[0] == results[1]
+    assert said == ["packages: waiting for another process that makes the same environment"]
 
 
 KILLED_BEFORE_INSTALLING = """
@@ -265,10 +229,15 @@ def test_a_half_made_environment_is_made_again(request_for: Requests) -> None:
     assert seen(environment, "import tiny; print(tiny.VERSION)") == "1.0"
 
 
-def test_an_index_that_cannot_be_reached_is_the_machines(
-    request_for: Requests, monkeypatch: pytest.MonkeyPatch
+def test_what_the_machine_lacks_is_no_fault_of_the_request(
+    request_for: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No verdict about the request where there is no network."""
+    """No interpreter, no pip, no network, a file where the cache should be."""
+    with pytest.raises(Infrastructure, match="expected a Python interpreter"):
+        request_for(python=tmp_path / "nowhere", tiny="1.0")
+    venv.create(tmp_path / "bare", with_pip=False)
+    with pytest.raises(Infrastructure, match="bare/bin/python has no pip"):
+        request_for(python=tmp_path / "bare" / "bin" / "python", tiny="1.0")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nothing listens on it
         port = taken.getsockname()[1]
@@ -278,15 +247,10 @@ def test_an_index_that_cannot_be_reached_is_the_machines(
         monkeypatch.setenv("PIP_RETRIES", "1")
         with pytest.raises(Infrastructure, match="the index cannot be reached"):
             request_for(tiny="1.0")
-
-
-def test_an_interpreter_without_pip_is_the_machines(request_for: Requests, tmp_path: Path) -> None:
-    """It is named."""
-    venv.create(tmp_path / "bare", with_pip=False)
-    with pytest.raises(Infrastructure, match="bare/bin/python has no pip"):
-        request_for(python=tmp_path / "bare" / "bin" / "python", tiny="1.0")
-    with pytest.raises(Infrastructure, match="expected a Python interpreter"):
-        request_for(python=tmp_path / "nowhere", tiny="1.0")
+    shutil.rmtree(request_for.cache)
+    request_for.cache.write_text("")
+    with pytest.raises(Infrastructure, match="cannot write to the cache"):
+        request_for(tiny="1.0")
 
 
 @pytest.mark.parametrize(
@@ -312,13 +276,6 @@ def test_failures_of_pip_are_one_line(
     with pytest.raises(kind, match=message) as raised:
         request_for(python=interpreter(tmp_path, pip_says=text), tiny="1.0")
     assert "\n" not in str(raised.value)
-
-
-def test_a_cache_that_cannot_be_written_is_the_machines(request_for: Requests) -> None:
-    """A file where the folder should be."""
-    request_for.cache.write_text("")
-    with pytest.raises(Infrastructure, match="cannot write to the cache"):
-        request_for(tiny="1.0")
 
 
 def test_releases_are_in_order_of_version(index: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in each child
 from torch import nn
 
-from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
+from harness.records import ABSENT, DIGEST_HEX_CHARS, ErrorRecord, RankRecords, StepRecord
 from harness.store.streams import rank_path, read_rank
 
 Program = Callable[[], object]
@@ -38,6 +38,14 @@ def train(model: nn.Module, *optimizers: Any, steps: int = 1, microbatches: int 
             model(torch.full((2, 3), 1.0 + step + micro / 8)).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+def step_of(model: nn.Module, x: Any = None, optimizer: Any = None, factor: float = 1.0) -> None:
+    """One step, whose loss is the sum of what the model makes of `x`, times a factor."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    out = model(torch.ones(3) if x is None else x).sum() * factor
+    (out.abs() if out.is_complex() else out).backward()
+    optimizer.step()
 
 
 def plain() -> None:
@@ -78,6 +86,22 @@ def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None 
     return read_rank(rank_path(folder, 0), 0)
 
 
+def pair(program: Callable[[Any], object], folder: Path, *values: Any, **about: Any) -> list[Any]:
+    """Records of a program with each of several values."""
+    return [
+        recorded(lambda value=value: program(value), folder / str(place), **about)  # type: ignore[misc]
+        for place, value in enumerate(values)
+    ]
+
+
+def error_of(program: Program, folder: Path, *, code: int = 1, **about: Any) -> ErrorRecord:
+    """The error of a program that has one, and therefore no end."""
+    records = recorded(program, folder, code=code, **about)
+    assert records.error is not None
+    assert records.end is None
+    return records.error
+
+
 def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
     code = 1
     with contextlib.suppress(BaseException):
@@ -97,8 +121,7 @@ def _run(program: Program) -> int:
     from harness.recorder import session as recording
 
     session = recording.begin()
-    if session is None:
-        raise RuntimeError("nothing is recorded")
+    assert session is not None
     try:
         program()
     except SystemExit as stop:

@@ -1,18 +1,31 @@
-"""The watch of CUDA graphs, over a class of graphs that run their body again on the CPU."""
+"""Graphs of programs: the host's in place of torch.cuda's, the watch of them, and their records.
+
+Most of the watch is tested over a class of graphs whose replay calls a function of the test.
+"""
 
 import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from harness.recorder.capture import HostGraph, make_graphed_callables
+from harness.recorder.capture import (
+    CUDAGraph,
+    HostGraph,
+    graph,
+    is_capturing,
+    make_graphed_callables,
+)
 from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress, Uncounted
+from tests.unit.harness.recorder.recorded import all_digests, digests, error_of, losses, recorded
+
+STEPS, WARM_UP = 5, 2
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +51,13 @@ class Graph:
 class Watched:
     """A watch with what it has reported."""
 
-    def __init__(self, model: nn.Module | None = None, stress: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: nn.Module | None, stress: tuple[str, ...]) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         named = model.named_parameters if model is not None else lambda: ()
-        self.watch = GraphWatch(
-            lambda name, detail: self.events.append((name, detail)),
-            named,
-            stress,
-            (Graph, HostGraph),
-        )
+        kinds = (Graph, HostGraph)
+        self.watch = GraphWatch(lambda *event: self.events.append(event), named, stress, kinds)
 
+    @property
     def findings(self) -> list[str]:
         return [name for name, _ in self.events if name != "graph_captured"]
 
@@ -55,16 +65,9 @@ class Watched:
         (detail,) = [detail for name, detail in self.events if name == finding]
         return detail
 
-
-class Scale(nn.Module):
-    """One parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+    def all_of(self, key: str) -> list[Any]:
+        """A fact of each graph."""
+        return [each[key] for each in self.watch.summary()["graphs"]]
 
 
 @contextlib.contextmanager
@@ -79,183 +82,79 @@ def watching(model: nn.Module | None = None, stress: tuple[str, ...] = ()) -> It
 
 def captured(body: Callable[[], Any]) -> tuple[Graph, Any]:
     """A graph of `body`, and what the capture returned."""
-    graph = Graph()
-    graph.capture_begin()
+    made = Graph()
+    made.capture_begin()
     try:
         result = body()
     finally:
-        graph.capture_end()
-    return graph, result
+        made.capture_end()
+    return made, result
+
+
+def captured_on_host(body: Callable[[], Any]) -> tuple[Any, Any]:
+    made = CUDAGraph()
+    with graph(made):
+        result = body()
+    return made, result
+
+
+def bits(tensors: Any) -> list[list[int]]:
+    return [t.detach().flatten().view(torch.int32).tolist() for t in tensors]
+
+
+# ---- the watch: who, where, how often
 
 
 def test_replays_are_counted_and_named() -> None:
-    """The summary says of each graph where, by whom, how often and over how many storages."""
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    seen: list[GraphInfo] = []
+    """Where, by whom, how often, over how many storages, and steps of optimizers in a capture."""
+    model, x, seen = nn.Linear(4, 4), torch.ones(2, 4), list[GraphInfo]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
     with watching(model) as watched:
         watched.watch.on_replayed.append(seen.append)
-        graph, _ = captured(lambda: model(x))
-        graph.replay()
-        graph.replay()
-    (found,) = watched.watch.summary()["graphs"]
+        made, _ = captured(lambda: model(x))
+        made.replay()
+        made.replay()
+        captured(optimizer.step)
+        optimizer.step()
+    found, stepping = watched.watch.summary()["graphs"]
     place = found.pop("place")
     assert place.partition(":")[0].endswith("test_graphs.py")
     assert found == {
         "index": 0, "maker": "unknown", "captures": 1, "replays": 2,
         "externals": 3, "optimizer_steps": 0,
     }  # fmt: skip
+    assert (stepping["index"], stepping["optimizer_steps"]) == (1, 1)
     assert [info.index for info in seen] == [0, 0]
-    assert watched.findings() == []
+    assert watched.findings == []
 
 
-def test_an_uninstalled_watch_leaves_the_class_as_it_was() -> None:
-    """The methods are the class's own again, and what was captured still replays."""
-    before = dict(vars(Graph))
-    with watching() as watched:
-        watched.watch.install()  # the second does nothing
-        graph, _ = captured(lambda: torch.ones(2))
-        assert dict(vars(Graph)) != before
-    assert dict(vars(Graph)) == before
-    graph.replay()
-    assert watched.watch.summary()["graphs"][0]["replays"] == 0
-
-
-def test_a_graph_dies_when_the_program_drops_it() -> None:
-    """No reference leads back to it: the garbage collector need not run."""
+def test_a_watch_leaves_what_it_found() -> None:
+    """Methods are the classes' own again; a graph dies when the program drops it."""
+    kinds = (Graph, HostGraph, torch.cuda.CUDAGraph)
+    before = [dict(vars(kind)) for kind in kinds]
+    real = GraphWatch(lambda name, detail: None)
     model = nn.Linear(4, 4).requires_grad_(False)
     gc.disable()
     try:
-        with watching(stress=("poison",)):
-            graph, _ = captured(lambda: model(torch.ones(2, 4)))
-            reference = weakref.ref(graph)
-            del graph
+        with watching(stress=("poison",)) as watched:
+            watched.watch.install()  # the second does nothing
+            real.install()
+            made, _ = captured(lambda: torch.ones(2))
+            dropped, _ = captured(lambda: model(torch.ones(2, 4)))
+            reference = weakref.ref(dropped)
+            del dropped
             assert reference() is None
+            assert dict(vars(Graph)) != before[0]
+            real.uninstall()
     finally:
         gc.enable()
+    assert [dict(vars(kind)) for kind in kinds] == before
+    made.replay()
+    assert watched.all_of("replays") == [0, 0]
 
 
-def test_it_installs_without_a_gpu() -> None:
-    """The real class is patched and put back."""
-    before = {name: getattr(torch.cuda.CUDAGraph, name) for name in ("capture_begin", "replay")}
-    watch = GraphWatch(lambda name, detail: None)
-    watch.install()
-    watch.uninstall()
-    assert before == {name: getattr(torch.cuda.CUDAGraph, name) for name in before}
-
-
-def freed(model: nn.Linear) -> None:
-    del model.weight
-
-
-def replaced_data(model: nn.Linear) -> None:
-    model.weight.data = torch.zeros(4, 4)
-
-
-def replaced_parameter(model: nn.Linear) -> None:
-    model.keep = model.weight.detach()  # the memory stays, the parameter is another
-    model.weight = nn.Parameter(torch.zeros(4, 4))
-
-
-def resized(model: nn.Linear) -> None:
-    model.weight.untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("change", [freed, replaced_data, replaced_parameter, resized])
-def test_a_parameter_that_moved_is_named(change: Callable[[nn.Linear], None]) -> None:
-    """The replay is refused before it runs."""
-    model, x, ran = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), []
-    with watching(model) as watched:
-        graph, _ = captured(lambda: model(x))
-        graph.body = lambda: ran.append(1)
-        graph.replay()
-        change(model)
-        with pytest.raises(StaleGraphAddress, match=r"^weight: ") as caught:
-            graph.replay()
-    assert caught.value.names == ["weight"]
-    assert watched.only("stale_address")["replay"] == 1
-    assert ran == [1]
-
-
-def test_memory_without_a_name_is_told_by_its_first_use() -> None:
-    """Size, operator and line of the program."""
-    held = [torch.ones(5)]
-    with watching() as watched:
-        graph, _ = captured(lambda: held[0] + 1)
-        held.clear()
-        with pytest.raises(StaleGraphAddress):
-            graph.replay()
-    (said,) = watched.only("stale_address")["tensors"]
-    assert said.startswith("storage of 20 bytes (first used by aten.add.Tensor at ")
-    assert "test_graphs.py:" in said
-
-
-def test_memory_that_a_named_tensor_shares_has_its_name() -> None:
-    """As parts of one flat buffer have it."""
-    model, held = Scale(), [torch.ones(8)]
-    model.weight = nn.Parameter(held[0][:4], requires_grad=False)
-    with watching(model) as watched:
-        graph, _ = captured(lambda: held[0][4:] + 1)
-        held.clear()
-        del model.weight
-        with pytest.raises(StaleGraphAddress):
-            graph.replay()
-    assert watched.only("stale_address")["tensors"] == ["weight: freed since the capture"]
-
-
-def test_the_same_name_at_the_same_address_is_no_fault() -> None:
-    """What a graph reads is right if the program's tensor lies there."""
-    model, x = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4)
-    with watching(model) as watched:
-        graph, _ = captured(lambda: model(x))
-        model.weight = nn.Parameter(model.weight.detach())
-        graph.replay()
-        graph.replay()
-    assert watched.findings() == []
-
-
-def views_only(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x.view(5)) + x.new_ones(5)
-
-
-def makes_and_frees(x: torch.Tensor) -> torch.Tensor:
-    del x
-    y = torch.ones(5) * 2
-    return torch.cat([y, y])
-
-
-@pytest.mark.parametrize("body", [views_only, makes_and_frees])
-def test_what_a_graph_does_not_read_may_be_freed(
-    body: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Shapes of an external tensor, and memory of the capture's own."""
-    held = [torch.ones(5)]
-    with watching() as watched:
-        graph, result = captured(lambda: body(held[0]))
-        held.clear()
-        del result
-        graph.replay()
-    assert watched.watch.summary()["graphs"][0]["externals"] == 0
-
-
-def test_a_reset_graph_relies_on_nothing() -> None:
-    """Also one that is captured again is told by its last capture."""
-    held = [torch.ones(5), torch.ones(3)]
-    with watching() as watched:
-        graph, _ = captured(lambda: held[0] + 1)
-        graph.reset()
-        del held[0]
-        graph.replay()
-        graph.capture_begin()
-        held[0].add(1)
-        graph.capture_end()
-        graph.replay()
-        held.clear()
-        with pytest.raises(StaleGraphAddress, match="12 bytes"):
-            graph.replay()
-    assert watched.watch.summary()["graphs"][0]["captures"] == 2
-
-
-class Raising(torch.utils._python_dispatch.TorchDispatchMode):
+class Raising(TorchDispatchMode):
     """A mode of the program's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,27 +162,21 @@ class Raising(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_modes_of_the_program_stay() -> None:
-    """After a capture that failed too, and if the program's mode is still on top."""
-    with watching():
-        with pytest.raises(ZeroDivisionError):
-            captured(lambda: 1 // 0)
-        assert _get_current_dispatch_mode_stack() == []
-        graph, mode = Graph(), Raising()
-        graph.capture_begin()
-        with mode:
-            graph.capture_end()
-            assert _get_current_dispatch_mode_stack() == [mode]
-        assert _get_current_dispatch_mode_stack() == []
-
-
-def test_a_capture_that_does_not_begin_leaves_nothing() -> None:
-    """No mode, no graph, and the garbage collector as it was."""
+    """After a capture that failed or did not begin, and if the program's mode is still on top."""
     with watching() as watched:
         with pytest.raises(TypeError):
             Graph().capture_begin(unknown=1)  # type: ignore[call-arg]
         assert gc.isenabled()
+        assert watched.watch.summary()["graphs"] == []
+        with pytest.raises(ZeroDivisionError):
+            captured(lambda: 1 // 0)
         assert _get_current_dispatch_mode_stack() == []
-    assert watched.watch.summary()["graphs"] == []
+        made, mode = Graph(), Raising()
+        made.capture_begin()
+        with mode:
+            made.capture_end()
+            assert _get_current_dispatch_mode_stack() == [mode]
+        assert _get_current_dispatch_mode_stack() == []
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -334,92 +227,207 @@ def test_what_the_watch_allocates_is_not_counted() -> None:
     assert gc.get_threshold() == before
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_optimizer_steps_inside_of_a_capture(inside: bool) -> None:
-    """They are counted; those outside are not."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 4)).sum().backward()
+# ---- the watch: addresses
+
+
+def freed(model: nn.Linear) -> None:
+    del model.weight
+
+
+def replaced_data(model: nn.Linear) -> None:
+    model.weight.data = torch.zeros(4, 4)
+
+
+def replaced_parameter(model: nn.Linear) -> None:
+    model.keep = model.weight.detach()  # the memory stays, the parameter is another
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def resized(model: nn.Linear) -> None:
+    model.weight.untyped_storage().resize_(0)
+
+
+def at_the_same_address(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(model.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "change", [freed, replaced_data, replaced_parameter, resized, at_the_same_address]
+)
+def test_a_parameter_that_moved_is_named(change: Callable[[nn.Linear], None]) -> None:
+    """The replay is refused before it runs; what lies where it lay under that name is right."""
+    model, x, ran = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), []
     with watching(model) as watched:
-        captured(optimizer.step if inside else lambda: None)
-        optimizer.step()
-    assert watched.watch.summary()["graphs"][0]["optimizer_steps"] == int(inside)
+        made, _ = captured(lambda: model(x))
+        made.body = lambda: ran.append(1)
+        made.replay()
+        change(model)
+        if change is at_the_same_address:
+            made.replay()
+            made.replay()
+            assert watched.findings == []
+            return
+        with pytest.raises(StaleGraphAddress, match=r"^weight: ") as caught:
+            made.replay()
+    assert caught.value.names == ["weight"]
+    assert watched.only("stale_address")["replay"] == 1
+    assert ran == [1]
 
 
-# ---- gradients
+def test_memory_without_a_name_is_told_by_its_first_use() -> None:
+    """Size, operator and line; what a named tensor shares, as parts of one buffer, has its name."""
+    held, model = [torch.ones(5), torch.ones(8)], nn.Linear(1, 1)
+    model.weight = nn.Parameter(held[1][:4], requires_grad=False)
+    said = []
+    for place in (0, 1):
+        with watching(model) as watched:
+            made, _ = captured(lambda: held[place][4:] + 1)  # noqa: B023
+            held[place] = torch.ones(0)
+            if place:
+                del model.weight
+            with pytest.raises(StaleGraphAddress):
+                made.replay()
+        said += watched.only("stale_address")["tensors"]
+    assert said[0].startswith("storage of 20 bytes (first used by aten.add.Tensor at ")
+    assert "test_graphs.py:" in said[0]
+    assert said[1:] == ["weight: freed since the capture"]
 
 
-def graphed(model: Scale) -> Callable[[torch.Tensor], torch.Tensor]:
+def views_only(x: Tensor) -> Tensor:
+    return torch.zeros_like(x.view(5)) + x.new_ones(5)
+
+
+def makes_and_frees(x: Tensor) -> Tensor:
+    y = torch.ones(5) * 2
+    return torch.cat([y, y])
+
+
+@pytest.mark.parametrize("body", [views_only, makes_and_frees])
+def test_what_a_graph_does_not_read_may_be_freed(body: Callable[[Tensor], Tensor]) -> None:
+    """Shapes of an external tensor, and memory of the capture's own."""
+    held = [torch.ones(5)]
+    with watching() as watched:
+        made, result = captured(lambda: body(held[0]))
+        held.clear()
+        del result
+        made.replay()
+    assert watched.all_of("externals") == [0]
+
+
+def test_a_reset_graph_relies_on_nothing() -> None:
+    """Also one that is captured again is told by its last capture."""
+    held = [torch.ones(5), torch.ones(3)]
+    with watching() as watched:
+        made, _ = captured(lambda: held[0] + 1)
+        made.reset()
+        del held[0]
+        made.replay()
+        made.capture_begin()
+        held[0].add(1)
+        made.capture_end()
+        made.replay()
+        held.clear()
+        with pytest.raises(StaleGraphAddress, match="12 bytes"):
+            made.replay()
+    assert watched.all_of("captures") == [2]
+
+
+# ---- the watch: gradients
+
+
+class Scale(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def graphed(model: Scale) -> Callable[[Tensor], Tensor]:
     """The model as `make_graphed_callables` graphs it; gradients that it returns are cloned."""
     function: Any = make_graphed_callables(model, (torch.zeros(4),))
     model.weight.register_hook(lambda gradient: gradient.clone())
     return function  # type: ignore[no-any-return]
 
 
-def gradient_of(model: Scale) -> torch.Tensor:
+def gradient_of(model: Scale) -> Tensor:
     assert model.weight.grad is not None
     return model.weight.grad
 
 
-def test_a_static_gradient_that_is_dropped_in_time_is_right() -> None:
+def dropped_in_time(model: Scale) -> None:
     """One microbatch a step, and no gradient is left when the next one comes."""
-    model = Scale()
-    with watching(model) as watched:
-        function: Any = make_graphed_callables(model, (torch.zeros(4),))
-        for _ in range(3):
-            function(torch.ones(4)).sum().backward()
-            model.weight.grad = None
-    assert watched.findings() == []
+    function: Any = make_graphed_callables(model, (torch.zeros(4),))
+    for _ in range(3):
+        function(torch.ones(4)).sum().backward()
+        model.weight.grad = None
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_graph_that_accumulates_itself_is_right(to_none: bool) -> None:
+def accumulates_itself(model: Scale, to_none: bool = True) -> None:
     """A full iteration's gradients lie in its memory by design."""
-    model = Scale()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watching(model) as watched:
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=to_none)
-            (model.weight * 2).sum().backward()
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=to_none)
+        (model.weight * 2).sum().backward()
+        optimizer.step()
 
-        graph, _ = captured(step)
-        for _ in range(3):
-            graph.replay()
-    assert watched.findings() == []
+    made, _ = captured(step)
+    for _ in range(3):
+        made.replay()
 
 
-def test_a_gradient_that_the_program_puts_there_is_right() -> None:
+def put_there_by_the_program(model: Scale) -> None:
     """Where no backward runs, a replay may write what is the gradient by then."""
-    model = Scale()
-    with watching(model) as watched:
-        graph, gradient = captured(lambda: torch.ones(4) * 2)
-        for _ in range(3):
-            graph.replay()
-            model.weight.grad = gradient
-    assert watched.findings() == []
+    made, gradient = captured(lambda: torch.ones(4) * 2)
+    for _ in range(3):
+        made.replay()
+        model.weight.grad = gradient
 
 
-def test_a_graph_that_accumulates_itself_inside_of_a_backward_is_right() -> None:
+def accumulates_inside_of_a_backward(model: Scale) -> None:
     """What its capture put in place is its own, also where autograd runs it."""
+    made, _ = captured(lambda: (model.weight * 2).sum().backward())
+
+    class Replays(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            made.replay()
+            return dy
+
+    for _ in range(3):
+        Replays.apply(torch.ones(4, requires_grad=True)).sum().backward()
+
+
+def forwards_without_a_backward(model: Scale) -> None:
+    """As an evaluation has them; and one backward twice, of two losses."""
+    function = graphed(model)
+    function(torch.ones(4))
+    held = []  # so that no two have the same identity
+    for _ in range(2):
+        y = function(torch.ones(4))
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        held.append(y)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [dropped_in_time, accumulates_itself, lambda model: accumulates_itself(model, to_none=False),
+     put_there_by_the_program, accumulates_inside_of_a_backward, forwards_without_a_backward],
+)  # fmt: skip
+def test_what_is_right_is_not_reported(program: Callable[[Scale], None]) -> None:
     model = Scale()
     with watching(model) as watched:
-        graph, _ = captured(lambda: (model.weight * 2).sum().backward())
-
-        class Replays(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, dy: torch.Tensor) -> Any:
-                graph.replay()
-                return dy
-
-        for _ in range(3):
-            Replays.apply(torch.ones(4, requires_grad=True)).sum().backward()
-    assert watched.findings() == []
+        program(model)
+    assert watched.findings == []
 
 
 def test_a_backward_after_a_later_forward() -> None:
@@ -433,19 +441,26 @@ def test_a_backward_after_a_later_forward() -> None:
     assert watched.only("static_activation")["forward"] == 0
 
 
-def test_forwards_without_a_backward_are_right() -> None:
-    """As an evaluation has them; and one backward twice, of two losses."""
-    model = Scale()
+@pytest.mark.parametrize("clone", [True, False])
+def test_callables_accumulate_as_they_do_on_a_gpu(clone: bool) -> None:
+    """pytorch #181723: gradients in static buffers are found, clones have eager's bits."""
+    inputs = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    model, eager = nn.Linear(4, 4), nn.Linear(4, 4)
+    eager.load_state_dict(model.state_dict())
     with watching(model) as watched:
-        function = graphed(model)
-        function(torch.ones(4))
-        held = []  # so that no two have the same identity
-        for _ in range(2):
-            y = function(torch.ones(4))
-            y.sum().backward(retain_graph=True)
-            y.sum().backward()
-            held.append(y)
-    assert watched.findings() == []
+        function = make_graphed_callables(model, (torch.zeros(2, 4),))
+        if clone:
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient: gradient.clone())
+        for x in inputs:
+            function(x).square().sum().backward()
+            eager(x).square().sum().backward()
+    same = bits(p.grad for p in model.parameters()) == bits(p.grad for p in eager.parameters())
+    assert same == clone
+    assert watched.findings == ([] if clone else ["static_gradient"] * 2)
+    kinds = ("forward", "backward")
+    assert watched.all_of("maker") == [f"torch.cuda.make_graphed_callables {k} 0" for k in kinds]
+    assert watched.all_of("replays") == [3, 3]
 
 
 # ---- stressors
@@ -453,37 +468,198 @@ def test_forwards_without_a_backward_are_right() -> None:
 
 def test_poison_is_overwritten_by_a_right_graph() -> None:
     """Results are NaN when the graph runs and not after it; what the program wrote is left."""
-    x, kept, seen = torch.ones(4), {}, []
+    x, kept, seen, model = torch.ones(4), {}, list[str](), Scale()
 
     def body() -> None:
         kept["empty"], kept["buffer"] = torch.empty(4), torch.empty(4).fill_(1.0)
         kept["result"], kept["written"] = x + 1, x + 2
+        (model.weight * 2).sum().backward()  # a gradient may be accumulated into
 
     def again() -> None:
-        seen.append({name: bool(t.isnan().all()) for name, t in kept.items()})
+        held = {**kept, "gradient": gradient_of(model)}
+        seen.extend(name for name, tensor in held.items() if tensor.isnan().any())
         kept["result"].copy_(x + 1)
 
-    with watching(stress=("poison", "scramble")) as watched:
-        graph, _ = captured(body)
+    with watching(model, stress=("poison", "scramble")) as watched:
+        made, _ = captured(body)
         kept["empty"].zero_()
         kept["written"].zero_()
-        graph.body = again
-        graph.replay()
-    assert seen == [{"empty": False, "buffer": False, "result": True, "written": False}]
+        made.body = again
+        made.replay()
+    assert seen == ["result"]
     assert torch.equal(kept["result"], x + 1)
-    assert watched.findings() == []
+    assert watched.findings == []
 
 
-def test_poison_leaves_gradients() -> None:
-    """A gradient that a capture made may be accumulated into."""
-    model, seen = Scale(), []
-    with watching(model, stress=("poison",)):
-        graph, _ = captured(lambda: (model.weight * 2).sum().backward())
-        graph.body = lambda: seen.append(gradient_of(model).isnan().any())
-        graph.replay()
-    assert seen == [False]
+@pytest.mark.parametrize("returned", [True, False])
+def test_poison_shows_what_a_graph_never_writes(returned: bool) -> None:
+    """In results of the capture, and in memory that only replays use."""
+    x, total = torch.ones(64), torch.zeros(())
+
+    def half_written() -> Tensor | None:
+        y = x.new_empty(128)
+        y[:64].copy_(x)
+        z = y * 2
+        total.copy_(z.sum())
+        return z if returned else None
+
+    with watching(stress=("poison",)):
+        made, result = captured_on_host(half_written)
+        made.replay()
+    assert total.isnan()
+    assert result is None or not result[:64].isnan().any()
 
 
-def test_unknown_stressors_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 'jitter'"):
-        GraphWatch(lambda name, detail: None, stress=("jitter",))
+# ---- host graphs, and what the recorder makes of them
+
+
+class Scaled(nn.Module):
+    """Two layers with dropout, over inputs times a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x * self.scale)
+
+
+def train(*, graphed: bool) -> Scaled:
+    """Two eager steps, then steps that are replays, or eager as well."""
+    torch.manual_seed(0)
+    model, static = Scaled(), torch.zeros(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True, capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(static).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    run = step
+    for number in range(STEPS):
+        static.copy_(torch.full((3, 4), 1.0 + number))
+        if graphed and number == WARM_UP:
+            made, _ = captured_on_host(step)
+            run = made.replay
+        run()
+    return model
+
+
+def test_replays_are_steps_with_eagers_records(tmp_path: Path) -> None:
+    """Gradients, weights, optimizer, buffers, random states, losses and norm of each replay."""
+    eager = recorded(lambda: train(graphed=False), tmp_path / "eager")
+    found = recorded(lambda: train(graphed=True), tmp_path / "graphed")
+    assert len(found.steps) == STEPS
+    assert all_digests(found) == all_digests(eager)
+    assert digests(found, "grads", STEPS - 1) != digests(found, "grads", STEPS - 2)
+    assert list(map(losses, found.steps)) == list(map(losses, eager.steps))
+    assert [s.grad_norm for s in found.steps] == [s.grad_norm for s in eager.steps]
+    assert None not in losses(found.steps[-1])
+    assert found.end is not None
+    assert found.end.replays == STEPS - WARM_UP
+    (summary,) = [event.detail for event in found.events if event.name == "cuda_graphs"]
+    (of_graph,) = summary["graphs"]
+    assert of_graph["maker"] == "harness.recorder.capture.graph"
+    assert "test_graphs.py:" in of_graph["place"]
+    assert (of_graph["captures"], of_graph["optimizer_steps"]) == (1, 1)
+
+
+def test_a_stale_buffer_ends_the_run(tmp_path: Path) -> None:
+    """The error record has its kind and the name."""
+
+    def program() -> None:
+        model = train(graphed=False)
+        made, _ = captured_on_host(lambda: model(torch.ones(3, 4)))
+        made.replay()
+        model.scale = model.scale.clone()
+        made.replay()
+
+    error = error_of(program, tmp_path)
+    assert (error.what, error.type) == ("stale_address", "StaleGraphAddress")
+    assert error.message.startswith("scale: captured at ")
+
+
+@pytest.mark.parametrize("stress", [(), ("poison", "scramble")])
+def test_a_right_program_keeps_its_bits(stress: tuple[str, ...]) -> None:
+    """Under stressors as well; nothing is found."""
+    eager = train(graphed=False)
+    with watching(stress=stress) as watched:
+        found = train(graphed=True)
+    assert bits(found.parameters()) == bits(eager.parameters())
+    assert watched.findings == []
+    assert watched.all_of("replays") == [STEPS - WARM_UP]
+
+
+def test_a_capture_has_no_effect() -> None:
+    """Neither on tensors nor on random states; what it made gets values at each replay."""
+    x, state = torch.zeros(3), torch.get_rng_state()
+    made, drawn = captured_on_host(lambda: torch.rand_like(x.add_(1)))
+    assert torch.equal(x, torch.zeros(3))
+    assert torch.equal(torch.get_rng_state(), state)
+    made.replay()
+    assert torch.equal(x, torch.ones(3))
+    torch.set_rng_state(state)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def reads_on_the_host(x: Tensor) -> None:
+    x.sum().item()
+
+
+def fails(x: Tensor) -> None:
+    x.add_(1)
+    raise KeyError("lost")
+
+
+def uses_what_no_operator_made(x: Tensor) -> None:
+    x.add_(torch.frombuffer(bytearray(12), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [(reads_on_the_host, RuntimeError, "cannot capture aten._local_scalar_dense.* at .*test_grap"),
+     (fails, KeyError, "lost"),
+     (uses_what_no_operator_made, RuntimeError, "the capture by no operator")],
+)  # fmt: skip
+def test_a_capture_that_fails(
+    body: Callable[[Tensor], None], error: type[Exception], says: str
+) -> None:
+    """Its own error is raised, nothing is left changed, and the graph can be captured again."""
+    x, used, made = torch.zeros(3), torch.zeros(3), CUDAGraph()
+    with watching() as watched:
+        with pytest.raises(error, match=says), graph(made):
+            body(used)
+        assert torch.equal(used, torch.zeros(3))
+        used.untyped_storage().resize_(0)  # what it used may go
+        assert not is_capturing()
+        assert gc.isenabled()
+        assert _get_current_dispatch_mode_stack() == []
+        with pytest.raises(RuntimeError, match="Expected a captured graph"):
+            made.replay()
+        with graph(made):
+            assert is_capturing()
+            x.add_(1)
+        made.replay()
+    assert torch.equal(x, torch.ones(3))
+    assert watched.all_of("captures") == [1] or body is uses_what_no_operator_made
+
+
+def test_one_capture_at_a_time_and_into_an_empty_graph() -> None:
+    """As torch refuses it; a graph that was reset is empty."""
+    x = torch.zeros(3)
+    made, _ = captured_on_host(lambda: x.add_(1))
+    with pytest.raises(RuntimeError, match="that holds none"):
+        made.capture_begin()
+    made.reset()
+    with graph(made, pool=made.pool()):
+        with pytest.raises(RuntimeError, match="one capture at a time"):
+            HostGraph().capture_begin()
+        x.add_(2)
+    made.replay()
+    assert torch.equal(x, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="capture_begin before"):
+        made.capture_end()

@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_core.rounding import RandomRounding
 from harness.recorder import record
 from harness.recorder.hooks import Rounding
-from harness.records import RankRecords
 from tests.unit.harness.recorder.recorded import (
     all_digests,
     changed,
+    error_of,
     losses,
     model_of,
+    pair,
     plain,
     recorded,
     train,
@@ -44,21 +45,19 @@ def call(name: str, place: int, *args: Any) -> Any:
 def test_a_generator_counts_once_the_program_seeds_it(name: str, tmp_path: Path) -> None:
     """What a program leaves to the clock makes no two runs differ; its own seeds do, at once."""
 
-    def program(number: int, *, seeds: bool) -> None:
-        if seeds:
-            call(name, 2, number)
-        else:
-            for _ in range(number):
-                call(name, 1)
+    def left(number: int) -> None:
+        for _ in range(number):
+            call(name, 1)
         plain()
 
-    runs = [
-        recorded(lambda: program(number, seeds=seeds), tmp_path / f"{seeds}{number}")  # noqa: B023
-        for seeds in (False, True)
-        for number in (1, 2)
-    ]
-    assert changed(runs[0], runs[1], -1) == set()
-    assert changed(runs[2], runs[3], -1) == changed(runs[2], runs[3], 1) == {f"rng:{name}"}
+    def seeded(number: int) -> None:
+        call(name, 2, number)
+        plain()
+
+    first, second = pair(left, tmp_path / "left", 1, 2)
+    assert changed(first, second, -1) == set()
+    first, second = pair(seeded, tmp_path / "seeded", 1, 2)
+    assert changed(first, second, -1) == changed(first, second, 1) == {f"rng:{name}"}
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -66,7 +65,7 @@ def test_a_state_that_is_put_back_is_no_seed(name: str, tmp_path: Path) -> None:
     """As torch.compile does where it compiles; one from elsewhere, a checkpoint's, is one."""
     held = call(name, 3)
 
-    def program(*, from_elsewhere: bool) -> None:
+    def program(from_elsewhere: bool) -> None:
         before = call(name, 3)
         model = model_of()
         call(name, 1)
@@ -76,10 +75,9 @@ def test_a_state_that_is_put_back_is_no_seed(name: str, tmp_path: Path) -> None:
     found = []
     for number, elsewhere in enumerate((False, False, True)):
         call(name, 1)  # a fork has its parent's numbers
-        run = recorded(lambda: program(from_elsewhere=elsewhere), tmp_path / str(number))  # noqa: B023
+        (run,) = pair(program, tmp_path / str(number), elsewhere)
         found.append(all_digests(run))
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+    assert found[0] == found[1] != found[2]
 
 
 def test_enforced_determinism_seeds_every_generator(tmp_path: Path) -> None:
@@ -122,83 +120,67 @@ def train_rounded(*, seed: int = 1, lines: bool = False, steps: int = 3) -> None
             optimizer.zero_grad()
 
 
-def run(folder: Path, seed: int, *, lines: bool = False) -> RankRecords:
-    return recorded(lambda: train_rounded(seed=seed, lines=lines), folder, rounding=seed)
-
-
 @pytest.mark.parametrize("lines", [False, True], ids=["hooks", "lines"])
 def test_a_run_rounds_at_random_from_its_first_forward_pass(tmp_path: Path, *, lines: bool) -> None:
     """Same state before step 0; other losses with each seed, near the usual ones; then it ends."""
     usual, one, again, two = (
-        run(tmp_path / str(number), seed, lines=lines) for number, seed in enumerate((0, 1, 1, 2))
+        recorded(lambda: train_rounded(seed=seed, lines=lines), tmp_path / str(i), rounding=seed)  # noqa: B023
+        for i, seed in enumerate((0, 1, 1, 2))
     )
     for records in (usual, one, two):
         assert records.error is None
         assert records.end is not None
         assert records.initial == usual.initial
-    first, other, theirs = (list(map(losses, each.steps)) for each in (one, two, usual))
-    assert first == list(map(losses, again.steps))
-    assert first != theirs
-    assert first != other
+    first, same, other, theirs = (list(map(losses, it.steps)) for it in (one, again, two, usual))
+    assert first == same
+    assert first not in (theirs, other)
     assert first == [pytest.approx(each, rel=1e-4) for each in theirs]
 
 
-def test_another_mode_that_ends_it_is_seen(tmp_path: Path) -> None:
-    """A sample that rounds at random for a part of its steps would state too narrow a bound."""
-
-    def program() -> None:
-        with FlopCounterMode(display=False):
-            train_rounded(steps=1)
-
-    records = recorded(program, tmp_path, rounding=1)
-    assert records.error is not None
-    assert records.error.what == "unsupported"
-    assert "dispatch mode" in records.error.message
+def of_no_module() -> None:
+    """Weights of no module have no pass through one: the first backward pass begins."""
+    weight = nn.Parameter(torch.ones(8) / 3)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):
+        (weight / 3).square().sum().backward()
+        assert rounds()
+        optimizer.step()
 
 
-def test_without_a_module_the_first_backward_pass_begins(tmp_path: Path) -> None:
-    """Weights of no module have no pass through one."""
+def in_another_mode() -> None:
+    with FlopCounterMode(display=False):
+        train_rounded(steps=1)
 
-    def program() -> None:
-        weight = nn.Parameter(torch.ones(8) / 3)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        for _ in range(2):
-            (weight / 3).square().sum().backward()
-            assert rounds()
-            optimizer.step()
 
+def compiled(*, before: bool) -> None:
+    """The mode keeps the compiler out; code that was compiled earlier would not round."""
+    model = nn.Linear(64, 64)
+    part = torch.compile(model, backend="eager")
+    if before:
+        with torch.no_grad():
+            part(torch.ones(8, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        part(torch.full((8, 64), 1 / 3)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("program", [of_no_module, lambda: compiled(before=False)])
+def test_what_rounds_all_the_time_is_a_sample(program: Callable[[], None], tmp_path: Path) -> None:
     assert recorded(program, tmp_path, rounding=1).error is None
 
 
-def test_where_the_mode_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's environment may lack the rest of the project."""
-    monkeypatch.setitem(sys.modules, "fsdp_core.rounding", None)
-    with pytest.raises(RuntimeError, match=r"needs fsdp_core\.rounding"):
-        Rounding(1, 0)
-    Rounding(0, 0).begins(lambda: None)
-    assert not rounds()
-
-
-def test_compiled_parts_run_eagerly_and_what_was_compiled_before_is_seen(tmp_path: Path) -> None:
-    """The mode keeps the compiler out; code that was compiled earlier would not round at random."""
-
-    def compiled(*, before: bool) -> None:
-        model = nn.Linear(64, 64)
-        part = torch.compile(model, backend="eager")
-        if before:
-            with torch.no_grad():
-                part(torch.ones(8, 64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            part(torch.full((8, 64), 1 / 3)).square().mean().backward()
-            optimizer.step()
-
-    fine = recorded(lambda: compiled(before=False), tmp_path / "fine", rounding=1)
-    assert fine.error is None
-    late = recorded(lambda: compiled(before=True), tmp_path / "late", rounding=1)
-    assert late.error is not None
-    assert late.error.what == "unsupported"
-    assert "torch.compile" in late.error.message
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [(in_another_mode, "dispatch mode"), (lambda: compiled(before=True), "torch.compile")],
+)
+def test_what_rounds_for_a_part_of_the_time_is_none(
+    program: Callable[[], None], says: str, tmp_path: Path
+) -> None:
+    """It would state too narrow a bound."""
+    error = error_of(program, tmp_path, code=0, rounding=1)
+    assert error.what == "unsupported"
+    assert says in error.message
 
 
 def test_each_rank_rounds_by_itself() -> None:
@@ -209,5 +191,4 @@ def test_each_rank_rounds_by_itself() -> None:
         mode.begins(lambda: None)
         found.append((torch.full((64,), 1 / 3) * 1.1).tolist())
         mode.end()
-    assert found[1] == found[2]
-    assert found[0] != found[1]
+    assert found[0] != found[1] == found[2]

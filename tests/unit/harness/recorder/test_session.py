@@ -18,6 +18,7 @@ from harness.recorder.session import TABLE, failures_of
 from harness.store.streams import rank_path, read_rank
 from tests.unit.harness.recorder.recorded import (
     digests,
+    error_of,
     model_of,
     plain,
     record_folder,
@@ -51,9 +52,8 @@ class Refuses(SGD):
 
 
 def failing(where: str) -> None:
-    model = (
-        model_of() if where != "module" else nn.Sequential(nn.Linear(3, 3), nn.Sequential(Lost()))
-    )
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Lost()))
+    model = model if where == "module" else model_of()
     optimizer = (Refuses if where == "optimizer" else SGD)(model.parameters(), 0.1)
     if where == "before":
         raise KeyError("lost")
@@ -82,10 +82,7 @@ def test_an_error_is_of_the_step_and_module_at_work(
     where: str, step: int, module: str, tmp_path: Path
 ) -> None:
     """Before the first forward pass there is none; after the last step that is due it is that."""
-    records = recorded(lambda: failing(where), tmp_path, code=1)
-    assert records.error is not None
-    assert records.end is None
-    found = records.error
+    found = error_of(lambda: failing(where), tmp_path)
     assert (found.step, found.module, found.what) == (step, module, "crashed")
     assert found.type == ("RuntimeError" if where == "forward" else "KeyError")
     assert found.message in found.traceback
@@ -106,8 +103,7 @@ def raising(error: BaseException) -> None:
 )
 def test_what_an_error_means(error: Exception, what: str, tmp_path: Path) -> None:
     """By its type, or by CUDA's own words."""
-    found = recorded(lambda: raising(error), tmp_path, code=1).error
-    assert found is not None
+    found = error_of(lambda: raising(error), tmp_path)
     assert (found.what, found.type) == (what, type(error).__name__)
 
 
@@ -119,9 +115,14 @@ def test_a_program_that_exits_by_itself_is_no_error(tmp_path: Path) -> None:
         sys.exit(3)
 
     records = recorded(program, tmp_path, code=3)
-    assert (records.error, len(records.steps)) == (None, 2)
+    assert (records.error, len(records.steps), records.problems) == (None, 2, ())
     assert records.end is not None
     assert (records.end.steps, records.end.startup_s > 0) == (2, True)
+    # Read back, a line that is not whole is a problem.
+    path = rank_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes().replace(b'"step":1,', b"", 1))
+    (problem,) = read_rank(path, 0).problems
+    assert "missing required field `step`" in problem
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
@@ -149,10 +150,7 @@ class Foreign:
     """Trains without torch.optim."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad()
+        self.model, self.zero_grad = model, model.zero_grad
 
     @torch.no_grad()
     def step(self) -> None:
@@ -200,18 +198,14 @@ def test_a_recorder_that_fails_gives_no_whole_run(
                 train(model, optimizer)
         train(model, optimizer, steps=2)
 
-    records = recorded(program, tmp_path)
-    assert records.error is not None
-    assert (records.error.what, records.error.type) == ("unsupported", "RuntimeError")
-    assert records.end is None
+    error = error_of(program, tmp_path, code=0)
+    assert (error.what, error.type) == ("unsupported", "RuntimeError")
 
 
 def on_a_full_disk() -> None:
     """Train with the file of records on a disk without space."""
-    (fd,) = [
-        int(entry.name) for entry in Path("/proc/self/fd").iterdir()
-        if entry.is_symlink() and entry.readlink().name == "rank0.jsonl"
-    ]  # fmt: skip
+    links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    (fd,) = (int(each.name) for each in links if each.readlink().name == "rank0.jsonl")
     os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
     plain()
 
@@ -220,19 +214,8 @@ def test_whose_a_full_disk_is(tmp_path: Path) -> None:
     """Records without space end with an exit code of their own; a program's own is its failure."""
     records = recorded(on_a_full_disk, tmp_path / "ours", code=UNRECORDED)
     assert (records.error, records.end) == (None, None)
-    own = recorded(lambda: Path("/dev/full").write_text("a checkpoint"), tmp_path / "own", code=1)
-    assert own.error is not None
-    assert (own.error.what, own.error.type) == ("crashed", "OSError")
-
-
-def test_a_rank_file_is_as_the_readers_want_it(tmp_path: Path) -> None:
-    """Read back, the file has no problem; a line that is not whole is one."""
-    recorded(plain, tmp_path)
-    path = rank_path(tmp_path, 0)
-    assert read_rank(path, 0).problems == ()
-    path.write_bytes(path.read_bytes().replace(b'"step":1,', b"", 1))
-    (problem,) = read_rank(path, 0).problems
-    assert "missing required field `step`" in problem
+    own = error_of(lambda: Path("/dev/full").write_text("a checkpoint"), tmp_path / "own")
+    assert (own.what, own.type) == ("crashed", "OSError")
 
 
 # --- how it begins -----------------------------------------------------------------------------
@@ -249,25 +232,6 @@ assert not foreign, foreign
 import harness.recorder.hooks
 print(*sorted(m for m in sys.modules if m.split(".")[0] in ("harness", "fsdp_core")))
 """
-
-
-def test_recording_needs_only_its_own_files() -> None:
-    """A program's environment needs none of the harness' dependencies, but torch."""
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    light, whole = (line.split() for line in run.stdout.splitlines())
-    facts = {"harness", "harness.provenance", "harness.masking"}
-    assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
-    parts = ("capture", "collectives", "graphs", "hooks", "observer", "session", "state")
-    digest = ("digest", "digest_torch", "digest_words")
-    expected = facts | {"harness.recorder", "fsdp_core", "fsdp_core.graph"}
-    expected |= {f"harness.recorder.{part}" for part in parts}
-    expected |= {f"fsdp_core.graph.{part}" for part in digest}
-    assert set(whole) == expected
-
-
 OUTSIDE = """
 import sys
 from harness.recorder import record
@@ -280,14 +244,33 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
 
+def run(code: str, folder: Path) -> list[str]:
+    """Lines that an interpreter outside of the harness prints."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("DELTAZERO")}
+    environ |= {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=folder, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
+    """A program's environment needs none of the harness' dependencies, but torch."""
+    light, whole = (line.split() for line in run(IMPORTS, tmp_path))
+    facts = {"harness", "harness.provenance", "harness.masking"}
+    assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
+    parts = ["capture", "collectives", "graphs", "hooks", "observer", "rows", "session", "state"]
+    digest = ("digest", "digest_torch", "digest_words")
+    expected = facts | {"harness.recorder", "fsdp_core", "fsdp_core.graph"}
+    expected |= {f"harness.recorder.{part}" for part in parts}
+    assert set(whole) == expected | {f"fsdp_core.graph.{part}" for part in digest}
+
+
 def test_outside_of_the_harness_the_lines_do_nothing(tmp_path: Path) -> None:
     """Without the harness' variables a script's lines write nothing and import nothing."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("DELTAZERO")}
-    subprocess.run(
-        [sys.executable, "-c", OUTSIDE],
-        env=environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())},
-        cwd=tmp_path, check=True, timeout=60,
-    )  # fmt: skip
+    run(OUTSIDE, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -334,16 +317,15 @@ OTHERS = [
 
 
 def test_an_entry_is_met_by_what_its_library_raises() -> None:
-    """By type, by the words of that type, or by what a dying process printed; each has a test."""
-    assert [each.name for each in TABLE] == list(MET)
+    """By type, by the words of that type, or by what a dying process printed; each has a test.
+
+    A program that says the same as a library is not forgiven.
+    """
+    assert TABLE.keys() == MET.keys()
     for kind, message, name in [(*met, name) for name, met in MET.items()] + OTHERS:
         assert name in failures_of(kind, message), name
     assert failures_of("ValueError", "expected 3 layers, got 2") == frozenset()
-
-
-@pytest.mark.parametrize("name", [each.name for each in TABLE if each.source != "any"])
-def test_a_program_that_says_the_same_is_not_forgiven(name: str) -> None:
-    """What excuses a run counts only from the library's own types, or with its place in front."""
-    words = MET[name][1]
-    assert name not in failures_of("ValueError", words)
-    assert name not in failures_of("RuntimeError", f"as they say: {words}")
+    for name in (name for name, (source, *_) in TABLE.items() if source != "any"):
+        words = MET[name][1]
+        assert name not in failures_of("ValueError", words)
+        assert name not in failures_of("RuntimeError", f"as they say: {words}")

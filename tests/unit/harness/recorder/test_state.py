@@ -20,17 +20,11 @@ from tests.unit.harness.recorder.recorded import (
     digests,
     model_of,
     names,
+    pair,
     recorded,
+    step_of,
     train,
 )
-
-
-def step_of(model: nn.Module, x: Any = None, optimizer: Any = None, factor: float = 1.0) -> None:
-    optimizer = optimizer or SGD(model.parameters(), 0.1)
-    out = model(torch.ones(3) if x is None else x).sum() * factor
-    (out.abs() if out.is_complex() else out).backward()
-    optimizer.step()
-
 
 # --- two programs that differ in one value -----------------------------------------------------
 
@@ -231,10 +225,7 @@ DIFFERENCES: dict[str, tuple[Callable[[float], None], set[str]]] = {
 def test_what_differs_is_named_and_nothing_else(name: str, tmp_path: Path) -> None:
     """Equal programs have equal digests; one value more or less changes those that hold it."""
     program, expected = DIFFERENCES[name]
-    first, again, other = (
-        recorded(lambda value=value: program(value), tmp_path / folder)  # type: ignore[misc]
-        for folder, value in {"a": 1.0, "b": 1.0, "c": 2.0}.items()
-    )
+    first, again, other = pair(program, tmp_path, 1.0, 1.0, 2.0)
     assert not first.problems
     assert changed(first, again, 0) == set()
     assert changed(first, other, 0) == expected
@@ -249,8 +240,7 @@ def with_adam(**flags: Any) -> None:
 
 
 def of_places(*places: int) -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    step_of(model, torch.tensor(places))
+    step_of(nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.tensor(places))
 
 
 def with_buffer(make: Callable[[Tensor], Tensor]) -> None:
@@ -297,13 +287,9 @@ SAME: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_how_it_is_held_is_no_difference(name: str, tmp_path: Path) -> None:
     """The same values by another implementation, in another layout or as a shard."""
-    first, second = (
-        recorded(program, tmp_path / str(number)) for number, program in enumerate(SAME[name])
-    )
+    first, second = pair(lambda program: program(), tmp_path, *SAME[name])
     for step in (-1, 0):
         assert changed(first, second, step) == set()
-    assert first.start is not None
-    assert second.start is not None
     assert first.start.tensors == second.start.tensors
     assert first.steps[0].grad_norm == second.steps[0].grad_norm
 
@@ -326,7 +312,7 @@ def test_state_appears_when_it_is_made(tmp_path: Path) -> None:
         del before
         train(model, optimizer)
 
-    lazy, loaded = (recorded(lambda: program(it), tmp_path / str(it)) for it in (False, True))  # noqa: B023
+    lazy, loaded = pair(program, tmp_path, False, True)
     moments = {"0.bias.step", "0.bias.exp_avg", "0.bias.exp_avg_sq"}
     assert "group0.lr" in digests(lazy, "optim", -1)
     for records, step, are_there in ((lazy, -1, False), (lazy, 0, True), (loaded, -1, True)):
@@ -433,7 +419,7 @@ def test_the_initial_state_is_that_before_the_first_forward_pass(tmp_path: Path)
         model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
         step_of(model, value * torch.arange(9.0).view(3, 3))
 
-    first, second = (recorded(lambda: program(it), tmp_path / f"{it}") for it in (1.0, 2.0))  # noqa: B023
+    first, second = pair(program, tmp_path, 1.0, 2.0)
     assert first.initial == second.initial
     assert digests(first, "buffers", 0) != digests(second, "buffers", 0)
     assert digests(first, "rng", -1) != digests(first, "rng", 0)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from harness.checks import exact
 from harness.recorder import record
-from harness.records import FloatBits, RunOutcome, RunResult, RunSpec
 from tests.unit.harness.recorder.recorded import (
     PARAMS,
     all_digests,
-    changed,
     digests,
+    error_of,
     losses,
     model_of,
     names,
+    pair,
     recorded,
+    step_of,
     train,
 )
 
@@ -73,7 +73,7 @@ def roots_of_one_pass() -> None:
     optimizer.step()
 
 
-def initial_state(with_forward: bool = False) -> None:
+def initial_state(*, with_forward: bool = False) -> None:
     """Optimizer state is made before training; a pass forward does not count as training."""
     model = model_of()
     optimizer = Adam(model.parameters())
@@ -83,10 +83,6 @@ def initial_state(with_forward: bool = False) -> None:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     train(model, optimizer, steps=2)
-
-
-def initial_state_after_a_forward() -> None:
-    initial_state(True)
 
 
 def checkpointed() -> None:
@@ -103,13 +99,16 @@ def checkpointed() -> None:
     [
         (together, [1, 1]), (in_turn, [1, 1, 1, 1]), (twice, [1, 0]), (accumulated, [3, 3]),
         (lbfgs, [3, 3]), (roots_of_one_pass, [2]), (initial_state, [1, 1]), (checkpointed, [1]),
-        (initial_state_after_a_forward, [1, 1]),
+        (lambda: initial_state(with_forward=True), [1, 1]),
     ],
 )  # fmt: skip
 def test_steps_and_their_losses(
     program: Callable[[], None], microbatches: list[int], tmp_path: Path
 ) -> None:
-    """A step ends at the backward pass after it, or as the same optimizer steps again."""
+    """A step ends at the backward pass after it, or as the same optimizer steps again.
+
+    Optimizer state that was made before training is in the state before step 0.
+    """
     records = recorded(program, tmp_path)
     assert not records.problems
     assert [step.step for step in records.steps] == list(range(len(microbatches)))
@@ -118,12 +117,12 @@ def test_steps_and_their_losses(
         assert digests(records, "grads", number).keys() <= set(names(records, "weights"))
         assert len(digests(records, "grads", number)) in (2, 4)
     is_made = "0.weight.exp_avg" in digests(records, "optim", -1)
-    assert is_made == (program in (initial_state, initial_state_after_a_forward))
+    assert is_made == (program is initial_state or program.__name__ == "<lambda>")
 
 
 def test_a_step_holds_losses_in_order_and_their_mean(tmp_path: Path) -> None:
     """In float32, as the program has them."""
-    (first, _) = recorded(accumulated, tmp_path).steps
+    (first, _) = recorded(accumulated, tmp_path / "accumulated").steps
     torch.manual_seed(0)
     model = model_of()
     expected = [model(torch.full((2, 3), 1 + i / 8)).square().mean().item() for i in range(3)]
@@ -131,11 +130,8 @@ def test_a_step_holds_losses_in_order_and_their_mean(tmp_path: Path) -> None:
     assert first.loss is not None
     mean = float(torch.tensor(expected, dtype=torch.float32).double().mean())
     assert first.loss.bits == struct.pack(">f", mean).hex()
-
-
-def test_a_second_step_has_the_gradients_that_it_used(tmp_path: Path) -> None:
-    """Though no backward pass made them anew."""
-    records = recorded(twice, tmp_path)
+    # A second step has the gradients that it used, though no backward pass made them anew.
+    records = recorded(twice, tmp_path / "twice")
     assert digests(records, "grads", 0) == digests(records, "grads", 1)
 
 
@@ -159,7 +155,7 @@ def test_a_closure_makes_one_step_with_the_gradients_that_it_left(tmp_path: Path
                 closure()
                 optimizer.step()
 
-    inside, outside = (recorded(lambda: program(it), tmp_path / str(it)) for it in (True, False))  # noqa: B023
+    inside, outside = pair(program, tmp_path, True, False)
     assert len(inside.steps) == 3
     assert all_digests(inside) == all_digests(outside)
     assert list(map(losses, inside.steps)) == list(map(losses, outside.steps))
@@ -196,21 +192,6 @@ def test_what_the_scripts_own_lines_say(tmp_path: Path) -> None:
     assert digests(records, "grads", 1).keys() == set(PARAMS)
 
 
-def test_losses_without_step_replace_those_of_backward(tmp_path: Path) -> None:
-    """In every step: no loss is counted twice."""
-
-    def program() -> None:
-        model = model_of()
-        optimizer, recorder = SGD(model.parameters(), 0.1), record()
-        for step in range(2):
-            for micro in range(2):
-                model(torch.ones(3)).sum().backward()
-                recorder.microbatch(torch.tensor(10.0 * step + micro))
-            optimizer.step()
-
-    assert list(map(losses, recorded(program, tmp_path).steps)) == [[0.0, 1.0], [10.0, 11.0]]
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [(lambda: record().state("weights", {}), "'weights'")]
@@ -219,15 +200,13 @@ def test_losses_without_step_replace_those_of_backward(tmp_path: Path) -> None:
 def test_a_line_that_is_wrong_is_refused(
     line: Callable[[], Any], words: str, tmp_path: Path
 ) -> None:
-    """A script's mistake ends it where it is made."""
-    error = recorded(line, tmp_path, code=1).error
-    assert error is not None
+    error = error_of(line, tmp_path)
     assert error.type == "ValueError"
     assert words in error.message
 
 
-def test_lines_only_means_that_nothing_else_is_a_step(tmp_path: Path) -> None:
-    """With `record: lines` an optimizer's step outside of `step()` is none."""
+def test_what_is_no_step_and_whose_losses_count(tmp_path: Path) -> None:
+    """With `record: lines` steps outside of `step()` are none; told losses replace roots."""
 
     def program() -> None:
         model = model_of()
@@ -236,18 +215,24 @@ def test_lines_only_means_that_nothing_else_is_a_step(tmp_path: Path) -> None:
         train(model, optimizer, steps=3)
         with recorder.step():
             train(model, optimizer)
-        train(model, optimizer, steps=2)
+        for step in range(2):
+            for micro in range(2):
+                model(torch.ones(3)).sum().backward()
+                recorder.microbatch(torch.tensor(10.0 * step + micro))
+            optimizer.step()
 
-    (step,) = recorded(program, tmp_path, record="lines").steps
+    (step,) = recorded(program, tmp_path / "lines", record="lines").steps
     assert len(step.microbatch_losses) == 1
+    steps = recorded(program, tmp_path / "auto").steps
+    assert len(steps) == 6
+    assert list(map(losses, steps[4:])) == [[0.0, 1.0], [10.0, 11.0]]
 
 
 def test_every_leaves_out_the_digests_of_other_steps(tmp_path: Path) -> None:
     """With `every: 3` steps 0 and 3 have digests, and the initial state; all have losses."""
 
     def program() -> None:
-        model = model_of()
-        train(model, Adam(model.parameters()), steps=5)
+        train(model := model_of(), Adam(model.parameters()), steps=5)
 
     records = recorded(program, tmp_path, every=3)
     held = [bool(digests(records, "weights", step)) for step in range(-1, 5)]
@@ -257,36 +242,33 @@ def test_every_leaves_out_the_digests_of_other_steps(tmp_path: Path) -> None:
 
 # --- losses and norms --------------------------------------------------------------------------
 
-VALUES: dict[str, tuple[Callable[[float], Any], str]] = {
-    "float64": (lambda value: torch.tensor(value, dtype=torch.float64), ">d"),
-    "a Python float": (float, ">d"),
-    "a NumPy float64": (np.float64, ">d"),
-    "float32": (torch.tensor, ">f"),
-    "a NumPy float32": (np.float32, ">d"),
-}
-_INT = 2**24 + 1
+FORMS: list[tuple[Callable[[float], Any], str]] = [
+    (lambda value: torch.tensor(value, dtype=torch.float64), ">d"), (float, ">d"),
+    (np.float64, ">d"), (torch.tensor, ">f"), (np.float32, ">d"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [1 + 2.0**-50, 1e300, float("nan"), float(_INT)])
-@pytest.mark.parametrize("kind", VALUES)
-def test_losses_and_norms_have_the_bits_that_the_program_had(
-    kind: str, value: float, tmp_path: Path
-) -> None:
+def test_losses_and_norms_have_the_bits_that_the_program_had(tmp_path: Path) -> None:
     """Nothing is rounded before it is compared: 64 bits stay 64 bits, and finite stays finite."""
-    make, form = VALUES[kind]
-    value = float(torch.tensor(value)) if "32" in kind else value
+    expected = [
+        (make, form, float(torch.tensor(value)) if make in (torch.tensor, np.float32) else value)
+        for make, form in FORMS
+        for value in (1 + 2.0**-50, 1e300, float("nan"), float(2**24 + 1))
+    ]
 
     def program() -> None:
         recorder = record(model_of())
-        with recorder.step():
-            recorder.microbatch(make(value))
-            recorder.grad_norm(make(value))
+        for make, _, value in expected:
+            with recorder.step():
+                recorder.microbatch(make(value))
+                recorder.grad_norm(make(value))
 
-    (step,) = recorded(program, tmp_path).steps
-    for found in (step.loss, *step.microbatch_losses, step.grad_norm):
-        assert found is not None
-        assert found.bits == struct.pack(form, value).hex()
-        assert found.value == (value if np.isfinite(value) else None)
+    steps = recorded(program, tmp_path).steps
+    for step, (_, form, value) in zip(steps, expected, strict=True):
+        for found in (step.loss, *step.microbatch_losses, step.grad_norm):
+            assert found is not None
+            assert found.bits == struct.pack(form, value).hex()
+            assert found.value == (value if np.isfinite(value) else None)
 
 
 def of_roots(dtype: torch.dtype, *values: float) -> Callable[[], None]:
@@ -325,39 +307,31 @@ def test_a_root_is_not_rounded(
     assert len(step.grad_norm.bits) == chars
 
 
-def imported_by_name(params: Any) -> None:
-    from torch.nn.utils import clip_grad_norm_
-
-    clip_grad_norm_(params, 0.5)
-
-
-CLIPS: dict[str, Callable[[Any], Any]] = {
-    "by module": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.5),
-    "of a generator": lambda params: torch.nn.utils.clip_grad_norm_(iter(list(params)), 0.5),
-    "by its file": lambda params: torch.nn.utils.clip_grad.clip_grad_norm_(params, 0.5),
-    "by two calls": lambda params: torch.nn.utils.clip_grads_with_norm_(
-        params, 0.5, torch.nn.utils.get_total_norm([p.grad for p in params])
-    ),
-    "imported after the start": imported_by_name,
-    "in lines, a number": lambda _: record().grad_norm(7),
-    "in lines, an int": lambda _: record().grad_norm(np.int64(7)),
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
-def test_the_norm_is_that_of_clipping(clip: Callable[[Any], Any], tmp_path: Path) -> None:
-    """The norm before clipping is recorded, however the program calls torch for it."""
+def test_the_norm_is_that_of_clipping(tmp_path: Path) -> None:
+    """The norm before clipping is recorded, however the program calls torch for it, or says it."""
+    utils = torch.nn.utils
+    clips: list[Callable[[Any], Any]] = [
+        lambda params: utils.clip_grad_norm_(params, 0.5),
+        lambda params: utils.clip_grad_norm_(iter(list(params)), 0.5),
+        lambda params: utils.clip_grad.clip_grad_norm_(params, 0.5),
+        lambda params: utils.clip_grads_with_norm_(
+            params, 0.5, utils.get_total_norm([p.grad for p in params])
+        ),
+        lambda _: record().grad_norm(7),
+        lambda _: record().grad_norm(np.int64(7)),
+    ]
 
     def program() -> None:
         model = nn.Linear(3, 1, bias=False)
         optimizer = SGD(model.parameters(), 0.1)
-        model(torch.tensor([2.0, 3.0, 6.0])).sum().backward()
-        clip(list(model.parameters()))
-        optimizer.step()
+        for clip in clips:
+            optimizer.zero_grad()
+            model(torch.tensor([2.0, 3.0, 6.0])).sum().backward()
+            clip(list(model.parameters()))
+            optimizer.step()
 
-    (step,) = recorded(program, tmp_path).steps
-    assert step.grad_norm is not None
-    assert step.grad_norm.value == 7.0
+    norms = [step.grad_norm for step in recorded(program, tmp_path).steps]
+    assert [norm and norm.value for norm in norms] == [7.0] * len(clips)
 
 
 # --- scalers -----------------------------------------------------------------------------------
@@ -422,63 +396,29 @@ def test_a_scaled_loss_is_recorded_as_it_was(scaler: Any, factor: float, tmp_pat
             made.step(optimizer)
             made.update()
 
-    records = recorded(program, tmp_path)
-    first, second = records.steps
+    first, second = recorded(program, tmp_path / "alone").steps
     assert (bool(first.skipped), bool(second.skipped)) == (True, factor > 1)
-    assert [each.bits for each in first.microbatch_losses] == [
-        struct.pack(">f", 3.0 * factor).hex()
-    ]
-    spec = RunSpec(config={"program": {}, "steps": 2}, device="cpu", world_size=1, timeout_s=1.0)
-    outcome = RunOutcome(key=spec.key, what="", message="", culprit_rank=None,
-                         started_unix_s=0.0, wall_s=1.0, ranks=())  # fmt: skip
-    run = RunResult(spec=spec, outcome=outcome, ranks=(records,))
-    answer = exact.finite(run, run)
-    assert answer.outcome == ("failed" if factor > 1 else "passed")
-    assert answer.difference is None or answer.difference.quantity == "loss"
-
-
-def test_losses_that_are_scaled_together_are_each_their_own(tmp_path: Path) -> None:
-    """A list of losses comes back as a list, of which each may be a root."""
-
-    def program() -> None:
-        model = nn.Linear(3, 1)
-        optimizer = SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        outputs = [model(torch.ones(3)).sum() * 0 + value for value in (1.0, 2.0)]
-        for loss in scaler.scale(outputs):
-            loss.backward(retain_graph=True)
-        scaler.step(optimizer)
-
-    (step,) = recorded(program, tmp_path).steps
+    bits = struct.pack(">f", 3.0 * factor).hex()
+    assert [each.bits for each in first.microbatch_losses] == [bits]
+    # What is scaled together is each its own.
+    (step,) = recorded(scaled_together, tmp_path / "together").steps
     assert losses(step) == [1.0, 2.0]
+
+
+def scaled_together() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    outputs = [model(torch.ones(3)).sum() * 0 + value for value in (1.0, 2.0)]
+    for loss in scaler.scale(outputs):
+        loss.backward(retain_graph=True)
+    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_tensors_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
-    """A single element is enough."""
-
-    def program() -> None:
-        model = nn.Linear(3, 1, bias=False)
-        optimizer = SGD(model.parameters(), 0.0)
-        model(torch.tensor([1.0, value, 1.0])).sum().backward()
-        optimizer.step()
-
-    (step,) = recorded(program, tmp_path).steps
+    x = torch.tensor([1.0, value, 1.0])
+    (step,) = recorded(lambda: step_of(nn.Linear(3, 1, bias=False), x), tmp_path).steps
     assert step.nonfinite["grads"] == ("weight",)
-    assert isinstance(step.loss, FloatBits)
+    assert step.loss is not None
     assert not step.loss.finite
-
-
-def test_two_runs_of_a_program_are_equal(tmp_path: Path) -> None:
-    """Nothing of the process, such as addresses, is in what is compared."""
-
-    def program() -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-        train(model, Adam(model.parameters()), steps=2)
-
-    first, second = (recorded(program, tmp_path / name) for name in "ab")
-    assert all_digests(first) == all_digests(second)
-    assert changed(first, second, 1) == set()
-    assert [(s.loss, s.grad_norm, s.nonfinite) for s in first.steps] == [
-        (s.loss, s.grad_norm, s.nonfinite) for s in second.steps
-    ]

@@ -14,18 +14,21 @@ from torch.utils.checkpoint import checkpoint
 from harness.recorder import record
 from harness.records import KeepSpec, RunSpec
 from harness.store.contents import read_contents
-from tests.unit.harness.recorder.recorded import names, recorded, taps
+from tests.unit.harness.recorder.recorded import names, pair, recorded, taps
 
 
 class Two(nn.Module):
-    """Takes and returns two tensors."""
+    """Takes and returns two tensors, in one order or the other."""
+
+    swapped = False
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor, more: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.layer(x), more["y"] * 2
+        one, two = self.layer(x), more["y"] * 2
+        return (two, one) if self.swapped else (one, two)
 
 
 class Net(nn.Module):
@@ -34,25 +37,30 @@ class Net(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.first, self.second, self.how = Two(), nn.Linear(3, 1), how
+        self.first.swapped = how == "swapped"
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         if self.how == "nested":
-            pair = checkpoint(self._inner, x.requires_grad_(), y, use_reentrant=True)
-        elif self.how:
+            both = checkpoint(self._inner, x.requires_grad_(), y, use_reentrant=True)
+        elif "reentrant" in self.how:
             x.requires_grad_()  # of which a reentrant one makes gradients at all
-            pair = checkpoint(self.first, x, {"y": y}, use_reentrant=self.how == "reentrant")
+            both = checkpoint(self.first, x, {"y": y}, use_reentrant=self.how == "reentrant")
         else:
-            pair = self.first(x, {"y": y})
-        return self.second(pair[0] + pair[1])
+            both = self.first(x, {"y": y})
+        return self.second(both[0] + both[1])
 
     def _inner(self, x: Tensor, y: Tensor) -> Any:
         return checkpoint(self.first, x, {"y": y}, use_reentrant=True)
 
 
-def program(y: float = 1.0, microbatches: int = 1, **about: Any) -> Callable[[], None]:
+def program(
+    y: float = 1.0, microbatches: int = 1, asks: tuple[str, ...] = (), **about: Any
+) -> Callable[[], None]:
     def run() -> None:
         model = Net(**about)
         optimizer = SGD(model.parameters(), 0.1)
+        if asks:
+            record(model, optimizer, taps=asks)
         for _ in range(2):
             optimizer.zero_grad()
             with torch.no_grad():
@@ -64,78 +72,55 @@ def program(y: float = 1.0, microbatches: int = 1, **about: Any) -> Callable[[],
     return run
 
 
-def test_rows_have_the_modules_name_kind_and_number(tmp_path: Path) -> None:
-    """A call a row, inputs, outputs and gradients; evaluation in between is not counted."""
-    patterns = ("first:input", "first", "first:gradient", "second:input")
-    records = recorded(program(microbatches=2), tmp_path, taps=patterns)
-    for step in range(2):
-        assert taps(records, step).keys() == {
-            f"{name}[{call}]"
-            for name in ("first:input", "first:output", "first:gradient", "second:input")
-            for call in range(2)
-        }
+ROWS = ("(root):output", "first:output", "second:output")
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
+    # `*` is one level, `**` any number of them; the outermost module is `(root)`.
+    "a level": (("*:output",), {}, ROWS),
+    "all levels": (("**:output",), {}, (*ROWS, "first.layer:output")),
+    # A call a row; evaluation in between is not counted.
+    "kinds": (("first:input", "first", "first:gradient", "second:input"), {"microbatches": 2},
+              ("first:input", "first:output", "first:gradient", "second:input")),
+    # What the script asks for comes to that of the scenario; one of both is one row.
+    "the script's": ((), {"asks": ("second:input", "first:gradient")},
+                     ("second:input", "first:gradient")),
+    "both": (("first", "second:input"), {"asks": ("second:input", "first:gradient")},
+             ("first:output", "second:input", "first:gradient")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_have_the_modules_name_kind_and_number(name: str, tmp_path: Path) -> None:
+    patterns, about, rows = CASES[name]
+    records = recorded(program(**about), tmp_path, taps=patterns)
+    expected = {f"{row}[{call}]" for row in rows for call in range(about.get("microbatches", 1))}
+    assert [taps(records, step).keys() for step in range(2)] == [expected, expected]
     assert not records.problems
+    asked = [event.detail["patterns"] for event in records.events if event.name == "taps"]
+    assert asked == [list(about["asks"]) for _ in about.keys() & {"asks"}]
 
 
-def test_a_row_is_of_all_tensors(tmp_path: Path) -> None:
+def test_a_row_is_of_all_tensors_in_their_order(tmp_path: Path) -> None:
     """The second tensor of a call decides the row as the first does."""
     patterns = ("first:input", "first:output", "first.layer:input")
-    first = recorded(program(1.0), tmp_path / "a", taps=patterns)
-    second = recorded(program(3.0), tmp_path / "b", taps=patterns)
-    ours, theirs = taps(first, 0), taps(second, 0)
-    assert {name for name in ours if ours[name] != theirs[name]} == {
-        "first:input[0]", "first:output[0]"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("scenario", [(), ("first", "second:input")])
-def test_a_script_may_ask_for_taps(scenario: tuple[str, ...], tmp_path: Path) -> None:
-    """Patterns of `record` come to those of the scenario; one of both is one row."""
-
-    def run() -> None:
-        model = Net()
-        optimizer = SGD(model.parameters(), 0.1)
-        record(model, optimizer, taps=["second:input", "first:gradient"])
-        for _ in range(2):
-            model(torch.ones(2, 3), torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-
-    records = recorded(run, tmp_path, taps=scenario)
-    expected = {"second:input[0]", "first:gradient[0]"}
-    expected |= {"first:output[0]"} if scenario else set()
-    assert [taps(records, step).keys() for step in range(2)] == [expected, expected]
-    (event,) = (each for each in records.events if each.name == "taps")
-    assert event.detail == {"patterns": ["second:input", "first:gradient"]}
-
-
-@pytest.mark.parametrize("pattern", ["first:inputs", "first:", "", "a b", ".first"])
-def test_what_is_no_pattern_is_refused(pattern: str, tmp_path: Path) -> None:
-    """A script's mistake ends it where it is made, as a scenario's is refused."""
-    records = recorded(lambda: record(taps=pattern), tmp_path, code=1)
-    assert records.error is not None
-    assert records.error.type == "ValueError"
-    assert repr(pattern) in records.error.message
+    ours, other, swapped = (
+        taps(recorded(it, tmp_path / str(number), taps=patterns), 0)
+        for number, it in enumerate((program(1.0), program(3.0), program(1.0, how="swapped")))
+    )
+    rows = {"first:input[0]", "first:output[0]"}
+    assert {name for name in ours if ours[name] != other[name]} == rows
+    assert {name for name in ours if ours[name] != swapped[name]} == {"first:output[0]"}
 
 
 @pytest.mark.parametrize("how", ["not reentrant", "reentrant", "nested"])
 def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
     """A checkpointed module has the rows of one that is not, gradients in the order of calls."""
     patterns = ("**:input", "**:output", "**:gradient")
-    plain = recorded(program(microbatches=2), tmp_path / "a", taps=patterns)
-    again = recorded(program(microbatches=2, how=how), tmp_path / "b", taps=patterns)
+    plain, again = pair(
+        lambda how: program(microbatches=2, how=how)(), tmp_path, "", how, taps=patterns
+    )
     assert "first.layer:gradient[1]" in taps(plain, 1)
-    for step in range(2):
-        assert taps(plain, step) == taps(again, step)
+    assert [taps(plain, step) for step in range(2)] == [taps(again, step) for step in range(2)]
     assert names(plain, "weights") == names(again, "weights")
-
-
-def test_a_root_has_a_name_and_wildcards_mean_levels(tmp_path: Path) -> None:
-    """`*` is one level, `**` any number of them; the outermost module is `(root)`."""
-    one = recorded(program(), tmp_path / "a", taps=("*:output",))
-    every = recorded(program(), tmp_path / "b", taps=("**:output",))
-    level = {"(root):output[0]", "first:output[0]", "second:output[0]"}
-    assert taps(one, 0).keys() == level
-    assert taps(every, 0).keys() == level | {"first.layer:output[0]"}
 
 
 def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> None:
@@ -149,8 +134,7 @@ def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> Non
             whole(torch.ones(2, 3)).sum().backward()
             optimizer.step()
 
-    records = recorded(run, tmp_path, taps=("*:output",))
-    assert "(root):output[0]" in taps(records, 1)
+    assert "(root):output[0]" in taps(recorded(run, tmp_path, taps=("*:output",)), 1)
 
 
 def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
@@ -169,35 +153,3 @@ def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     }  # fmt: skip
     assert held["first:input[0]", 1].data == struct.pack("<6f", *[2.0] * 6)
     assert held["first:input[0]", 1].about.shape == (2, 3)
-
-
-class Pair(nn.Module):
-    """Returns two tensors, in one order or the other."""
-
-    def __init__(self, *, swapped: bool) -> None:
-        super().__init__()
-        self.layer, self.swapped = nn.Linear(3, 3), swapped
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        one, two = self.layer(x), x * 2
-        return (two, one) if self.swapped else (one, two)
-
-
-def of_pair(*, swapped: bool) -> Callable[[], None]:
-    def run() -> None:
-        model: Any = nn.ModuleDict({"pair": Pair(swapped=swapped)})
-        optimizer = SGD(model.parameters(), 0.1)
-        sum(each.sum() for each in model["pair"](torch.ones(2, 3))).backward()
-        optimizer.step()
-
-    return run
-
-
-def test_the_order_of_a_modules_results_counts(tmp_path: Path) -> None:
-    """Two tensors of one shape that change places are another result."""
-    plain, swapped = (
-        taps(recorded(of_pair(swapped=it), tmp_path / str(it), taps=("pair",)), 0)
-        for it in (False, True)
-    )
-    assert plain.keys() == swapped.keys() != set()
-    assert plain != swapped

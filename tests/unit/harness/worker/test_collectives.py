@@ -1,4 +1,4 @@
-"""Whose a collective is: asked in eager steps, learned for replays, never guessed."""
+"""Whose a collective is, and what a rank gives to it: asked in eager steps, never guessed."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +10,20 @@ from torch import nn
 
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, place_path
 from harness.engine.evidence import last_module, last_place
+from harness.records import GivenCall, RankRecords, given_in
 from harness.worker import collectives
 from harness.worker.collectives import Notes
 
-GATHER, REDUCE, WAIT = (
-    SimpleNamespace(_schema=SimpleNamespace(name=name))
-    for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", collectives._WAIT)
-)
-SEND = SimpleNamespace(_schema=SimpleNamespace(name="c10d::send"))
+
+def operator(name: str, *arguments: str) -> Any:
+    names = [SimpleNamespace(name=argument) for argument in arguments]
+    return SimpleNamespace(_schema=SimpleNamespace(name=name, arguments=names))
+
+
+GATHER = operator("c10d::_allgather_base_", "output_tensor", "input_tensor", "process_group")
+SUM = operator("c10d::allreduce_", "tensors", "process_group")
+REDUCE, WAIT = operator("c10d::_reduce_scatter_base_"), operator(collectives._WAIT)
+SEND = operator("c10d::send")
 
 
 class Rank:
@@ -41,6 +47,19 @@ class Rank:
             labels.append(self.places[-1].label)
             self.notes.left()
         return labels
+
+    def given(self, func: Any, *args: Any) -> GivenCall:
+        """What is recorded of what it gives to one collective in step 3."""
+        self.unit, self.notes.given = "layers.1", []
+        self.notes.entering(func, (*args, "0"))
+        (call,) = given_in(records_of(self.notes.given_event(1, 3)), 3)
+        return call
+
+
+def records_of(event: Any) -> RankRecords:
+    return RankRecords(
+        rank=1, start=None, steps=(), events=(event,), error=None, end=None, problems=()
+    )
 
 
 @pytest.fixture
@@ -83,7 +102,6 @@ def test_what_is_entered_is_counted_and_what_came_back_is_not_inside(rank: Rank)
 
 
 def test_collectives_of_a_capture_say_so_and_move_no_label(rank: Rank) -> None:
-    """Those that belong to no unit are named after the capture; later ones keep their places."""
     rank.take(1, (GATHER, "root"), (REDUCE, "layers.0"))
     rank.captures = True
     assert rank.take(2, (GATHER, ""), (GATHER, "layers.1")) == [IN_CAPTURE, "layers.1"]
@@ -111,15 +129,13 @@ def test_modules_are_noted_while_they_run(rank: Rank) -> None:
     with rank.notes.modules([nn.ModuleDict({"attn": attention})]):
         attention(torch.ones(1))
     assert [place.module for place in rank.places] == ["attn", "attn.norm", "attn", ""]
-    num_places = len(rank.places)
     attention.norm(torch.ones(1))
-    assert len(rank.places) == num_places
+    assert len(rank.places) == 4
     assert "_call_impl" not in vars(attention)
     assert vars(attention.norm)["_call_impl"] is own
 
 
 def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
-    """What it was in when it stopped can be read from its file, and no collective is made up."""
     notes = Notes(PlaceFile(place_path(tmp_path, 0)), lambda: 2, eager_steps=2)
     stage = nn.ModuleDict({"attn": nn.Bilinear(1, 1, 1)})
     with pytest.raises(TypeError), notes.modules([stage]):
@@ -127,3 +143,27 @@ def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
     assert last_module(tmp_path, 0) == "attn"
     assert last_place(tmp_path, 0) is None
     assert last_module(tmp_path, 1) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_is_brought_along_decides_the_digest(rank: Rank, dtype: torch.dtype) -> None:
+    """Every bit of the input counts, in any dtype and layout; what the output holds does not."""
+    one, other = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    call = rank.given(GATHER, one, other)
+    assert (call.operator, call.label, call.group) == ("allgather_base", "layers.1", (0, 1))
+    assert rank.given(GATHER, other, other) == call
+    assert rank.given(GATHER, one, one) != call
+    assert rank.given(GATHER, one, torch.ones(4, 2, dtype=dtype)[:, 0]) == call
+    assert rank.given(GATHER, one, -other if dtype.is_floating_point else other + 1) != call
+    assert rank.given(SUM, [one, other]) == rank.given(SUM, [one.clone(), other.clone()])
+    assert rank.given(SUM, [one, other]) != rank.given(SUM, [one, one])
+    # Storage that was looked at can be given back and made larger, as pools of buffers do.
+    assert other.untyped_storage().resizable()
+
+
+def test_what_was_given_is_of_one_step_and_damage_is_nothing(rank: Rank) -> None:
+    rank.given(GATHER, torch.zeros(1), torch.zeros(1))
+    event = rank.notes.given_event(1, 4)
+    assert event.detail == {"calls": []}
+    event.detail["calls"] = [{"operator": 1}]
+    assert given_in(records_of(event), 4) == given_in(records_of(event), 3) == ()

@@ -1,9 +1,12 @@
 """Observing: exact bits of every step, the same whatever the flushing, one whole line a record."""
 
+import dataclasses
 import hashlib
 import math
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,36 +15,62 @@ import torch.distributed as dist
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
+from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
-from harness.recorder import RecordsUnwritable
+from harness.bisect.elements import compare
+from harness.recorder import RecordFile, RecordsUnwritable
 from harness.records import (
     NEVER_RAN,
+    ErrorRecord,
     EventRecord,
     FloatBits,
+    KeepSpec,
+    PlantSpec,
     RunSpec,
+    StartRecord,
     StepRecord,
     parse_record,
 )
-from harness.worker.observe import Observer
-from harness.worker.record_file import RecordFile
+from harness.store.contents import Contents, read_contents
+from harness.store.streams import rank_path, read_rank
+from harness.worker import observe
+from harness.worker.main import rank_main
+from harness.worker.observe import DIGEST_TIMES, Observer, StepClock, digest_time_event
 
 Spec = Callable[..., RunSpec]
+Watched = Callable[..., tuple[Trainer, Observer]]
 
 
-def make_trainer(spec: RunSpec) -> Trainer:
-    """A trainer of one rank in a group of its own."""
-    device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
-    return Trainer(TrainConfig.from_dict(spec.config), build_axes(ParallelConfig(), device), device)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "r"
+
+
+@pytest.fixture
+def watched(spec: Spec, path: Path) -> Watched:
+    """Makes a trainer of one rank in a group of its own, and what observes it."""
+
+    def make(device: Device | None = None, **options: Any) -> tuple[Trainer, Observer]:
+        device = device or Device("cpu")
+        init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
+        config = TrainConfig.from_dict(spec(**options).config)
+        trainer = Trainer(config, build_axes(ParallelConfig(), device), device)
+        return trainer, Observer(trainer, 0, RecordFile(path))
+
+    return make
 
 
 def read(path: Path) -> list[StepRecord]:
-    """The step records of a file."""
+    """The step records of a file, which holds no others."""
     records = [parse_record(line) for line in path.read_text().splitlines()]
-    assert all(isinstance(record, StepRecord) for record in records)
-    return [record for record in records if isinstance(record, StepRecord)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert len(steps) == len(records)
+    return steps
+
+
+def rows_of(text: str) -> list[str]:
+    return [text[i : i + 32] for i in range(0, len(text), 32)]
 
 
 def bits(value: torch.Tensor) -> str:
@@ -49,162 +78,126 @@ def bits(value: torch.Tensor) -> str:
     return bytes(value.detach().reshape(1).view(torch.uint8).tolist()[::-1]).hex()
 
 
-def test_records_hold_the_tensors_bits(spec: Spec, tmp_path: Path) -> None:
+def test_records_hold_the_tensors_bits(watched: Watched, path: Path) -> None:
     """Each record is, bit for bit, what the step's tensors and the generator were at that step."""
-    trainer = make_trainer(spec(steps=4, flush_every=3))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    trainer, observer = watched(steps=4, flush_every=3)
     expected: list[dict[str, Any]] = []
     for step in range(4):
         outputs = trainer.step(step)
-        expected.append(
-            {
-                "loss": bits(outputs.loss),
-                "microbatch_losses": [bits(v) for v in outputs.losses],
-                "grad_norm": bits(outputs.grad_norm),
-                "digests": {g: digest_hex(r.clone())[0] for g, r in outputs.digests.items()},
-                "rng": "".join(
-                    hashlib.blake2b(state.numpy().tobytes(), digest_size=16).hexdigest()
-                    for state in (torch.get_rng_state(), *trainer.streams.get_states().values())
-                ),
-            }
-        )
+        states = (torch.get_rng_state(), *trainer.streams.get_states().values())
+        hashes = (hashlib.blake2b(each.numpy().tobytes(), digest_size=16) for each in states)
+        digests = {group: digest_hex(rows.clone())[0] for group, rows in outputs.digests.items()}
+        expected.append({
+            "step": step, "rank": 0, "nonfinite": {}, "loss": bits(outputs.loss),
+            "microbatch_losses": [bits(v) for v in outputs.losses],
+            "grad_norm": bits(outputs.grad_norm),
+            "digests": digests | {"rng": "".join(each.hexdigest() for each in hashes)},
+        })  # fmt: skip
         observer.observe(step)
     observer.flush()
-    records = read(tmp_path / "r")
-    assert [record.step for record in records] == [0, 1, 2, 3]
+    records = read(path)
     for record, wanted in zip(records, expected, strict=True):
-        assert record.loss is not None
-        assert record.grad_norm is not None
-        assert record.loss.bits == wanted["loss"]
-        assert [m.bits for m in record.microbatch_losses] == wanted["microbatch_losses"]
-        assert record.grad_norm.bits == wanted["grad_norm"]
-        assert record.digests == wanted["digests"] | {"rng": wanted["rng"]}
-        assert record.nonfinite == {}
-        assert record.rank == 0
+        plain = record.to_json()
+        found = {name: plain[name] for name in wanted}
+        for name in ("loss", "grad_norm"):
+            found[name] = found[name]["bits"]
+        found["microbatch_losses"] = [each["bits"] for each in found["microbatch_losses"]]
+        assert found == wanted
         assert record.step_s > 0
     assert len({record.loss for record in records}) == 4
     # Digests are 32 characters a tensor, in the order of the names.
     names = observer.tensor_names
     assert names["rng"] == ("cpu", "equal over tp")
     assert names["grads"] == names["weights"]
-    for group, found in names.items():
-        assert len(records[0].digests[group]) == 32 * len(found)
+    for group, of_group in names.items():
+        assert len(records[0].digests[group]) == 32 * len(of_group)
 
 
-def test_the_state_before_step_0_is_recorded(spec: Spec, tmp_path: Path) -> None:
+def test_the_state_before_step_0_is_recorded(watched: Watched) -> None:
     """Digests of weights, moments and random states as the first step finds them, and no others."""
-    trainer = make_trainer(spec(steps=2))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
-    weights, _ = trainer.digested["weights"]
+    trainer, observer = watched(steps=2)
+    weights, tensors = trainer.digested["weights"]
     record = observer.initial()
     assert set(record.digests) == {"weights", "optim", "rng"}
     assert (record.rank, record.nonfinite) == (0, {})
     wanted = empty_rows(len(weights), "cpu")
-    digest_tensors(trainer.digested["weights"][1], wanted)
+    digest_tensors(tensors, wanted)
     assert record.digests["weights"] == digest_hex(wanted)[0]
-    trainer.digested["weights"][1][1].view(-1)[0] = math.nan
+    tensors[1].view(-1)[0] = math.nan
     trainer.optimizer.exp_avg[0].view(-1)[0] = 1.0
     torch.rand(1)
     other = observer.initial()
     assert other.nonfinite == {"weights": (weights[1],)}
-    for group, text in record.digests.items():
-        rows = [text[i : i + 32] for i in range(0, len(text), 32)]
-        found = [other.digests[group][i : i + 32] for i in range(0, len(text), 32)]
-        changed = {"weights": 1, "optim": 0, "rng": 0}[group]
-        assert [i for i, (a, b) in enumerate(zip(rows, found, strict=True)) if a != b] == [changed]
+    for group, place in {"weights": 1, "optim": 0, "rng": 0}.items():
+        pairs = zip(rows_of(record.digests[group]), rows_of(other.digests[group]), strict=True)
+        assert [i for i, (a, b) in enumerate(pairs) if a != b] == [place]
 
 
-def test_special_floats_keep_their_bits(spec: Spec, tmp_path: Path) -> None:
-    """NaN payloads, -0.0, infinities and subnormals arrive as they were."""
-    trainer = make_trainer(spec(steps=1))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+def test_special_values_keep_their_bits_and_are_named(watched: Watched, path: Path) -> None:
+    """NaN payloads, -0.0, infinities and subnormals; a NaN in one weight, one moment infinite."""
+    trainer, observer = watched(steps=1)
+    outputs = trainer.step(0)
+    weights, moments = trainer.digested["weights"], trainer.digested["optim"]
+    weights[1][3].view(-1)[-1] = math.nan
+    moments[1][5].view(-1)[0] = math.inf
+    trainer.redigest_state()
     patterns = [0x7FC00001, -0x80000000, 0x7F800000, 0x00000001]
-    outputs = trainer.outputs
     outputs.losses.view(torch.int32).copy_(torch.tensor(patterns[:2], dtype=torch.int32))
     outputs.loss.view(torch.int32).fill_(patterns[2])
     outputs.grad_norm.view(torch.int32).fill_(patterns[3])
     observer.observe(0)
-    (record,) = read(tmp_path / "r")
+    (record,) = read(path)
     assert [m.bits for m in record.microbatch_losses] == ["7fc00001", "80000000"]
     assert record.microbatch_losses[0].value is None
     assert str(record.microbatch_losses[1].value) == "-0.0"
     assert record.loss == FloatBits(bits="7f800000", value=None)
     assert record.grad_norm == FloatBits(bits="00000001", value=math.ldexp(1, -149))
-
-
-def test_nonfinite_tensors_are_named(spec: Spec, tmp_path: Path) -> None:
-    """A NaN in one weight and an infinity in one moment are reported by name and group."""
-    trainer = make_trainer(spec(steps=1))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
-    trainer.step(0)
-    weights, moments = trainer.digested["weights"], trainer.digested["optim"]
-    weights[1][3].view(-1)[-1] = math.nan
-    moments[1][5].view(-1)[0] = math.inf
-    trainer.redigest_state()
-    observer.observe(0)
-    (record,) = read(tmp_path / "r")
     assert record.nonfinite == {"weights": (weights[0][3],), "optim": (moments[0][5],)}
 
 
-def test_flushing_changes_nothing_but_times(spec: Spec, tmp_path: Path) -> None:
-    """Flushing every 1, 3 or 7 of 10 steps gives the same records, but step time and memory."""
-    seen = []
-    for flush_every in (1, 3, 7):
-        path = tmp_path / str(flush_every)
-        trainer = make_trainer(spec(steps=10, flush_every=flush_every, dtype="fp32"))
-        observer = Observer(trainer, 0, RecordFile(path))
+def test_flushing_and_observing_change_nothing(watched: Watched, path: Path) -> None:
+    """Flushing every 1, 3 or 7 of 10 steps, or not observing: same bits, but times and memory."""
+    seen, states = [], []
+    for flush_every in (1, 3, 7, 0):
+        path.unlink(missing_ok=True)
+        trainer, observer = watched(steps=10, flush_every=flush_every or 1, dtype="fp32")
+        if flush_every:
+            observer.initial()
         for step in range(10):
             trainer.step(step)
-            observer.observe(step)
-            written = len(path.read_text().splitlines())
-            assert written == (step + 1) // flush_every * flush_every
+            if flush_every:
+                observer.observe(step)
+                written = len(path.read_text().splitlines())
+                assert written == (step + 1) // flush_every * flush_every
         observer.flush()
         observer.flush()
         plain = [record.to_json() for record in read(path)]
         for record in plain:
-            for name in ("step_s", "live_bytes", "peak_bytes", "host_bytes"):
+            for name in ("step_s", "live_bytes", "peak_bytes", "host_bytes", "device_bytes"):
                 del record[name]
         seen.append(plain)
+        states.append(
+            [bits(trainer.outputs.loss), *(g.main_weight.tolist() for g in trainer.groups)]
+        )
         trainer.close()
         dist.destroy_process_group()
     assert seen[0] == seen[1] == seen[2]
     assert [record["step"] for record in seen[0]] == list(range(10))
+    assert states[0] == states[1] == states[2] == states[3]
 
 
-def test_observing_changes_no_bit_of_the_run(spec: Spec, tmp_path: Path) -> None:
-    """A run that is observed has the losses and weights of one that is not."""
-    results = []
-    for observed in (False, True):
-        trainer = make_trainer(spec(steps=4))
-        observer = Observer(trainer, 0, RecordFile(tmp_path / "r")) if observed else None
-        if observer is not None:
-            observer.initial()
-        for step in range(4):
-            trainer.step(step)
-            if observer is not None:
-                observer.observe(step)
-        weights = [group.main_weight.clone() for group in trainer.groups]
-        results.append([trainer.outputs.loss.clone(), *weights])
-        dist.destroy_process_group()
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
+def test_memory_is_live_and_peak(watched: Watched, path: Path) -> None:
     """Live bytes are storage that lives after the step; the peak only grows and is no less."""
-    chosen = spec(steps=3)
     device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
     with device.counting_memory():
-        config = TrainConfig.from_dict(chosen.config)
-        trainer = Trainer(config, build_axes(ParallelConfig(), device), device)
-        observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+        trainer, observer = watched(device, steps=3)
         for step in range(3):
             trainer.step(step)
             observer.observe(step)
         state = sum(group.main_weight.numel() * (4 + 4 + 8) for group in trainer.groups)
         named = trainer.named_tensors().items()
         scratch = sum(t.untyped_storage().nbytes() for n, t in named if "digest scratch" in n)
-    records = read(tmp_path / "r")
+    records = read(path)
     for record in records:
         # Weights, gradients and two moments at least; gathered buffers beside them.
         assert state + scratch <= record.live_bytes <= record.peak_bytes <= 4 * state + scratch
@@ -213,11 +206,10 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
     assert records[1].live_bytes == records[2].live_bytes
 
 
-def test_memory_of_the_host_is_that_of_the_process(spec: Spec, tmp_path: Path) -> None:
+def test_memory_of_the_host_is_that_of_the_process(watched: Watched, path: Path) -> None:
     """Each step has it as it was after the step, files that are mapped left out."""
-    trainer = make_trainer(spec(steps=3, flush_every=3))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
-    held, mapped, size = [], tmp_path / "mapped", 64 << 20
+    trainer, observer = watched(steps=3, flush_every=3)
+    held, mapped, size = [], path.with_name("mapped"), 64 << 20
     mapped.write_bytes(bytes(size))
     for step in range(3):
         trainer.step(step)
@@ -227,14 +219,13 @@ def test_memory_of_the_host_is_that_of_the_process(spec: Spec, tmp_path: Path) -
             held.append(torch.from_file(str(mapped), size=size, dtype=torch.uint8))
             held[-1].sum()
         observer.observe(step)
-    before, after, read_file = (record.host_bytes or 0 for record in read(tmp_path / "r"))
+    before, after, read_file = (record.host_bytes or 0 for record in read(path))
     assert size / 2 < after - before < 2 * size
     assert abs(read_file - after) < size / 2
 
 
-def test_file_appends_whole_lines(tmp_path: Path) -> None:
-    """Each record is one line that is in the file at once; raw text goes in as it is."""
-    path = tmp_path / "r"
+def test_file_appends_whole_lines(path: Path) -> None:
+    """Each record is one line that is in the file at once; a full disk is no silence."""
     file = RecordFile(path)
     event = EventRecord(name="a\nb", rank=0, step=1)
     file.write(event)
@@ -246,34 +237,29 @@ def test_file_appends_whole_lines(tmp_path: Path) -> None:
     file.write_raw("\n")
     file.write(event)
     assert len(path.read_text().splitlines()) == 4
-
-
-def test_full_disk_is_an_error() -> None:
-    """A line that cannot be written raises, it is not lost in silence."""
     with pytest.raises(RecordsUnwritable, match="No space left"):
-        RecordFile(Path("/dev/full")).write(EventRecord(name="x", rank=0, step=0))
+        RecordFile(Path("/dev/full")).write(event)
 
 
-def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
+def test_taps_are_recorded_as_they_ran(watched: Watched, path: Path) -> None:
     """Each row of a step is its digest and its place; the names say which call of which module."""
-    chosen = spec(steps=3, flush_every=2, taps=("layers.*.attn:output", "norm:gradient"))
-    trainer = make_trainer(chosen)
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    trainer, observer = watched(
+        steps=3, flush_every=2, taps=("layers.*.attn:output", "norm:gradient")
+    )
     expected = []
     for step in range(3):
         trainer.step(step)
         rows = trainer.taps.rows
-        text, _ = digest_hex(rows[:, :5].contiguous())
+        texts = rows_of(digest_hex(rows[:, :5].contiguous())[0])
         places = [f"{place & 0xFFFFFFFF:08x}" for place in rows[:, 5].tolist()]
-        expected.append([text[32 * i : 32 * i + 32] + place for i, place in enumerate(places)])
+        expected.append([text + place for text, place in zip(texts, places, strict=True)])
         observer.observe(step)
     observer.flush()
     names, calls = trainer.taps.names, trainer.config.microbatches
     assert {name.partition("[")[0] for name in names} == {
         *(f"layers.{i}.attn:output" for i in range(trainer.config.model.layers)), "norm:gradient",
     }  # fmt: skip
-    for record, wanted in zip(read(tmp_path / "r"), expected, strict=True):
-        assert record.taps == "".join(wanted)
+    assert [record.taps for record in read(path)] == list(map("".join, expected))
     # Each step begins anew: no row of one is left in the next.
     ran = [row for wanted in expected for row in wanted if not row.endswith(NEVER_RAN)]
     assert len(set(ran)) == len(ran) == 3 * len(names) * calls // (calls + 1)
@@ -281,17 +267,204 @@ def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ledger", [True, False])
 def test_moved_pointers_are_counted_with_the_ledger(
-    spec: Spec, tmp_path: Path, ledger: bool
+    watched: Watched, path: Path, ledger: bool
 ) -> None:
     """Each step has the number of tensors that moved since the one before, or no number."""
-    trainer = make_trainer(spec(steps=3, flush_every=3, ledger=ledger))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    trainer, observer = watched(steps=3, flush_every=3, ledger=ledger)
     for step in range(3):
         trainer.step(step)
         if step == 1:
             trainer.optimizer.lr = trainer.optimizer.lr.clone()
         observer.observe(step)
-    moved = [record.pointer_changes for record in read(tmp_path / "r")]
+    moved = [record.pointer_changes for record in read(path)]
     assert moved == ([0, 1, 0] if ledger else [None] * 3)
     assert observer.pointer_changes == int(ledger)
     assert observer.moved == ({"lr": 1} if ledger else {})
+
+
+# --- times -------------------------------------------------------------------------------------
+
+
+class FakeEvent:
+    """An event that remembers when its stream was told to mark it."""
+
+    made = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        type(self).made += 1
+        self.at_ms = -1.0
+
+    def record(self, stream: Any) -> None:
+        self.at_ms = stream.now_ms
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert later.at_ms >= self.at_ms >= 0
+        return later.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_each_step_has_the_time_since_the_end_of_the_one_before(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every step its own, not a mean of the flush; none is lost between two flushes."""
+    stream, FakeEvent.made = SimpleNamespace(now_ms=0.0), 0
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    clock_of_host = SimpleNamespace(perf_counter=lambda: stream.now_ms / 1e3)
+    monkeypatch.setattr(observe, "time", clock_of_host)
+    device: Any = SimpleNamespace(is_cuda=kind == "cuda")
+    clock = StepClock(device, stream, 3)
+    for lengths in ((5.0, 1.0, 2.0), (7.0,), (1.0, 1.0, 4.0), (2.0, 3.0, 9.0)):
+        for length in lengths:
+            stream.now_ms += length
+            clock.tick()
+        assert clock.drain() == pytest.approx([length / 1e3 for length in lengths])
+    assert FakeEvent.made == (4 if kind == "cuda" else 0)
+
+
+def test_every_group_is_digested_for_its_time_and_nothing_changes(monkeypatch: Any) -> None:
+    tensors = [torch.arange(1000.0), torch.ones(3)]
+    before = [tensor.clone() for tensor in tensors]
+    digested = {"grads": (["a"], tensors[:1]), "weights": (["a", "b"], tensors)}
+    seen: list[int] = []
+    whole = Digester.__call__
+
+    def noted(self: Any, given: Any, out: torch.Tensor) -> None:
+        whole(self, given, out)
+        seen.append(int(out.any(dim=1).sum()))
+
+    monkeypatch.setattr(Digester, "__call__", noted)
+    device = Device("cpu")
+    trainer: Any = SimpleNamespace(device=device, stream=device.new_stream(), digested=digested)
+    event = digest_time_event(trainer, 3, 17)
+    assert (event.name, event.rank, event.step) == ("digest_time", 3, 17)
+    assert 0 < event.detail["seconds"] < 60
+    assert seen == [1, 2] * DIGEST_TIMES
+    assert all(map(torch.equal, tensors, before))
+
+
+# --- contents that a run keeps -----------------------------------------------------------------
+
+NAME = "layers.1.attn.attention.wk.weight"
+
+
+def keeping(spec: RunSpec, *names: str, step: int = 3, **options: Any) -> RunSpec:
+    return dataclasses.replace(spec, keep=KeepSpec(step=step, names=names, **options))
+
+
+def kept(rank: Any, spec: RunSpec) -> Contents:
+    """What the latest run of this rank has kept."""
+    latest = max(rank.folder.iterdir(), key=lambda folder: int(folder.name))
+    return read_contents(latest, spec)
+
+
+def test_contents_have_the_digests_of_their_step(rank: Any, spec: Spec) -> None:
+    """Every tensor of every group, kept at step 3, digests to what the record of step 3 says."""
+    groups = ("grads", "weights", "optim")
+    run = keeping(spec(graph=("full_iteration",)), *(f"{group}:*" for group in groups))
+    start, *records = rank.run(run)
+    assert isinstance(start, StartRecord)
+    step = next(r for r in records if isinstance(r, StepRecord) and r.step == 3)
+    found = kept(rank, run)
+    assert found.problems == ()
+    assert list(found.names) == [f"{g}:{name}" for g in groups for name in start.tensors[g]]
+    tensors = [
+        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.about.dtype))
+        for each in found.ranks[0]
+    ]
+    rows = empty_rows(len(tensors), "cpu")
+    digest_tensors(
+        [t.view(e.about.shape) for t, e in zip(tensors, found.ranks[0], strict=True)], rows
+    )
+    assert digest_hex(rows)[0] == "".join(step.digests[group] for group in groups)
+    assert all(each.about.as_digested for each in found.ranks[0])
+
+
+def test_a_changed_element_is_found_with_its_bits(rank: Any, spec: Spec) -> None:
+    """One weight moved by one ulp after step 3: that element, its index, and both patterns."""
+    plain = keeping(spec(), "weights:*", "rng:*")
+    contents = []
+    for run in (
+        plain,
+        dataclasses.replace(plain, plant=PlantSpec(fault="ulp", step=3, tensor=NAME)),
+    ):
+        rank.run(run)
+        contents.append(kept(rank, run))
+    reference, candidate = contents
+    found = compare(reference, candidate, f"weights:{NAME}")
+    element = found.element
+    assert element is not None
+    assert (found.tensor, found.rank, element.index, element.ulps) == (NAME, 0, (0, 0), 1)
+    assert (element.num_different, element.numel) == (1, 8 * 16)
+    assert int(element.candidate_bits, 16) == int(element.reference_bits, 16) + 1
+    assert float(element.reference) != float(element.candidate)
+    others = [name for name in reference.names if name != f"weights:{NAME}"]
+    assert "rng:cpu" in others
+    assert all(
+        "did not come back" in compare(reference, candidate, name).message for name in others
+    )
+
+
+def test_what_is_kept_changes_no_bit(rank: Any, spec: Spec) -> None:
+    taps = ("layers.*.attn:output", "layers.*:gradient")
+    seen = []
+    for run in (spec(taps=taps), keeping(spec(taps=taps), "grads:*", "layers.1.attn:output[1]")):
+        steps = [r for r in rank.run(run) if isinstance(r, StepRecord)]
+        seen.append([(s.loss, s.grad_norm, s.digests, s.taps) for s in steps])
+    assert len(seen[0]) == 5
+    assert seen[0] == seen[1]
+
+
+def test_what_cannot_be_kept_is_said(rank: Any, spec: Spec) -> None:
+    """Copies beyond the cap end the rank; a run that ends before the step has kept nothing."""
+    records = rank.run(keeping(spec(), "grads:*", max_bytes=1000))
+    (error,) = [record for record in records if isinstance(record, ErrorRecord)]
+    assert "Expected copies of at most 1000 bytes on a rank, got" in error.message
+    assert rank.code == 1
+    run = keeping(spec(), "grads:*", step=9)
+    rank.run(run)
+    assert kept(rank, run).problems == ("rank 0 kept nothing: it did not end step 9",)
+
+
+# --- two ranks ---------------------------------------------------------------------------------
+
+
+def train(spec: RunSpec, folder: Path, rank: int, port: int) -> None:
+    """One rank, in a process of its own."""
+    raise SystemExit(rank_main(spec, folder, rank, port))
+
+
+def test_each_rank_records_digests_of_its_own(spec: Spec, tmp_path: Path) -> None:
+    """Where ranks hold other rows, no digest of one is that of the other, before step 0 and in it.
+
+    Norms begin as ones and moments as zeros: these may have equal rows until they are trained.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "harness.worker.main"])
+    chosen = spec(world_size=2, parallel=ParallelConfig(dp=2), steps=2)
+    ranks = [
+        context.Process(target=train, args=(chosen, tmp_path, rank, store.port)) for rank in (0, 1)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0, 0]
+    first, second = (read_rank(rank_path(tmp_path, rank), rank) for rank in (0, 1))
+    assert first.start and second.start and first.initial and second.initial  # noqa: PT018
+    assert [first.start.rank, second.start.rank] == [0, 1]
+    for ours, theirs in zip(first.steps, second.steps, strict=True):
+        assert (ours.rank, theirs.rank) == (0, 1)
+        for group in ("grads", "weights", "optim"):
+            left, right = (
+                dict(zip(start.tensors[group], rows_of(record.digests[group]), strict=True))
+                for record, start in ((ours, first.start), (theirs, second.start))
+            )
+            shared = (set(left) & set(right)) - {"step_count"}
+            assert shared
+            assert not [name for name in shared if left[name] == right[name]], group
+        assert ours.microbatch_losses != theirs.microbatch_losses
+        assert ours.loss == theirs.loss
+    for group in ("weights", "rng"):
+        assert first.initial.digests[group] != second.initial.digests[group]

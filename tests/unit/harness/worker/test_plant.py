@@ -20,6 +20,7 @@ from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
+from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,
     EndRecord,
@@ -34,7 +35,6 @@ from harness.records import (
     parse_record,
 )
 from harness.worker.plant import NotHere, Plant, alteration, injections, parsed, places_at
-from harness.worker.record_file import RecordFile
 from tests.unit.harness.worker.conftest import TINY, Rank, run_spec
 
 Spec = Callable[..., RunSpec]
