@@ -40,8 +40,7 @@ from harness.faults.fault import Fault, Kind
 from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Outcome, RunOutcome, RunSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
-from harness.runner.plan import Plan
-from harness.runner.shards import parse_shard
+from harness.runner.plan import Plan, parse_shard
 from harness.scenario.matrix import Device
 from harness.store import LEGS, CaseRuns, RunFolder
 from harness.store.verify import DEFAULT_OUT, unused

@@ -75,7 +75,7 @@ def list_command(
     if shards is not None:
         return _show_shards(cases, shards, as_json=as_json)
     if shard is not None:
-        from harness.runner.shards import take_shard
+        from harness.runner.plan import take_shard
 
         cases, _ = take_shard(cases, shard)
     notes = [note for part in parts if (note := part.note())]
@@ -116,7 +116,7 @@ def _show(
 
 def _show_shards(cases: Sequence[CaseSpec], number: int, *, as_json: bool) -> int:
     """A line a shard that holds cases; as JSON, `{"include": [...]}` as GitHub takes it."""
-    from harness.runner.shards import parts
+    from harness.runner.plan import parts
 
     found = parts(cases, number)
     if as_json:

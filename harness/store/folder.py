@@ -66,7 +66,7 @@ OWN_FOLDERS = ("runs", "cases", "report")
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
-"""Of a shard: `harness.runner.shards`."""
+"""Of a shard: `harness.runner.plan`."""
 SEARCH_FILE = "bisect.json"
 """Of a search: what `harness bisect` asked."""
 LEGS = ("reference", "control", "candidate")

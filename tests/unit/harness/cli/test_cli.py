@@ -154,7 +154,7 @@ def test_resume_makes_only_what_is_missing(
     failing["left"] = 100
     code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
     assert (code, len(plan["runs"])) == (0, 5)
-    code, answer = run_json(capsys, "run", "small.yaml", "--resume", "r")
+    code, answer = run_json(capsys, "run", "--resume", "r")
     assert code == 0
     assert len(answer["verdicts"]) == 4
     assert len(engine.made) == len(set(engine.made)) == 8

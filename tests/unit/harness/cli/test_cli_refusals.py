@@ -21,7 +21,7 @@ from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequ
         (["--resume", "r", "--set", "seed=1"], "expected no --set"),
         (["--resume", "r", "--device", "cpu"], "expected no --device"),
         (["--resume", "nowhere"], "is not a run folder"),
-        (["other.yaml", "--resume", "r"], "which differs"),
+        (["other.yaml", "--resume", "r"], "expected no SCENARIO"),
         ([], "expected a SCENARIO, --tier or --resume RUN"),
         (["small.yaml", "--out", "r"], "is a run folder already"),
         (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),

@@ -26,8 +26,18 @@ from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import estimates
 from harness.runner import plan as planning
 from harness.runner.estimates import Estimates, estimate_s, expected, expected_here, num_parameters
-from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s
-from harness.runner.shards import cut, parse_shard, parts, take_shard
+from harness.runner.plan import (
+    Job,
+    Plan,
+    Queue,
+    arrange,
+    cut,
+    make_plan,
+    makespan_s,
+    parse_shard,
+    parts,
+    take_shard,
+)
 from harness.store.merge import Shard
 from tests.unit.harness.history.nights import MACHINE, night
 
@@ -134,7 +144,7 @@ ILLEGAL = PlantSpec(fault="illegal_access", step=1)
         ({"config": TINY | {"engine": "megatron_fsdp"}, "device": "cuda"}, ""),
         ({"config": TEXT}, "data.path /nowhere/at/all is not on this machine"),
         ({"config": TINY | {"compile": ["attn"], "compile_backend": "inductor"}},
-         "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"),
+         "compile_backend inductor needs a C++ compiler, none is found (aot_eager needs none)"),
         ({"config": TINY | {"compile": ["attn"], "compile_backend": "aot_eager"}}, ""),
         ({"config": changed("model", hidden=10**9)}, "one copy of the weights needs "),
         ({"config": changed("model", layers=10**9)}, "one copy of the weights needs "),

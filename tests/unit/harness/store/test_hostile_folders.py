@@ -209,7 +209,7 @@ def test_a_scenario_is_stored_without_secrets(
     assert SECRET.encode() not in data
     assert b"ghp_" not in data
     assert b"Needs ***" in data
-    assert cli.main(["run", "small.yaml", "--resume", "r"]) == 0
+    assert cli.main(["run", "--resume", "r"]) == 0
 
 
 @pytest.mark.parametrize(
