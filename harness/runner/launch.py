@@ -159,21 +159,16 @@ def prepare(request: Request) -> Prepared:
     part_of = None
     if request.shard is not None:
         chosen, part_of = take_shard(chosen, request.shard)
-    default = (
-        machine.default_slots(here) if slurm is None else on_slurm.slots_on_slurm(None, chosen)
+    stated = request.slots or suite.slots(
+        on_slurm.slots_on_slurm(None, chosen) if slurm else machine.default_slots(here)
     )
-    slots, devices = _slots(
-        request.slots or suite.slots(default), slurm, chosen, device, here, request.ranks_per_gpu
-    )
-    plan = make_plan(
-        chosen, slots=slots, jobs=1 if slurm else request.jobs,
-        expected=expected_here(request.history, here),
-        memory_bytes=None if slurm else _memory_bytes(device, here),
-    )  # fmt: skip
     return Prepared(
-        name=suite.name, why=suite.why, text=suite.text, plan=plan, device=device,
-        devices=devices, machine=here, slurm=slurm, retries=suite.launch.retries,
+        name=suite.name, why=suite.why, text=suite.text, retries=suite.launch.retries,
         selected=selected, tiers=suite.tiers, whole=part_of, session=request.session,
+        **_planned(
+            chosen, device, slurm, here, slots=stated, ranks_per_gpu=request.ranks_per_gpu,
+            jobs=request.jobs, history=request.history,
+        ),
     )  # fmt: skip
 
 
@@ -198,20 +193,17 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     stored = manifest.get("slots") if device == "cpu" and slurm is None else None
     stored_devices = manifest.get("devices") or ()
     crowd = max(map(stored_devices.count, stored_devices), default=None)
-    slots, devices = _slots(
-        request.slots or stored, slurm, cases, device, here, request.ranks_per_gpu or crowd
-    )
     retries = stored_limit(manifest)
     left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec, retries)}
-    plan = make_plan(
-        cases, slots=slots, jobs=1 if slurm else request.jobs,
-        expected=expected_here(request.history, here),
-        finished=lambda key: key not in left, repeats=open_repeats(folder, retries),
-    )  # fmt: skip
     return Prepared(
         name=str(manifest.get("scenario", "")), why=str(manifest.get("why", "")),
-        text=folder.scenario_text, plan=plan, device=device, devices=devices, machine=here,
-        slurm=slurm, retries=retries, resumed=folder,
+        text=folder.scenario_text, retries=retries, resumed=folder,
+        **_planned(
+            cases, device, slurm, here, slots=request.slots or stored,
+            ranks_per_gpu=request.ranks_per_gpu or crowd, jobs=request.jobs,
+            history=request.history, finished=lambda key: key not in left,
+            repeats=open_repeats(folder, retries),
+        ),
     )  # fmt: skip
 
 
@@ -243,45 +235,48 @@ def prepare_cases(
     """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here)."""
     here = machine.describe()
     device = _device(cases[0].candidate.device, None, here)
-    count, devices = _slots(slots, None, cases, device, here, ranks_per_gpu)
-    plan = make_plan(cases, slots=count, jobs=jobs, memory_bytes=_memory_bytes(device, here))
     # The text is not a scenario to run: it only names this for the report.
     text = f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n"
-    return Prepared(
-        name=name, why=why, text=text, plan=plan, device=device, devices=devices, machine=here
-    )
+    return Prepared(name=name, why=why, text=text, **_planned(
+        cases, device, None, here, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
+    ))  # fmt: skip
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
     return (
-        machine.resolve_device(wanted, here)
-        if slurm is None
-        else on_slurm.device_on_slurm(wanted, slurm)
+        on_slurm.device_on_slurm(wanted, slurm) if slurm else machine.resolve_device(wanted, here)
     )
 
 
-def _slots(
-    wanted: int | None, slurm: SlurmOptions | None, cases: Sequence[CaseSpec], device: Device,
-    here: Machine, ranks_per_gpu: int | None,
-) -> tuple[int, tuple[str, ...]]:  # fmt: skip
-    """Number of slots, and the GPU of each (`UsageError`: GPUs to share where there are none)."""
+def _planned(
+    cases: Sequence[CaseSpec], device: Device, slurm: SlurmOptions | None, here: Machine, *,
+    slots: int | None, ranks_per_gpu: int | None, jobs: int | None, history: Path | None = None,
+    **left: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What of a `Prepared` depends on the machine (`UsageError`: GPUs to share where none are).
+
+    `left` are `finished` and `repeats` of a run folder that is resumed.
+    """
     if ranks_per_gpu is not None and (slurm is not None or device == "cpu"):
         where = "in Slurm" if slurm is not None else "on the CPU"
         raise UsageError(
             f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs of this machine, this one is "
             f"{where}"
         )
+    devices: tuple[str, ...] = ()
+    memory_bytes: int | None = here.memory_bytes
     if slurm is not None:
-        return on_slurm.slots_on_slurm(wanted, cases), ()
-    if device == "cpu":
-        return wanted or machine.default_slots(here), ()
-    # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
-    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:wanted]
-    return len(devices), devices
-
-
-def _memory_bytes(device: Device, here: Machine) -> int:
-    return here.memory_bytes if device == "cpu" else sum(gpu.memory_bytes for gpu in here.gpus)
+        slots, jobs, memory_bytes = on_slurm.slots_on_slurm(slots, cases), 1, None
+    elif device == "cpu":
+        slots = slots or machine.default_slots(here)
+    else:  # fewer GPUs than wanted: the plan skips what does not fit, and says so
+        devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:slots]
+        slots, memory_bytes = len(devices), sum(gpu.memory_bytes for gpu in here.gpus)
+    plan = make_plan(
+        cases, slots=slots, jobs=jobs, expected=expected_here(history, here),
+        memory_bytes=memory_bytes, **left,
+    )  # fmt: skip
+    return {"plan": plan, "device": device, "devices": devices, "machine": here, "slurm": slurm}
 
 
 def _check_configs(place: Path, cases: Iterable[CaseSpec]) -> None:
@@ -335,8 +330,7 @@ def _texts(case: CaseSpec) -> Iterator[tuple[str, str]]:
 
 
 def rounds(
-    prepared: Prepared, view: View, *, out: Path | None, exit_first: bool, argv: Sequence[str],
-    engine: Engine | None = None,
+    prepared: Prepared, view: View, *, out: Path | None, exit_first: bool, argv: Sequence[str]
 ) -> Generator[None, None, Carried]:  # fmt: skip
     """Make the runs and judge the cases in rounds; closing them closes folder and engine, too.
 
@@ -345,7 +339,6 @@ def rounds(
         out: run folder to make; None for a new one under `out/`.
         exit_first: stop at the first case that does not pass.
         argv: the command line, for the manifest.
-        engine: makes the runs; None for what the request asked for.
 
     Raises:
         CutShort: it was interrupted.
@@ -360,7 +353,7 @@ def rounds(
         view.planned(plan)
         programs = filter(None, (program_of(run.spec.config) for run in plan.runs))
         make_environments(programs, lambda text: print(text, file=sys.stderr))
-        engine = engine or make_engine(prepared)
+        engine = make_engine(prepared)
         known = {run.key: run.estimate_s for run in plan.runs}
         try:
             verdicts = yield from execution(

@@ -269,16 +269,6 @@ def _lacks_for_builtin(config: Mapping[str, Any], memory_bytes: int | None) -> I
 # ---- shards, for machines that know nothing of each other: `--shard 2/4`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part(Json):
-    """What a shard, as `--shard` takes it, would do; `expected_slot_s` is seconds times ranks."""
-
-    shard: str
-    cases: int
-    runs: int
-    expected_slot_s: float
-
-
 def parse_shard(text: str) -> Shard:
     """The shard that `I/N` means (`UsageError`: not that, or I is not from 1 to N)."""
     match = _SHARD.fullmatch(text)
@@ -333,16 +323,14 @@ def _slot_s(cases: Iterable[CaseSpec], seconds: Seconds) -> float:
     return math.fsum(max(0.0, seconds(spec)) * spec.world_size for spec in runs.values())
 
 
-def parts(cases: Sequence[CaseSpec], number: int) -> tuple[Part, ...]:
-    """What each of `number` shards would do; those without a case are left out."""
-    return tuple(
-        Part(
-            shard=f"{index}/{number}", cases=len(held), runs=len(unique_runs(held)),
-            expected_slot_s=_slot_s(held, SHARDS_BY),
-        )
+def parts(cases: Sequence[CaseSpec], number: int) -> list[dict[str, Any]]:
+    """What each of `number` shards would do, in seconds times ranks; none that has no case."""
+    return [
+        {"shard": f"{index}/{number}", "cases": len(held), "runs": len(unique_runs(held)),
+         "expected_slot_s": _slot_s(held, SHARDS_BY)}
         for index, held in enumerate(cut(cases, number), 1)
         if held
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def take_shard(cases: Sequence[CaseSpec], text: str) -> tuple[tuple[CaseSpec, ...], Whole]:

@@ -8,7 +8,7 @@ import pytest
 from harness.cli import main
 from harness.cli import report as report_commands
 from harness.runner import launch
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal
+from tests.support.fake_engine import SCENARIO, FakeEngine, unequal
 
 
 @pytest.fixture

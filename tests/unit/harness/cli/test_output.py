@@ -30,7 +30,6 @@ from harness.terminal import (
     View,
     duration,
     make_view,
-    verdict_text,
 )
 
 SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
@@ -170,13 +169,6 @@ def test_the_end_repeats_only_what_did_not_pass() -> None:
     target, text = console(terminal=False)
     output.print_outcome(target, [passed], 1)
     assert text.getvalue() == "1 passed"  # nothing is said twice
-
-
-def test_the_line_of_a_soak_that_passed_says_what_it_proves() -> None:
-    """No table repeats it."""
-    proof = CheckResult(check="soak", outcome="passed", what="", message="below 0.1 %")
-    passed = dataclasses.replace(FAILED, outcome="passed", what="", checks=(proof,))
-    assert verdict_text(passed).plain == "passed       dp2-attn  below 0.1 %"
 
 
 @pytest.mark.parametrize(

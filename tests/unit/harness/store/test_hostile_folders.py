@@ -24,7 +24,7 @@ from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy
 from tests.damaged_folders.kinds import CASE
 from tests.damaged_folders.rewrite import rewrite
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 SECRET = "correct-horse-battery-7"
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
