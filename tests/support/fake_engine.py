@@ -43,6 +43,8 @@ checks: {loss: {}, state: {}}
 launch: {device: cpu, timeout_s: 60}
 """
 Spoil = Callable[[RunSpec, StepRecord], StepRecord]
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 class FakeEngine:
@@ -185,7 +187,7 @@ def _fault(spec: RunSpec) -> str:
     return getattr(spec.plant, "fault", "")
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, Any]:
+def run_json(capsys: Capsys, *args: str) -> tuple[int, Any]:
     """Exit code and JSON answer of one command."""
     capsys.readouterr()
     code = main([*args, "--json"])

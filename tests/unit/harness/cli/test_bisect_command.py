@@ -10,12 +10,18 @@ from harness import provenance
 from harness.bisect.experiments import Asker
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
-from tests.support.fake_engine import SCENARIO, FakeEngine, failed_run, run_json, unequal
+from tests.support.fake_engine import (
+    SCENARIO,
+    Capsys,
+    FakeEngine,
+    Patch,
+    failed_run,
+    run_json,
+    unequal,
+)
 
 
-def test_a_failing_case_is_led_to_its_place(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_case_is_led_to_its_place(engine: FakeEngine, capsys: Capsys) -> None:
     """Step, phase, tensor and rank; the case's own runs are taken over, not made again."""
     failed_run(engine)
     code, found = run_json(
@@ -32,7 +38,7 @@ def test_a_failing_case_is_led_to_its_place(
 
 
 def test_the_same_command_goes_on_and_asks_nothing_twice(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """A budget that ends is exit code 6, and what was found is kept; then it goes on."""
     failed_run(engine)
@@ -53,7 +59,7 @@ def test_the_same_command_goes_on_and_asks_nothing_twice(
 
 
 def test_the_least_case_is_left_as_a_scenario_that_fails_alone(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """It is where it was asked for, runs and fails by itself, and is not written twice."""
     failed_run(engine)
@@ -67,7 +73,7 @@ def test_the_least_case_is_left_as_a_scenario_that_fails_alone(
 
 
 def test_a_night_that_passed_is_compared_first(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """What has changed since is the first line, and does not keep causes from being searched."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -84,9 +90,7 @@ def test_a_night_that_passed_is_compared_first(
     assert found["causes"]["causes"]
 
 
-def test_a_cell_of_a_scenario_is_run_first(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_of_a_scenario_is_run_first(engine: FakeEngine, capsys: Capsys) -> None:
     """A case that was never run is run as a question of the search; one that passes says so."""
     engine.spoil = unequal
     options = ["--until", "place", "--no-element"]
@@ -100,9 +104,7 @@ def test_a_cell_of_a_scenario_is_run_first(
     assert (code, found["outcome"], found["place"]) == (0, "passed", None)
 
 
-def test_two_cells_of_one_layout_are_held_to_each_other(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_cells_of_one_layout_are_held_to_each_other(engine: FakeEngine, capsys: Capsys) -> None:
     """The candidate of one is the reference of the other: what differs is found between them."""
     engine.spoil = unequal
     code, found = run_json(
@@ -114,9 +116,7 @@ def test_two_cells_of_one_layout_are_held_to_each_other(
     assert not any("eager" in key for key in engine.made)
 
 
-def test_a_case_that_passed_has_nothing_to_bisect(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_passed_has_nothing_to_bisect(engine: FakeEngine, capsys: Capsys) -> None:
     """Exit 0, one line, no folder, no run."""
     failed_run(engine)
     assert main(["bisect", "dp2-full_iteration", "r"]) == 0
@@ -126,7 +126,7 @@ def test_a_case_that_passed_has_nothing_to_bisect(
 
 
 def test_a_reference_that_differs_from_its_control_is_itself_located(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """The candidate is not blamed: the place is where the two runs of the reference part."""
 
@@ -159,7 +159,7 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
     ],
 )
 def test_a_request_that_cannot_be_is_one_line(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], args: list[str], expected: str
+    engine: FakeEngine, capsys: Capsys, args: list[str], expected: str
 ) -> None:
     """Exit 4: what was expected and what was got."""
     failed_run(engine)
@@ -171,7 +171,7 @@ def test_a_request_that_cannot_be_is_one_line(
 
 
 def test_an_interrupted_search_keeps_what_it_found(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """Exit 2; the place is on disk, and the message has the command that goes on."""
     failed_run(engine)
@@ -191,7 +191,7 @@ def test_an_interrupted_search_keeps_what_it_found(
 
 
 def test_records_of_other_code_are_said_first(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """Further runs are made by today's code: where that is another, it may have been mended."""
     failed_run(engine)
@@ -204,7 +204,7 @@ def test_records_of_other_code_are_said_first(
 
 @pytest.mark.parametrize("between", [False, True])
 def test_a_search_that_has_no_answer_yet_ends_like_any_other(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], between: bool
+    engine: FakeEngine, capsys: Capsys, between: bool
 ) -> None:
     """A budget or Ctrl-C in its first question: what is asked, why it ended, how to go on."""
     two = "axes: {parallel: [{tp: 1}, {tp: 2}], graph: [eager, [attn]]}"
@@ -230,7 +230,7 @@ def test_a_search_that_has_no_answer_yet_ends_like_any_other(
 
 
 def test_a_sitting_that_ends_early_forgets_nothing(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """Ctrl-C before it has come to where the last one was: what that knew is still there."""
     failed_run(engine)
@@ -250,7 +250,7 @@ def test_a_sitting_that_ends_early_forgets_nothing(
 
 
 def test_answers_of_another_environment_are_left_alone(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """Another version of a package: a folder of its own, and what differs is said first."""
     monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.11"})

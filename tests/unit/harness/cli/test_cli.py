@@ -16,12 +16,10 @@ from harness.records import Verdict, What
 from harness.runner import launch
 from harness.runner.run import execution
 from harness.store import RunFolder
-from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
 
-def test_a_matrix_that_agrees_passes(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_matrix_that_agrees_passes(engine: FakeEngine, capsys: Capsys) -> None:
     """Exit 0, a verdict for each case, each run made once, the report's path is the last line."""
     assert main(["run", "small.yaml"]) == 0
     out = capsys.readouterr().out
@@ -55,7 +53,7 @@ def test_a_matrix_that_agrees_passes(
 )  # fmt: skip
 def test_every_end_has_its_exit_code(
     ends: dict[str, What], args: tuple[str, ...], code: int, outcomes: list[str] | None,
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys,
 ) -> None:  # fmt: skip
     """A candidate that dies fails (1), a reference that dies leaves none (6), as git reads it."""
     here = dataclasses.replace(machine.describe(), gpus=())
@@ -73,9 +71,7 @@ def test_every_end_has_its_exit_code(
     assert main(["run", "small.yaml", *args, "--bisect-exit"]) == in_git
 
 
-def test_a_difference_fails_and_is_named(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_fails_and_is_named(engine: FakeEngine, capsys: Capsys) -> None:
     """Exit 1, the verdicts of the other cases stand, the first difference is said."""
     engine.spoil = unequal
     code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
@@ -92,7 +88,7 @@ def test_a_difference_fails_and_is_named(
 
 
 def test_a_missing_verdict_is_not_a_pass(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """Exit code 6 if some cases have none, even if all others passed; -x counts them, too."""
 
@@ -107,7 +103,7 @@ def test_a_missing_verdict_is_not_a_pass(
     assert "without a verdict" in capsys.readouterr().out
 
 
-def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_runs_nothing(engine: FakeEngine, capsys: Capsys) -> None:
     """The plan is said, nothing is made and no folder is left."""
     code, plan = run_json(capsys, "run", "small.yaml", "--dry-run", "--jobs", "1", "--slots", "3")
     assert (code, plan["slots"], plan["jobs"], len(plan["runs"])) == (0, 3, 1, 8)
@@ -117,9 +113,7 @@ def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[
     assert "4 cases, 8 runs on" in capsys.readouterr().out
 
 
-def test_set_and_axis_reach_the_runs(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_set_and_axis_reach_the_runs(engine: FakeEngine, capsys: Capsys) -> None:
     """Options replace what the file says, and the manifest keeps the command line."""
     args = ["run", "small.yaml", "--out", "r", "--set", "seed=9", "--axis", "parallel=[{dp: 4}]",
             "--set", "launch.timeout_s=7"]  # fmt: skip
@@ -132,7 +126,7 @@ def test_set_and_axis_reach_the_runs(
 
 
 def test_gpus_are_slots_and_may_be_shared(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """The engine is given the GPU of each slot; a resumed run shares them without being asked."""
     gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
@@ -153,7 +147,7 @@ def test_gpus_are_slots_and_may_be_shared(
 
 
 def test_rerun_needs_the_case_folder_alone(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    engine: FakeEngine, capsys: Capsys, tmp_path: Path
 ) -> None:
     """A case folder that was moved away runs again, with the same specification."""
     engine.spoil = unequal
@@ -167,9 +161,7 @@ def test_rerun_needs_the_case_folder_alone(
     assert RunFolder.open(Path("again")).cases[0] == case
 
 
-def test_the_newest_run_is_none_that_a_search_made(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_run_is_none_that_a_search_made(engine: FakeEngine, capsys: Capsys) -> None:
     """After a bisection an id still means the run that it was asked of; a wrong id is refused."""
     engine.spoil = unequal
     assert main(["run", "small.yaml", "--out", "out/r"]) == 1
@@ -182,9 +174,7 @@ def test_the_newest_run_is_none_that_a_search_made(
     assert run_json(capsys, "show", "dp1-attn")[1]["verdict"] is None
 
 
-def test_a_red_run_says_how_to_find_the_cause(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_red_run_says_how_to_find_the_cause(engine: FakeEngine, capsys: Capsys) -> None:
     """The command for the first case that failed, which works as it is; none of a green run."""
     assert main(["run", "small.yaml", "--out", "green"]) == 0
     assert "harness bisect" not in capsys.readouterr().out
@@ -204,7 +194,7 @@ def test_a_red_run_says_how_to_find_the_cause(
 
 
 def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
     assert main(["run", "small.yaml", "--out", "r"]) == 0
@@ -236,7 +226,7 @@ def test_a_stored_pass_whose_records_changed_is_not_taken(engine: FakeEngine) ->
 
 
 def test_list_says_cases_or_how_many_and_checks_every_file(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Of several files the numbers, with -k their cases; `--check` says every bad file."""
     assert main(["list", "small.yaml", "-k", "dp1"]) == 0

@@ -13,7 +13,7 @@ from harness.cli.main import COMMANDS
 from harness.cli.options import for_git
 from harness.records import ExitCode, RunSpec
 from harness.runner import launch
-from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
     ],
 )
 def test_misuse_is_one_line_and_exit_4(
-    args: str, said: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    args: str, said: str, engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing runs."""
     assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
@@ -61,7 +61,7 @@ def test_misuse_is_one_line_and_exit_4(
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_and_the_version_are_exit_0(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_the_version_are_exit_0(command: str, capsys: Capsys) -> None:
     """-h works everywhere and says what the command does; without a command it is misuse."""
     assert main([*command.split(), "-h"]) == 0
     assert f"Usage: harness {command}" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_help_and_the_version_are_exit_0(command: str, capsys: pytest.CaptureFix
 
 
 def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Our own mistake is one line too; the traceback lies in the run folder."""
 
@@ -88,7 +88,7 @@ def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
 
 
 def test_what_ends_before_anything_runs(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """Ctrl-C is 2, for git a stop; of a bug the traceback goes to a file that the line names."""
 
@@ -117,7 +117,7 @@ def _stopped_in_run(engine: FakeEngine, number: int) -> None:
 
 
 def test_an_interrupted_run_shows_and_reports_what_is_done(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """SIGTERM while runs are made: exit 2, failures so far, counts, report, how to go on."""
     engine.spoil = unequal
@@ -144,8 +144,8 @@ def test_an_interrupted_run_shows_and_reports_what_is_done(
 )
 def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     engine: FakeEngine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capsys,
+    monkeypatch: Patch,
     error: BaseException,
     words: str,
 ) -> None:

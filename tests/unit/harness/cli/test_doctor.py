@@ -9,6 +9,7 @@ import pytest
 from harness.cli import doctor
 from harness.cli.doctor import diagnose
 from harness.machine import Gpu, Machine
+from tests.support.fake_engine import Patch
 
 GPUS = tuple(Gpu(id=f"GPU-{name}", name="H", memory_bytes=1) for name in "ab")
 CPU, TWO = "device: cpu, 8 rank slots", "device: cuda, 2 GPUs"
@@ -34,7 +35,7 @@ def machine(gpus: tuple[Gpu, ...], torch: str) -> Machine:
 )  # fmt: skip
 def test_what_can_run_and_what_is_missing(
     gpus: tuple[Gpu, ...], torch: str, te: str, can: list[str], lacks: list[str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    monkeypatch: Patch, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Slots of each device; of what cannot run, what it lacks."""
     versions = {"torch": torch, "transformer-engine": te}
@@ -54,7 +55,7 @@ def test_what_can_run_and_what_is_missing(
     ],
 )  # fmt: skip
 def test_each_finding_has_its_state(
-    name: str, patches: dict[str, Any], state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, patches: dict[str, Any], state: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """An untested torch and a full disk are warnings; nothing runs where nothing can be stored."""
     for place, value in patches.items():

@@ -19,9 +19,10 @@ from harness.runner import launch
 from harness.runner.launch import Request, prepare
 from harness.runner.run import Silent
 from harness.scenario.matrix import expand
+from harness.scenario.matrix import expand_marked as expand_all
 from harness.scenario.schema import Scenario, load_scenario
 from harness.store import RunFolder
-from tests.support.fake_engine import PlantingEngine
+from tests.support.fake_engine import Patch, PlantingEngine
 
 pytest_plugins = ["pytester"]
 
@@ -62,7 +63,7 @@ def planted(fault: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(pytester: pytest.Pytester, monkeypatch: Patch) -> Run:
     """pytest in this process, on `scenarios/a.yaml`, with an engine that only pretends."""
     monkeypatch.setattr(launch, "make_engine", PlantingEngine)
     monkeypatch.setattr(PlantingEngine, "MADE", [])
@@ -224,7 +225,7 @@ def test_a_case_has_one_answer_a_session(run: Run, pytester: pytest.Pytester) ->
 
 @pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGTERM, "-x"])
 def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, stopped_by: signal.Signals | str
+    run: Run, monkeypatch: Patch, stopped_by: signal.Signals | str
 ) -> None:
     """Exit code 2 for a signal; the engine is closed, the folder free, --resume does the rest."""
     closed: list[bool] = []
@@ -314,7 +315,7 @@ PAIRS = {"axes": {**LEDGERS, **PLANTS}, "select": "pairwise"}
     ],
 )  # fmt: skip
 def test_files_that_m_leaves_out_are_never_expanded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, expression: str,
+    run: Run, monkeypatch: Patch, option: str, expression: str,
     made: list[str] | None, collected: list[str] | None,
 ) -> None:  # fmt: skip
     """What is collected is what pytest's documentation says; pytest refuses what it refuses."""
@@ -329,11 +330,11 @@ def test_files_that_m_leaves_out_are_never_expanded(
     ):
         text = scenario(name=Path(name).name, axes=axes, tier=tier).replace('"tier": "", ', "")
         Path(f"scenarios/{name}.yaml").write_text(text)
-    expanded, real = list[str](), collection.expand_marked
+    expanded = list[str]()
 
     def expand_marked(held: Scenario, device: Any) -> Any:
         expanded.append(held.name)
-        return real(held, device)
+        return expand_all(held, device)
 
     monkeypatch.setattr(collection, "expand_marked", expand_marked)
     got = run("--harness", "--co", "-q", option, expression)

@@ -33,7 +33,7 @@ from harness.runner import launch
 from harness.runner.retries import clear_leftovers, earlier_attempts, stored_limit
 from harness.store import SHARDS_FILE, RunFolder, begin_run, kept_folder, merge
 from reports.reading import summarise
-from tests.support.fake_engine import FakeEngine, run_json
+from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json
 
 TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"
@@ -87,7 +87,7 @@ class FailingEngine(FakeEngine):
 
 
 @pytest.fixture
-def failing(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FailingEngine:
+def failing(engine: FakeEngine, monkeypatch: Patch) -> FailingEngine:
     """In place of this machine's engine; the working folder holds the small scenario."""
     made = FailingEngine()
     monkeypatch.setattr(launch, "LocalEngine", made)
@@ -117,7 +117,7 @@ def words(folder: str = "run") -> dict[str, str]:
 
 
 def test_a_failure_of_the_machine_is_tried_again_and_counted(
-    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+    failing: FailingEngine, capsys: Capsys
 ) -> None:
     """It passes on its second attempt, the first is kept, in the history, too; limits hold."""
     args = ["run", "small.yaml", "--slots", "2", "--set", "launch.retries=2", "--history", "h.db"]
@@ -138,7 +138,7 @@ def test_a_failure_of_the_machine_is_tried_again_and_counted(
 
 
 def test_without_retries_it_is_final_and_nobody_s_fault(
-    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+    failing: FailingEngine, capsys: Capsys
 ) -> None:
     """Nothing is tried again unless the scenario says so, and a machine is no candidate's fault."""
     code, done = run_json(capsys, *RUN)
@@ -179,7 +179,7 @@ def test_what_a_program_did_is_final(
     [(1, "weights", "w"), (1, "samples", "tokens"), (-1, "optim", "w")],
 )
 def test_no_pass_after_an_attempt_with_other_bits(
-    failing: FailingEngine, capsys: pytest.CaptureFixture[str], step: int, group: str, tensor: str
+    failing: FailingEngine, capsys: Capsys, step: int, group: str, tensor: str
 ) -> None:
     """Whatever group of digests it was in, the state before step 0 included; `check` says so."""
 
@@ -266,7 +266,7 @@ def test_every_signature_is_known_by_its_exception_or_field(
 
 @pytest.mark.parametrize("from_outside", [True, False])
 def test_a_run_that_was_killed(
-    failing: FailingEngine, capsys: pytest.CaptureFixture[str], *, from_outside: bool
+    failing: FailingEngine, capsys: Capsys, *, from_outside: bool
 ) -> None:
     """By somebody: --resume makes it, alone. By the kernel, maybe: only with --again-killed."""
     failing.how = {"what": "killed", "message": "it died", "from_outside": from_outside}
@@ -292,7 +292,7 @@ def interrupt(*_: object) -> None:
 
 
 def test_the_plan_of_a_resume_holds_what_the_machine_failed(
-    failing: FailingEngine, capsys: pytest.CaptureFixture[str]
+    failing: FailingEngine, capsys: Capsys
 ) -> None:
     """A harness was stopped before its retry: the plan that is printed is what is then made."""
     failing.on_start = lambda spec: interrupt() if spec.key in failing.made else None
@@ -330,7 +330,7 @@ def test_a_retry_that_was_cut_short_is_not_counted_and_allows_no_more(
 
 
 def test_attempts_and_their_limit_are_in_the_merged_folder(
-    failing: FailingEngine, monkeypatch: pytest.MonkeyPatch
+    failing: FailingEngine, monkeypatch: Patch
 ) -> None:
     """Resuming the whole allows as many; a merge that was cut short is no run folder."""
     shard = ("--set", "launch.retries=1", "--shard", "1/2")
@@ -348,7 +348,7 @@ def test_attempts_and_their_limit_are_in_the_merged_folder(
 
 
 @pytest.fixture
-def half_done(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+def half_done(engine: FakeEngine, monkeypatch: Patch) -> FakeEngine:
     """A folder of which one case is half done, made by code that is called old."""
     monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
     monkeypatch.setattr(provenance, "code", lambda: "old")
@@ -361,7 +361,7 @@ def half_done(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine
     return engine
 
 
-def other_code(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_code(engine: FakeEngine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(provenance, "code", lambda: "new")
     monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
     engine.environment = {"fingerprint": {"torch": "x", "code": "new"}, "commit": "b" * 40}
@@ -373,8 +373,8 @@ def other_code(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
      ("variables", "variable TORCHDYNAMO_DISABLE absent became 1")],
 )  # fmt: skip
 def test_what_differs_is_refused_in_one_line(
-    name: str, words: str, half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, words: str, half_done: FakeEngine, monkeypatch: Patch,
+    capsys: Capsys,
 ) -> None:  # fmt: skip
     """Other code, packages or variables: exit 4, nothing is run, the way out is named."""
     if name == "code":
@@ -390,7 +390,7 @@ def test_what_differs_is_refused_in_one_line(
 
 
 def test_another_commit_of_the_same_code_goes_on(
-    half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    half_done: FakeEngine, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Nor does another GPU matter; a script next to a program's own is code of it."""
     monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
@@ -406,7 +406,7 @@ def test_another_commit_of_the_same_code_goes_on(
 
 
 def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(
-    half_done: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    half_done: FakeEngine, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """The case with runs of both has no verdict about the code; the history knows who made what."""
     other_code(half_done, monkeypatch)

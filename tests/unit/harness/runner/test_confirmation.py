@@ -18,7 +18,7 @@ from harness.store import OUTCOME_FILE, RunFolder, begin_run
 from harness.store.verify import inspect
 from reports import html, json_report, junit, markdown
 from reports.reading import summarise
-from tests.support.fake_engine import FakeEngine, Spoil, other_bits, run_json
+from tests.support.fake_engine import Capsys, FakeEngine, Patch, Spoil, other_bits, run_json
 from tests.support.fake_engine import unequal as unequal_weight
 
 RUN = ("run", "small.yaml", "--out", "r", "--no-history", "--set", "launch.confirm=true")
@@ -143,7 +143,7 @@ def test_cases_share_the_repeat_of_their_reference(engine: FakeEngine) -> None:
 
 
 def test_a_repeat_that_does_not_end_confirms_nothing(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, monkeypatch: Patch
 ) -> None:
     """The evidence names its end; the case stays failed, and --resume makes nothing again."""
     engine.spoil, ending = unequal, engine.ending
@@ -162,7 +162,7 @@ def test_a_repeat_that_does_not_end_confirms_nothing(
 
 @pytest.mark.parametrize("side", ["reference", "candidate"])
 def test_an_interrupted_confirmation_is_resumed(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], side: str
+    engine: FakeEngine, capsys: Capsys, side: str
 ) -> None:
     """Stopped in a repeat: the failure is stored, what was begun kept, what is missing made.
 
@@ -199,7 +199,7 @@ def test_an_interrupted_confirmation_is_resumed(
         assert path.read_bytes() == content or path.parent.name == FAILING, path
 
 
-def test_every_output_shows_it(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_output_shows_it(engine: FakeEngine, capsys: Capsys) -> None:
     """Terminal, page, summary, JUnit, JSON, `show`, history, a merged folder, and a rerun."""
     engine.spoil = only(0)
     main([*RUN])

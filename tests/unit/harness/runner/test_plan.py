@@ -59,6 +59,7 @@ from harness.runner.plan import (
     take_shard,
 )
 from harness.store.merge import Shard
+from tests.support.fake_engine import Patch
 from tests.unit.harness.history.nights import MACHINE, night
 
 TINY = TrainConfig(steps=4).to_dict()
@@ -173,7 +174,7 @@ ILLEGAL = PlantSpec(fault="illegal_access", step=1)
     ],
 )  # fmt: skip
 def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
-    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fields: dict[str, Any], reason: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Before anything starts, and none of its runs is planned; other cases are."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -192,7 +193,7 @@ def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
         assert bool(make_plan([case("a", 1)], slots=4, memory_bytes=memory).runs) == fits
 
 
-def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: Patch) -> None:
     """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
 
     def odd(run: TrainConfig) -> ConfigError | None:
@@ -313,7 +314,7 @@ def test_cases_that_share_any_run_stay_together_and_free_ones_are_spread() -> No
     assert [len(held) for held in cut(free, 4, lambda s: 0.0)] == [3, 3, 3, 3]
 
 
-def test_every_machine_cuts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_machine_cuts_alike(monkeypatch: Patch) -> None:
     """Cores and GPUs of the machine at hand are not asked; another cut has another name."""
     cases = [case(f"c{n}", 1 + n % 4, timeout_s=float(n + 1)) for n in range(20)]
     cuts = []
@@ -384,7 +385,7 @@ ESTIMATE = -7.0
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[History]:
+def known(tmp_path: Path, monkeypatch: Patch) -> Iterable[History]:
     """A new history; what it does not know is -7 s."""
     monkeypatch.setattr(estimates, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
     with History.open(tmp_path / "h.sqlite", create=True) as history:

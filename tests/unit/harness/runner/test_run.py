@@ -24,7 +24,7 @@ from harness.records import (
 from harness.repeats import is_timed
 from harness.runner.run import Silent, advance, execute, execution
 from harness.store import RunFolder, begin_run, save_outcome
-from tests.support.fake_engine import FakeEngine, Spoil, other_bits, run_json
+from tests.support.fake_engine import Capsys, FakeEngine, Spoil, other_bits, run_json
 
 
 def spec(name: str = "ref", world_size: int = 2, replica: int = 0) -> RunSpec:
@@ -256,9 +256,7 @@ launch: {device: cpu, slots: 4, timeout_s: 60}
 OUT = ("--out", "out", "--no-history")
 
 
-def test_timed_runs_are_alone_and_last(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_timed_runs_are_alone_and_last(engine: FakeEngine, capsys: Capsys) -> None:
     """Other runs start side by side, a repeat when nothing is under way, even to confirm.
 
     Cases of one rank fail and are confirmed while those of two are being timed.
@@ -309,7 +307,7 @@ def slow(factor: Callable[[RunSpec], float]) -> Spoil:
     ],
 )
 def test_what_repeats_say(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], spoil: Spoil, code: int, what: str
+    engine: FakeEngine, capsys: Capsys, spoil: Spoil, code: int, what: str
 ) -> None:
     """A slow graph fails past the tolerance, scatter is no verdict, other bits are found."""
     Path("timed.yaml").write_text(TIMED)
@@ -331,7 +329,7 @@ def test_what_repeats_say(
     ],
 )
 def test_what_cannot_be_timed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], words: str
+    tmp_path: Path, capsys: Capsys, change: tuple[str, str], words: str
 ) -> None:
     """Before anything runs: too few steps or repeats, or warm-up among the steps that count."""
     path = tmp_path / "timed.yaml"
