@@ -125,11 +125,16 @@ def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> Non
     if table.row_count:
         console.print(table)
     rank = run.outcome.culprit_rank
-    tail = b"" if rank is None else read_tail(folder / f"rank{rank}.stderr", STDERR_TAIL_BYTES)
-    if lines := tail.decode(errors="replace").splitlines()[-STDERR_TAIL_LINES:]:
+    if rank is not None and (tail := stderr_tail(folder / f"rank{rank}.stderr")):
         console.print(cell(f"last output of rank {rank}:", "dim"))
-        for line in lines:
+        for line in tail:
             console.print(cell(f"  {line}"), soft_wrap=True)
+
+
+def stderr_tail(path: Path) -> tuple[str, ...]:
+    """The last lines that a rank printed; empty if there are none, or no plain file."""
+    text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
+    return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
 
 
 def _exit_word(gone: RankExit | None) -> str:
