@@ -80,10 +80,7 @@ def expected_here(database: Path | None, here: Machine) -> Estimates:
 
 
 def expected(history: History, machine: str, cores: int) -> Estimates:
-    """What the history knows of the time of runs on a kind of machine; read once, asked often.
-
-    Rows are not held against their digests: a wrong estimate costs a minute.
-    """
+    """What the history knows of the time of runs on a kind of machine; read once, asked often."""
     ended, failed, starts, steps = (defaultdict[object, list[float]](list) for _ in range(4))
     for work, what, wall_s, preset, world_size, device, num_steps, step_s in history.query(
         "SELECT work, what, wall_s, preset, world_size, runs.device, steps, step_s "
@@ -164,13 +161,9 @@ def num_parameters(model: Mapping[str, Any]) -> int:
 class Cost:
     """Memory and step time by role (reference, control, candidate); 0 and None if not measured.
 
-    One run each, digests included: a first look, which the check `throughput` does not use.
-
-    Attributes:
-        peak_bytes: of the worst rank.
-        step_s: median over the later half of the steps of the slowest rank's time.
-        concurrent: the most other runs that were under way during a run of the case.
-        shares_gpus: whether ranks of one run shared a GPU, where times mean nothing.
+    One run each, digests included: a first look, which the check `throughput` does not use. Bytes
+    are of the worst rank, seconds the median over the later half of the steps of the slowest rank;
+    `concurrent` is the most other runs that were under way during a run of the case.
     """
 
     peak_bytes: Mapping[str, int]

@@ -210,11 +210,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
 def prepare_rerun(
     case_folder: Path, *, slots: int | None, ranks_per_gpu: int | None, jobs: int | None
 ) -> Prepared:
-    """Plan one case again, from its folder and nothing else.
-
-    Raises:
-        HarnessError: not a case folder, or the case cannot run here.
-    """
+    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here)."""
     case = dataclasses.replace(load_case(case_folder).case, skip_reason="")
     if case.reference.recorded:
         raise UsageError(
@@ -334,11 +330,7 @@ def rounds(
 ) -> Generator[None, None, Carried]:  # fmt: skip
     """Make the runs and judge the cases in rounds; closing them closes folder and engine, too.
 
-    Args:
-        prepared: what to do; `view` shows how it goes.
-        out: run folder to make; None for a new one under `out/`.
-        exit_first: stop at the first case that does not pass.
-        argv: the command line, for the manifest.
+    `out` is the run folder to make, None for a new one under `out/`; `argv` is for its manifest.
 
     Raises:
         CutShort: it was interrupted.
@@ -381,7 +373,6 @@ def rounds(
 
 
 carry_out = whole(rounds)
-"""All rounds of a launch."""
 
 
 def make_engine(prepared: Prepared) -> Engine:
@@ -395,9 +386,7 @@ def make_engine(prepared: Prepared) -> Engine:
 def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> RunFolder:
     """A new run folder, locked: `out`, or one under `out/` that is named after the scenario.
 
-    Raises:
-        UsageError: there is something else at `out`.
-        Infrastructure: it cannot be written.
+    Raises `UsageError` if there is something else, `Infrastructure` if it cannot be written.
     """
     now, part_of = datetime.now(UTC), prepared.whole
     shard = "" if part_of is None else f"-{part_of.shard.index}of{part_of.shard.number}"

@@ -96,7 +96,6 @@ def make_plan(
     """Plan the runs of `cases`, or of a run folder what is left of them.
 
     Args:
-        cases: what to run.
         slots, jobs: ranks and runs that may run at a time; jobs None: as many as fit on the slots.
         expected: what runs are expected to take; None for what their size says.
         memory_bytes: of all devices that runs may use together; None if it is not known.
@@ -334,12 +333,7 @@ def parts(cases: Sequence[CaseSpec], number: int) -> list[dict[str, Any]]:
 
 
 def take_shard(cases: Sequence[CaseSpec], text: str) -> tuple[tuple[CaseSpec, ...], Whole]:
-    """The cases of the shard `text`, which is I/N, and the whole that it is of.
-
-    Raises:
-        UsageError: no shard.
-        NothingSelected: the shard holds no case.
-    """
+    """The cases of the shard `text`, which is I/N (`NothingSelected`: none), and its whole."""
     shard = parse_shard(text)
     shards = cut(cases, shard.number)
     chosen = shards[shard.index - 1]

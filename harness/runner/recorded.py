@@ -30,14 +30,10 @@ UNKNOWN_SIZE = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Json):
-    """What one `harness wrap` saw of a run.
+    """What one `harness wrap` saw of a run: `code` is the command's, negative for a signal.
 
-    Attributes:
-        code: of the command, negative for a signal.
-        exits: codes of ranks on its machine that it could see, by rank as text.
-        order: ranks that failed, as it saw them end.
-        stopped_by: the signal that it was asked to stop with and passed on; 0 without one.
-        started_unix_s, wall_s: of the command.
+    `exits` are codes of ranks on its machine that it could see, by rank as text, `order` the ranks
+    that failed, as it saw them end, `stopped_by` the signal that it passed on to stop it, or 0.
     """
 
     code: int
@@ -73,11 +69,7 @@ def _completed(folder: Path, spec: RunSpec) -> RunSpec:
 
 
 def load(folder: Path) -> RunResult:
-    """A recorded run as the checks see it, in whatever state its files are.
-
-    Raises:
-        UsageError: not a recorded run, or no rank has recorded anything.
-    """
+    """A recorded run as the checks see it, in whatever state its files are (`UsageError`: none)."""
     spec = _read_spec(folder)
     if spec.world_size == UNKNOWN_SIZE:
         raise UsageError(f"{folder}: expected a recorded run, no rank of it has recorded anything")
@@ -103,9 +95,7 @@ def steps_on_rank_0(run: RunResult) -> int:
 def begin(folder: Path, spec: RunSpec, *, is_joint: bool) -> None:
     """Make the folder of a run and its specification; of a joint one, if it is not there yet.
 
-    Raises:
-        UsageError: the folder holds something else.
-        Infrastructure: it cannot be written.
+    Raises `UsageError` if it holds something else, `Infrastructure` if it cannot be written.
     """
     refused = UsageError(f"--out {folder}: expected a new or empty folder, it holds other files")
     with suppress(FileNotFoundError):
@@ -122,18 +112,9 @@ def begin(folder: Path, spec: RunSpec, *, is_joint: bool) -> None:
 
 
 def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -> RunResult | None:
-    """Store how the command ended; of several, the last one says what became of the run.
+    """Store what process `index` of `parts` saw; the last one says what became of the run.
 
-    Args:
-        folder: of the run.
-        spec: as `begin` had it.
-        part: what this process saw; it has the number `index` from 0, of `parts` processes.
-
-    Returns:
-        The run, None if others have not ended yet or no rank has recorded anything.
-
-    Raises:
-        Infrastructure: the disk refused.
+    Returns the run, None if others have not ended yet or no rank has recorded anything.
     """
     write_object(folder / f"part-{index}.json", part)
     seen = [folder / f"part-{number}.json" for number in range(parts)]

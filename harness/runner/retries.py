@@ -109,12 +109,7 @@ def stored_limit(manifest: Mapping[str, object]) -> int:
 
 
 def set_killed_aside(path: Path) -> None:
-    """Set every killed run of a folder aside, so that `--resume` makes it.
-
-    Raises:
-        UsageError: not a run folder, damaged, or in use by another harness.
-        Infrastructure: the disk refused.
-    """
+    """Set every killed run of a folder aside, so that `--resume` makes it."""
     with RunFolder.open(path) as folder:
         repeats = (spec.key for case in folder.cases for spec in confirming_runs(case).values())
         for key in dict.fromkeys([*unique_runs(folder.cases), *repeats]):

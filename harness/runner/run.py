@@ -83,18 +83,10 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
 
     Each round starts what fits, waits until a run ends and judges what can be judged. Closed before
-    its end, it kills the runs under way; `--resume` goes on with what is left.
-
-    Args:
-        folder: where everything is stored; locked here if it is not yet.
-        cases: what to do; a case with a `skip_reason` is answered without running.
-        engine: makes the runs; stays open.
-        progress: hears of every run made and every verdict, stored ones included.
-        exit_first: stop after the first verdict that is neither passed nor skipped; runs under way
-            are killed, and the cases left have no verdict.
-        retries: how often a run that the machine failed may be repeated.
-        seconds: what a run is expected to take: it orders the runs.
-        judge, confirm: how a case is judged, and whether differences are confirmed where it asks.
+    its end, or after the first verdict that is neither passed nor skipped (`exit_first`), it kills
+    the runs under way; `--resume` goes on with what is left. A run that the machine failed is
+    repeated at most `retries` times; expected `seconds` order the runs. The folder is locked here
+    if it is not yet, the engine stays open.
 
     Raises:
         UsageError: a run needs more than the engine has, or the folder is in use; nothing started.
@@ -125,12 +117,8 @@ def advance(
 ) -> Result | None:
     """Go through rounds until there is enough, or to their end.
 
-    Returns:
-        What they come to; None if they have not ended, or had before.
-
-    Raises:
-        Interrupted: SIGINT, SIGTERM or SIGHUP while cases are carried out.
-        HarnessError: as the rounds do.
+    Returns what they come to; None if they have not ended, or had before. Raises what they do;
+    `Interrupted` for SIGINT, SIGTERM or SIGHUP.
     """
     with stop_on_signals():
         try:
@@ -156,15 +144,10 @@ def whole(rounds: Callable[Args, Generator[None, None, Result]]) -> Callable[Arg
 
 
 execute = whole(execution)
-"""All rounds of an execution."""
 
 
 def keep_trace(path: Path, error: Exception) -> str:
-    """Write an error's traceback to a file, and say the error in words; neither with a secret.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+    """Write an error's traceback to a file, and say the error in words; neither with a secret."""
     masker = Masker(os.environ)
     write_atomic(path, masker.text("".join(traceback.format_exception(error))))
     return masker.text(f"{type(error).__name__}: {error}")
