@@ -605,7 +605,6 @@ MUTATIONS = [
         ("timed_run_is_not_alone", "            return  # it has the machine to itself",
          "            pass  # it has the machine to itself"),
         ("errors_are_final", ' or verdict.outcome == "error":', ":"),
-        ("second_signal_cuts_short", "        if not stopped:\n", "        if True:\n"),
         ("failing_engine_goes_on", "    except BaseException:\n        engine.cancel()\n",
          "    except BaseException:\n"),
         ("difference_not_confirmed", "if self.confirm and confirmation.is_due(case, verdict):",
