@@ -141,7 +141,7 @@ def test_shards_hold_every_fault_once(
         (("run", "earlyrelease"), 4, "did you mean early_release?"),
         (("list", "-k", "zzz"), 5, "selects none"),
         (("run", "--resume", "nowhere", "--clean", "3"), 4, "expected no names"),
-        (("run", "ulp", "--shard", "3/2"), 4, "from 1 to 2"),
+        (("run", "ulp", "--shard", "3/2"), 4, "I from 1 to N"),
         (("table", "nowhere"), 4, "nowhere/matrix.json"),
     ],
 )
