@@ -6,7 +6,6 @@ escaped. A terminal gets a live view; pipes and files one line for each event.
 
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -28,6 +27,7 @@ from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import Outcome, RunOutcome, RunSpec, Verdict
 from harness.runner.plan import Job, Plan, makespan_s
+from harness.runner.run import Silent
 from harness.runner.run import View as View
 
 COLOURS: dict[Outcome, str] = {
@@ -100,33 +100,25 @@ def plain_table(*columns: str) -> Table:
     return table
 
 
+def add_row(table: Table, *values: object) -> None:
+    """A row of a table, of texts and of other values, which are printed as they are."""
+    table.add_row(*(value if isinstance(value, Text) else cell(value) for value in values))
+
+
 def typed(command: str) -> str:
-    """A command that begins with `harness`, as this user starts it; other texts as they are."""
-    started, words = Path(sys.argv[0]), sys.orig_argv
-    found = shutil.which("harness")
-    if not command.startswith("harness "):
-        return command
-    if started.parts[-2:] == ("harness", "__main__.py") and "-m" in words:
-        program = shlex.join(words[: words.index("-m") + 2])
-    elif started.name == "harness" and not (found and started.samefile(found)):
-        program = shlex.quote(sys.argv[0])
-    else:
-        return command
-    return program + command.removeprefix("harness")
+    """A command that begins with `harness`, as it works here; other texts as they are."""
+    is_ours = command.startswith("harness ") and "harness" in Path(sys.argv[0]).parts[-2:]
+    return f"{sys.executable} -m {command}" if is_ours and not shutil.which("harness") else command
 
 
 def duration(seconds: float) -> str:
     """'0.4 s', '12 s', '3 min 5 s', '2 h 10 min'."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return " ".join([f"{minutes} min"] * bool(minutes) + [f"{rest} s"] * bool(rest or not minutes))
 
 
 def plan_line(plan: Plan) -> str:
@@ -169,17 +161,12 @@ def make_view(console: Console) -> View:
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 
-class PlainView:
+class PlainView(Silent):
     """One line for each event, for logs and CI."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.total = self.done = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -196,12 +183,17 @@ class PlainView:
     def run_finished(self, outcome: RunOutcome) -> None:
         """Print how the run ended."""
         self.done += 1
-        word, _, rest = run_text(outcome).partition(" ")
-        self._print(f"{word:<12} {outcome.key} [{self.done}/{max(self.total, self.done)}] {rest}")
+        self._print(run_line(outcome, f" [{self.done}/{max(self.total, self.done)}]"))
 
     def judged(self, verdict: Verdict) -> None:
         """Print the verdict."""
         self._print(verdict_text(verdict))
+
+
+def run_line(outcome: RunOutcome, number: str = "") -> str:
+    """How a run ended, with its key, in columns."""
+    word, _, rest = run_text(outcome).partition(" ")
+    return f"{word:<12} {outcome.key}{number} {rest}"
 
 
 class Forecast:
@@ -223,12 +215,7 @@ class Forecast:
             self._planned_s += job.seconds
 
     def total_s(self, elapsed_s: float, active_s: Mapping[str, float]) -> float:
-        """Seconds from the start to the end.
-
-        Args:
-            elapsed_s: since the start.
-            active_s: runs under way, and for how long each has been.
-        """
+        """Seconds from the start to the end; `active_s` says how long runs have been under way."""
         slower = self._took_s / self._planned_s if self._planned_s and self._took_s else 1.0
         jobs = {key: Job(job.spec, job.seconds * slower) for key, job in self._left.items()}
         under_way = [
@@ -242,16 +229,15 @@ class Forecast:
         return max(elapsed_s, 0.0 if begun else plan.start_s) + left_s
 
 
-class LiveView:
+class LiveView(PlainView):
     """Verdicts scroll by; below them a bar and the runs under way, redrawn in place."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.clock = console, clock
-        self.total = self.done = 0
+        super().__init__(console)
+        self.clock = clock
         self.active: dict[str, float] = {}
         self.forecast: Forecast | None = None
-        self.total_s = 0.0
-        self.started_s = clock()
+        self.total_s, self.started_s = 0.0, clock()
         self.spinner = Spinner("dots")
         self.live = Live(
             console=console, get_renderable=self.render, refresh_per_second=8, transient=True
@@ -278,25 +264,17 @@ class LiveView:
 
     def how_far(self, now_s: float) -> list[RenderableType]:
         """What is shown next to the spinner."""
-        elapsed_s = now_s - self.started_s
+        elapsed_s, total = now_s - self.started_s, max(self.total, self.done)
         return [
-            ProgressBar(total=max(1, self.total), completed=self.done, width=30),
-            Text(f"{self.done}/{self.total} runs"),
+            ProgressBar(total=max(1, total), completed=self.done, width=30),
+            Text(f"{self.done}/{total} runs"),
             Text(f"{duration(elapsed_s)} of about {duration(max(elapsed_s, self.total_s))}"),
         ]
 
-    def _foresee(self) -> None:
-        """At each event, not at each redrawing: a plan may have ten thousand runs."""
-        if self.forecast is not None:
-            now = self.clock()
-            active = {key: now - since for key, since in self.active.items()}
-            self.total_s = self.forecast.total_s(now - self.started_s, active)
-
     def planned(self, plan: Plan) -> None:
-        """Set the scale of the bar."""
-        self.total, self.forecast = len(plan.runs), Forecast(plan)
-        self.total_s = plan.estimate_s
-        self.console.print(Text(plan_line(plan)))
+        """Print the plan, and set the scale of the bar."""
+        super().planned(plan)
+        self.forecast, self.total_s = Forecast(plan), plan.estimate_s
 
     def run_started(self, spec: RunSpec) -> None:
         """Show the run as active."""
@@ -307,13 +285,10 @@ class LiveView:
         self.active.pop(outcome.key, None)
         self.done += 1
         if self.forecast is not None:
+            # At each event, not at each redrawing: a plan may have ten thousand runs.
             self.forecast.ended(outcome)
-            self._foresee()
-        self.total = max(self.total, self.done)
+            now = self.clock()
+            active = {key: now - since for key, since in self.active.items()}
+            self.total_s = self.forecast.total_s(now - self.started_s, active)
         if outcome.what:
-            word, _, rest = run_text(outcome).partition(" ")
-            self.console.print(Text(f"{word:<12} {outcome.key} {rest}", style="dim"))
-
-    def judged(self, verdict: Verdict) -> None:
-        """Print the verdict above the bar."""
-        self.console.print(verdict_text(verdict))
+            self._print(Text(run_line(outcome), style="dim"))

@@ -1,6 +1,5 @@
 """`harness check RUN`: is a run folder as it was written, and do its verdicts hold?"""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,13 +30,13 @@ def check_command(*, folder: Path, as_json: bool) -> int:
     found = judged_again(folder)
     code = code_of(found)
     if as_json:
-        click.echo(json.dumps(asdict(found) | {"exit_code": int(code)}, allow_nan=False))
+        options.print_json(asdict(found) | {"exit_code": int(code)})
         return code
     show_damage(found)
-    state = f"{len(found.damage)} damaged" if found.damage else "all files as they were written"
+    whole = "no file damaged" if found.unjudged else "all files as they were written"
+    state = f"{len(found.damage)} damaged" if found.damage else whole
     if found.unjudged:
-        whole = state if found.damage else "no file damaged"
-        state = f"{whole}, {count(len(found.unjudged), 'case')} without a verdict"
+        state += f", {count(len(found.unjudged), 'case')} without a verdict"
     click.echo(f"{count(found.num_cases, 'case')}, {count(found.num_runs, 'run')}: {state}")
     return code
 
@@ -51,8 +50,7 @@ def judged_again(path: Path) -> Inspection:
     Raises:
         UsageError: it is not a run folder, or damaged beyond reading.
     """
-    found = inspect(path)
-    folder = RunFolder.open(path)
+    found, folder = inspect(path), RunFolder.open(path)
     cases = {case.id: case for case in folder.cases}
     verdicts, damage = [], list(found.damage)
     for stored in found.verdicts:
@@ -78,8 +76,7 @@ def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
         why = one_line(f"{type(error).__name__}: {error}")
         return Verdict(
             case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
-            message=f"its plan cannot be judged: {why}",
-            runs={role: getattr(case, role).key for role in LEGS},
+            message=f"its plan cannot be judged: {why}", runs={},
         )  # fmt: skip
     return held_against_attempts(folder, case, found)
 
@@ -88,10 +85,9 @@ def show_damage(found: Inspection) -> None:
     """A line on stderr for each damaged file and each case without a verdict, a readable number."""
     kinds = (("damaged", found.damage, "files"), ("no verdict", found.unjudged, "cases"))
     for word, lines, what in kinds:
-        for line in lines[:MAX_LINES]:
+        more = [f"{len(lines) - MAX_LINES} more {what}"] if len(lines) > MAX_LINES else []
+        for line in (*lines[:MAX_LINES], *more):
             click.echo(f"harness: {word}: {line}", err=True)
-        if len(lines) > MAX_LINES:
-            click.echo(f"harness: {word}: {len(lines) - MAX_LINES} more {what}", err=True)
 
 
 def code_of(found: Inspection) -> ExitCode:

@@ -4,10 +4,8 @@ import json
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.text import Text
 
 from harness import machine
 from harness.checks import exit_code, judge
@@ -56,20 +54,17 @@ def compare_runs_command(
     """
     stated = decode_expect(parse_text(expect, Origin("--expect")), "expect")
     if stated == ROUNDING:
-        raise UsageError(
-            "--expect: expected bitwise or {rtol: R}, got rounding, for which harness run makes "
-            "more runs of the reference"
-        )
+        raise UsageError("--expect: expected bitwise or {rtol: R}, got rounding, for which harness "
+                         "run makes more runs of the reference")  # fmt: skip
     for name, given in (("CANDIDATE", candidate), ("--control", control)):
         if given is not None and given.resolve() == reference.resolve():
             raise UsageError(f"compare-runs: expected another run as {name} than {reference}")
     places = {"reference": reference, "control": control or reference, "candidate": candidate}
     runs = _runs(places)
-    checks: dict[str, dict[str, Any]] = {"loss": {}, "state": {}, "finite": {}}
-    if all(any(r.start is not None and r.start.taps for r in run.ranks) for run in runs.values()):
-        checks[TAPS] = {}
+    taps = all(any(r.start and r.start.taps for r in run.ranks) for run in runs.values())
     case = CaseSpec(
-        id=CASE, scenario=SCENARIO, expect=stated, checks=checks,
+        id=CASE, scenario=SCENARIO, expect=stated,
+        checks={name: {} for name in ("loss", "state", "finite", *[TAPS] * taps)},
         labels={role: _words(runs[role], place) for role, place in places.items()},
         reference=runs["reference"].spec, control=runs["control"].spec,
         candidate=runs["candidate"].spec,
@@ -81,27 +76,24 @@ def compare_runs_command(
     reports, code = build_reports(folder.path), exit_code([verdict])
     console = make_console(stderr=as_json)
     output.print_outcome(console, [verdict], 1)
-    console.print(Text(f"; run folder {folder.path}"), soft_wrap=True)
-    console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
+    output.print_line(console, f"; run folder {folder.path}")
+    output.print_line(console, f"report: {reports['html']}")
     if as_json:
-        plain = {
+        options.print_json({
             "exit_code": int(code), "folder": str(folder.path), "verdict": verdict.to_json(),
-            "reports": {name: str(path) for name, path in reports.items()},
-        }  # fmt: skip
-        click.echo(json.dumps(plain, allow_nan=False))
+            "reports": output.as_text(reports),
+        })  # fmt: skip
     return code
 
 
 def _runs(places: dict[str, Path]) -> dict[str, RunResult]:
-    """The runs by role, with the steps that are due and keys that differ.
+    """The runs by role, with keys that differ and the steps that are due.
 
-    Runs that state no steps are held to those that rank 0 of the reference recorded.
+    Runs that state no steps are held to those of another, or that rank 0 of the reference recorded.
     """
     runs = {role: recorded.load(place) for role, place in places.items()}
-    steps = next(
-        (run.spec.config["steps"] for run in runs.values() if "steps" in run.spec.config),
-        recorded.steps_on_rank_0(runs["reference"]),
-    )
+    stated = (run.spec.config["steps"] for run in runs.values() if "steps" in run.spec.config)
+    steps = next(stated, recorded.steps_on_rank_0(runs["reference"]))
     numbers = {"reference": 0, "control": int(places["control"] != places["reference"])}
     return {
         role: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(role, 2))
@@ -124,15 +116,11 @@ def _make_folder(
     now = datetime.now(UTC)
     why = f"{places['candidate']} against {places['reference']}, both recorded before."
     manifest = {
-        "id": uuid.uuid4().hex,
-        "scenario": SCENARIO,
-        "why": why,
-        "created": now.isoformat(timespec="milliseconds"),
-        "command": options.command_line(),
-        "device": case.candidate.device,
-        **record(json.loads(dumps(machine.describe()))),
+        "id": uuid.uuid4().hex, "scenario": SCENARIO, "why": why,
+        "created": now.isoformat(timespec="milliseconds"), "command": options.command_line(),
+        "device": case.candidate.device, **record(json.loads(dumps(machine.describe()))),
         "runs": {role: str(place.absolute()) for role, place in places.items()},
-    }
+    }  # fmt: skip
 
     def fill(folder: RunFolder) -> None:
         for role, run in runs.items():
@@ -140,8 +128,8 @@ def _make_folder(
             if target.exists():
                 continue  # the reference, which is its own control
             make_folder(target)
-            for path in sorted(places[role].iterdir()):
-                if path.name.startswith("rank") and path.is_file():
+            for path in places[role].glob("rank*"):
+                if path.is_file():
                     link_or_copy(str(path), str(target / path.name))
             write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
             save_outcome(target, run.outcome)

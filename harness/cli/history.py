@@ -1,6 +1,5 @@
 """The commands `harness history` and `harness compare`, and their tables."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,72 +7,43 @@ from typing import Any, get_args
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from harness import history as of
 from harness.checks.evidence import count
+from harness.cli import options
+from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.history import (
-    DATABASE_FILE,
-    Answer,
-    CaseTrend,
-    Comparison,
-    Flaky,
-    History,
-    Recorded,
-    compare,
-    flaky_cases,
-    gather,
-    record_folder,
-    trends,
-)
 from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT
-from harness.terminal import COLOURS, cell, make_console, plain_table
+from harness.terminal import COLOURS, add_row, cell, make_console, plain_table
 
-_PATH = click.Path(path_type=Path)
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
-)
 _database = click.option(
-    "--history", "database", type=_PATH, metavar="FILE",
-    default=DEFAULT_OUT / DATABASE_FILE, show_default=True, help="History file.",
+    "--history", "database", type=PATH, metavar="FILE",
+    default=DEFAULT_OUT / of.DATABASE_FILE, show_default=True, help="History file.",
 )  # fmt: skip
-DEFAULT_DAYS = 60
 MOST_ANSWERS = 60
 """Of one case: what a table shows of them."""
-WIDE_COLUMNS = 100
-MIB = 1 << 20
 
 
 @click.command("history")
 @click.argument("name", required=False, metavar="[CASE|SCENARIO]")
 @_database
+@click.option("--days", type=click.IntRange(1), default=60, show_default=True,
+              help="Show the last N days with runs.")  # fmt: skip
 @click.option(
-    "--days", type=click.IntRange(1), default=DEFAULT_DAYS, show_default=True,
-    help="Show the last N days with runs.",
-)  # fmt: skip
-@click.option(
-    "--flaky",
-    is_flag=True,
+    "--flaky", is_flag=True,
     help="Show cases whose verdict changed without a change of code or packages.",
-)
-@click.option(
-    "--add", "folders", type=_PATH, multiple=True, metavar="RUN", help="Record a run folder."
-)
-@click.option(
-    "--import",
-    "files",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE",
-    help="Merge another history file into this one.",
-)
-@_json
+)  # fmt: skip
+@click.option("--add", "folders", type=PATH, multiple=True, metavar="RUN",
+              help="Record a run folder.")  # fmt: skip
+@click.option("--import", "files", type=PATH, multiple=True, metavar="FILE",
+              help="Merge another history file into this one.")  # fmt: skip
+@options.as_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],
     files: tuple[Path, ...], as_json: bool,
@@ -83,36 +53,47 @@ def history_command(
     A case that two scenarios have is SCENARIO/CASE.
     """
     if folders or files:
-        return _take_in(database, folders, files, as_json=as_json)
-    with History.open(database) as history:
-        _show(_chosen(history, name, days), name, flaky=flaky, as_json=as_json)
+        _take_in(database, folders, files, as_json=as_json)
+        return ExitCode.PASSED
+    with of.History.open(database) as history:
+        found = _chosen(history, name, days)
+    everything = [trend for cases in found.values() for trend in cases]
+    console = make_console()
+    if as_json:
+        entries = of.flaky_cases(everything) if flaky else everything
+        print_json([entry.to_json() for entry in entries])
+    elif flaky:
+        print_flaky(console, of.flaky_cases(everything))
+    elif name is None:
+        print_scenarios(console, found)
+    elif name in found:
+        print_cases_of(console, name, found[name])
+    else:
+        for trend in everything:
+            print_case_trend(console, trend)
     return ExitCode.PASSED
 
 
 def _take_in(
     database: Path, folders: Iterable[Path], files: Iterable[Path], *, as_json: bool
-) -> int:
-    added = Recorded()
+) -> None:
+    added = of.Recorded()
     for folder in folders:
-        added += record_folder(folder, database)
+        added += of.record_folder(folder, database)
     for file in files:
-        with open_import(file) as other, History.open(database, create=True) as history:
+        with open_import(file) as other, of.History.open(database, create=True) as history:
             added += history.merge(other)
     if as_json:
-        click.echo(json.dumps(added.to_json()))
-    else:
-        differing = (
-            f"; {added.differing} already recorded with different content were kept unchanged"
-            if added.differing else ""
-        )  # fmt: skip
-        click.echo(
-            f"{database}: {count(added.folders, 'run folder')}, {count(added.cases, 'answer')} and "
-            f"{count(added.runs, 'attempt')} are new{differing}"
-        )
-    return ExitCode.PASSED
+        print_json(added.to_json())
+        return
+    kept = f"; {added.differing} already recorded with different content were kept unchanged"
+    click.echo(
+        f"{database}: {count(added.folders, 'run folder')}, {count(added.cases, 'answer')} and "
+        f"{count(added.runs, 'attempt')} are new{kept if added.differing else ''}"
+    )
 
 
-def _chosen(history: History, name: str | None, days: int) -> dict[str, tuple[CaseTrend, ...]]:
+def _chosen(history: of.History, name: str | None, days: int) -> dict[str, Sequence[of.CaseTrend]]:
     """Trends by scenario: of all, of one, or of the cases that have this id."""
     rows = history.query(
         "SELECT DISTINCT folders.scenario, cases.case_id FROM cases JOIN folders "
@@ -121,60 +102,37 @@ def _chosen(history: History, name: str | None, days: int) -> dict[str, tuple[Ca
     pairs = [(str(scenario), str(case)) for scenario, case in rows]
     if not pairs:
         raise NothingSelected(f"{history.path} holds no run yet")
-    scenarios = list(dict.fromkeys(scenario for scenario, _ in pairs))
-    if name is None or name in scenarios:
-        wanted: list[tuple[str, str | None]] = [(s, None) for s in scenarios if name in (None, s)]
-    else:
-        wanted = [(s, c) for s, c in pairs if name in (c, f"{s}/{c}")]
+    scenarios = dict.fromkeys(scenario for scenario, _ in pairs)
+    wanted: list[tuple[str, str | None]] = [(s, None) for s in scenarios if name in (None, s)]
+    wanted = wanted or [(s, c) for s, c in pairs if name in (c, f"{s}/{c}")]
     if not wanted:
         known = [*scenarios, *dict.fromkeys(case for _, case in pairs)]
         raise UsageError(
             f"{shown(str(name))}: expected a case or a scenario of {history.path}"
             f"{did_you_mean(str(name), known)}"
         )
-    found = {scenario: trends(history, scenario, case, days=days) for scenario, case in wanted}
-    kept = {scenario: cases for scenario, cases in found.items() if cases}
-    if not kept:
+    found = {scenario: of.trends(history, scenario, case, days=days) for scenario, case in wanted}
+    if not any(found.values()):
         raise NothingSelected(f"no {shown(str(name))} in the last {days} days of the history")
-    return kept
-
-
-def _show(
-    found: dict[str, tuple[CaseTrend, ...]], name: str | None, *, flaky: bool, as_json: bool
-) -> None:
-    everything = [trend for cases in found.values() for trend in cases]
-    if as_json:
-        entries = flaky_cases(everything) if flaky else everything
-        click.echo(json.dumps([entry.to_json() for entry in entries], allow_nan=False))
-        return
-    console = make_console()
-    if flaky:
-        print_flaky(console, flaky_cases(everything))
-    elif name is None:
-        print_scenarios(console, found)
-    elif name in found:
-        print_cases_of(console, name, found[name])
-    else:
-        for trend in everything:
-            print_case_trend(console, trend)
+    return {scenario: cases for scenario, cases in found.items() if cases}
 
 
 @click.command("compare")
 @click.argument("before", metavar="RUN")
 @click.argument("after", metavar="RUN")
 @_database
-@_json
+@options.as_json
 def compare_command(*, before: str, after: str, database: Path, as_json: bool) -> int:
     """Compare two runs: environments first, then what is worse.
 
     RUN is a run folder, or the beginning of its id in the history.
     """
-    done = compare(_entry(before, database), _entry(after, database))
+    done = of.compare(_entry(before, database), _entry(after, database))
     if as_json:
         plain: dict[str, Any] = done.to_json() | {"exit_code": int(done.exit_code)}
         for side in ("before", "after"):
             plain[side] = {k: v for k, v in plain[side].items() if k not in ("cases", "runs")}
-        click.echo(json.dumps(plain, allow_nan=False))
+        print_json(plain)
     else:
         print_comparison(make_console(), done)
     return done.exit_code
@@ -182,10 +140,10 @@ def compare_command(*, before: str, after: str, database: Path, as_json: bool) -
 
 def _entry(name: str, database: Path) -> FolderEntry:
     if Path(name).exists():
-        return gather(RunFolder.open(Path(name)))
+        return of.gather(RunFolder.open(Path(name)))
     found: list[FolderEntry] = []
     if name and database.exists():
-        with History.open(database) as history:
+        with of.History.open(database) as history:
             found = list(history.entries(name, most=2))
     if len(found) != 1:
         several = "several runs of" if found else "nothing, also in"
@@ -196,7 +154,7 @@ def _entry(name: str, database: Path) -> FolderEntry:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def print_scenarios(console: Console, scenarios: dict[str, tuple[CaseTrend, ...]]) -> None:
+def print_scenarios(console: Console, scenarios: dict[str, Sequence[of.CaseTrend]]) -> None:
     """A line a scenario: runs, the last answers, failing cases, changed values."""
     table = plain_table("scenario", "runs", "last run", "cases now", "shifts")
     for name, found in scenarios.items():
@@ -204,39 +162,37 @@ def print_scenarios(console: Console, scenarios: dict[str, tuple[CaseTrend, ...]
         counts = Counter(trend.answers[-1].outcome for trend in found)
         words = ", ".join(f"{counts[o]} {o}" for o in OUTCOMES if counts[o])
         runs = {answer.folder for trend in found for answer in trend.answers}
-        _row(table, name, len(runs), when(last), words, sum(len(t.shifts) for t in found) or "")
+        add_row(table, name, len(runs), when(last), words, sum(len(t.shifts) for t in found) or "")
     console.print(table)
 
 
-def print_cases_of(console: Console, scenario: str, found: Sequence[CaseTrend]) -> None:
+def print_cases_of(console: Console, scenario: str, found: Sequence[of.CaseTrend]) -> None:
     """A line a case, those that fail first: since when, the last good commit, current values."""
     console.print(cell(f"{scenario}: {count(len(found), 'case')}", "bold"))
-    wide = ["step", "peak"] if console.width >= WIDE_COLUMNS else []
-    table = plain_table("case", "runs", "now", "bad since", "last good", *wide, "shifts")
+    table = plain_table("case", "runs", "now", "bad since", "last good", "step", "peak", "shifts")
     for trend in sorted(found, key=lambda trend: (trend.first_bad is None, trend.case_id)):
-        last, bad, good = trend.answers[-1], trend.first_bad, trend.last_good
-        values = [seconds(last.step_s), mebibytes(last.peak_bytes)] if wide else []
-        _row(
+        last, good = trend.answers[-1], trend.last_good
+        add_row(
             table, trend.case_id, trend.num_runs, cell(last.verdict, COLOURS[last.outcome]),
-            when(bad) if bad else "", short(good.commit) if good else "never", *values,
+            when(trend.first_bad), short(good.commit) if good else "never",
+            value("step_s", last.step_s), value("peak_bytes", last.peak_bytes),
             ", ".join(f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%}" for s in trend.shifts),
         )  # fmt: skip
     console.print(table)
 
 
-def print_case_trend(console: Console, trend: CaseTrend) -> None:
+def print_case_trend(console: Console, trend: of.CaseTrend) -> None:
     """One case answer by answer, the newest last; then changes, series and the turning point."""
     head = f"{trend.case_id}  ({trend.scenario}): {count(trend.num_runs, 'run')}"
     console.print(cell(head, "bold"))
-    wide = ["start-up"] if console.width >= WIDE_COLUMNS else []
-    table = plain_table("run", "commit", "outcome", "step", "peak", *wide, "in")
+    table = plain_table("run", "commit", "outcome", "step", "peak", "start-up", "in")
     for answer in trend.answers[-MOST_ANSWERS:]:
         words = f"{answer.verdict}{f' (attempt {answer.attempt + 1})' * bool(answer.attempt)}"
         words += f" (after {', '.join(answer.retried)})" if answer.retried else ""
-        _row(
+        add_row(
             table, when(answer), short(answer.commit), cell(words, COLOURS[answer.outcome]),
-            seconds(answer.step_s), mebibytes(answer.peak_bytes),
-            *([seconds(answer.startup_s)] if wide else []), answer.series,
+            value("step_s", answer.step_s), value("peak_bytes", answer.peak_bytes),
+            value("startup_s", answer.startup_s), answer.series,
         )  # fmt: skip
     console.print(table)
     if (hidden := len(trend.answers) - MOST_ANSWERS) > 0:
@@ -251,26 +207,24 @@ def print_case_trend(console: Console, trend: CaseTrend) -> None:
 
 def shift_text(shift: Shift) -> Text:
     """A lasting change in one sentence."""
-    form = mebibytes if shift.metric == "peak_bytes" else seconds
+    before, after = value(shift.metric, shift.before), value(shift.metric, shift.after)
     return cell(
-        f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} "
-        f"(series {shift.series}): {form(shift.before)} became {form(shift.after)}, noise "
-        f"{shift.noise:.2%}, between {short(shift.last_before.commit)} and "
-        f"{short(shift.first.commit)}",
+        f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} (series "
+        f"{shift.series}): {before} became {after}, noise {shift.noise:.2%}, between "
+        f"{short(shift.last_before.commit)} and {short(shift.first.commit)}",
         "red" if shift.ratio > 0 else "green",
     )
 
 
-def turning_point(trend: CaseTrend) -> Text:
+def turning_point(trend: of.CaseTrend) -> Text:
     """Since when it fails, and after which commit; or that it does not, as far as is known."""
     bad, good = trend.first_bad, trend.last_good
     after = f"{when(good)} at {short(good.commit)}" if good else ""
     if bad is None:
-        if good is None:
-            return cell("no verdict in these runs", "yellow")
         if trend.answers[-1].outcome == "passed":
             return cell("it does not fail now", "green")
-        return cell(f"no verdict since it passed, {after}", "yellow")
+        return cell(f"no verdict since it passed, {after}" if good else "no verdict in these runs",
+                    "yellow")  # fmt: skip
     since = f"first bad run {when(bad)} at {short(bad.commit)}"
     if good is None:
         return cell(f"{since}, or earlier: no pass in these runs", COLOURS["failed"])
@@ -279,17 +233,15 @@ def turning_point(trend: CaseTrend) -> Text:
     return cell(f"{since}, last good {after}{hint}", COLOURS["failed"])
 
 
-def print_flaky(console: Console, found: Sequence[Flaky]) -> None:
+def print_flaky(console: Console, found: Sequence[of.Flaky]) -> None:
     """Cases whose verdict changed by itself, or that the machine failed first, worst first."""
     if not found:
-        console.print(cell(
-            "no verdict changed without a change of commit or environment, and none took more than "
-            "one attempt"
-        ))  # fmt: skip
+        console.print(cell("no verdict changed without a change of commit or environment, and none "
+                           "took more than one attempt"))  # fmt: skip
         return
     table = plain_table("case", "changed", "of repeats", "verdicts", "retried", "last")
     for entry in found:
-        _row(
+        add_row(
             table, f"{entry.scenario}/{entry.case_id}", entry.changes, entry.repeats,
             ", ".join(entry.verdicts),
             ", ".join(f"{times} x {name}" for name, times in entry.retried.items()),
@@ -298,7 +250,7 @@ def print_flaky(console: Console, found: Sequence[Flaky]) -> None:
     console.print(table)
 
 
-def print_comparison(console: Console, done: Comparison) -> None:
+def print_comparison(console: Console, done: of.Comparison) -> None:
     """Environment first, then cases that differ, then counts."""
     for name, folder in (("before", done.before), ("after", done.after)):
         shard = f"  shard {folder.shard}" * bool(folder.shard)
@@ -306,62 +258,44 @@ def print_comparison(console: Console, done: Comparison) -> None:
         console.print(cell(words, "bold"))
         if missing := open_cases(folder):
             console.print(cell(f"{name}: {count(missing, 'case')} without an answer", "yellow"))
-    if done.environment:
-        table = plain_table("environment", "before", "after")
-        for name, sides in done.environment.items():
-            _row(table, name, *sides)
-        console.print(table)
-    else:
-        console.print(cell("environment: the same"))
-    if differing := [case for case in done.cases if case.state not in ("alike", "noisy")]:
-        wide = ["step", "peak"] if console.width >= WIDE_COLUMNS else []
-        table = plain_table("case", "before", "after", *wide, "what to look at")
-        for case in sorted(differing, key=lambda case: not case.worse):
-            deltas = {delta.metric: delta for delta in case.deltas}
-            values = [_delta(deltas.get(name)) for name in ("step_s", "peak_bytes") if wide]
-            _row(
-                table, case.case_id, case.before or "absent", case.after or "absent", *values,
-                cell("; ".join(_to_look_at(case)), "red" if case.worse else ""),
-            )  # fmt: skip
+    table = plain_table("environment", "before", "after")
+    for name, sides in done.environment.items():
+        add_row(table, name, *sides)
+    console.print(table if done.environment else cell("environment: the same"))
+    table = plain_table("case", "before", "after", "step", "peak", "what to look at")
+    differing = [case for case in done.cases if case.state not in ("alike", "noisy")]
+    for case in sorted(differing, key=lambda case: not case.worse):
+        deltas = {delta.metric: _delta(delta) for delta in case.deltas}
+        values = (deltas.get(metric, "") for metric in ("step_s", "peak_bytes"))
+        add_row(
+            table, case.case_id, case.before or "absent", case.after or "absent", *values,
+            cell("; ".join(_to_look_at(case)), "red" if case.worse else ""),
+        )  # fmt: skip
+    if differing:
         console.print(table)
     for metric, noise in done.noise.items():
         words = f"noise of {METRIC_NAMES[metric]}: {noise:.2%} (reference, control)"
         console.print(cell(words, "dim"))
-    console.print(_counts(done.cases))
-
-
-def _row(table: Table, *values: object) -> None:
-    table.add_row(*(value if isinstance(value, Text) else cell(value) for value in values))
+    counts = Counter(case.state for case in done.cases)
+    words = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
+    console.print(f"{count(len(done.cases), 'case')}: {words or 'nothing to compare'}")
 
 
 def _to_look_at(case: CaseChange) -> list[str]:
-    better = [
-        f"{METRIC_NAMES[delta.metric]} fell by {-delta.ratio:.1%}"
-        for delta in case.deltas
-        if delta.change == "better"
-    ]
+    better = [f"{METRIC_NAMES[delta.metric]} fell by {-delta.ratio:.1%}"
+              for delta in case.deltas if delta.change == "better"]  # fmt: skip
     incomparable = [f"incomparable: {case.incomparable}"] if case.incomparable else []
     return [*case.worse, *better, *incomparable]
 
 
-def _delta(delta: Delta | None) -> str:
+def _delta(delta: Delta) -> str:
     """'+3.1% ±0.4%', and whether it was too noisy to judge."""
-    if delta is None:
-        return ""
-    noisy = " noisy" if delta.change == "noisy" else ""
-    return f"{delta.ratio:+.1%} ±{delta.noise:.1%}{noisy}"
+    return f"{delta.ratio:+.1%} ±{delta.noise:.1%}{' noisy' * (delta.change == 'noisy')}"
 
 
-def _counts(cases: Sequence[CaseChange]) -> Text:
-    """'12 cases: 1 worse, 2 incomparable, 1 added, 8 alike'."""
-    counts = Counter(case.state for case in cases)
-    words = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
-    return cell(f"{count(len(cases), 'case')}: {words or 'nothing to compare'}")
-
-
-def when(answer: Answer) -> str:
-    """'2031-02-03 04:05' in UTC."""
-    return answer.created[:16].replace("T", " ") or "unknown"
+def when(answer: of.Answer | None) -> str:
+    """'2031-02-03 04:05' in UTC; "" for no answer."""
+    return "" if answer is None else answer.created[:16].replace("T", " ") or "unknown"
 
 
 def short(commit: str) -> str:
@@ -370,13 +304,10 @@ def short(commit: str) -> str:
     return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" if base else "unknown"
 
 
-def seconds(value: float | None) -> str:
-    """'12.30 ms' or '1.50 s'."""
-    if value is None:
+def value(metric: str, number: float | None) -> str:
+    """'12.30 ms', '1.50 s' or '40.0 MiB'; "" if it was not measured."""
+    if number is None:
         return ""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-
-
-def mebibytes(value: float | None) -> str:
-    """'40.0 MiB'."""
-    return "" if value is None else f"{value / MIB:.1f} MiB"
+    if metric == "peak_bytes":
+        return f"{number / (1 << 20):.1f} MiB"
+    return f"{number:.2f} s" if number >= 1 else f"{number * 1e3:.2f} ms"

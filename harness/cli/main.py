@@ -83,10 +83,8 @@ def _show_version(context: click.Context, option: click.Parameter, value: object
 
 
 @click.group(cls=Commands, context_settings=HELP, epilog=EXIT_CODES)
-@click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
-    help="Show the version and exit.",
-)  # fmt: skip
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
+              help="Show the version and exit.")  # fmt: skip
 def commands() -> None:
     """Run training two ways on every layout and prove that not one bit differs."""
 

@@ -10,6 +10,7 @@ A commit on which nothing ran is no good one. One whose modules cannot be import
 before any of this is read: let what git runs build first, or search by `harness bisect --commits`.
 """
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,15 +51,18 @@ out = click.option(
     "--out", type=PATH, metavar="FOLDER",
     help="Run folder to create; by default a new one under out/.",
 )  # fmt: skip
+device = click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Device of every run; overrides launch.device.",
+)  # fmt: skip
+sets = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=YAML",
+    help="Replace a value of base, as fsdp.strategy=no_shard.",
+)  # fmt: skip
 overrides = options(
-    click.option(
-        "--set", "sets", multiple=True, metavar="KEY=YAML",
-        help="Replace a value of base, as fsdp.strategy=no_shard.",
-    ),
-    click.option(
-        "--axis", "axes", multiple=True, metavar="NAME=LIST",
-        help="Replace the values of an axis, as graph=[eager,[attn]].",
-    ),
+    sets,
+    click.option("--axis", "axes", multiple=True, metavar="NAME=LIST",
+                 help="Replace the values of an axis, as graph=[eager,[attn]]."),
 )  # fmt: skip
 suite = options(
     click.option(
@@ -70,15 +74,29 @@ suite = options(
         help="Which cases: all, or a set that covers all pairs of values. Overrides the scenario's "
         "select.",
     ),
+    click.option("--shard", metavar="I/N",
+                 help="Only shard I of N, for CI jobs in parallel; see harness merge."),
+)  # fmt: skip
+room = options(
+    click.option("--jobs", type=click.IntRange(1),
+                 help="Runs at the same time at most; by default as many as fit the slots."),
     click.option(
-        "--shard", metavar="I/N",
-        help="Only shard I of N, for CI jobs in parallel; see harness merge.",
+        "--slots", type=click.IntRange(1),
+        help="Ranks that run at the same time; by default one a GPU, or by memory on a CPU.",
     ),
+    click.option("--ranks-per-gpu", type=click.IntRange(1), metavar="N",
+                 help="Let N ranks share a GPU, to run layouts that need more GPUs; times are then "
+                 "meaningless."),
 )  # fmt: skip
 bisect_exit = click.option(
     BISECT_EXIT, is_flag=True, expose_value=False,
     help="Exit as git bisect run expects: 0 good, 1 bad, 125 skip, above 127 stop.",
 )  # fmt: skip
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout."""
+    click.echo(json.dumps(value, allow_nan=False))
 
 
 def for_git(code: int, args: Sequence[str]) -> int:

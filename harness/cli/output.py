@@ -1,7 +1,7 @@
 """Tables of the commands: plans, verdicts, one case, lists of cases."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,26 +13,33 @@ from harness.records import OUTCOMES, CaseSpec, Difference, RankExit, RunResult,
 from harness.runner.estimates import Timeline, cost
 from harness.runner.plan import Plan
 from harness.store.files import read_tail
-from harness.terminal import COLOURS, cell, duration, plain_table, plan_line, run_text
+from harness.terminal import COLOURS, add_row, cell, duration, plain_table, plan_line, run_text
 
 STDERR_TAIL_BYTES, STDERR_TAIL_LINES = 8192, 15
 
 
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """A line that is not folded, as it is."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def as_text(paths: Mapping[str, Path]) -> dict[str, str]:
+    """Paths of reports, for JSON."""
+    return {name: str(path) for name, path in paths.items()}
+
+
 def print_outcome(console: Console, verdicts: Sequence[Verdict], num_cases: int) -> None:
     """What is to be read once all is over: cases that did not pass, then counts, the line open."""
-    bad = [verdict for verdict in verdicts if verdict.outcome not in ("passed", "skipped")]
-    if bad:
-        table = plain_table("case", "outcome", "what", "message", "time")
-        for verdict in bad:
+    table = plain_table("case", "outcome", "what", "message", "time")
+    for verdict in verdicts:
+        if verdict.outcome not in ("passed", "skipped"):
             found = verdict.confirmation
             confirmed = "" if found is None else f"; {confirmation.words(found)}"
-            table.add_row(
-                cell(verdict.case_id),
-                cell(verdict.outcome, COLOURS[verdict.outcome]),
-                cell(verdict.what),
-                cell(f"{verdict.message}{confirmed}"),
-                cell(duration(verdict.wall_s)),
-            )
+            add_row(
+                table, verdict.case_id, cell(verdict.outcome, COLOURS[verdict.outcome]),
+                verdict.what, f"{verdict.message}{confirmed}", duration(verdict.wall_s),
+            )  # fmt: skip
+    if table.row_count:
         console.print(table)
     console.print(counts_line(verdicts, num_cases), end="")
 
@@ -43,7 +50,7 @@ def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
     parts = [(f"{counts[name]} {name}", COLOURS[name]) for name in OUTCOMES if counts[name]]
     if missing := num_cases - len(verdicts):
         parts.append((f"{missing} without a verdict", "yellow"))
-    return Text(", ").join(Text(*part) for part in parts) if parts else Text("no case")
+    return Text(", ").join(Text(*part) for part in parts or [("no case", "")])
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -62,29 +69,15 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def print_case(
-    console: Console,
-    case: CaseSpec,
-    verdict: Verdict | None,
-    runs: dict[str, tuple[Path, RunResult]],
-    *,
-    why: str = "",
-) -> None:
+    console: Console, case: CaseSpec, verdict: Verdict | None,
+    runs: Mapping[str, tuple[Path, RunResult]], *, why: str = "",
+) -> None:  # fmt: skip
     """Everything a person asks about one case: verdict or why none, difference, exits."""
     console.print(cell(f"{case.id}  ({case.scenario})", "bold"), soft_wrap=True)
     if verdict is None:
         console.print(cell(f"no verdict: {why}" if why else "no verdict", "yellow"), soft_wrap=True)
     else:
-        console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
-        console.print(cell(verdict.message), soft_wrap=True)
-        if verdict.difference is not None:
-            console.print(_difference(verdict.difference))
-        if verdict.confirmation is not None:
-            console.print(cell(confirmation.words(verdict.confirmation)), soft_wrap=True)
-        checks = plain_table("check", "outcome", "what", "message")
-        for check in verdict.checks:
-            outcome = cell(check.outcome, COLOURS[check.outcome])
-            checks.add_row(cell(check.check), outcome, cell(check.what), cell(check.message))
-        console.print(checks)
+        _print_verdict(console, verdict)
     results = {role: run for role, (_, run) in runs.items()}
     if words := cost(results, Timeline(results.values())).words:
         console.print(cell(words), soft_wrap=True)
@@ -92,18 +85,31 @@ def print_case(
         _print_run(console, role, folder, run)
 
 
+def _print_verdict(console: Console, verdict: Verdict) -> None:
+    console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
+    console.print(cell(verdict.message), soft_wrap=True)
+    if verdict.difference is not None:
+        console.print(_difference(verdict.difference))
+    if verdict.confirmation is not None:
+        console.print(cell(confirmation.words(verdict.confirmation)), soft_wrap=True)
+    checks = plain_table("check", "outcome", "what", "message")
+    for check in verdict.checks:
+        outcome = cell(check.outcome, COLOURS[check.outcome])
+        add_row(checks, check.check, outcome, check.what, check.message)
+    console.print(checks)
+
+
 def _difference(difference: Difference) -> Table:
     table = Table.grid(padding=(0, 2))
-    rows = {
-        "first difference": f"step {difference.step}, rank {difference.rank}",
-        "in": " ".join(word for word in (difference.quantity, difference.tensor) if word),
-        "reference": difference.reference,
-        "candidate": difference.candidate,
-        "ulps": "" if difference.ulps is None else str(difference.ulps),
-    }
-    for name, text in rows.items():
-        if text:
-            table.add_row(cell(name, "dim"), cell(text))
+    for name, text in (
+        ("first difference", f"step {difference.step}, rank {difference.rank}"),
+        ("in", f"{difference.quantity} {difference.tensor}".strip()),
+        ("reference", difference.reference),
+        ("candidate", difference.candidate),
+        ("ulps", "" if difference.ulps is None else difference.ulps),
+    ):
+        if text != "":
+            add_row(table, cell(name, "dim"), text)
     return table
 
 
@@ -115,9 +121,7 @@ def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> Non
         gone, error = exits.get(records.rank), records.error
         if error is not None or gone is None or gone.code != 0 or records.problems:
             said = f"{error.type}: {error.message}" if error else "; ".join(records.problems)
-            table.add_row(
-                cell(records.rank), cell(exit_word(gone)), cell(len(records.steps)), cell(said)
-            )
+            add_row(table, records.rank, _exit_word(gone), len(records.steps), said)
     if table.row_count:
         console.print(table)
     rank = run.outcome.culprit_rank
@@ -127,15 +131,14 @@ def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> Non
             console.print(cell(f"  {line}"), soft_wrap=True)
 
 
-def exit_word(gone: RankExit | None) -> str:
-    """How a rank's process ended, in words."""
-    if gone is None or gone.code is None:
-        return "never started"
-    by = " (by the harness)" if gone.killed_by_harness else ""
-    return f"signal {-gone.code}{by}" if gone.code < 0 else f"code {gone.code}{by}"
-
-
 def stderr_tail(path: Path) -> tuple[str, ...]:
     """The last lines that a rank printed; empty if there are none, or no plain file."""
     text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
     return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
+
+
+def _exit_word(gone: RankExit | None) -> str:
+    if gone is None or gone.code is None:
+        return "never started"
+    by = " (by the harness)" if gone.killed_by_harness else ""
+    return f"signal {-gone.code}{by}" if gone.code < 0 else f"code {gone.code}{by}"

@@ -1,15 +1,13 @@
 """What shows run folders that are there: `harness report | merge | show`."""
 
-import json
 import os
 from pathlib import Path
 
 import click
-from rich.text import Text
 
 from harness.cli import options, output
 from harness.cli.check import code_of, judged_again, show_damage
-from harness.cli.options import PATH
+from harness.cli.options import PATH, print_json
 from harness.records import ExitCode
 from harness.store import LEGS, RunFolder, load_case
 from harness.store.merge import merge
@@ -52,13 +50,17 @@ def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bo
     Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
     """
     built = build_reports(RunFolder.open(folder).path)
-    found = inspect(folder)
+    found, differences = inspect(folder), tuple[str, ...]()
     show_damage(found)
-    differences = _differences(folder, built, other)
+    if other is not None:
+        import reports
+
+        theirs = reports.build(other)["json"]
+        differences = reports.differences((built["json"], folder), (theirs, other))
     for line in differences:
         click.echo(f"harness: not as in {other}: {line}", err=True)
     if as_json:
-        click.echo(json.dumps({name: str(path) for name, path in built.items()}))
+        print_json(output.as_text(built))
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
@@ -67,15 +69,6 @@ def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bo
     if found.damage or found.unjudged:
         return ExitCode.NO_VERDICT
     return ExitCode.FAILED if differences else ExitCode.PASSED
-
-
-def _differences(folder: Path, built: dict[str, Path], other: Path | None) -> tuple[str, ...]:
-    """Where the results differ from those of another run folder."""
-    if other is None:
-        return ()
-    import reports
-
-    return reports.differences((built["json"], folder), (reports.build(other)["json"], other))
 
 
 @click.command("merge")
@@ -91,17 +84,15 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
     with merge(folders, place, options.command_line()) as merged:
         reports = build_reports(merged.path)
     found = judged_again(place)
-    code = code_of(found)
-    console = make_console(stderr=as_json)
+    code, console = code_of(found), make_console(stderr=as_json)
     for note in merged.manifest["notes"]:
-        console.print(Text(note), soft_wrap=True)
+        output.print_line(console, note)
     console.print(output.counts_line(found.verdicts, found.num_cases), end="")
-    console.print(Text(f"; run folder {merged.path}"), soft_wrap=True)
+    output.print_line(console, f"; run folder {merged.path}")
     show_damage(found)
     if as_json:
-        plain = {name: str(path) for name, path in reports.items()}
-        answer = {"exit_code": int(code), "folder": str(merged.path), "reports": plain}
-        click.echo(json.dumps(answer, allow_nan=False))
+        print_json({"exit_code": int(code), "folder": str(merged.path),
+                    "reports": output.as_text(reports)})  # fmt: skip
     return code
 
 
@@ -117,12 +108,10 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     """
     place, spec, verdict, why = find_answer(case, folder)
     if as_json:
-        plain = {"case": spec.to_json(), "folder": str(place), "why": why,
-                 "verdict": verdict.to_json() if verdict else None}  # fmt: skip
-        click.echo(json.dumps(plain, allow_nan=False))
+        print_json({"case": spec.to_json(), "folder": str(place), "why": why,
+                    "verdict": verdict.to_json() if verdict else None})  # fmt: skip
     else:
-        is_case = (place / "case.json").is_file()
-        held = load_case(place) if is_case else None
+        held = load_case(place) if (place / "case.json").is_file() else None
         runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
         output.print_case(make_console(), spec, verdict, runs, why=why)
     return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT

@@ -1,43 +1,26 @@
 """`harness run` and `harness rerun`: from their options to verdicts, reports and an exit code."""
 
-import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.text import Text
 
+from harness.checks import exit_code
 from harness.cli import options, output
 from harness.cli import report as report_commands
-from harness.cli.options import PATH
+from harness.cli.options import PATH, print_json
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
 from harness.masking import Masker
-from harness.records import CaseSpec, ExitCode
+from harness.records import ExitCode
 from harness.runner import launch
 from harness.runner.retries import set_killed_aside
 from harness.scenario.schema import ENGINES, Overrides
 from harness.store.verify import DEFAULT_OUT, bisect_line, find_case
 from harness.terminal import duration, make_console, make_view, typed
 
-_room = options.options(
-    click.option(
-        "--jobs", type=click.IntRange(1),
-        help="Runs at the same time at most; by default as many as fit the slots.",
-    ),
-    click.option(
-        "--slots", type=click.IntRange(1),
-        help="Ranks that run at the same time; by default one a GPU, or by memory on a CPU.",
-    ),
-    click.option(
-        "--ranks-per-gpu", type=click.IntRange(1), metavar="N",
-        help="Let N ranks share a GPU, to run layouts that need more GPUs; times are then "
-        "meaningless.",
-    ),
-)  # fmt: skip
 _history = options.options(
     click.option(
         "--history", "database", type=PATH, metavar="FILE",
@@ -49,30 +32,21 @@ _history = options.options(
 
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1, metavar="[SCENARIO]...")
-@options.options(options.suite, options.keyword, _room)
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]),
-    help="Device of every run; overrides launch.device.",
-)  # fmt: skip
-@options.out
+@options.options(options.suite, options.keyword, options.room, options.device, options.out)
 @click.option("-x", "exit_first", is_flag=True, help="Stop at the first failed case.")
 @options.as_json
 @click.option(
     "--engine", type=click.Choice(ENGINES),
     help="Start runs on this machine or in an allocation of Slurm; overrides launch.engine.",
 )  # fmt: skip
-@click.option(
-    "--slurm", multiple=True, metavar="KEY=YAML",
-    help="Replace a value of launch.slurm, as partition=gpu.",
-)  # fmt: skip
+@click.option("--slurm", multiple=True, metavar="KEY=YAML",
+              help="Replace a value of launch.slurm, as partition=gpu.")  # fmt: skip
 @options.options(_history, options.overrides, options.bisect_exit, report_commands.open_report)
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."
 )
-@click.option(
-    "--resume", type=PATH, metavar="RUN",
-    help="Continue an interrupted run folder: finished runs are kept.",
-)  # fmt: skip
+@click.option("--resume", type=PATH, metavar="RUN",
+              help="Continue an interrupted run folder: finished runs are kept.")  # fmt: skip
 @click.option(
     "--mixed", is_flag=True, help="With --resume: continue even if code or packages changed since."
 )
@@ -107,7 +81,7 @@ def run(
         )  # fmt: skip
     plan = prepared.plan
     if as_json:
-        click.echo(json.dumps(plan.to_json(), allow_nan=False))
+        print_json(plan.to_json())
     else:
         output.print_plan(make_console(), plan)
         click.echo("".join(f"{note}\n" for note in prepared.notes), nl=False)
@@ -118,32 +92,27 @@ def run(
 @click.command()
 @click.argument("case")
 @click.argument("folder", type=PATH, metavar="[RUN]", required=False)
-@options.options(options.out, _room, options.as_json, _history, options.bisect_exit)
+@options.options(options.out, options.room, options.as_json, _history, options.bisect_exit)
 def rerun(
-    *, case: str, folder: Path | None, out: Path | None, as_json: bool,
-    database: Path | None, no_history: bool, **room: Any,
+    *, case: str, folder: Path | None, slots: int | None, ranks_per_gpu: int | None,
+    jobs: int | None, **how: Any,
 ) -> int:  # fmt: skip
     """Run one case again.
 
     CASE is a case folder, which is all that is needed, or an id in RUN (the newest under out/).
     """
     place, _ = find_case(case, folder)
-    prepared = launch.prepare_rerun(place, **room)
-    return _carry_out(
-        prepared, out=out, exit_first=False, as_json=as_json,
-        database=database, no_history=no_history,
-    )  # fmt: skip
+    prepared = launch.prepare_rerun(place, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs)
+    return _carry_out(prepared, exit_first=False, **how)
 
 
 def _carry_out(
     prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool,
     database: Path | None, no_history: bool, opens: bool = False,
 ) -> int:  # fmt: skip
-    from harness.checks.judge import exit_code
-
     console = make_console(stderr=as_json)
     for note in prepared.notes:
-        console.print(Text(note), soft_wrap=True)
+        output.print_line(console, note)
     try:
         done = launch.carry_out(
             prepared, make_view(console), out=out, exit_first=exit_first,
@@ -156,16 +125,18 @@ def _carry_out(
     if code == ExitCode.PASSED and len(done.verdicts) < done.num_cases:
         code = ExitCode.NO_VERDICT  # a case without a verdict is not a pass
     _show_outcome(console, done)
-    _show_bisect(console, prepared.plan.cases, done)
-    if not no_history:
-        warning = remember(done.folder, database or done.folder.parent / DATABASE_FILE)
-        if warning:
-            click.echo(f"harness: {warning}", err=True)
+    failed = {verdict.case_id for verdict in done.verdicts if verdict.outcome == "failed"}
+    searches = (bisect_line(case, done.folder / "cases" / case.id)
+                for case in prepared.plan.cases if case.id in failed)  # fmt: skip
+    if command := next(filter(None, searches), ""):
+        output.print_line(console, f"find the cause: {typed(command)}")
+    history = database or done.folder.parent / DATABASE_FILE
+    if not no_history and (warning := remember(done.folder, history)):
+        click.echo(f"harness: {warning}", err=True)
     # After the verdicts: a report that cannot be written must not swallow them.
-    reports = report_commands.build_reports(done.folder, database)
-    _show_reports(console, reports)
+    reports = _report(console, done, database)
     if as_json:
-        click.echo(json.dumps(_result(done, reports, code), allow_nan=False))
+        print_json(_result(done, reports, code))
     if opens:
         report_commands.show_page(reports)
     return code
@@ -173,21 +144,14 @@ def _carry_out(
 
 def _show_outcome(console: Console, done: launch.Carried) -> None:
     output.print_outcome(console, done.verdicts, done.num_cases)
-    console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
+    output.print_line(console, f" in {duration(done.wall_s)}; run folder {done.folder}")
 
 
-def _show_bisect(console: Console, cases: Sequence[CaseSpec], done: launch.Carried) -> None:
-    """The command that finds the cause of the first failure that can be searched."""
-    failed = {verdict.case_id for verdict in done.verdicts if verdict.outcome == "failed"}
-    for case in cases:
-        if case.id in failed and (command := bisect_line(case, done.folder / "cases" / case.id)):
-            console.print(Text(f"find the cause: {typed(command)}"), soft_wrap=True)
-            return
-
-
-def _show_reports(console: Console, reports: dict[str, Path]) -> None:
+def _report(console: Console, done: launch.Carried, database: Path | None) -> dict[str, Path]:
+    reports = report_commands.build_reports(done.folder, database)
     if "html" in reports:
-        console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
+        output.print_line(console, f"report: {reports['html']}")
+    return reports
 
 
 def _show_cut_short(
@@ -199,24 +163,20 @@ def _show_cut_short(
     try:
         if done.verdicts:
             # Of hundreds of cases it takes a while, which must not look like a harness that hangs.
-            console.print(Text("interrupted: writing the report, one more Ctrl-C leaves it out"))
-            reports = report_commands.build_reports(done.folder, database)
-        _show_reports(console, reports)
+            console.print("interrupted: writing the report, one more Ctrl-C leaves it out")
+            reports = _report(console, done, database)
     except KeyboardInterrupt:
         raise cut from None
     except Exception as error:  # noqa: BLE001 - it does not change why the run ended
         why = Masker(os.environ).text(one_line(f"{type(error).__name__}: {error}"))
         click.echo(f"harness: no report: {why}", err=True)
     if as_json:
-        click.echo(json.dumps(_result(done, reports, cut.exit_code), allow_nan=False))
+        print_json(_result(done, reports, cut.exit_code))
 
 
 def _result(done: launch.Carried, reports: dict[str, Path], code: int) -> dict[str, Any]:
     return {
-        "exit_code": int(code),
-        "folder": str(done.folder),
-        "reports": {name: str(path) for name, path in reports.items()},
+        "exit_code": int(code), "folder": str(done.folder), "reports": output.as_text(reports),
         "verdicts": [verdict.to_json() for verdict in done.verdicts],
-        "num_cases": done.num_cases,
-        "wall_s": done.wall_s,
-    }
+        "num_cases": done.num_cases, "wall_s": done.wall_s,
+    }  # fmt: skip

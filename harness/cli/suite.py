@@ -1,7 +1,6 @@
 """`harness list`: scenarios, their cases, their shards; and whether every case is legal."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 from harness.checks import table
 from harness.checks.evidence import count as counted
 from harness.cli import options
-from harness.cli.options import PATH
+from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import count as number_of_cases
@@ -18,7 +17,8 @@ from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import check_files, find_scenarios, load_suite, select
 
-DEFAULT_PATHS = (Path("scenarios"),)
+Listed = dict[str, tuple[int, Sequence[CaseSpec]]]
+"""By file: the number of its cases, and the cases."""
 
 
 def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
@@ -34,10 +34,8 @@ def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> No
     "--shards", type=click.IntRange(1, 1000), metavar="N",
     help="Print what each of N shards would run; with --json, a job matrix for CI.",
 )  # fmt: skip
-@click.option(
-    "--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
-    help="Print the checks that a scenario may ask for, and their options.",
-)  # fmt: skip
+@click.option("--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
+              help="Print the checks that a scenario may ask for, and their options.")  # fmt: skip
 @click.option(
     "--check", is_flag=True, help="Validate every case of every file and print every error."
 )
@@ -52,7 +50,7 @@ def list_command(
     the cases of several files are listed, too; the last three are those of `harness run`. Counts
     alone do not check that each case is legal: --check does.
     """
-    overrides, paths = Overrides(sets, axes), paths or DEFAULT_PATHS
+    overrides, paths = Overrides(sets, axes), paths or (Path("scenarios"),)
     tiers, how, shard = (chosen_by[name] for name in ("tiers", "select", "shard"))
     if shards is not None and shard is not None:
         raise UsageError(f"list --shards {shards}: expected no --shard {shard} with it")
@@ -62,30 +60,53 @@ def list_command(
         files = find_scenarios(paths)
         if not keyword and (count or (len(files) > 1 and not as_json)):
             return _show_counts(files, overrides, as_json=as_json)
-        found, numbers = dict[str, Sequence[CaseSpec]](), dict[str, int]()
-        for file in files:
-            if chosen := select(expand(load_scenario(file, overrides=overrides), "cpu"), keyword):
-                numbers[str(file)] = len(chosen)
-                found[str(file)] = () if count else chosen  # ten thousands of a file take memory
-        if not found:
-            raise NothingSelected("no case is selected")
-        return _show(found, numbers, as_json=as_json, count=count)
-    suite = load_suite(paths, tiers=tiers, overrides=overrides)
-    cases, parts = suite.cases("cpu", forced=True, keyword=keyword, how=how)
-    if shards is not None:
-        return _show_shards(cases, shards, as_json=as_json)
-    if shard is not None:
-        from harness.runner.shards import take_shard
+        return _show(
+            _by_file(files, overrides, keyword, count=count), (), as_json=as_json, count=count
+        )
+    from harness.runner.plan import parts, take_shard
 
+    suite = load_suite(paths, tiers=tiers, overrides=overrides)
+    cases, selected = suite.cases("cpu", forced=True, keyword=keyword, how=how)
+    if shards is not None:
+        return _show_shards(parts(cases, shards), as_json=as_json)
+    if shard is not None:
         cases, _ = take_shard(cases, shard)
-    notes = [note for part in parts if (note := part.note())]
-    return _show({suite.name: cases}, {suite.name: len(cases)}, notes, as_json=as_json, count=count)
+    notes = [note for part in selected if (note := part.note())]
+    return _show({suite.name: (len(cases), cases)}, notes, as_json=as_json, count=count)
+
+
+def _by_file(
+    files: Sequence[Path], overrides: Overrides, keyword: str | None, *, count: bool
+) -> Listed:
+    found: Listed = {}
+    for file in files:
+        if chosen := select(expand(load_scenario(file, overrides=overrides), "cpu"), keyword):
+            # Ten thousands of a file take memory.
+            found[str(file)] = len(chosen), () if count else chosen
+    if not found:
+        raise NothingSelected("no case is selected")
+    return found
+
+
+def _show(found: Listed, notes: Sequence[str], *, as_json: bool, count: bool) -> int:
+    if as_json:
+        print_json({name: number if count else [case.to_json() for case in cases]
+                    for name, (number, cases) in found.items()})  # fmt: skip
+        return ExitCode.PASSED
+    for name, (number, cases) in found.items():
+        click.echo(f"{name}: {counted(number, 'case')}")
+        click.echo("".join(f"  {case.id}\n" for case in cases if not count), nl=False)
+    if len(found) > 1:
+        total = sum(number for number, _ in found.values())
+        click.echo(f"{counted(total, 'case')} in {len(found)} files")
+    click.echo("".join(f"{note}\n" for note in notes), nl=False)
+    return ExitCode.PASSED
 
 
 def _show_counts(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
     numbers = {str(f): number_of_cases(load_scenario(f, overrides=overrides)) for f in files}
     if as_json:
-        click.echo(json.dumps(numbers))
+        print_json(numbers)
         return ExitCode.PASSED
     width = len(f"{max(numbers.values()):,}")
     for name, number in numbers.items():
@@ -96,36 +117,15 @@ def _show_counts(files: Sequence[Path], overrides: Overrides, *, as_json: bool) 
     return ExitCode.PASSED
 
 
-def _show(
-    found: Mapping[str, Sequence[CaseSpec]], numbers: Mapping[str, int], notes: Sequence[str] = (),
-    *, as_json: bool, count: bool,
-) -> int:  # fmt: skip
-    if as_json:
-        plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
-        click.echo(json.dumps(numbers if count else plain, allow_nan=False))
-        return ExitCode.PASSED
-    for name, cases in found.items():
-        click.echo(f"{name}: {counted(numbers[name], 'case')}")
-        click.echo("".join(f"  {case.id}\n" for case in cases if not count), nl=False)
-    if len(found) > 1:
-        click.echo(f"{counted(sum(numbers.values()), 'case')} in {len(found)} files")
-    for note in notes:
-        click.echo(note)
-    return ExitCode.PASSED
-
-
-def _show_shards(cases: Sequence[CaseSpec], number: int, *, as_json: bool) -> int:
+def _show_shards(found: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     """A line a shard that holds cases; as JSON, `{"include": [...]}` as GitHub takes it."""
-    from harness.runner.shards import parts
-
-    found = parts(cases, number)
     if as_json:
-        click.echo(json.dumps({"include": [part.to_json() for part in found]}))
+        print_json({"include": found})
         return ExitCode.PASSED
     for part in found:
         click.echo(
-            f"--shard {part.shard}: {counted(part.cases, 'case')}, "
-            f"{counted(part.runs, 'run')}, about {part.expected_slot_s:.0f} s of one slot"
+            f"--shard {part['shard']}: {counted(part['cases'], 'case')}, "
+            f"{counted(part['runs'], 'run')}, about {part['expected_slot_s']:.0f} s of one slot"
         )
     return ExitCode.PASSED
 
@@ -133,7 +133,7 @@ def _show_shards(cases: Sequence[CaseSpec], number: int, *, as_json: bool) -> in
 def _check(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
     checked = check_files(files, overrides)
     if as_json:
-        click.echo(json.dumps([item.to_json() for item in checked], allow_nan=False))
+        print_json([item.to_json() for item in checked])
     for item in checked:
         if item.error:
             click.echo(item.error, err=True)

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from types import FrameType
@@ -42,21 +41,15 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 LOOK_SHARE, FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.05, 5.0
 """How soon new ranks are looked for again: after this share of the time so far, within bounds."""
-SIGNAL_CODE = 128
-"""Shells add it to the number of the signal that ended a command."""
 
 
 @click.command("wrap", context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option(
-    "--out", type=options.PATH, metavar="RUN",
-    help="Folder to record in; by default a new one under out/.",
-)  # fmt: skip
+@click.option("--out", type=options.PATH, metavar="RUN",
+              help="Folder to record in; by default a new one under out/.")  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Name of the new folder under out/.")
-@click.option(
-    "--steps", type=click.IntRange(1), metavar="N",
-    help="Steps that each rank must take; fewer are an error.",
-)  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), metavar="N",
+              help="Steps that each rank must take; fewer are an error.")  # fmt: skip
 @click.option(
     "--taps", multiple=True, metavar="PATTERN",
     help="Modules whose outputs and gradients are digested, as taps of a scenario.",
@@ -88,11 +81,10 @@ def wrap_command(
             tap_pattern(pattern)
         except ConfigError as error:
             raise UsageError(f"--taps: expected {error.expected}, got {shown(error.got)}") from None
-    name = name or _name(command)
     if shutil.which(command[0]) is None:
         raise UsageError(f"wrap: expected a command, {shown(command[0])} is none")
     index, parts, job = _place(part, out)
-    folder = (out or _folder_of(name, job)).absolute()
+    folder = (out or _folder_of(name or _name(command), job)).absolute()
     program = ProgramSpec(
         kind="command", target=command[0], folder=str(Path.cwd()), every=every,
         args={POSITIONAL: Masker(os.environ).words(list(command[1:]))},
@@ -107,7 +99,12 @@ def wrap_command(
     variables = recording(program, folder, os.environ) | {RUN_VARIABLE: job}
     seen = _run(command, os.environ | variables, folder, f"{RUN_VARIABLE}={job}")
     run = recorded.finish(folder, spec, seen, index=index, parts=parts)
-    return _show(folder, run, seen, alone=parts == 1)
+    code = seen.code if seen.code >= 0 else 128 - seen.code  # as shells tell a signal
+    if run is None and parts > 1:
+        return code  # the one that ends last says what there is
+    words, missing = _words(run, folder)
+    click.echo(f"harness: {words}", err=True)
+    return code or missing
 
 
 def _name(command: tuple[str, ...]) -> str:
@@ -139,41 +136,97 @@ def _folder_of(name: str, job: str) -> Path:
     return unused(DEFAULT_OUT / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
 
 
+def _words(run: RunResult | None, folder: Path) -> tuple[str, ExitCode]:
+    """What there is now, and the exit code of a command that ended well."""
+    if run is None:
+        why = "no process of the command trained with torch and this environment"
+        return f"recorded nothing in {folder}: {why}", ExitCode.NOTHING_RAN
+    steps = recorded.steps_on_rank_0(run)
+    if flaw := find_flaw(recorded.with_steps(run, steps)):
+        return f"recorded in {folder}, not whole: {flaw.message}", ExitCode.NO_VERDICT
+    size = f"{count(run.spec.world_size, 'rank')}, {count(steps, 'step')}"
+    return f"recorded {size}: {folder}", ExitCode.PASSED
+
+
+# ---- the command and its ranks
+
+
 def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str) -> Part:
     """Run the command to its end, and say how it and the ranks on this machine ended."""
-    started_unix_s, started_s = time.time(), time.monotonic()
-    watch = _Watch(folder, mark)
-    with _signals_passed_on() as passing:
+    started_unix_s, started_s, sent = time.time(), time.monotonic(), list[int]()
+    with _signals_passed_on(sent) as to:
         try:
             process = subprocess.Popen(command, env=environ)
         except OSError as error:
             raise UsageError(f"wrap: {shown(command[0])}: {error.strerror}") from error
-        passing.pid = process.pid
-        watch.until_end(process.pid)
-        code = process.wait()
-        watch.last_look(process.pid, code)
+        to.append(process.pid)
+        exits = _watch(process, folder, mark)
     return Part(
-        code=code,
-        exits={str(rank): exit for rank, exit in sorted(watch.exits.items())},
-        order=tuple(watch.order),
-        stopped_by=next((number for number in passing.sent if number in STOPS), 0),
-        started_unix_s=started_unix_s,
+        code=process.returncode,
+        exits={str(rank): code for rank, code in sorted(exits.items()) if code is not None},
+        order=tuple(rank for rank, code in exits.items() if code != 0),
+        stopped_by=next((n for n in sent if n in STOPS), 0), started_unix_s=started_unix_s,
         wall_s=time.monotonic() - started_s,
-    )
+    )  # fmt: skip
 
 
-@dataclass
-class _Passing:
-    """The command that gets this process's signals, and those that it got."""
+def _watch(process: subprocess.Popen[bytes], folder: Path, mark: str) -> dict[int, int | None]:
+    """Wait for the command; exit codes of ranks on this machine, in the order in which they ended.
 
-    pid: int = 0
-    sent: list[int] = field(default_factory=list)
+    They are children of others. A rank is known by its start record and by the mark in its
+    environment: another machine's may have the same process id. Its exit code can be read until its
+    parent has waited for it; None if that was sooner.
+    """
+    exits, pids, known, world_size = dict[int, int | None](), dict[int, int](), set[str](), 0
+    began_s, is_over = time.monotonic(), False
+    with selectors.DefaultSelector() as selector, ExitStack() as files:
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.sent.append(number)
+        def watch(pid: int, rank: int | None) -> None:
+            with suppress(OSError):  # it has ended meanwhile
+                files.callback(os.close, file := os.pidfd_open(pid))
+                selector.register(file, selectors.EVENT_READ, rank)
+
+        watch(process.pid, None)
+        while True:
+            for path in folder.glob("rank*.jsonl"):
+                if path.name not in known and (start := read_start(path)) is not None:
+                    known.add(path.name)
+                    world_size = start.world_size
+                    if has_mark(start.pid, mark):
+                        pids[start.rank] = start.pid
+                        watch(start.pid, start.rank)
+            if is_over:
+                break
+            patience_s = LOOK_SHARE * (time.monotonic() - began_s)
+            patience_s = min(max(patience_s, FIRST_LOOK_S), LONGEST_LOOK_S)
+            is_complete = 0 < world_size <= len(known)
+            for key, _ in selector.select(None if is_complete else patience_s):
+                is_over = is_over or key.data is None
+                if key.data is not None:
+                    exits[key.data] = code_of_zombie(pids[key.data])
+                    selector.unregister(key.fileobj)
+    code = process.wait()  # of the command, which may have been a rank itself
+    return exits | {rank: code for rank, pid in pids.items() if pid == process.pid}
+
+
+@contextmanager
+def _signals_passed_on(sent: list[int]) -> Iterator[list[int]]:
+    """Note signals in `sent`, and send each to the processes whose ids are put into the list."""
+    to: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        sent.append(number)
         # Of a key that is pressed, the whole group in the foreground hears by itself.
-        if self.pid and not (number in (signal.SIGINT, signal.SIGQUIT) and _in_foreground()):
-            signal_quietly(self.pid, number)
+        if not (number in (signal.SIGINT, signal.SIGQUIT) and _in_foreground()):
+            for pid in to:
+                signal_quietly(pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+    try:
+        yield to
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_foreground() -> bool:
@@ -182,96 +235,3 @@ def _in_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-@contextmanager
-def _signals_passed_on() -> Iterator[_Passing]:
-    passing = _Passing()
-    before = {number: signal.signal(number, passing) for number in PASSED_ON}
-    try:
-        yield passing
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Watch:
-    """Watches ranks on this machine end, which are children of others.
-
-    A rank is known by its start record and by the mark in its environment: another machine's may
-    have the same process id. Its exit code can be read until its parent has waited for it.
-    """
-
-    def __init__(self, folder: Path, mark: str) -> None:
-        self.exits: dict[int, int] = {}
-        self.order: list[int] = []
-        self._folder, self._mark = folder, mark
-        self._pids: dict[int, int] = {}
-        self._known: set[str] = set()
-        self._world_size = 0
-
-    def until_end(self, pid: int) -> None:
-        """Watch until the process `pid`, a child, has ended."""
-        began_s = time.monotonic()
-        with selectors.DefaultSelector() as selector, ExitStack() as files:
-            while True:
-                for rank, file in self._look(pid):
-                    files.callback(os.close, file)
-                    selector.register(file, selectors.EVENT_READ, rank)
-                complete = 0 < self._world_size < len(self._known)
-                share_s = LOOK_SHARE * (time.monotonic() - began_s)
-                patience_s = min(max(share_s, FIRST_LOOK_S), LONGEST_LOOK_S)
-                for key, _ in selector.select(None if complete else patience_s):
-                    if key.data is None:
-                        return
-                    self._note(key.data, code_of_zombie(self._pids[key.data]))
-                    selector.unregister(key.fileobj)
-
-    def last_look(self, pid: int, code: int) -> None:
-        """The command, which has ended with `code`, may have been a rank itself."""
-        for _, file in self._look(pid):
-            os.close(file)
-        for rank in [rank for rank, its in self._pids.items() if its == pid]:
-            self._note(rank, code)
-
-    def _look(self, pid: int) -> Iterator[tuple[int | None, int]]:
-        """Ranks that have begun to record, and the command, with a file that says when they end."""
-        if "" not in self._known:
-            self._known.add("")
-            yield None, os.pidfd_open(pid)
-        for path in self._folder.glob("rank*.jsonl"):
-            if path.name in self._known or (start := read_start(path)) is None:
-                continue
-            self._known.add(path.name)
-            self._world_size = start.world_size
-            if has_mark(start.pid, self._mark):
-                self._pids[start.rank] = start.pid
-                with suppress(OSError):  # it has ended meanwhile
-                    yield start.rank, os.pidfd_open(start.pid)
-
-    def _note(self, rank: int, code: int | None) -> None:
-        if code is not None:
-            self.exits[rank] = code
-        if code != 0 and rank not in self.order:
-            self.order.append(rank)
-
-
-def _show(folder: Path, run: RunResult | None, part: Part, *, alone: bool) -> int:
-    """A line on stderr of what there is now, and the exit code."""
-    code = part.code if part.code >= 0 else SIGNAL_CODE - part.code
-    if run is None:
-        if not alone:
-            return code  # the one that ends last says what there is
-        click.echo(
-            f"harness: recorded nothing in {folder}: no process of the command trained with torch "
-            "and this environment",
-            err=True,
-        )
-        return code or ExitCode.NOTHING_RAN
-    flaw = find_flaw(recorded.with_steps(run, recorded.steps_on_rank_0(run)))
-    if flaw is not None:
-        click.echo(f"harness: recorded in {folder}, not whole: {flaw.message}", err=True)
-        return code or ExitCode.NO_VERDICT
-    size = f"{count(run.spec.world_size, 'rank')}, {count(recorded.steps_on_rank_0(run), 'step')}"
-    click.echo(f"harness: recorded {size}: {folder}", err=True)
-    return code

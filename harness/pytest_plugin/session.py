@@ -13,6 +13,7 @@ import importlib
 import uuid
 from collections.abc import Generator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,7 @@ import pytest
 from harness.errors import HarnessError, InternalError, Interrupted
 from harness.history import remember
 from harness.machine import describe, resolve_device
-from harness.pytest_plugin.collection import (
-    ASK,
-    NARROWING,
-    CaseItem,
-    Narrowing,
-    ScenarioFile,
-    narrow,
-)
+from harness.pytest_plugin.collection import ASK, EQUALS, CaseItem, ScenarioFile, choose_pairwise
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, advance
@@ -40,31 +34,29 @@ from harness.store.verify import DEFAULT_OUT, unused
 
 INPUT_KEY = "harness"
 """Of what a worker of pytest-xdist is given: place and id of the session."""
-SCOPE = "scenario files"
-"""What one worker gets as a whole."""
 
 
 def register(config: pytest.Config) -> None:
     """Collect scenario files in this session."""
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: cases of scenarios with this tier")
-    config.stash[NARROWING] = Narrowing(config)
+    config.option.keyword = EQUALS.sub(":", config.getoption("keyword"))
     session = HarnessSession(config)
     config.stash[ASK] = session.ask
     config.pluginmanager.register(session, "harness-session")
 
 
+@dataclass(eq=False)
 class _Together(Silent):
     """Cases that are carried out together; `verdicts` are by the ids of the run folder `out`."""
 
-    def __init__(self, kind: tuple[object, ...]) -> None:
-        self.kind = kind
-        self.picked: dict[Path, dict[str, None]] = {}
-        self.names: set[str] = set()
-        self.out = Path()
-        self.verdicts: dict[str, Verdict] = {}
-        self.rounds: Generator[None, None, None] | None = None
-        self.error: HarnessError | None = None
+    kind: tuple[object, ...]
+    picked: dict[Path, dict[str, None]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    out: Path = Path()
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    rounds: Generator[None, None, object] | None = None
+    error: HarnessError | None = None
 
     def judged(self, verdict: Verdict) -> None:
         """A case has its verdict, whoever waits for it."""
@@ -81,8 +73,11 @@ class HarnessSession:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         given: list[str] | None = getattr(config, "workerinput", {}).get(INPUT_KEY)
-        out, self._id = given or (str(_out(config)), uuid.uuid4().hex)
-        self._out = Path(out)
+        fresh = DEFAULT_OUT / f"pytest-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        out, self._id = given or (
+            config.getoption("harness_out") or unused(fresh), uuid.uuid4().hex
+        )  # fmt: skip
+        self._out = Path(out).absolute()
         self._by_file: dict[Path, _Together] = {}
         self._folders: list[Path] = []
         self._warnings: list[str] = []
@@ -99,20 +94,18 @@ class HarnessSession:
         named: dict[str, Any] = {} if inside else {"nodeid": file_path.as_posix()}
         return ScenarioFile.from_parent(parent, path=file_path, **named)
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Before all others: what is left is what they choose from."""
-        narrow(config, items)
+        """After -k and -m, which say what is chosen from; --lf and --ff come later, as wrappers."""
+        choose_pairwise(config, items)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What is selected is known: who is carried out with whom."""
         if self._config.option.collectonly:
             return
-        for item in session.items:
-            if not isinstance(item, CaseItem):
-                continue
+        for item in (item for item in session.items if isinstance(item, CaseItem)):
             if item.path not in self._by_file:
                 kind, name = self._kind(item.parent), item.parent.scenario.name
                 known = self._by_file.values()
@@ -133,8 +126,8 @@ class HarnessSession:
         """
         together = self._by_file[item.path]
         case_id = together.case_id(item)
-        together.rounds = together.rounds or self._rounds(together)
         try:
+            together.rounds = together.rounds or self._rounds(together)
             advance(together.rounds, lambda: case_id in together.verdicts)
         except Interrupted as error:
             pytest.exit(str(error), returncode=ExitCode.INTERRUPTED)
@@ -152,7 +145,7 @@ class HarnessSession:
                 device = resolve_device(device, describe())
         return wanted.engine, wanted.slurm, device
 
-    def _rounds(self, together: _Together) -> Generator[None, None, None]:
+    def _rounds(self, together: _Together) -> Generator[None, None, object]:
         option = self._config.getoption
         what: dict[str, Any] = {"resume": together.out}
         if not self._is_ours(together.out):
@@ -162,7 +155,7 @@ class HarnessSession:
             slots=option("harness_slots"), ranks_per_gpu=option("harness_ranks_per_gpu"), **what
         ))  # fmt: skip
         argv = ("pytest", *map(str, self._config.invocation_params.args))
-        yield from launch.rounds(prepared, together, out=together.out, exit_first=False, argv=argv)
+        return launch.rounds(prepared, together, out=together.out, exit_first=False, argv=argv)
 
     def _is_ours(self, folder: Path) -> bool:
         """Whether a run folder was made in this session: another worker's, which is dead."""
@@ -204,8 +197,8 @@ class HarnessSession:
         """The scheduler that --dist names, but all cases go to one worker."""
         dist = config.getvalue("dist")
         if dist == "each":
-            raise pytest.UsageError("--dist each: expected another with --harness: one worker "
-                                    "has all slots, and runs each case once")  # fmt: skip
+            raise pytest.UsageError("--dist each: expected another with --harness: one worker has "
+                                    "all slots, and runs each case once")  # fmt: skip
         xdist: Any = importlib.import_module("xdist.scheduler")
         by_name = {"loadscope": xdist.LoadScopeScheduling, "loadfile": xdist.LoadFileScheduling}
         # The rest gives each test its own scope, but for groups.
@@ -214,12 +207,6 @@ class HarnessSession:
         class CasesTogether(base):  # type: ignore[misc]
             def _split_scope(self, nodeid: str) -> str:
                 is_case = Path(nodeid.partition("::")[0]).suffix in SUFFIXES
-                return SCOPE if is_case else str(super()._split_scope(nodeid))
+                return "scenario files" if is_case else str(super()._split_scope(nodeid))
 
         return CasesTogether(config, log)
-
-
-def _out(config: pytest.Config) -> Path:
-    given = config.getoption("harness_out")
-    fresh = DEFAULT_OUT / f"pytest-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    return (Path(given) if given else unused(fresh)).absolute()

@@ -2,24 +2,19 @@
 
     equal work on this kind of machine   the median of its newest times
     similar runs: preset, ranks, device  start-up, and a step's time for its own steps
-    nothing known                        `estimate_s`, a model of its size
+    nothing known                        `estimate_s`, a model of its size, from the constants below
 
 Only runs that ended well count, unless the work never did: a hang is expected to last its time
-limit again. The model, in seconds on the CPU and on CUDA:
-
-    start      1.0 + 0.05 a rank        6.0 + 0.5 a rank
-    a step     0.05 of host time        0.02 of host time
-               + arithmetic at 5e9/s    + arithmetic at 1e14/s
-
-Arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on the CPU
-and over the ranks on CUDA; host time on the CPU is multiplied by ranks over cores above 1.
+limit again. The model's arithmetic is 6 x parameters that a token meets x tokens of a step, spread
+over the cores on the CPU and over the ranks on CUDA; host time on the CPU is multiplied by ranks
+over cores above 1.
 """
 
 import json
-import sqlite3
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +22,7 @@ from statistics import median
 from typing import Any, Literal
 
 from harness.checks.memory import peak_bytes
-from harness.checks.speed import step_times
+from harness.checks.speed import matrix_weights, step_times
 from harness.errors import HarnessError
 from harness.history import History, machine_kind
 from harness.history.entries import work_of
@@ -47,7 +42,9 @@ NEWEST = 5
 """As many times of equal work, or folders, are looked at."""
 MAX_RUNS = 200_000
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
+"""Seconds of a run's start-up, and more for each rank."""
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
+"""Host time of a step."""
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
 _FOREIGN_START_S = 8.0
 """Of a program in a fresh interpreter, most of it the import of torch."""
@@ -75,20 +72,15 @@ SHARDS_BY: Seconds = by_size(CORES, "cpu")
 
 def expected_here(database: Path | None, here: Machine) -> Estimates:
     """For a plan on this machine; a history that is missing or damaged says nothing."""
-    try:
+    with suppress(HarnessError):
         if database is not None and database.exists():
             with History.open(database) as history:
                 return expected(history, machine_kind(json.loads(dumps(here))), num_cores())
-    except HarnessError:
-        pass
     return Estimates(by_size(), _SERVER_START_S)
 
 
 def expected(history: History, machine: str, cores: int) -> Estimates:
-    """What the history knows of the time of runs on a kind of machine; read once, asked often.
-
-    Rows are not held against their digests: a wrong estimate costs a minute.
-    """
+    """What the history knows of the time of runs on a kind of machine; read once, asked often."""
     ended, failed, starts, steps = (defaultdict[object, list[float]](list) for _ in range(4))
     for work, what, wall_s, preset, world_size, device, num_steps, step_s in history.query(
         "SELECT work, what, wall_s, preset, world_size, runs.device, steps, step_s "
@@ -123,17 +115,14 @@ def expected(history: History, machine: str, cores: int) -> Estimates:
 
 def _start_s(history: History, machine: str) -> float:
     """From the making of a run folder to its first run, as it was in the newest folders."""
-    rows: list[sqlite3.Row] = history.query(
+    found = []
+    for created, first in history.query(
         "SELECT created, MIN(started_unix_s) FROM runs JOIN folders ON runs.folder = folders.id "
         "WHERE folders.machine = ? AND started_unix_s > 0 GROUP BY folders.id "
         f"ORDER BY created DESC LIMIT {NEWEST}", [machine],
-    )  # fmt: skip
-    found = []
-    for created, first in rows:
-        try:
+    ):  # fmt: skip
+        with suppress(TypeError, ValueError):
             found.append(max(0.0, float(first) - datetime.fromisoformat(created).timestamp()))
-        except (TypeError, ValueError):
-            continue
     return median(found) if found else _SERVER_START_S
 
 
@@ -146,12 +135,12 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
         # Nothing is known of its size; the history knows after its first run.
         return float(_FOREIGN_START_S + each * world + slowdown * config["steps"] * _STEP_S[device])
     # Ranks of one replica work on the same tokens.
-    replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
-    sequences = config["microbatches"] * config["micro_batch_size"] * replicas
-    work = 6.0 * num_parameters(config["model"], active=True) * sequences * config["model"]["seq"]
-    crowd = max(1.0, world / cores) if device == "cpu" else 1.0
-    workers = cores if device == "cpu" else world
-    step = _STEP_S[device] * crowd + work / (_FLOPS[device] * workers)
+    model, replicas = config["model"], config["parallel"]["dp_outer"] * config["parallel"]["dp"]
+    tokens = config["microbatches"] * config["micro_batch_size"] * replicas * model["seq"]
+    crowd, workers = (max(1.0, world / cores), cores) if device == "cpu" else (1.0, world)
+    step = _STEP_S[device] * crowd + 6.0 * matrix_weights(model) * tokens / (
+        _FLOPS[device] * workers
+    )
     steps_s, soak = slowdown * config["steps"] * step, spec.soak
     if soak is not None and soak.is_open:
         # A step replays once at least: more often, and the soak is over sooner.
@@ -159,35 +148,10 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     return float(fixed + each * world + steps_s)
 
 
-def num_parameters(model: Mapping[str, Any], *, active: bool = False) -> int:
-    """Parameters of the decoder, embedding and head included, norms and biases left out.
-
-    Args:
-        model: plain `ModelConfig`.
-        active: count of the experts only those that one token goes to.
-    """
-    hidden, experts, dense = model["hidden"], model["experts"], model["first_dense_layers"]
-    used = model["top_k"] if active else experts
-    routed = hidden * (experts + 3 * (used * model["expert_ffn"] + model["shared_expert_ffn"]))
-    dense = dense if experts else model["layers"]
-    return int(
-        model["layers"] * _attention_parameters(model)
-        + dense * 3 * hidden * model["ffn"]
-        + (model["layers"] - dense) * routed
-        + 2 * model["vocab_size"] * hidden
-    )
-
-
-def _attention_parameters(model: Mapping[str, Any]) -> int:
-    hidden, heads, head = model["hidden"], model["heads"], model["head_dim"]
-    if model["attention"] == "gqa":
-        return int(hidden * head * 2 * (heads + model["kv_heads"]))
-    latent, rope, value = model["kv_lora_rank"], model["qk_rope_head_dim"], model["v_head_dim"]
-    query = hidden * heads * head
-    if model["q_lora_rank"] is not None:
-        query = model["q_lora_rank"] * (hidden + heads * head)
-    keys = hidden * (latent + rope) + latent * heads * (model["qk_nope_head_dim"] + value)
-    return int(query + keys + heads * value * hidden)
+def num_parameters(model: Mapping[str, Any]) -> int:
+    """Parameters of a plain `ModelConfig`, embedding and head included, no norms, no biases."""
+    all_experts = {**model, "top_k": model["experts"]}
+    return matrix_weights(all_experts) + int(model["vocab_size"] * model["hidden"])
 
 
 # ---- what was measured
@@ -197,13 +161,9 @@ def _attention_parameters(model: Mapping[str, Any]) -> int:
 class Cost:
     """Memory and step time by role (reference, control, candidate); 0 and None if not measured.
 
-    One run each, digests included: a first look, which the check `throughput` does not use.
-
-    Attributes:
-        peak_bytes: of the worst rank.
-        step_s: median over the later half of the steps of the slowest rank's time.
-        concurrent: the most other runs that were under way during a run of the case.
-        shares_gpus: whether ranks of one run shared a GPU, where times mean nothing.
+    One run each, digests included: a first look, which the check `throughput` does not use. Bytes
+    are of the worst rank, seconds the median over the later half of the steps of the slowest rank;
+    `concurrent` is the most other runs that were under way during a run of the case.
     """
 
     peak_bytes: Mapping[str, int]
@@ -214,38 +174,33 @@ class Cost:
     @property
     def memory(self) -> float | None:
         """The candidate's peak over the reference's."""
-        ours, theirs = (self.peak_bytes.get(role, 0) for role in ("reference", "candidate"))
-        return theirs / ours if ours and theirs else None
+        return _ratio(self.peak_bytes.get("candidate"), self.peak_bytes.get("reference"))
 
     @property
     def speed(self) -> float | None:
         """Reference's step time over the candidate's: above 1, the candidate is faster."""
-        return self._speed_of("candidate")
+        return _ratio(self.step_s.get("reference"), self.step_s.get("candidate"))
 
     @property
     def control_speed(self) -> float | None:
         """The same of the control: 1 but for noise."""
-        return self._speed_of("control")
-
-    def _speed_of(self, role: str) -> float | None:
-        ours, theirs = self.step_s.get("reference"), self.step_s.get(role)
-        return ours / theirs if ours and theirs else None
+        return _ratio(self.step_s.get("reference"), self.step_s.get("control"))
 
     @property
     def words(self) -> str:
         """Both on one line; "" if neither was measured."""
-        ms = {role: f"{(seconds or 0.0) * 1e3:.4g}" for role, seconds in self.step_s.items()}
         parts = []
         if self.memory is not None:
             peak = self.peak_bytes["candidate"] / MIB
             parts.append(f"peak memory {peak:.1f} MiB, {self.memory:.2f} of the reference's")
         if self.speed is not None:
+            ms = {role: f"{(seconds or 0.0) * 1e3:.4g}" for role, seconds in self.step_s.items()}
             control = f", the control's {ms['control']}" if self.control_speed is not None else ""
             parts.append(
                 f"a step takes {ms['candidate']} ms, the reference's {ms['reference']}{control}"
             )
-            parts += [self.caution] if self.caution else []
-        return "; ".join(parts)
+            parts.append(self.caution)
+        return "; ".join(filter(None, parts))
 
     @property
     def caution(self) -> str:
@@ -273,18 +228,17 @@ class Timeline:
 
 
 def cost(runs: Mapping[str, RunResult], timeline: Timeline) -> Cost:
-    """Measure the runs of a case.
-
-    Args:
-        runs: reference, control and candidate, as far as there are any.
-        timeline: of every run of the folder, theirs included.
-    """
+    """Measure the runs of a case, by role, over the timeline of all runs of its folder."""
     return Cost(
         peak_bytes={role: max(map(peak_bytes, run.ranks), default=0) for role, run in runs.items()},
         step_s={role: _step_s(run) for role, run in runs.items()},
         concurrent=max((timeline.concurrent(run) for run in runs.values()), default=0),
         shares_gpus=any(shares_gpus(run) for run in runs.values()),
     )
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
 
 
 def _span(run: RunResult) -> tuple[float, float]:

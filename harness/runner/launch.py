@@ -20,16 +20,10 @@ from typing import Any, Literal
 
 from fsdp_core.config import TrainConfig
 from harness import machine
+from harness.engine import slurm as on_slurm
 from harness.engine.base import Engine, shared
 from harness.engine.local import LocalEngine
-from harness.engine.slurm import (
-    MANIFEST_KEY,
-    SlurmEngine,
-    SlurmOptions,
-    device_on_slurm,
-    slots_on_slurm,
-    stored_options,
-)
+from harness.engine.slurm import SlurmOptions
 from harness.errors import (
     HarnessError,
     InternalError,
@@ -37,20 +31,19 @@ from harness.errors import (
     NothingSelected,
     UsageError,
     one_line,
-)
+)  # fmt: skip
 from harness.machine import Machine
 from harness.masking import Masker
 from harness.program.launch import make_environments
 from harness.program.spec import codes_of, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps, each_of
-from harness.repeats import runs_of, unique_runs
+from harness.repeats import unique_runs
 from harness.runner.estimates import expected_here
-from harness.runner.plan import Plan, make_plan
+from harness.runner.plan import Plan, make_plan, take_shard
 from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import clear_leftovers, is_left, open_repeats, stored_limit
 from harness.runner.run import View, execution, keep_trace, whole
-from harness.runner.shards import take_shard
 from harness.scenario.schema import Overrides
 from harness.scenario.suite import Picked, Selected, load_suite
 from harness.store import RunFolder, load_case
@@ -58,8 +51,6 @@ from harness.store.merge import Whole, keep_whole
 from harness.store.verify import DEFAULT_OUT, unused
 
 DEFAULT_SCENARIOS = Path("scenarios")
-NOTES_KEY = "notes"
-"""Of the manifest: what selections left out, a line each."""
 SESSION_KEY = "session"
 """Of the manifest: the session of pytest that made the folder, "" for none."""
 Device = Literal["cpu", "cuda"]
@@ -147,11 +138,7 @@ class CutShort(Interrupted):
 
 
 def prepare(request: Request) -> Prepared:
-    """Check a request and plan it.
-
-    Raises:
-        HarnessError: it cannot be carried out.
-    """
+    """Check a request and plan it (`HarnessError`: it cannot be carried out)."""
     here = machine.describe()
     if request.resume is not None:
         return _prepare_resume(request, request.resume, here)
@@ -172,77 +159,58 @@ def prepare(request: Request) -> Prepared:
     part_of = None
     if request.shard is not None:
         chosen, part_of = take_shard(chosen, request.shard)
-    default = machine.default_slots(here) if slurm is None else slots_on_slurm(None, chosen)
-    slots, devices = _slots(
-        request.slots or suite.slots(default), slurm, chosen, device, here, request.ranks_per_gpu
+    stated = request.slots or suite.slots(
+        on_slurm.slots_on_slurm(None, chosen) if slurm else machine.default_slots(here)
     )
-    plan = make_plan(
-        chosen, slots=slots, jobs=1 if slurm else request.jobs,
-        expected=expected_here(request.history, here),
-        memory_bytes=None if slurm else _memory_bytes(device, here),
-    )  # fmt: skip
     return Prepared(
-        name=suite.name, why=suite.why, text=suite.text, plan=plan, device=device,
-        devices=devices, machine=here, slurm=slurm, retries=suite.launch.retries,
+        name=suite.name, why=suite.why, text=suite.text, retries=suite.launch.retries,
         selected=selected, tiers=suite.tiers, whole=part_of, session=request.session,
+        **_planned(
+            chosen, device, slurm, here, slots=stated, ranks_per_gpu=request.ranks_per_gpu,
+            jobs=request.jobs, history=request.history,
+        ),
     )  # fmt: skip
 
 
 def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     refused = {
-        "-k": request.keyword, "--device": request.device, "--out": request.out,
-        "--set": request.overrides.sets, "--axis": request.overrides.axes,
+        "SCENARIO": request.paths, "-k": request.keyword, "--device": request.device,
+        "--out": request.out, "--set": request.overrides.sets, "--axis": request.overrides.axes,
         "--engine": request.engine, "--slurm": request.slurm, "--tier": request.tiers,
         "--select": request.select, "--shard": request.shard,
     }  # fmt: skip
-    for option, value in refused.items():
-        if value:
-            raise UsageError(f"--resume: expected no {option}, the cases of {path} are planned")
+    if option := next((option for option, value in refused.items() if value), ""):
+        raise UsageError(f"--resume: expected no {option}, the cases of {path} are planned")
     folder = RunFolder.open(path)
-    cases = folder.cases
-    if request.paths:
-        text = load_suite(request.paths).text
-        if folder.scenario_text not in (text, Masker(os.environ).text(text)):
-            raise UsageError(
-                f"--resume: expected the scenario that {path} was made from, got "
-                f"{', '.join(map(str, request.paths))}, which differs; leave it out to go on with "
-                f"the old one"
-            )
+    manifest, cases = folder.manifest, folder.cases
     if not cases:
         raise NothingSelected(f"{path} holds no case")
     _check_configs(path, cases)
-    if not request.mixed and "code" in folder.manifest:
+    if not request.mixed and "code" in manifest:
         _refuse_other_code(folder, here)
-    device, slurm = cases[0].candidate.device, stored_options(folder.manifest)
+    device, slurm = cases[0].candidate.device, on_slurm.stored_options(manifest)
     _device(device, slurm, here)
-    stored = folder.manifest.get("slots") if device == "cpu" and slurm is None else None
-    stored_devices = folder.manifest.get("devices") or ()
+    stored = manifest.get("slots") if device == "cpu" and slurm is None else None
+    stored_devices = manifest.get("devices") or ()
     crowd = max(map(stored_devices.count, stored_devices), default=None)
-    slots, devices = _slots(
-        request.slots or stored, slurm, cases, device, here, request.ranks_per_gpu or crowd
-    )
-    retries = stored_limit(folder.manifest)
+    retries = stored_limit(manifest)
     left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec, retries)}
-    plan = make_plan(
-        cases, slots=slots, jobs=1 if slurm else request.jobs,
-        expected=expected_here(request.history, here),
-        finished=lambda key: key not in left, repeats=open_repeats(folder, retries),
-    )  # fmt: skip
     return Prepared(
-        name=str(folder.manifest.get("scenario", "")), why=str(folder.manifest.get("why", "")),
-        text=folder.scenario_text, plan=plan, device=device, devices=devices, machine=here,
-        slurm=slurm, retries=retries, resumed=folder,
+        name=str(manifest.get("scenario", "")), why=str(manifest.get("why", "")),
+        text=folder.scenario_text, retries=retries, resumed=folder,
+        **_planned(
+            cases, device, slurm, here, slots=request.slots or stored,
+            ranks_per_gpu=request.ranks_per_gpu or crowd, jobs=request.jobs,
+            history=request.history, finished=lambda key: key not in left,
+            repeats=open_repeats(folder, retries),
+        ),
     )  # fmt: skip
 
 
 def prepare_rerun(
     case_folder: Path, *, slots: int | None, ranks_per_gpu: int | None, jobs: int | None
 ) -> Prepared:
-    """Plan one case again, from its folder and nothing else.
-
-    Raises:
-        HarnessError: not a case folder, or the case cannot run here.
-    """
+    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here)."""
     case = dataclasses.replace(load_case(case_folder).case, skip_reason="")
     if case.reference.recorded:
         raise UsageError(
@@ -257,64 +225,59 @@ def prepare_rerun(
 
 
 def prepare_cases(
-    cases: Sequence[CaseSpec],
-    *,
-    name: str,
-    why: str,
-    slots: int | None = None,
-    ranks_per_gpu: int | None = None,
-    jobs: int | None = None,
-) -> Prepared:
-    """Plan cases of one device that come from no scenario file.
-
-    Raises:
-        HarnessError: the machine cannot run them.
-    """
+    cases: Sequence[CaseSpec], *, name: str, why: str, slots: int | None = None,
+    ranks_per_gpu: int | None = None, jobs: int | None = None,
+) -> Prepared:  # fmt: skip
+    """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here)."""
     here = machine.describe()
-    device = cases[0].candidate.device
-    machine.resolve_device(device, here)
-    count, devices = _slots(slots, None, cases, device, here, ranks_per_gpu)
-    plan = make_plan(cases, slots=count, jobs=jobs, memory_bytes=_memory_bytes(device, here))
+    device = _device(cases[0].candidate.device, None, here)
     # The text is not a scenario to run: it only names this for the report.
     text = f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n"
-    return Prepared(
-        name=name, why=why, text=text, plan=plan, device=device, devices=devices, machine=here
-    )
+    return Prepared(name=name, why=why, text=text, **_planned(
+        cases, device, None, here, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
+    ))  # fmt: skip
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
-    if slurm is not None:
-        return device_on_slurm(wanted, slurm)
-    return machine.resolve_device(wanted, here)
+    return (
+        on_slurm.device_on_slurm(wanted, slurm) if slurm else machine.resolve_device(wanted, here)
+    )
 
 
-def _slots(
-    wanted: int | None, slurm: SlurmOptions | None, cases: Sequence[CaseSpec], device: Device,
-    here: Machine, ranks_per_gpu: int | None,
-) -> tuple[int, tuple[str, ...]]:  # fmt: skip
-    """Number of slots, and the GPU of each (`UsageError`: GPUs to share where there are none)."""
-    if ranks_per_gpu is not None and slurm is not None:
-        raise UsageError("--ranks-per-gpu: expected runs on this machine, these go to Slurm")
-    if ranks_per_gpu is not None and device == "cpu":
+def _planned(
+    cases: Sequence[CaseSpec], device: Device, slurm: SlurmOptions | None, here: Machine, *,
+    slots: int | None, ranks_per_gpu: int | None, jobs: int | None, history: Path | None = None,
+    **left: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What of a `Prepared` depends on the machine (`UsageError`: GPUs to share where none are).
+
+    `left` are `finished` and `repeats` of a run folder that is resumed.
+    """
+    if ranks_per_gpu is not None and (slurm is not None or device == "cpu"):
+        where = "in Slurm" if slurm is not None else "on the CPU"
         raise UsageError(
-            f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs, this one is on the CPU"
+            f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs of this machine, this one is "
+            f"{where}"
         )
+    devices: tuple[str, ...] = ()
+    memory_bytes: int | None = here.memory_bytes
     if slurm is not None:
-        return slots_on_slurm(wanted, cases), ()
-    if device == "cpu":
-        return wanted or machine.default_slots(here), ()
-    # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
-    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:wanted]
-    return len(devices), devices
-
-
-def _memory_bytes(device: Device, here: Machine) -> int:
-    return here.memory_bytes if device == "cpu" else sum(gpu.memory_bytes for gpu in here.gpus)
+        slots, jobs, memory_bytes = on_slurm.slots_on_slurm(slots, cases), 1, None
+    elif device == "cpu":
+        slots = slots or machine.default_slots(here)
+    else:  # fewer GPUs than wanted: the plan skips what does not fit, and says so
+        devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:slots]
+        slots, memory_bytes = len(devices), sum(gpu.memory_bytes for gpu in here.gpus)
+    plan = make_plan(
+        cases, slots=slots, jobs=jobs, expected=expected_here(history, here),
+        memory_bytes=memory_bytes, **left,
+    )  # fmt: skip
+    return {"plan": plan, "device": device, "devices": devices, "machine": here, "slurm": slurm}
 
 
 def _check_configs(place: Path, cases: Iterable[CaseSpec]) -> None:
     """See that stored configurations are whole and legal for this version of the trainer."""
-    for spec in {s.key: s for c in cases if not c.skip_reason for s in runs_of(c)}.values():
+    for spec in unique_runs(cases).values():
         try:
             full = TrainConfig.from_dict(spec.config).to_dict() if spec.is_builtin else {}
             if lacks := [name for name, value in full.items() if spec.config.get(name) != value]:
@@ -339,8 +302,8 @@ def _refuse_other_code(folder: RunFolder, here: Machine) -> None:
 def _refuse_secrets(cases: Iterable[CaseSpec], arguments: Iterable[str]) -> None:
     """See that no free text of a plan, which is stored with every run, is a secret."""
     masker = Masker(os.environ)
-    texts = {(key, text) for case in cases for key, text in _texts(case)}
-    for key, text in (*sorted(texts), *(("launch.slurm.args", text) for text in arguments)):
+    texts = sorted({(key, text) for case in cases for key, text in _texts(case)})
+    for key, text in (*texts, *(("launch.slurm.args", text) for text in arguments)):
         if masker.text(text) != text:
             raise UsageError(
                 f"{key}: expected no secret, as this is stored with every run; got one (not "
@@ -363,23 +326,11 @@ def _texts(case: CaseSpec) -> Iterator[tuple[str, str]]:
 
 
 def rounds(
-    prepared: Prepared,
-    view: View,
-    *,
-    out: Path | None,
-    exit_first: bool,
-    argv: Sequence[str],
-    engine: Engine | None = None,
-) -> Generator[None, None, Carried]:
+    prepared: Prepared, view: View, *, out: Path | None, exit_first: bool, argv: Sequence[str]
+) -> Generator[None, None, Carried]:  # fmt: skip
     """Make the runs and judge the cases in rounds; closing them closes folder and engine, too.
 
-    Args:
-        prepared: what to do.
-        view: where progress goes.
-        out: run folder to make; None for a new one under `out/`.
-        exit_first: stop at the first case that does not pass.
-        argv: the command line, for the manifest.
-        engine: makes the runs; None for this machine's own.
+    `out` is the run folder to make, None for a new one under `out/`; `argv` is for its manifest.
 
     Raises:
         CutShort: it was interrupted.
@@ -394,7 +345,7 @@ def rounds(
         view.planned(plan)
         programs = filter(None, (program_of(run.spec.config) for run in plan.runs))
         make_environments(programs, lambda text: print(text, file=sys.stderr))
-        engine = engine or make_engine(prepared)
+        engine = make_engine(prepared)
         known = {run.key: run.estimate_s for run in plan.runs}
         try:
             verdicts = yield from execution(
@@ -422,7 +373,6 @@ def rounds(
 
 
 carry_out = whole(rounds)
-"""All rounds of a launch."""
 
 
 def make_engine(prepared: Prepared) -> Engine:
@@ -430,37 +380,28 @@ def make_engine(prepared: Prepared) -> Engine:
     slots, jobs = prepared.plan.slots, prepared.plan.jobs
     if prepared.slurm is None:
         return LocalEngine(slots=slots, jobs=jobs, devices=prepared.devices)
-    return SlurmEngine(prepared.slurm, slots=slots)
+    return on_slurm.SlurmEngine(prepared.slurm, slots=slots)
 
 
 def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> RunFolder:
     """A new run folder, locked: `out`, or one under `out/` that is named after the scenario.
 
-    Raises:
-        UsageError: there is something else at `out`.
-        Infrastructure: it cannot be written.
+    Raises `UsageError` if there is something else, `Infrastructure` if it cannot be written.
     """
     now, part_of = datetime.now(UTC), prepared.whole
     shard = "" if part_of is None else f"-{part_of.shard.index}of{part_of.shard.number}"
     path = out or unused(DEFAULT_OUT / f"{prepared.name}{shard}-{now:%Y%m%dT%H%M%SZ}")
     manifest = {
-        "id": uuid.uuid4().hex,
-        "scenario": prepared.name,
-        "why": prepared.why,
-        "created": now.isoformat(timespec="milliseconds"),
-        "command": list(argv),
-        "device": prepared.device,
-        "slots": prepared.plan.slots,
-        "devices": list(prepared.devices),
-        RETRIES_KEY: prepared.retries,
-        "tier": prepared.tiers,
+        "id": uuid.uuid4().hex, "scenario": prepared.name, "why": prepared.why,
+        "created": now.isoformat(timespec="milliseconds"), "command": list(argv),
+        "device": prepared.device, "slots": prepared.plan.slots,
+        "devices": list(prepared.devices), RETRIES_KEY: prepared.retries, "tier": prepared.tiers,
         "shard": "" if part_of is None else str(part_of.shard),
         "selected": [part.to_json() for part in prepared.selected],
-        NOTES_KEY: list(prepared.notes),
-        SESSION_KEY: prepared.session,
-        MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
+        "notes": list(prepared.notes), SESSION_KEY: prepared.session,
+        on_slurm.MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
         **provenance_of(prepared.machine, prepared.plan.cases),
-    }
+    }  # fmt: skip
 
     def fill(folder: RunFolder) -> None:
         if part_of is not None:

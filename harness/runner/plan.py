@@ -1,33 +1,45 @@
 """What will run, in which order, on how many slots, for how long; and what cannot run here.
 
     cases -> unique runs, those that share a reference together -> `arrange` -> `Queue`
+    cases -> groups that share runs -> the costliest first, each into the shard that has the least
 
 A slot holds one rank: a GPU, or on the CPU one of a stated number. The widest runs come first, of
-these the longest; whenever slots are free, the first run of the order that fits starts: list
-scheduling, at most twice as long as the best order (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969;
-M. R. Garey and R. L. Graham, SIAM J. Comput. 4(2), 1975, for runs that need several slots).
-Expected seconds (`harness.runner.estimates`) order the work; no verdict depends on them.
+these the longest; whenever slots are free, the first run of the order that fits starts: at most
+twice as long as the best order (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969). Expected seconds
+(`harness.runner.estimates`) order the work; no verdict depends on them.
+
+A group stays whole: each run is made in the shard that has all cases that need it. Its cost is the
+seconds of its runs times their ranks; costliest first is within 4/3 of the best cut (Graham, too).
+Every machine cuts alike: runs are estimated by their size (`SHARDS_BY`). `shards.json` in the
+folder of a shard holds every case of the matrix and its shard, so a lost shard is noticed.
 """
 
 import dataclasses
-import gc
+import hashlib
 import heapq
 import itertools
+import json
+import math
 import os
+import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_core.config import TrainConfig, built, not_built
+from harness.errors import NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec, each_of
-from harness.repeats import in_turn, runs_of, untimed_runs
-from harness.runner.estimates import Estimates, Seconds, by_size, num_parameters
+from harness.repeats import in_turn, runs_of, unique_runs, untimed_runs
+from harness.runner.estimates import SHARDS_BY, Estimates, Seconds, by_size, num_parameters
+from harness.store.merge import Shard, Whole
 
+MAX_SHARDS = 1000
+_SHARD = re.compile(r"([0-9]{1,4})/([0-9]{1,4})")
 GIB = 1 << 30
 LEAST_BYTES = 2
 """Of a weight or an element of a hidden state: a bound that no run is below, not an estimate."""
@@ -52,9 +64,7 @@ class PlannedRun(Json):
 class Plan(Json):
     """Runs in execution order, and every case, those that cannot run here with their reason.
 
-    Attributes:
-        estimate_s: wall time of the schedule, start-up included.
-        start_s: of it, before the first run.
+    `estimate_s` is the wall time of the schedule, of it `start_s` before the first run.
     """
 
     slots: int
@@ -70,69 +80,58 @@ class Plan(Json):
         return tuple(case for case in self.cases if case.skip_reason)
 
 
+class Job(NamedTuple):
+    """A run to be started, and the seconds that it is expected to take."""
+
+    spec: RunSpec
+    seconds: float
+
+
 def make_plan(
-    cases: Iterable[CaseSpec],
-    *,
-    slots: int,
-    jobs: int | None = None,
-    expected: Estimates | None = None,
-    memory_bytes: int | None = None,
+    cases: Iterable[CaseSpec], *, slots: int, jobs: int | None = None,
+    expected: Estimates | None = None, memory_bytes: int | None = None,
     finished: Callable[[str], bool] | None = None,
     repeats: Mapping[str, Sequence[RunSpec]] | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan the runs of `cases`, or of a run folder what is left of them.
 
     Args:
-        cases: what to run.
-        slots: ranks that may run at a time.
-        jobs: runs that may run at a time; None: as many as fit on the slots.
+        slots, jobs: ranks and runs that may run at a time; jobs None: as many as fit on the slots.
         expected: what runs are expected to take; None for what their size says.
         memory_bytes: of all devices that runs may use together; None if it is not known.
         finished: of a run folder, whether the run of a key need not be repeated. Its skip reasons
-            are kept: a case that was planned on a larger machine may have its verdict already, and
-            the engine refuses runs that do not fit here.
+            are kept: a case that was planned on a larger machine may have its verdict already.
         repeats: by case, runs that are left of a confirmation which was cut short.
     """
     if finished is None:
         cases = (_with_reason(case, slots, memory_bytes) for case in cases)
+    cases, expected, again = tuple(cases), expected or Estimates(by_size()), repeats or {}
+    seconds = expected.seconds
 
     def left(key: str) -> bool:
         return finished is None or not finished(key)
 
-    cases, expected = tuple(cases), expected or Estimates(by_size())
-    seconds, again = expected.seconds, repeats or {}
-    gc.disable()  # it would walk tens of thousands of objects, none in a cycle, again and again
-    try:
-        serves: dict[str, dict[str, None]] = {}
-        needed = ((c.id, runs_of(c)) for c in cases if not c.skip_reason)
-        for case_id, specs in (*needed, *again.items()):
-            for spec in specs:
-                serves.setdefault(spec.key, {})[case_id] = None
-        first = {spec.key: Job(spec, seconds(spec)) for specs in again.values() for spec in specs}
-        order = (*first.values(), *arrange(cases, seconds, left=left))
-        alone = [Job(spec, seconds(spec)) for spec in in_turn(cases) if left(spec.key)]
-        runs = tuple(
-            PlannedRun(key=spec.key, spec=spec, serves=tuple(serves[spec.key]), estimate_s=time_s)
-            for spec, time_s in (*order, *alone)
-        )
-    finally:
-        gc.enable()
+    serves: dict[str, dict[str, None]] = {}
+    needed = ((case.id, runs_of(case)) for case in cases if not case.skip_reason)
+    for case_id, specs in (*needed, *again.items()):
+        for spec in specs:
+            serves.setdefault(spec.key, {})[case_id] = None
+    first = {spec.key: Job(spec, seconds(spec)) for specs in again.values() for spec in specs}
+    order = (*first.values(), *arrange(cases, seconds, left=left))
+    alone = [Job(spec, seconds(spec)) for spec in in_turn(cases) if left(spec.key)]
+    runs = tuple(
+        PlannedRun(key=spec.key, spec=spec, serves=tuple(serves[spec.key]), estimate_s=time_s)
+        for spec, time_s in (*order, *alone)
+    )
     start_s = expected.start_s if runs else 0.0
     length_s = makespan_s(order, slots=slots, jobs=jobs) + sum(job.seconds for job in alone)
     return Plan(
-        slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=start_s + length_s,
-        start_s=start_s,
+        slots=slots, jobs=jobs, runs=runs, cases=cases, start_s=start_s,
+        estimate_s=start_s + length_s,
     )  # fmt: skip
 
 
 # ---- order
-
-
-class Job(NamedTuple):
-    """A run to be started."""
-
-    spec: RunSpec
-    seconds: float
 
 
 def arrange(
@@ -141,11 +140,7 @@ def arrange(
     """The runs of `cases` in the order in which they are to start, each once, but timed repeats.
 
     Runs that are compared with one reference stay together: one verdict does not wait for all.
-
-    Args:
-        cases: what is to be answered; those that are skipped need no run.
-        seconds: what a run is expected to take.
-        left: whether the run of a key is still to be made.
+    `left` says whether the run of a key is still to be made.
     """
     groups: dict[str, list[Job]] = {}
     seen: set[str] = set()
@@ -193,25 +188,19 @@ class Queue:
 def makespan_s(
     order: Sequence[Job], *, slots: int, jobs: int | None = None, under_way: Sequence[Job] = ()
 ) -> float:
-    """When the last run ends if each takes what is expected, by the rules of `Queue`.
+    """When the last run of `order` ends if each takes what is expected, by the rules of `Queue`.
 
-    Args:
-        order: as `arrange` gives it.
-        slots: ranks that may run at a time.
-        jobs: runs that may run at a time; None for no limit.
-        under_way: runs that hold slots already, and the seconds that each has left.
+    `under_way` are runs that hold slots already, and the seconds that each has left.
     """
-    now_s, free = 0.0, slots
+    now_s, free = 0.0, slots - sum(job.spec.world_size for job in under_way)
     queue, seconds = Queue(order), {job.spec.key: job.seconds for job in order}
-    running: list[tuple[float, int]] = []
+    running = [(job.seconds, job.spec.world_size) for job in under_way]
+    heapq.heapify(running)
 
     def can_start(spec: RunSpec) -> bool:
         fits = spec.world_size <= free and (jobs is None or len(running) < jobs)
         return fits or not running
 
-    for job in under_way:
-        free -= job.spec.world_size
-        heapq.heappush(running, (job.seconds, job.spec.world_size))
     while True:
         while (spec := queue.next(can_start)) is not None:
             width = min(spec.world_size, slots)
@@ -227,57 +216,38 @@ def makespan_s(
 
 
 def _with_reason(case: CaseSpec, slots: int, memory_bytes: int | None) -> CaseSpec:
-    if case.skip_reason:
-        return case
-    specs = (case.reference, case.control, case.candidate)
-    reason = next((why for spec in specs if (why := _cannot_run(spec, slots, memory_bytes))), "")
+    specs = () if case.skip_reason else (case.reference, case.control, case.candidate)
+    reason = next((why for spec in specs for why in _lacks(spec, slots, memory_bytes)), "")
     return dataclasses.replace(case, skip_reason=reason) if reason else case
 
 
-def _cannot_run(spec: RunSpec, slots: int, memory_bytes: int | None) -> str:
-    """Why this machine cannot make the run, or ""."""
+def _lacks(spec: RunSpec, slots: int, memory_bytes: int | None) -> Iterator[str]:
+    """Why this machine cannot make the run."""
+    config, here = spec.config, f"this run is on {spec.device}"
     if spec.world_size > slots:
         if spec.device == "cuda":
-            return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
-        return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    if why := _lacks_device(spec) or _lacks_package(spec) or _lacks_compiler(spec):
-        return why
-    return _lacks_for_builtin(spec, memory_bytes) if spec.is_builtin else ""
-
-
-def _lacks_device(spec: RunSpec) -> str:
+            yield f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
+        yield f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
     for fault in each_of(spec.plant):
-        devices = CATALOGUE[fault.fault].devices
-        if spec.device not in devices:
-            legal = " or ".join(devices)
-            return f"the fault {fault.fault} needs {legal}, this run is on {spec.device}"
-    if "races" in spec.config.get("stress", ()) and spec.device != "cpu":
-        return f"the stressor races needs cpu, this run is on {spec.device}"
-    return ""
-
-
-def _lacks_package(spec: RunSpec) -> str:
+        if spec.device not in (devices := CATALOGUE[fault.fault].devices):
+            yield f"the fault {fault.fault} needs {' or '.join(devices)}, {here}"
+    if "races" in config.get("stress", ()) and spec.device != "cpu":
+        yield f"the stressor races needs cpu, {here}"
     for key, value, package in _PACKAGES_OF_GPUS:
-        if spec.config.get(key) != value:
-            continue
-        if spec.device != "cuda":
-            return f"{key} {value} needs a GPU, this run is on {spec.device}"
-        if not package_version(package):
-            return f"{key} {value} needs {package}, which is not installed"
-    return ""
+        if config.get(key) == value and spec.device != "cuda":
+            yield f"{key} {value} needs a GPU, {here}"
+        if config.get(key) == value and not package_version(package):
+            yield f"{key} {value} needs {package}, which is not installed"
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")  # of kernels of GPUs, too
+    backend = config.get("compile_backend") if config.get("compile") else ""
+    if backend == "inductor" and not any(map(shutil.which, compilers)):
+        yield "compile_backend inductor needs a C++ compiler, none is found (aot_eager needs none)"
+    if spec.is_builtin:
+        yield from _lacks_for_builtin(config, memory_bytes)
 
 
-def _lacks_compiler(spec: RunSpec) -> str:
-    if not spec.config.get("compile") or spec.config.get("compile_backend") != "inductor":
-        return ""
-    # Kernels of GPUs are started by compiled C, too.
-    if any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        return ""
-    return "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"
-
-
-def _lacks_for_builtin(spec: RunSpec, memory_bytes: int | None) -> str:
-    config, model = spec.config, spec.config["model"]
+def _lacks_for_builtin(config: Mapping[str, Any], memory_bytes: int | None) -> Iterator[str]:
+    model = config["model"]
     if memory_bytes is not None:  # no memory of this machine can hold the run, however sharded
         hidden = config["micro_batch_size"] * model["seq"] * model["hidden"]
         for what, elements in (
@@ -286,10 +256,93 @@ def _lacks_for_builtin(spec: RunSpec, memory_bytes: int | None) -> str:
         ):
             if (need := LEAST_BYTES * elements) > memory_bytes:
                 gib, have = f"{need / GIB:,.0f} GiB", f"{memory_bytes / GIB:,.0f} GiB"
-                return f"{what} needs {gib} of memory, this machine has {have}"
+                yield f"{what} needs {gib} of memory, this machine has {have}"
     path = config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
-        return f"data.path {path} is not on this machine"
+        yield f"data.path {path} is not on this machine"
     # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
-    error = not_built(TrainConfig.from_dict(config)) if built.NOT_BUILT else None
-    return str(error) if error else ""
+    if built.NOT_BUILT and (error := not_built(TrainConfig.from_dict(config))):
+        yield str(error)
+
+
+# ---- shards, for machines that know nothing of each other: `--shard 2/4`
+
+
+def parse_shard(text: str) -> Shard:
+    """The shard that `I/N` means (`UsageError`: not that, or I is not from 1 to N)."""
+    match = _SHARD.fullmatch(text)
+    index, number = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= number <= MAX_SHARDS:
+        raise UsageError(
+            f"--shard: expected I/N, as 2/4, from 1 to {MAX_SHARDS} shards and I from 1 to N, got "
+            f"{shown(text)}"
+        )
+    return Shard(index=index, number=number)
+
+
+def cut(
+    cases: Sequence[CaseSpec], number: int, seconds: Seconds = SHARDS_BY
+) -> tuple[tuple[CaseSpec, ...], ...]:
+    """The cases of each of `number` shards, in their order; some are empty if there are few."""
+    found: list[list[int]] = [[] for _ in range(number)]
+    loads = [0.0] * number
+    groups = _groups(cases)
+    weighed = [(-_slot_s([cases[place] for place in group], seconds), group) for group in groups]
+    for weight, group in sorted(weighed):
+        # Of equal loads the one with fewer cases, so that what costs nothing is spread, too.
+        lightest = min(range(number), key=lambda n: (loads[n], len(found[n]), n))
+        loads[lightest] -= weight
+        found[lightest] += group
+    return tuple(tuple(cases[place] for place in sorted(places)) for places in found)
+
+
+def _groups(cases: Sequence[CaseSpec]) -> list[list[int]]:
+    """Places of cases that share runs, in their order."""
+    owner = list(range(len(cases)))
+
+    def find(place: int) -> int:
+        while owner[place] != place:
+            owner[place] = owner[owner[place]]
+            place = owner[place]
+        return place
+
+    first: dict[str, int] = {}
+    for place, case in enumerate(cases):
+        for spec in runs_of(case):
+            one, other = sorted((find(first.setdefault(spec.key, place)), find(place)))
+            owner[other] = one
+    groups: dict[int, list[int]] = {}
+    for place in range(len(cases)):
+        groups.setdefault(find(place), []).append(place)
+    return list(groups.values())
+
+
+def _slot_s(cases: Iterable[CaseSpec], seconds: Seconds) -> float:
+    runs = {spec.key: spec for case in cases for spec in runs_of(case)}
+    return math.fsum(max(0.0, seconds(spec)) * spec.world_size for spec in runs.values())
+
+
+def parts(cases: Sequence[CaseSpec], number: int) -> list[dict[str, Any]]:
+    """What each of `number` shards would do, in seconds times ranks; none that has no case."""
+    return [
+        {"shard": f"{index}/{number}", "cases": len(held), "runs": len(unique_runs(held)),
+         "expected_slot_s": _slot_s(held, SHARDS_BY)}
+        for index, held in enumerate(cut(cases, number), 1)
+        if held
+    ]  # fmt: skip
+
+
+def take_shard(cases: Sequence[CaseSpec], text: str) -> tuple[tuple[CaseSpec, ...], Whole]:
+    """The cases of the shard `text`, which is I/N (`NothingSelected`: none), and its whole."""
+    shard = parse_shard(text)
+    shards = cut(cases, shard.number)
+    chosen = shards[shard.index - 1]
+    if not chosen:
+        raise NothingSelected(
+            f"shard {shard} holds no case: those that share a reference stay together, so "
+            f"{len(cases)} cases fill {sum(map(bool, shards))} of {shard.number} shards "
+            f"(harness list --shards {shard.number} --json names those)"
+        )
+    ids = tuple(tuple(case.id for case in held) for held in shards)
+    fingerprint = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+    return chosen, Whole(shard=shard, cut=fingerprint, cases=tuple(cases), shards=ids)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from harness.codec import Json
 from harness.engine.collective_log import place_path
@@ -30,14 +30,10 @@ UNKNOWN_SIZE = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Json):
-    """What one `harness wrap` saw of a run.
+    """What one `harness wrap` saw of a run: `code` is the command's, negative for a signal.
 
-    Attributes:
-        code: of the command, negative for a signal.
-        exits: codes of ranks on its machine that it could see, by rank as text.
-        order: ranks that failed, as it saw them end.
-        stopped_by: the signal that it was asked to stop with and passed on; 0 without one.
-        started_unix_s, wall_s: of the command.
+    `exits` are codes of ranks on its machine that it could see, by rank as text, `order` the ranks
+    that failed, as it saw them end, `stopped_by` the signal that it passed on to stop it, or 0.
     """
 
     code: int
@@ -59,26 +55,21 @@ def _read_spec(folder: Path) -> RunSpec:
         spec = RunSpec.from_json(read_object(folder / SPEC_FILE, sealed=False))
     except (OSError, RecordError) as error:
         raise UsageError(f"{folder / SPEC_FILE}: {told(error)}") from error
-    spec = replace(spec, recorded=spec.recorded or spec.key)
-    return _completed(folder, spec) if spec.world_size == UNKNOWN_SIZE else spec
+    return _completed(folder, replace(spec, recorded=spec.recorded or spec.key))
 
 
 def _completed(folder: Path, spec: RunSpec) -> RunSpec:
     """`spec` with the world size and device that the first of its ranks has recorded, if any."""
     starts = [start for path in folder.glob("rank*.jsonl") if (start := read_start(path))]
-    if not starts:
+    if spec.world_size != UNKNOWN_SIZE or not starts:
         return spec
     first = min(starts, key=lambda start: start.rank)
-    device: Literal["cpu", "cuda"] = "cuda" if first.device == "cuda" else "cpu"
-    return replace(spec, world_size=first.world_size, device=device)
+    spec = replace(spec, world_size=first.world_size)
+    return replace(spec, device="cuda") if first.device == "cuda" else spec
 
 
 def load(folder: Path) -> RunResult:
-    """A recorded run as the checks see it, in whatever state its files are.
-
-    Raises:
-        UsageError: not a recorded run, or no rank has recorded anything.
-    """
+    """A recorded run as the checks see it, in whatever state its files are (`UsageError`: none)."""
     spec = _read_spec(folder)
     if spec.world_size == UNKNOWN_SIZE:
         raise UsageError(f"{folder}: expected a recorded run, no rank of it has recorded anything")
@@ -87,14 +78,12 @@ def load(folder: Path) -> RunResult:
 
 def with_steps(run: RunResult, steps: int) -> RunResult:
     """The run, with this number of steps if its specification says none."""
-    if "steps" in run.spec.config:
-        return run
-    return renamed(run, config=run.spec.config | {"steps": steps})
+    return renamed(run, config={"steps": steps} | run.spec.config)
 
 
-def renamed(run: RunResult, **changes: object) -> RunResult:
+def renamed(run: RunResult, **changes: Any) -> RunResult:
     """The run with another specification, under the key that this gives."""
-    spec = replace(run.spec, **changes)  # type: ignore[arg-type]
+    spec = replace(run.spec, **changes)
     return replace(run, spec=spec, outcome=replace(run.outcome, key=spec.key))
 
 
@@ -106,40 +95,26 @@ def steps_on_rank_0(run: RunResult) -> int:
 def begin(folder: Path, spec: RunSpec, *, is_joint: bool) -> None:
     """Make the folder of a run and its specification; of a joint one, if it is not there yet.
 
-    Raises:
-        UsageError: the folder holds something else.
-        Infrastructure: it cannot be written.
+    Raises `UsageError` if it holds something else, `Infrastructure` if it cannot be written.
     """
+    refused = UsageError(f"--out {folder}: expected a new or empty folder, it holds other files")
     with suppress(FileNotFoundError):
-        others = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-        if others and not is_joint:
-            raise UsageError(f"--out {folder}: expected a new or empty folder, it holds files")
+        if not is_joint and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise refused
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
-    if write_once(folder / SPEC_FILE, dumps(spec) + "\n"):
-        return
-    same = is_joint and _read_spec(folder).recorded == spec.recorded
-    if not same or (folder / OUTCOME_FILE).exists():
-        raise UsageError(f"--out {folder}: expected a new or empty folder, it holds another run")
+    if not write_once(folder / SPEC_FILE, dumps(spec) + "\n"):
+        same = is_joint and _read_spec(folder).recorded == spec.recorded
+        if not same or (folder / OUTCOME_FILE).exists():
+            raise refused
 
 
 def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -> RunResult | None:
-    """Store how the command ended; of several, the last one says what became of the run.
+    """Store what process `index` of `parts` saw; the last one says what became of the run.
 
-    Args:
-        folder: of the run.
-        spec: as `begin` had it.
-        part: what this process saw.
-        index: its number among those that record the run, from 0.
-        parts: how many these are.
-
-    Returns:
-        The run, None if others have not ended yet or no rank has recorded anything.
-
-    Raises:
-        Infrastructure: the disk refused.
+    Returns the run, None if others have not ended yet or no rank has recorded anything.
     """
     write_object(folder / f"part-{index}.json", part)
     seen = [folder / f"part-{number}.json" for number in range(parts)]
@@ -150,9 +125,8 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")  # of all parts the same
     if not write_once(folder / OUTCOME_FILE, sealed_outcome(folder, outcome)):
         return None
-    if not outcome.what:
-        for rank in range(spec.world_size):  # a run that ended well has no need of them
-            place_path(folder, rank).unlink(missing_ok=True)
+    for rank in range(0 if outcome.what else spec.world_size):
+        place_path(folder, rank).unlink(missing_ok=True)  # a run that ended well needs none
     return load(folder)
 
 

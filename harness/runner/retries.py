@@ -14,7 +14,7 @@ that computed other bits before the machine failed it is evidence: no pass after
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,6 @@ from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
 """Of the run folder's manifest: how often a run may be repeated."""
-CHECK_NAME = "attempts"
 TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", SHARED_GPU)
 """Outcomes that say nothing of the program."""
 _HALF_WRITTEN = re.compile(r"\..+\.(\d+)\.tmp")
@@ -51,10 +50,8 @@ _HALF_WRITTEN = re.compile(r"\..+\.(\d+)\.tmp")
 class Attempt(Json):
     """One earlier attempt of a run.
 
-    Attributes:
-        signature: the failure of the machine that ended it; `shared_gpu` if another run on its
-            GPU may have; "" for one that somebody stopped.
-        num_steps: steps that some rank recorded.
+    `signature` is the failure of the machine that ended it, `shared_gpu` if another run on its GPU
+    may have, "" for one that somebody stopped; `num_steps` are those that some rank recorded.
     """
 
     key: str
@@ -111,21 +108,13 @@ def stored_limit(manifest: Mapping[str, object]) -> int:
     return max(stored, 0) if isinstance(stored, int) and not isinstance(stored, bool) else 0
 
 
-def set_killed_aside(path: Path) -> tuple[str, ...]:
-    """Set every killed run of a folder aside, so that `--resume` makes it; their keys.
-
-    Raises:
-        UsageError: not a run folder, damaged, or in use by another harness.
-        Infrastructure: the disk refused.
-    """
+def set_killed_aside(path: Path) -> None:
+    """Set every killed run of a folder aside, so that `--resume` makes it."""
     with RunFolder.open(path) as folder:
-        repeats = (spec for case in folder.cases for spec in confirming_runs(case).values())
-        keys = dict.fromkeys([*unique_runs(folder.cases), *(spec.key for spec in repeats)])
-        outcomes = {key: folder.finished(key) for key in keys}
-        killed = [key for key, outcome in outcomes.items() if outcome and outcome.what == "killed"]
-        for key in killed:
-            folder.set_aside(key)
-    return tuple(killed)
+        repeats = (spec.key for case in folder.cases for spec in confirming_runs(case).values())
+        for key in dict.fromkeys([*unique_runs(folder.cases), *repeats]):
+            if (outcome := folder.finished(key)) and outcome.what == "killed":
+                folder.set_aside(key)
 
 
 def clear_leftovers(folder: RunFolder) -> None:
@@ -134,22 +123,19 @@ def clear_leftovers(folder: RunFolder) -> None:
     `.NAME.PID.tmp` was to be renamed into place, `cases/.CASE.tmp` to be sealed. Below `runs`
     nothing is looked for, as Slurm jobs may be at work there. A disk that refuses keeps them.
     """
-    for path in list(_leftovers(folder.path)):
+    root = folder.path
+    found = [path for place in (".", "report", "cases", "cases/*")
+             for path in root.glob(f"{place}/.*.tmp")]  # fmt: skip
+    for path in found:
+        process = _HALF_WRITTEN.fullmatch(path.name)
         with suppress(OSError):
-            if path.is_dir() and not path.is_symlink():
+            if path.parent == root / "cases" and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            else:
-                path.unlink()
-
-
-def _leftovers(root: Path) -> Iterator[Path]:
-    yield from root.glob("cases/.*.tmp")
-    for place in (".", "report", "cases", "cases/*"):
-        for path in root.glob(f"{place}/.*.tmp"):
-            process = _HALF_WRITTEN.fullmatch(path.name)
             # Reports are made without the lock: their harness may be at it.
-            if process and not Path("/proc", process[1]).exists():
-                yield path
+            elif path.parent == root / "cases" or (
+                process and not Path("/proc", process[1]).exists()
+            ):
+                path.unlink()
 
 
 # ---- what earlier attempts prove
@@ -187,46 +173,39 @@ def held_against_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -
     for role in LEGS if verdict.outcome == "passed" else ():
         spec: RunSpec = getattr(case, role)
         for number, run in enumerate(_earlier_runs(folder, spec)):
-            last = folder.load_run(spec)
-            place = _first_difference(run, last) if _same_environment(run, last) else None
-            if place is not None:
-                return _contradicted(verdict, role, number, place, shared=_is_in_doubt(run))
+            place = _first_difference(run, folder.load_run(spec))
+            if place is None:
+                continue
+            of = f" of {place.tensor}" if place.tensor else ""
+            message = (
+                f"attempt {number} of the {role}, which did not finish, had other "
+                f"{place.quantity}{of} at step {place.step} on rank {place.rank} than the attempt "
+                "after it"
+            )
+            what: What = "diverged" if role == "candidate" else "nondeterministic_reference"
+            if _is_in_doubt(run):
+                what = SHARED_GPU
+                message += "; it was on a GPU under MPS with runs that failed"
+            answer = CheckResult(
+                check="attempts", what=what, message=message, difference=place,
+                outcome="failed" if what == "diverged" else "incomparable",
+            )  # fmt: skip
+            return dataclasses.replace(
+                verdict, outcome=answer.outcome, what=what, message=message, difference=place,
+                checks=(*verdict.checks, answer),
+            )  # fmt: skip
     return verdict
 
 
-def _contradicted(
-    verdict: Verdict, role: str, number: int, place: Difference, *, shared: bool
-) -> Verdict:
-    of = f" of {place.tensor}" if place.tensor else ""
-    message = (
-        f"attempt {number} of the {role}, which did not finish, had other {place.quantity}{of} at "
-        f"step {place.step} on rank {place.rank} than the attempt after it"
-    )
-    what: What = "diverged" if role == "candidate" else "nondeterministic_reference"
-    if shared:
-        what = SHARED_GPU
-        message += "; it was on a GPU under MPS with runs that failed"
-    answer = CheckResult(
-        check=CHECK_NAME, outcome="failed" if what == "diverged" else "incomparable", what=what,
-        message=message, difference=place,
-    )  # fmt: skip
-    return dataclasses.replace(
-        verdict, outcome=answer.outcome, what=answer.what, message=message, difference=place,
-        checks=(*verdict.checks, answer),
-    )  # fmt: skip
-
-
-def _same_environment(earlier: RunResult, last: RunResult) -> bool:
+def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:
+    """In any bit of what both recorded in one environment: the state before step 0 included."""
     ours, theirs = (
         {each.rank: fingerprint(each.start.environment) for each in run.ranks if each.start}
         for run in (earlier, last)
     )
     shared = ours.keys() & theirs.keys()
-    return bool(shared) and not any(different_leaves(ours[rank], theirs[rank]) for rank in shared)
-
-
-def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:
-    """In any bit of what both recorded: the state before step 0, losses, every digest."""
+    if not shared or any(different_leaves(ours[rank], theirs[rank]) for rank in shared):
+        return None
     answers = [answer for answer in unequal(*aligned(earlier, last)) if answer.outcome == "failed"]
     places = [answer.difference for answer in answers if answer.difference is not None]
     return min(places, key=lambda place: (place.step, not place.tensor), default=None)

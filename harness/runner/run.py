@@ -26,7 +26,7 @@ from harness.checks import judge as judge_case
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
-from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
+from harness.records import CaseSpec, Confirmation, Outcome, RunOutcome, RunSpec, Verdict
 from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.estimates import Seconds
 from harness.runner.plan import Plan, Queue, arrange
@@ -39,7 +39,6 @@ Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Progress(Protocol):
@@ -47,12 +46,15 @@ class Progress(Protocol):
 
     def run_started(self, spec: RunSpec) -> None:
         """A run was handed to the engine."""
+        return
 
     def run_finished(self, outcome: RunOutcome) -> None:
         """A run ended."""
+        return
 
     def judged(self, verdict: Verdict) -> None:
         """A case has its answer, whether new or stored earlier."""
+        return
 
 
 class View(Progress, Protocol):
@@ -60,61 +62,31 @@ class View(Progress, Protocol):
 
     def planned(self, plan: Plan) -> None:
         """The plan is made; runs follow."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class Silent:
-    """A view that shows nothing."""
-
-    def planned(self, plan: Plan) -> None:
-        """Nothing."""
-
-    def run_started(self, spec: RunSpec) -> None:
-        """Nothing."""
-
-    def run_finished(self, outcome: RunOutcome) -> None:
-        """Nothing."""
-
-    def judged(self, verdict: Verdict) -> None:
-        """Nothing."""
+        return
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        return
+
+
+class Silent(View):
+    """A view that shows nothing."""
 
 
 def execution(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
-    folder: RunFolder,
-    cases: Sequence[CaseSpec],
-    engine: Engine,
-    progress: Progress,
-    *,
-    exit_first: bool = False,
-    retries: int = 0,
-    seconds: Seconds = lambda spec: 1.0,
-    judge: Judge = judge_case,
-    confirm: bool = True,
-) -> Generator[None, None, tuple[Verdict, ...]]:
+    folder: RunFolder, cases: Sequence[CaseSpec], engine: Engine, progress: Progress, *,
+    exit_first: bool = False, retries: int = 0, seconds: Seconds = lambda spec: 1.0,
+    judge: Judge = judge_case, confirm: bool = True,
+) -> Generator[None, None, tuple[Verdict, ...]]:  # fmt: skip
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
 
     Each round starts what fits, waits until a run ends and judges what can be judged. Closed before
-    its end, it kills the runs under way; `--resume` goes on with what is left.
-
-    Args:
-        folder: where everything is stored; locked here if it is not yet.
-        cases: what to do; a case with a `skip_reason` is answered without running.
-        engine: makes the runs; stays open.
-        progress: is notified of every run made and every verdict, stored ones included.
-        exit_first: stop after the first verdict that is neither passed nor skipped; runs under way
-            are killed, and the cases left have no verdict.
-        retries: how often a run that the machine failed may be repeated.
-        seconds: what a run is expected to take: it orders the runs.
-        judge: from a case and its three runs to a verdict.
-        confirm: whether to confirm differences of cases that want it.
+    its end, or after the first verdict that is neither passed nor skipped (`exit_first`), it kills
+    the runs under way; `--resume` goes on with what is left. A run that the machine failed is
+    repeated at most `retries` times; expected `seconds` order the runs. The folder is locked here
+    if it is not yet, the engine stays open.
 
     Raises:
         UsageError: a run needs more than the engine has, or the folder is in use; nothing started.
@@ -145,12 +117,8 @@ def advance(
 ) -> Result | None:
     """Go through rounds until there is enough, or to their end.
 
-    Returns:
-        What they come to; None if they have not ended, or had before.
-
-    Raises:
-        Interrupted: SIGINT, SIGTERM or SIGHUP while cases are carried out.
-        HarnessError: as the rounds do.
+    Returns what they come to; None if they have not ended, or had before. Raises what they do;
+    `Interrupted` for SIGINT, SIGTERM or SIGHUP.
     """
     with stop_on_signals():
         try:
@@ -176,15 +144,10 @@ def whole(rounds: Callable[Args, Generator[None, None, Result]]) -> Callable[Arg
 
 
 execute = whole(execution)
-"""All rounds of an execution."""
 
 
 def keep_trace(path: Path, error: Exception) -> str:
-    """Write an error's traceback to a file, and say the error in words; neither with a secret.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+    """Write an error's traceback to a file, and say the error in words; neither with a secret."""
     masker = Masker(os.environ)
     write_atomic(path, masker.text("".join(traceback.format_exception(error))))
     return masker.text(f"{type(error).__name__}: {error}")
@@ -215,7 +178,6 @@ class _Matrix:
                 self.waiting[key] = spec
             else:
                 self.ended.add(key)
-        self.num_unended = len(self.waiting)
         self.turns = Turns(self.cases, self.waiting)
         self.queue = Queue(arrange(self.cases, self.seconds, left=self.waiting.__contains__))
 
@@ -240,7 +202,7 @@ class _Matrix:
             if any(verdict.outcome not in ("passed", "skipped") for verdict in found):
                 self.engine.cancel()
                 return
-            if not self.num_unended:
+            if self.ended.issuperset(self.waiting):
                 return
             self._fill()
             touched = [case for key in self._wait() for case in self.of_run.get(key, ())]
@@ -264,7 +226,7 @@ class _Matrix:
         """The keys of runs that have ended by now, at least one unless it is repeated."""
         outcomes = self.engine.wait()
         if not outcomes:
-            left = self.num_unended
+            left = len(self.waiting.keys() - self.ended)
             raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
         ended = []
         for outcome in outcomes:
@@ -274,7 +236,6 @@ class _Matrix:
             if why_again(self.folder, spec, self.retries):
                 (self.turns.put_back if is_timed(spec) else self.queue.push)(spec)
                 continue
-            self.num_unended -= 1
             ended.append(outcome.key)
         self.ended.update(ended)
         return ended
@@ -287,10 +248,7 @@ class _Matrix:
                     f"{self.folder.path / CASES_FILE} skips {case.id}, which was judged before: "
                     "the plan was changed"
                 )
-            self._answer(case, Verdict(
-                case_id=case.id, outcome="skipped", what="unsupported", message=case.skip_reason,
-                checks=(), runs={}, wall_s=0.0,
-            ))  # fmt: skip
+            self._answer(case, _no_answer(case, "skipped", case.skip_reason))
             return True
         if not self._is_complete(case):
             # A run of it is repeated: killed in between, this verdict must not answer for it.
@@ -331,11 +289,8 @@ class _Matrix:
             verdict = self.judge(case, *runs[:3], **{k: v for k, v in more.items() if v})
         except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
             path = self.folder.case_folder(case.id) / "judge_error.txt"
-            return Verdict(
-                case_id=case.id, outcome="error", what="unsupported", checks=(),
-                message=f"the harness failed to judge: {keep_trace(path, error)} ({path})",
-                runs=_run_keys(case), wall_s=0.0,
-            )  # fmt: skip
+            why = f"the harness failed to judge: {keep_trace(path, error)} ({path})"
+            return replace(_no_answer(case, "error", why), runs=_run_keys(case))
         verdict = held_against_attempts(self.folder, case, verdict)
         return replace(verdict, wall_s=sum(role.outcome.wall_s for role in runs))
 
@@ -357,34 +312,38 @@ class _Matrix:
     def _confirmed(
         self, case: CaseSpec, verdict: Verdict, repeats: dict[str, RunSpec]
     ) -> Confirmation:
-        sides = {"reference": case.reference, "candidate": case.candidate}
-        first, again = (
-            (self.folder.load_run(of["reference"]), self.folder.load_run(of["candidate"]))
-            for of in (sides, repeats)
-        )
+        load, again = self.folder.load_run, (repeats["reference"], repeats["candidate"])
         try:
-            return confirmation.confirmation(case, verdict, first, again)
+            return confirmation.confirmation(
+                case, verdict, (load(case.reference), load(case.candidate)),
+                (load(again[0]), load(again[1])),
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - as in `_judged`
             keep_trace(self.folder.case_folder(case.id) / "judge_error.txt", error)
             return replace(confirmation.not_made(case), what="unsupported")
 
     def _is_made(self, spec: RunSpec) -> bool:
-        """Whether a repeat has ended; lines it up if nobody has."""
-        if spec.key in self.ended or spec.key in self.waiting:
-            return spec.key in self.ended
-        if not is_left(self.folder, spec, self.retries):
-            self.ended.add(spec.key)
-            return True
-        self.engine.check(spec)
-        self.waiting[spec.key] = spec
-        self.num_unended += 1
-        self.queue.push(spec)
-        return False
+        """Whether a repeat has ended; queues it if nobody has."""
+        if spec.key not in self.ended and spec.key not in self.waiting:
+            if not is_left(self.folder, spec, self.retries):
+                self.ended.add(spec.key)
+            else:
+                self.engine.check(spec)
+                self.waiting[spec.key] = spec
+                self.queue.push(spec)
+        return spec.key in self.ended
 
     def _answer(self, case: CaseSpec, verdict: Verdict) -> None:
         self.folder.save_verdict(verdict, case)
         self.verdicts[case.id] = verdict
         self.progress.judged(verdict)
+
+
+def _no_answer(case: CaseSpec, outcome: Outcome, why: str) -> Verdict:
+    return Verdict(
+        case_id=case.id, outcome=outcome, what="unsupported", message=why, checks=(), runs={},
+        wall_s=0.0,
+    )  # fmt: skip
 
 
 def _run_keys(case: CaseSpec) -> dict[str, str]:
@@ -409,7 +368,8 @@ def stop_on_signals() -> Iterator[None]:
             stopped = True
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in stops}
     try:
         yield
     finally:

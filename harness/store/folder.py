@@ -69,7 +69,7 @@ MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "ca
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE, SEARCH_FILE = "shards.json", "bisect.json"
-"""Of a shard (`harness.runner.shards`); of a search: what `harness bisect` asked."""
+"""Of a shard (`harness.runner.plan`); of a search: what `harness bisect` asked."""
 OWN_FOLDERS = ("runs", "cases", "report")
 """Folders of a run folder that are written to."""
 LEGS = ("reference", "control", "candidate")

@@ -25,7 +25,7 @@ PATTERNS = {
     "harness/recorder/observer.py": (1, NAMES),
     "harness/scenario/schema.py": (1, NAMES),
     "harness/scenario/suite.py": (1, NAMES),
-    "harness/runner/shards.py": (1, NAMES),
+    "harness/runner/plan.py": (1, NAMES),
     "harness/store/folder.py": (1, NAMES),
     "harness/pytest_plugin/collection.py": (1, NAMES),
     "harness/engine/evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),

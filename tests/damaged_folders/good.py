@@ -14,7 +14,7 @@ from harness.cli import report as report_commands
 from harness.errors import Infrastructure
 from harness.records import FloatBits, RunSpec, StepRecord, What
 from harness.runner import launch
-from tests.unit.harness.fake_engine import FakeEngine, unequal
+from tests.support.fake_engine import FakeEngine, unequal
 
 SCENARIO = """\
 name: damaged

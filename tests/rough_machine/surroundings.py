@@ -15,7 +15,7 @@ from reports import html
 from tests.damaged_folders import good
 from tests.rough_machine.disks import small_disk
 from tests.rough_machine.harness_process import ROOT, run, scenario, start
-from tests.unit.harness.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 
 def streams(folder: Path) -> list[str]:

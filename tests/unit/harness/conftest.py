@@ -6,7 +6,7 @@ import pytest
 
 from harness.cli import report as report_commands
 from harness.runner import launch
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine
+from tests.support.fake_engine import SCENARIO, FakeEngine
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from harness import provenance
 from harness.bisect import session
 from harness.cli import main
 from tests.bisect_history.history import git, harnesses, make_history
-from tests.unit.harness.fake_engine import FakeEngine, failed_run, run_json
+from tests.support.fake_engine import FakeEngine, failed_run, run_json
 
 
 @pytest.fixture

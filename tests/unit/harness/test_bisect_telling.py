@@ -12,7 +12,7 @@ from harness.bisect.experiments import AskedQuestion
 from harness.bisect.render import LiveSearch, asked
 from harness.cli import main
 from harness.records import RunOutcome, RunSpec, StepRecord
-from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+from tests.support.fake_engine import FakeEngine, run_json, unequal
 
 
 def failed_run(

@@ -13,6 +13,7 @@ from harness.cli import main
 from harness.records import ExitCode, Verdict
 from harness.runner import recorded
 from harness.store import read_verdict
+from tests.support.fake_engine import Capsys, Patch
 
 TRAIN = """
 import os, signal, sys, torch, torch.distributed as dist
@@ -96,7 +97,7 @@ def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
 
 
 def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
-    lab: Path, capsys: pytest.CaptureFixture[str]
+    lab: Path, capsys: Capsys
 ) -> None:
     """Step, rank and tensor of the first difference; show, check, report and bisect read it."""
     if not (lab / "planted").exists():
@@ -149,9 +150,7 @@ def alone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_command_that_records_nothing_is_no_success(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_records_nothing_is_no_success(alone: Path, capsys: Capsys) -> None:
     """Exit code 5 if the command says 0, else the command's; compare-runs takes no such run."""
     assert wrap(alone, "none", "true") == ExitCode.NOTHING_RAN
     assert capsys.readouterr().err.startswith("harness: recorded nothing in ")
@@ -161,7 +160,7 @@ def test_a_command_that_records_nothing_is_no_success(
 
 
 def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
-    alone: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Path, monkeypatch: Patch
 ) -> None:
     """Without torchrun a process records once it trains; a nonzero exit is no whole run."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -174,9 +173,7 @@ def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
     assert run.outcome.what == "crashed"
 
 
-def test_taps_and_steps_that_were_asked_for(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_taps_and_steps_that_were_asked_for(alone: Path, capsys: Capsys) -> None:
     """Taps are recorded; fewer steps than --steps, or a rank too few, are not whole."""
     options = ("--taps", "0:output", "--steps", "4")
     code = wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="1"), options=options)
@@ -201,9 +198,7 @@ def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
     assert not (alone / "other").exists()
 
 
-def test_parts_share_a_run_and_the_last_one_tells(
-    alone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_share_a_run_and_the_last_one_tells(alone: Path, monkeypatch: Patch) -> None:
     """Two `harness wrap` of one job, as srun starts them: one specification, one outcome."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
@@ -220,7 +215,7 @@ def test_parts_share_a_run_and_the_last_one_tells(
     assert wrap(alone, "run", "true") == ExitCode.USAGE
 
 
-def test_parts_by_number_share_a_run(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_by_number_share_a_run(alone: Path, capsys: Capsys) -> None:
     """`--part I/N`, as of torchrun on N machines: whoever ends last tells, in whatever order."""
     for part, rank in (("2/2", "1"), ("1/2", "0")):
         assert not (alone / "run" / "outcome.json").exists()

@@ -31,7 +31,7 @@ from reports.history import CasePast, Past
 from reports.json_report import normalised
 from reports.reading import Report, summarise
 from tests.pace import in_paces
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal
+from tests.support.fake_engine import SCENARIO, FakeEngine, unequal
 from tests.unit.reports.folders import Writer
 
 FILES = {

@@ -1,7 +1,6 @@
 """Contracts of harness.cli and harness.runner.launch, with an engine that writes records itself."""
 
 import dataclasses
-import re
 import shlex
 import shutil
 from collections.abc import Generator
@@ -12,18 +11,15 @@ import pytest
 
 from harness import machine
 from harness.cli import main
-from harness.errors import Infrastructure
 from harness.machine import Gpu
-from harness.records import RunSpec, Verdict, What
+from harness.records import Verdict, What
 from harness.runner import launch
 from harness.runner.run import execution
 from harness.store import RunFolder
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
 
-def test_a_matrix_that_agrees_passes(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_matrix_that_agrees_passes(engine: FakeEngine, capsys: Capsys) -> None:
     """Exit 0, a verdict for each case, each run made once, the report's path is the last line."""
     assert main(["run", "small.yaml"]) == 0
     out = capsys.readouterr().out
@@ -41,9 +37,41 @@ def test_a_matrix_that_agrees_passes(
     assert len(list(Path("out").glob("*/"))) == 3
 
 
-def test_a_difference_fails_and_is_named(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("ends", "args", "code", "outcomes"),
+    [
+        ({"attn": "hang"}, (), 1, ["failed", "passed"] * 2),
+        ({"attn": "oom", "full_iteration": "killed"}, (), 1, ["failed"] * 4),
+        ({"": "crashed"}, (), 6, ["error"] * 4),
+        ({"": "crashed", "attn": "hang"}, (), 6, ["error"] * 4),
+        ({}, ("--slots", "1"), 0, ["passed"] * 2 + ["skipped"] * 2),
+        ({}, ("--slots", "1", "-k", "dp2"), 5, ["skipped"] * 2),
+        ({}, ("-k", "dp1 and not attn"), 0, ["passed"]),
+        ({}, ("--device", "cuda"), 6, None),  # no run on the CPU in its place
+        ({}, ("-k", "nothing"), 5, None),
+    ],
+)  # fmt: skip
+def test_every_end_has_its_exit_code(
+    ends: dict[str, What], args: tuple[str, ...], code: int, outcomes: list[str] | None,
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys,
+) -> None:  # fmt: skip
+    """A candidate that dies fails (1), a reference that dies leaves none (6), as git reads it."""
+    here = dataclasses.replace(machine.describe(), gpus=())
+    monkeypatch.setattr(machine, "describe", lambda: here)
+    engine.ends = ends
+    if outcomes is None:
+        assert main(["run", "small.yaml", *args, "--out", "none"]) == code
+        assert (engine.made, Path("none").exists()) == ([], False)
+        return
+    found, answer = run_json(capsys, "run", "small.yaml", *args)
+    assert (found, [verdict["outcome"] for verdict in answer["verdicts"]]) == (code, outcomes)
+    if "skipped" in outcomes:
+        assert answer["verdicts"][-1]["message"] == "needs 2 rank slots, 1 are stated (--slots)"
+    in_git = {0: 0, 1: 1, 5: 125, 6: 125}[code]
+    assert main(["run", "small.yaml", *args, "--bisect-exit"]) == in_git
+
+
+def test_a_difference_fails_and_is_named(engine: FakeEngine, capsys: Capsys) -> None:
     """Exit 1, the verdicts of the other cases stand, the first difference is said."""
     engine.spoil = unequal
     code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
@@ -59,23 +87,8 @@ def test_a_difference_fails_and_is_named(
     assert "weights w" in said
 
 
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [
-        ({"attn": "hang"}, 1), ({"": "crashed"}, 6), ({"": "crashed", "attn": "hang"}, 6),
-        ({"attn": "oom", "full_iteration": "killed"}, 1),
-    ],
-)  # fmt: skip
-def test_ends_become_exit_codes(
-    ends: dict[str, What], code: int, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A candidate that dies is a failure (1), a reference that dies leaves no verdict (6)."""
-    engine.ends = ends
-    assert run_json(capsys, "run", "small.yaml")[0] == code
-
-
 def test_a_missing_verdict_is_not_a_pass(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """Exit code 6 if some cases have none, even if all others passed; -x counts them, too."""
 
@@ -90,7 +103,7 @@ def test_a_missing_verdict_is_not_a_pass(
     assert "without a verdict" in capsys.readouterr().out
 
 
-def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_runs_nothing(engine: FakeEngine, capsys: Capsys) -> None:
     """The plan is said, nothing is made and no folder is left."""
     code, plan = run_json(capsys, "run", "small.yaml", "--dry-run", "--jobs", "1", "--slots", "3")
     assert (code, plan["slots"], plan["jobs"], len(plan["runs"])) == (0, 3, 1, 8)
@@ -100,31 +113,7 @@ def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[
     assert "4 cases, 8 runs on" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_skipped_and_all_skipped_is_exit_5(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A skipped case does not spoil a pass, but skipping everything is not one."""
-    code, answer = run_json(capsys, "run", "small.yaml", "--slots", "1")
-    assert code == 0
-    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
-    assert reasons == {"needs 2 rank slots, 1 are stated (--slots)"}
-    assert run_json(capsys, "run", "small.yaml", "--slots", "1", "-k", "dp2")[0] == 5
-    assert main(["run", "small.yaml", "--slots", "1", "-k", "dp2", "--dry-run"]) == 5
-
-
-def test_k_selects(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the cases that match are planned and run; no match is exit 5."""
-    code, answer = run_json(capsys, "run", "small.yaml", "-k", "dp1 and not attn")
-    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (0, ["dp1-full_iteration"])
-    assert len(engine.made) == 3
-    assert main(["run", "small.yaml", "-k", "nothing", "--out", "none"]) == 5
-    assert "'nothing' selects none of 4 cases of small" in capsys.readouterr().err
-    assert not Path("none").exists()
-
-
-def test_set_and_axis_reach_the_runs(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_set_and_axis_reach_the_runs(engine: FakeEngine, capsys: Capsys) -> None:
     """Options replace what the file says, and the manifest keeps the command line."""
     args = ["run", "small.yaml", "--out", "r", "--set", "seed=9", "--axis", "parallel=[{dp: 4}]",
             "--set", "launch.timeout_s=7"]  # fmt: skip
@@ -136,45 +125,8 @@ def test_set_and_axis_reach_the_runs(
     assert folder.manifest["command"] == ["harness", *args, "--json"]
 
 
-def test_resume_makes_only_what_is_missing(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs that are finished are not made again; the verdicts are those of the whole matrix."""
-    failing = {"left": 3}
-
-    def stop(spec: RunSpec) -> None:
-        if not failing["left"]:
-            raise Infrastructure("the engine is gone")
-        failing["left"] -= 1
-
-    engine.on_start = stop
-    assert main(["run", "small.yaml", "--out", "r"]) == 6
-    assert "harness: the engine is gone" in capsys.readouterr().err
-    first = list(engine.made)
-    failing["left"] = 100
-    code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
-    assert (code, len(plan["runs"])) == (0, 5)
-    code, answer = run_json(capsys, "run", "small.yaml", "--resume", "r")
-    assert code == 0
-    assert len(answer["verdicts"]) == 4
-    assert len(engine.made) == len(set(engine.made)) == 8
-    assert engine.made[:3] == first
-    assert run_json(capsys, "run", "--resume", "r")[0] == 0
-    assert len(engine.made) == 8
-
-
-def test_cuda_without_a_gpu_is_no_verdict(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that asks for GPUs does not pass on the CPU in their place."""
-    here = dataclasses.replace(machine.describe(), gpus=())
-    monkeypatch.setattr(machine, "describe", lambda: here)
-    assert main(["run", "small.yaml", "--device", "cuda"]) == 6
-    assert not engine.made
-
-
 def test_gpus_are_slots_and_may_be_shared(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """The engine is given the GPU of each slot; a resumed run shares them without being asked."""
     gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
@@ -195,7 +147,7 @@ def test_gpus_are_slots_and_may_be_shared(
 
 
 def test_rerun_needs_the_case_folder_alone(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    engine: FakeEngine, capsys: Capsys, tmp_path: Path
 ) -> None:
     """A case folder that was moved away runs again, with the same specification."""
     engine.spoil = unequal
@@ -209,9 +161,7 @@ def test_rerun_needs_the_case_folder_alone(
     assert RunFolder.open(Path("again")).cases[0] == case
 
 
-def test_the_newest_run_is_none_that_a_search_made(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_run_is_none_that_a_search_made(engine: FakeEngine, capsys: Capsys) -> None:
     """After a bisection an id still means the run that it was asked of; a wrong id is refused."""
     engine.spoil = unequal
     assert main(["run", "small.yaml", "--out", "out/r"]) == 1
@@ -224,9 +174,7 @@ def test_the_newest_run_is_none_that_a_search_made(
     assert run_json(capsys, "show", "dp1-attn")[1]["verdict"] is None
 
 
-def test_a_red_run_says_how_to_find_the_cause(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_red_run_says_how_to_find_the_cause(engine: FakeEngine, capsys: Capsys) -> None:
     """The command for the first case that failed, which works as it is; none of a green run."""
     assert main(["run", "small.yaml", "--out", "green"]) == 0
     assert "harness bisect" not in capsys.readouterr().out
@@ -246,7 +194,7 @@ def test_a_red_run_says_how_to_find_the_cause(
 
 
 def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
     assert main(["run", "small.yaml", "--out", "r"]) == 0
@@ -277,66 +225,42 @@ def test_a_stored_pass_whose_records_changed_is_not_taken(engine: FakeEngine) ->
     assert len(engine.made) == made
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 0."""
-    assert main(["--version"]) == 0
-    assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("command", ["show", "bisect"])
-def test_a_path_that_is_no_case_folder_is_named(
-    command: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+def test_list_says_cases_or_how_many_and_checks_every_file(
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
-    """Nobody asked for the newest run: what is said is of the path."""
-    Path("made").mkdir()
-    for path in ("nowhere/dp1-attn", str(Path("made").absolute())):
-        assert main([command, path]) == 4
-        assert path in capsys.readouterr().err
-
-
-def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """`list` says the cases; `--check` says every bad file, whatever comes before it."""
+    """Of several files the numbers, with -k their cases; `--check` says every bad file."""
     assert main(["list", "small.yaml", "-k", "dp1"]) == 0
     assert capsys.readouterr().out.split() == [
         "small.yaml:", "2", "cases", "dp1-attn", "dp1-full_iteration",
     ]  # fmt: skip
-    bad = Path("more")
-    bad.mkdir()
-    (bad / "a.yaml").write_text("nme: x\n")
-    (bad / "b.yml").write_text(SCENARIO)
-    (bad / "c.yaml").write_text(SCENARIO + "exclude: [{graph: [attn]}, {graph: [full_iteration]}]")
+    Path("more").mkdir()
+    Path("more/a.yaml").write_text("nme: x\n")
+    Path("more/b.yml").write_text(SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n")
+    Path("more/c.yaml").write_text(
+        SCENARIO + "exclude: [{graph: [attn]}, {graph: [full_iteration]}]"
+    )
     assert main(["list", "--check", "more"]) == 5
     out, err = capsys.readouterr()
-    assert out == "more/b.yml: 4 cases\n"
+    assert out == "more/b.yml: 3 cases\n"
     assert [line.split(":")[0] for line in err.splitlines()] == ["more/a.yaml", "more/c.yaml"]
-    assert main(["list", "--check", "more/a.yaml", "more/b.yml"]) == 4
-    assert main(["list", "more"]) == 4
-    (tmp := Path("none")).mkdir()
-    assert main(["list", "--check", str(tmp)]) == 5
-    assert main(["list", "small.yaml", "-k", "zzz"]) == 5
-    code, cases = run_json(capsys, "list", "small.yaml")
-    assert (code, cases["small.yaml"][0]["id"]) == (0, "dp1-attn")
-    code, checked = run_json(capsys, "list", "--check", "small.yaml")
-    assert checked == [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}]
-
-
-def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of several files `list` says how many cases each has; with -k it names them, too."""
-    second = SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n"
-    Path("second.yaml").write_text(second + "include: [{parallel: {dp: 4}, graph: [attn]}]\n")
     for args in ([], ["--count"]):
-        assert main(["list", *args, "small.yaml", "second.yaml"]) == 0
-        counted = capsys.readouterr().out.splitlines()
-        rows = [line.split() for line in counted[:-1]]
-        assert rows == [["4", "small.yaml"], ["4", "second.yaml"]]
-        assert counted[-1].startswith("8 cases in 2 files")
-    assert main(["list", "small.yaml", "second.yaml", "-k", "dp2"]) == 0
-    named = capsys.readouterr().out.split()
-    assert [name for name in named if name.startswith("dp")] == [
+        assert main(["list", *args, "small.yaml", "more/b.yml"]) == 0
+        *rows, total = capsys.readouterr().out.splitlines()
+        assert [row.split() for row in rows] == [["4", "small.yaml"], ["3", "more/b.yml"]]
+        assert total.startswith("7 cases in 2 files")
+    assert main(["list", "small.yaml", "more/b.yml", "-k", "dp2"]) == 0
+    said = capsys.readouterr().out.split()
+    assert [name for name in said if name.startswith("dp")] == [
         "dp2-attn", "dp2-full_iteration", "dp2-full_iteration",
     ]  # fmt: skip
-    assert main(["list", "--count", "small.yaml"]) == 0
-    assert capsys.readouterr().out.split() == ["4", "small.yaml"]
+    Path("none").mkdir()
     Path("none.yaml").write_text(SCENARIO + "exclude: [{parallel: {dp: 3}}]\n")
-    assert main(["list", "--count", "none.yaml"]) == 4
+    codes = [main(["list", *args.split()]) for args in (
+        "--check more/a.yaml more/b.yml", "more", "--check none", "small.yaml -k zzz",
+        "--count none.yaml",
+    )]  # fmt: skip
+    assert codes == [4, 4, 5, 5, 4]
     assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
+    assert run_json(capsys, "list", "small.yaml")[1]["small.yaml"][0]["id"] == "dp1-attn"
+    checked = run_json(capsys, "list", "--check", "small.yaml")
+    assert checked == (0, [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}])

@@ -1,6 +1,7 @@
 """What the command line does when it is misused, interrupted, or finds a bug."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -8,65 +9,69 @@ import pytest
 
 from harness.cli import main
 from harness.cli import report as report_commands
+from harness.cli.main import COMMANDS
 from harness.cli.options import for_git
-from harness.records import ExitCode, RunSpec, What
+from harness.records import ExitCode, RunSpec
 from harness.runner import launch
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--resume", "r", "-k", "x"], "expected no -k"),
-        (["--resume", "r", "--set", "seed=1"], "expected no --set"),
-        (["--resume", "r", "--device", "cpu"], "expected no --device"),
-        (["--resume", "nowhere"], "is not a run folder"),
-        (["other.yaml", "--resume", "r"], "which differs"),
-        ([], "expected a SCENARIO, --tier or --resume RUN"),
-        (["small.yaml", "--out", "r"], "is a run folder already"),
-        (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),
-        (["small.yaml", "--slots", "0"], "--slots"),
-        (["small.yaml", "--jobs", "x"], "--jobs"),
-        (["small.yaml", "--ranks-per-gpu", "0"], "--ranks-per-gpu"),
-        (["small.yaml", "--ranks-per-gpu", "2"], "--ranks-per-gpu 2: expected a run on GPUs"),
-        (["small.yaml", "--device", "tpu"], "--device"),
-        (["small.yaml", "--frobnicate"], "--frobnicate"),
-        (["small.yaml", "other.yaml"], "other.yaml"),
-        (["small.yaml", "-k", "(a"], "-k '(a': expected"),
-        (["small.yaml", "--set", "seed"], "--set 'seed'"),
+        ("run --resume r -k x", "expected no -k"),
+        ("run --resume r --set seed=1", "expected no --set"),
+        ("run --resume r --device cpu", "expected no --device"),
+        ("run --resume nowhere", "is not a run folder"),
+        ("run other.yaml --resume r", "expected no SCENARIO"),
+        ("run", "expected a SCENARIO, --tier or --resume RUN"),
+        ("run small.yaml --out r", "is a run folder already"),
+        ("run small.yaml --out small.yaml", "expected a folder or nothing"),
+        ("run small.yaml --slots 0", "--slots"),
+        ("run small.yaml --jobs x", "--jobs"),
+        ("run small.yaml --ranks-per-gpu 0", "--ranks-per-gpu"),
+        ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
+        ("run small.yaml --device tpu", "--device"),
+        ("run small.yaml --frobnicate", "--frobnicate"),
+        ("run small.yaml --mixed", "expected --resume"),
+        ("run small.yaml other.yaml", "other.yaml"),
+        ("run small.yaml -k (a", "-k '(a': expected"),
+        ("run small.yaml --set seed", "--set 'seed'"),
+        ("frob", "frob"),
+        ("--frob", "--frob"),
+        ("show", "CASE"),
+        ("show dp9 r", "dp1-attn"),
+        ("show nowhere/dp1-attn", "nowhere/dp1-attn"),
+        ("bisect nowhere/dp1-attn", "nowhere/dp1-attn"),
+        ("report nowhere", "nowhere"),
+        ("rerun x r", "'x'"),
     ],
 )
 def test_misuse_is_one_line_and_exit_4(
-    args: list[str], said: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    args: str, said: str, engine: FakeEngine, capsys: Capsys
 ) -> None:
-    """Every misuse costs one line on stderr and exit 4, and nothing runs."""
+    """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing runs."""
     assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
     Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
     made = len(engine.made)
     capsys.readouterr()
-    assert main(["run", *args]) == 4
+    assert main(args.split()) == 4
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert said in err
-    assert len(engine.made) == made
+    assert (out, err.count("\n"), said in err, len(engine.made)) == ("", 1, True, made)
 
 
-@pytest.mark.parametrize("args", [[], ["frob"], ["--frob"], ["show"], ["report", "nowhere"],
-                                  ["show", "x"], ["rerun", "x"]])  # fmt: skip
-def test_other_commands_misused(args: list[str], engine: FakeEngine) -> None:
-    """Usage mistakes end in 4 for every command, never in click's own 2."""
-    assert main(args) == 4
-
-
-def test_help_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """-h works everywhere and says what the command does."""
-    for command in ([], ["run"], ["list"], ["report"], ["show"], ["rerun"], ["doctor"]):
-        assert main([*command, "-h"]) == 0
-        assert "Usage: harness" in capsys.readouterr().out
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_and_the_version_are_exit_0(command: str, capsys: Capsys) -> None:
+    """-h works everywhere and says what the command does; without a command it is misuse."""
+    assert main([*command.split(), "-h"]) == 0
+    assert f"Usage: harness {command}" in capsys.readouterr().out
+    if not command:
+        assert (main([]), main(["--version"])) == (4, 0)
+        assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
 
 
 def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Our own mistake is one line too; the traceback lies in the run folder."""
 
@@ -82,20 +87,23 @@ def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
     assert engine.closed == 1
 
 
-def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_ends_before_anything_runs(
+    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
 ) -> None:
-    """Without a run folder the traceback goes to a file that the line names."""
-    monkeypatch.setattr(launch, "load_suite", lambda *a, **k: 1 / 0)
+    """Ctrl-C is 2, for git a stop; of a bug the traceback goes to a file that the line names."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "load_suite", lambda *a, **k: fail(KeyboardInterrupt()))
+    codes = (main(["run", "small.yaml"]), main(["run", "small.yaml", "--bisect-exit"]))
+    assert codes == (2, 130)
+    monkeypatch.setattr(launch, "load_suite", lambda *a, **k: fail(ZeroDivisionError()))
+    capsys.readouterr()
     assert main(["run", "small.yaml"]) == 3
-    err = capsys.readouterr().err
-    path = Path(err.split("traceback: ")[1].rstrip().rstrip(")"))
+    path = Path(capsys.readouterr().err.split("traceback: ")[1].rstrip().rstrip(")"))
     assert "ZeroDivisionError" in path.read_text()
     path.unlink()
-
-
-def interrupted(*args: object, **options: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _stopped_in_run(engine: FakeEngine, number: int) -> None:
@@ -109,7 +117,7 @@ def _stopped_in_run(engine: FakeEngine, number: int) -> None:
 
 
 def test_an_interrupted_run_shows_and_reports_what_is_done(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
     """SIGTERM while runs are made: exit 2, failures so far, counts, report, how to go on."""
     engine.spoil = unequal
@@ -136,8 +144,8 @@ def test_an_interrupted_run_shows_and_reports_what_is_done(
 )
 def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     engine: FakeEngine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capsys,
+    monkeypatch: Patch,
     error: BaseException,
     words: str,
 ) -> None:
@@ -159,14 +167,6 @@ def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     assert said.err.splitlines()[-1].endswith(f"go on with --resume {Path('r').absolute()}")
 
 
-def test_an_interrupt_while_planning_ends_in_2(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C before anything runs is the same exit code."""
-    monkeypatch.setattr(launch, "load_suite", interrupted)
-    assert main(["run", "small.yaml"]) == 2
-
-
 def test_every_exit_code_has_a_meaning_for_git() -> None:
     """Good and bad are those of a verdict; without one a commit is skipped, or the search stops."""
     found = {code.name: for_git(code, ["run", "--bisect-exit"]) for code in ExitCode}
@@ -175,29 +175,3 @@ def test_every_exit_code_has_a_meaning_for_git() -> None:
         "INTERRUPTED": 130, "USAGE": 132,
     }  # fmt: skip
     assert [for_git(code, ["run"]) for code in ExitCode] == list(ExitCode)
-
-
-@pytest.mark.parametrize(
-    ("ends", "keyword", "code"),
-    [({}, "dp1", 0), ({"attn": "hang"}, "dp1", 1), ({"": "crashed"}, "dp1", 125),
-     ({}, "dp9", 125), ({}, "(", 132), ({}, "dp1", 130)],
-)  # fmt: skip
-def test_a_run_under_git_bisect(
-    ends: dict[str, What], keyword: str, code: int, engine: FakeEngine
-) -> None:
-    """Passed, failed, no verdict, nothing selected, misused; Ctrl-C is for all of the search."""
-    engine.ends = ends
-    if code == 130:
-        engine.on_start = interrupted
-    assert main(["run", "small.yaml", "-k", keyword, "--bisect-exit"]) == code
-
-
-def test_rerun_under_git_bisect(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same of one case; JSON tells our own code."""
-    assert main(["run", "small.yaml", "--out", "r"]) == 0
-    engine.spoil = unequal
-    assert main(["rerun", "dp1-attn", "r", "--bisect-exit"]) == 1
-    engine.spoil, engine.ends = lambda spec, record: record, {"": "crashed"}
-    capsys.readouterr()
-    code, answer = run_json(capsys, "rerun", "dp1-attn", "r", "--bisect-exit")
-    assert (code, answer["exit_code"]) == (125, 6)

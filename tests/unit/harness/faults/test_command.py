@@ -10,7 +10,7 @@ from harness.campaign.campaign import document
 from harness.cli import main
 from harness.faults.catalogue import CATALOGUE
 from harness.records import FloatBits, RunSpec, StepRecord
-from tests.unit.harness.fake_engine import FakeEngine, run_json
+from tests.support.fake_engine import FakeEngine, run_json
 
 RAN = ("run", "--clean", "3", "--out", "made")
 

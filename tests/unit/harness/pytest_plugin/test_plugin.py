@@ -12,12 +12,17 @@ import pytest
 
 from harness.history import History
 from harness.machine import default_slots, describe
+from harness.pytest_plugin import collection
 from harness.records import RunOutcome
 from harness.repeats import in_turn
 from harness.runner import launch
+from harness.runner.launch import Request, prepare
 from harness.runner.run import Silent
+from harness.scenario.matrix import expand
+from harness.scenario.matrix import expand_marked as expand_all
+from harness.scenario.schema import Scenario, load_scenario
 from harness.store import RunFolder
-from tests.unit.harness.pytest_plugin import pretend_engine
+from tests.support.fake_engine import Patch, PlantingEngine
 
 pytest_plugins = ["pytester"]
 
@@ -42,6 +47,7 @@ CASES = [
 ]
 
 KEPT = Path("kept")
+PLUGIN = ("-p", "harness.pytest_plugin.plugin", "-p", "no:cov", "-p", "no:hypothesispytest")
 
 Run = Callable[..., pytest.RunResult]
 
@@ -57,10 +63,10 @@ def planted(fault: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(pytester: pytest.Pytester, monkeypatch: Patch) -> Run:
     """pytest in this process, on `scenarios/a.yaml`, with an engine that only pretends."""
-    monkeypatch.setattr(launch, "make_engine", pretend_engine.PretendEngine)
-    monkeypatch.setattr(pretend_engine, "MADE", [])
+    monkeypatch.setattr(launch, "make_engine", PlantingEngine)
+    monkeypatch.setattr(PlantingEngine, "MADE", [])
     for name in ("CI", "BUILD_NUMBER"):  # pytest cuts its summary to the terminal but not in CI
         monkeypatch.delenv(name, raising=False)
     (pytester.path / "scenarios").mkdir()
@@ -68,8 +74,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run(*args: str) -> pytest.RunResult:
         return pytester.runpytest_inprocess(
-            "-p", "harness.pytest_plugin.plugin", "-p", "no:cov", "-p", "no:hypothesispytest",
-            "--harness-out", "kept", "scenarios", *args,
+            *PLUGIN, "--harness-out", "kept", "scenarios", *args
         )  # fmt: skip
 
     return run
@@ -95,14 +100,14 @@ def test_a_divergence_fails_with_the_words_of_the_verdict(
     """Equal bits pass, others fail; shared runs are made once; folder and JUnit tell the same."""
     got = run("--harness", "--junitxml", "junit.xml")
     got.assert_outcomes(passed=2, failed=2)
-    assert len(pretend_engine.MADE) == len(set(pretend_engine.MADE)) == 6
+    assert len(PlantingEngine.MADE) == len(set(PlantingEngine.MADE)) == 6
     folder = RunFolder.open(pytester.path / "kept")
     assert [case.id for case in folder.cases] == CASES
     verdicts = {verdict.case_id: verdict for verdict in folder.verdicts()}
     message = verdicts[f"{FAULT}-stress_jitter"].message
     text = got.stdout.str()
     assert text.count(f"failed: diverged: {message}") == 2
-    assert text.count(" - failed: diverged: a (we") == 2  # of the summary, cut to the terminal
+    assert text.count(" - failed: diverged: w (we") == 2  # of the summary, cut to the terminal
     case = f"kept/cases/{FAULT}-stress_jitter"
     summary = f"*::{FAULT}-stress_poison *"
     got.stdout.fnmatch_lines([f"*harness rerun {case}", "run folder: *", summary])
@@ -125,7 +130,7 @@ def test_a_divergence_fails_with_the_words_of_the_verdict(
         (("-k", "ulp and poison"), {"failed": 1, "deselected": 3}),
         (("-k", "stress_jitter and not ulp"), {"passed": 1, "deselected": 3}),
         (("-m", "nightly", "--maxfail", "2"), {"passed": 2, "failed": 2}),
-        (("-m", "not nightly"), {"deselected": 1}),  # the file, whose cases are never made
+        (("-m", "not nightly"), {}),  # the file's cases are never made
         (("--lf",), {"failed": 2}),
         (("--harness-slots", "1", "--strict-markers"), {"passed": 2, "failed": 2}),
     ],
@@ -137,7 +142,7 @@ def test_selection_is_as_in_pytest(run: Run, args: tuple[str, ...], outcomes: An
         Path("kept").rename("earlier")
     got = run("--harness", *args)
     got.assert_outcomes(**outcomes)
-    if set(outcomes) == {"deselected"}:
+    if not outcomes:
         assert got.ret == pytest.ExitCode.NO_TESTS_COLLECTED
         assert not Path("kept").exists()
     else:
@@ -204,7 +209,7 @@ def test_cases_timed_against_one_reference_take_turns(run: Run) -> None:
     Path("scenarios/a.yaml").write_text(scenario(base=base, axes=axes, checks=checks))
     run("--harness")
     cases = RunFolder.open(Path("kept")).cases
-    timed = [key for key in pretend_engine.MADE if key.split("-")[-2] not in ("r0", "r1")]
+    timed = [key for key in PlantingEngine.MADE if key.split("-")[-2] not in ("r0", "r1")]
     assert timed == [spec.key for spec in in_turn(cases)]
     assert len(timed) == 6 * 3
 
@@ -215,17 +220,17 @@ def test_a_case_has_one_answer_a_session(run: Run, pytester: pytest.Pytester) ->
         "def pytest_collection_modifyitems(items):\n    items[:] = items[2:] + items[2:]\n"
     )
     run("--harness").assert_outcomes(failed=4)
-    assert len(pretend_engine.MADE) == 4
+    assert len(PlantingEngine.MADE) == 4
 
 
 @pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGTERM, "-x"])
 def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, stopped_by: signal.Signals | str
+    run: Run, monkeypatch: Patch, stopped_by: signal.Signals | str
 ) -> None:
     """Exit code 2 for a signal; the engine is closed, the folder free, --resume does the rest."""
     closed: list[bool] = []
 
-    class Stopped(pretend_engine.PretendEngine):
+    class Stopped(PlantingEngine):
         def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
             if isinstance(stopped_by, signal.Signals) and len(RunFolder.open(KEPT).verdicts()) == 1:
                 os.kill(os.getpid(), stopped_by)
@@ -247,12 +252,12 @@ def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
             ["*interrupted: 1 of 4 cases are done; go on with --resume *kept*"]
         )
     assert closed == [True]
-    monkeypatch.setattr(launch, "make_engine", pretend_engine.PretendEngine)
+    monkeypatch.setattr(launch, "make_engine", PlantingEngine)
     prepared = launch.prepare(launch.Request(resume=KEPT))
     done = launch.carry_out(prepared, Silent(), out=None, exit_first=False, argv=[])
     assert [verdict.outcome for verdict in done.verdicts] == ["passed"] * 2 + ["failed"] * 2
-    assert len(set(pretend_engine.MADE)) == 6
-    assert len(pretend_engine.MADE) == 7  # the one that was under way is made again
+    assert len(set(PlantingEngine.MADE)) == 6
+    assert len(PlantingEngine.MADE) == 7  # the one that was under way is made again
 
 
 def test_files_are_carried_out_together(run: Run) -> None:
@@ -262,7 +267,7 @@ def test_files_are_carried_out_together(run: Run) -> None:
     )
     got = run("--harness", "-v")
     got.assert_outcomes(passed=4, failed=4)
-    assert len(pretend_engine.MADE) == 6
+    assert len(PlantingEngine.MADE) == 6
     folder = RunFolder.open(KEPT)
     assert [case.id for case in folder.cases] == [
         f"{s}.{c}" for s in ("pretend", "b") for c in CASES
@@ -284,3 +289,96 @@ def test_scenarios_that_cannot_run_together_have_folders_of_their_own(
     assert [[case.id for case in folder.cases] for folder in folders] == [CASES, CASES]
     with History.open(Path("history.db")) as history:
         assert len(list(history.entries())) == 2
+
+
+# ---- what -m, -k and `select: pairwise` leave
+
+SEEDS = {"seed": [1, 2], "stress": ["none", ["jitter"], ["poison"]]}
+LEDGERS = {"ledger": [True, False], "microbatches": [1, 2], "steps": [2, 3], **SEEDS}
+PLANTS = {"plant": ["none", {"fault": "ulp", "step": 1, "rank": "last"}]}
+PAIRS = {"axes": {**LEDGERS, **PLANTS}, "select": "pairwise"}
+
+
+@pytest.mark.parametrize(
+    ("option", "expression", "made", "collected"),
+    [
+        ("-m", "smoke", ["one"], ["one"]),
+        ("-m", "not smoke", ["three", "two"], ["three", "two"]),
+        ("-m", "not (smoke or pr)", ["three"], ["three"]),
+        ("-m", "weekly", [], []),
+        # Somebody's conftest.py may give cases a marker: for pytest to say.
+        ("-m", "slow or pr", ["one", "three", "two"], ["two"]),
+        ("-m", "smoke or", None, None),
+        ("-k", "RACES or seed=2", ["one", "three", "two"], ["one", "two"]),
+        ("-k", "sub or smoke", ["one", "three", "two"], ["one", "three"]),
+        ("-k", "smoke or", None, None),
+    ],
+)  # fmt: skip
+def test_files_that_m_leaves_out_are_never_expanded(
+    run: Run, monkeypatch: Patch, option: str, expression: str,
+    made: list[str] | None, collected: list[str] | None,
+) -> None:  # fmt: skip
+    """What is collected is what pytest's documentation says; pytest refuses what it refuses."""
+    Path("scenarios/a.yaml").unlink()
+    Path("scenarios/sub").mkdir()
+    races = {"microbatches": [1, 2], "stress": ["none", ["races"]]}
+    three = {"stress": SEEDS["stress"]}
+    for name, axes, tier in (
+        ("one", SEEDS, "smoke"),
+        ("two", races, "pr"),
+        ("sub/three", three, ""),
+    ):
+        text = scenario(name=Path(name).name, axes=axes, tier=tier).replace('"tier": "", ', "")
+        Path(f"scenarios/{name}.yaml").write_text(text)
+    expanded = list[str]()
+
+    def expand_marked(held: Scenario, device: Any) -> Any:
+        expanded.append(held.name)
+        return expand_all(held, device)
+
+    monkeypatch.setattr(collection, "expand_marked", expand_marked)
+    got = run("--harness", "--co", "-q", option, expression)
+    if made is None:
+        assert got.ret == pytest.ExitCode.USAGE_ERROR
+        got.stderr.fnmatch_lines([f"ERROR: Wrong expression passed to '{option}'*"])
+        return
+    found = {Path(line.partition("::")[0]).stem for line in got.outlines if "::" in line}
+    assert (sorted(expanded), sorted(found)) == (made, collected)
+    assert got.ret == (pytest.ExitCode.OK if collected else pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+@pytest.mark.parametrize(
+    "words", [None, "seed1", "seed=2 and not ledger=false", "microbatches1 or poison"]
+)
+def test_a_pairwise_choice_is_that_of_harness_run(run: Run, words: str | None) -> None:
+    """With -k or without: the same cases in the same order, of those that -k leaves."""
+    file = Path("scenarios/a.yaml")
+    file.write_text(scenario(**PAIRS))
+    cases = prepare(Request(paths=(file,), keyword=words, device="cpu")).plan.cases
+    got = run("--harness", "--co", "-q", *(("-k", words) if words else ()))
+    assert [line for line in got.outlines if "::" in line] == [f"{file}::{c.id}" for c in cases]
+    assert got.outlines[-1].startswith(f"{len(cases)}/64 tests collected ({64 - len(cases)} desel")
+
+
+def test_a_case_asked_for_by_its_name_is_never_chosen_away(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    """Cases beyond the pairwise choice run when they are named, and again with --lf."""
+    file = Path("scenarios/a.yaml")
+    file.write_text(scenario(**PAIRS))
+    chosen = {case.id for case in prepare(Request(paths=(file,), device="cpu")).plan.cases}
+    beyond = [c.id for c in expand(load_scenario(file), "cpu") if c.id not in chosen]
+    assert len(beyond) > 10
+    nodes = [f"{file}::{case}" for case in beyond]
+    got = pytester.runpytest_inprocess(*PLUGIN, "--harness", "--co", "-q", *nodes)
+    assert [line for line in got.outlines if "::" in line] == nodes
+    both = pytester.runpytest_inprocess(*PLUGIN, "--harness", "--co", "-q", str(file), nodes[0])
+    assert nodes[0] in both.outlines
+    assert len(both.outlines) < len(beyond)
+    failed = [node for node in nodes if "ulp" in node]
+    pytester.runpytest_inprocess(*PLUGIN, "--harness", "--harness-out", "first", *failed)
+    again = run("--harness", "--co", "-q", "--lf")
+    assert [line for line in again.outlines if "::" in line] == failed
+    first = [line for line in run("--harness", "--co", "-q", "--ff").outlines if "::" in line]
+    assert first[: len(failed)] == failed
+    assert len(first) < 64

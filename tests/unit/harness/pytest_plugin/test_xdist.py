@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.store import RunFolder, num_kept
-from tests.unit.harness.pytest_plugin.test_plugin import CASES, FAULT, SCENARIO
+from tests.unit.harness.pytest_plugin.test_plugin import CASES, FAULT, PLUGIN, SCENARIO
 
 pytest_plugins = ["pytester"]
 
@@ -18,9 +18,9 @@ import os, signal
 from pathlib import Path
 import pytest
 from harness.runner import launch
-from tests.unit.harness.pytest_plugin.pretend_engine import PretendEngine
+from tests.support.fake_engine import PlantingEngine
 
-launch.make_engine = PretendEngine
+launch.make_engine = PlantingEngine
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item):
@@ -31,7 +31,6 @@ def pytest_runtest_call(item):
         Path("ended").write_text(" ".join(path.parent.name for path in ended))
         os.kill(os.getpid(), signal.SIGKILL)
 """
-PLUGIN = ("-p", "harness.pytest_plugin.plugin", "-p", "no:cov", "-p", "no:hypothesispytest")
 
 
 @pytest.fixture

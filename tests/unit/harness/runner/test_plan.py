@@ -21,14 +21,45 @@ from harness.errors import NothingSelected, UsageError
 from harness.history import History
 from harness.history.entries import work_of
 from harness.machine import Machine
-from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.records import (
+    CaseSpec,
+    EndRecord,
+    FloatBits,
+    PlantSpec,
+    RankRecords,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    StartRecord,
+    StepRecord,
+)
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import estimates
 from harness.runner import plan as planning
-from harness.runner.estimates import Estimates, estimate_s, expected, expected_here, num_parameters
-from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s
-from harness.runner.shards import cut, parse_shard, parts, take_shard
+from harness.runner.estimates import (
+    Cost,
+    Estimates,
+    Timeline,
+    cost,
+    estimate_s,
+    expected,
+    expected_here,
+    num_parameters,
+)
+from harness.runner.plan import (
+    Job,
+    Plan,
+    Queue,
+    arrange,
+    cut,
+    make_plan,
+    makespan_s,
+    parse_shard,
+    parts,
+    take_shard,
+)
 from harness.store.merge import Shard
+from tests.support.fake_engine import Patch
 from tests.unit.harness.history.nights import MACHINE, night
 
 TINY = TrainConfig(steps=4).to_dict()
@@ -134,7 +165,7 @@ ILLEGAL = PlantSpec(fault="illegal_access", step=1)
         ({"config": TINY | {"engine": "megatron_fsdp"}, "device": "cuda"}, ""),
         ({"config": TEXT}, "data.path /nowhere/at/all is not on this machine"),
         ({"config": TINY | {"compile": ["attn"], "compile_backend": "inductor"}},
-         "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"),
+         "compile_backend inductor needs a C++ compiler, none is found (aot_eager needs none)"),
         ({"config": TINY | {"compile": ["attn"], "compile_backend": "aot_eager"}}, ""),
         ({"config": changed("model", hidden=10**9)}, "one copy of the weights needs "),
         ({"config": changed("model", layers=10**9)}, "one copy of the weights needs "),
@@ -143,7 +174,7 @@ ILLEGAL = PlantSpec(fault="illegal_access", step=1)
     ],
 )  # fmt: skip
 def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
-    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fields: dict[str, Any], reason: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Before anything starts, and none of its runs is planned; other cases are."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -157,16 +188,12 @@ def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
     assert found.startswith(reason) if reason else found == ""
     assert {id for planned in plan.runs for id in planned.serves} == {"b", *("" if reason else "a")}
     assert [c.id for c in plan.skipped] == (["a"] if reason else [])
+    weights = 2 * num_parameters(TINY["model"])  # exact: two bytes a weight fit, a byte less not
+    for memory, fits in ((weights, True), (weights - 1, False)):
+        assert bool(make_plan([case("a", 1)], slots=4, memory_bytes=memory).runs) == fits
 
 
-def test_memory_is_exact() -> None:
-    """Two bytes a weight fit, one byte less does not."""
-    weights = 2 * num_parameters(TINY["model"])
-    assert make_plan([case("a", 1)], slots=4, memory_bytes=weights).runs
-    assert not make_plan([case("a", 1)], slots=4, memory_bytes=weights - 1).runs
-
-
-def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: Patch) -> None:
     """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
 
     def odd(run: TrainConfig) -> ConfigError | None:
@@ -197,30 +224,6 @@ def test_wide_and_long_runs_go_first_and_groups_stay_together() -> None:
     ]  # fmt: skip
 
 
-class Slots:
-    """Slots that a queue fills while a clock goes on."""
-
-    def __init__(self, order: Iterable[Job], slots: int) -> None:
-        jobs = list(order)
-        self.now, self.free, self.queue = 0.0, slots, Queue(jobs)
-        self.takes = {job.spec.key: job.seconds for job in jobs}
-        self.running: list[tuple[float, RunSpec]] = []
-
-    def fill(self) -> list[str]:
-        started = []
-        while (spec := self.queue.next(lambda s: s.world_size <= self.free)) is not None:
-            self.free -= spec.world_size
-            self.running.append((self.now + self.takes[spec.key], spec))
-            started.append(spec.config["name"])
-        return started
-
-    def wait(self) -> str:
-        self.running.sort(key=lambda entry: entry[0])
-        self.now, spec = self.running.pop(0)
-        self.free += spec.world_size
-        return str(spec.config["name"])
-
-
 def jobs(*given: tuple[str, int, float]) -> list[Job]:
     return [Job(run(width, config={"name": name}), seconds) for name, width, seconds in given]
 
@@ -228,32 +231,31 @@ def jobs(*given: tuple[str, int, float]) -> list[Job]:
 def test_the_first_run_that_fits_starts() -> None:
     """One that does not fit yet is overtaken; one that is made again goes before all that wait."""
     order = jobs(("a", 3, 2.0), ("b", 3, 2.0), ("c", 1, 1.0), ("d", 1, 9.0))
-    slots = Slots(order, 4)
-    assert slots.fill() == ["a", "c"]
-    assert (slots.wait(), slots.fill()) == ("c", ["d"])
-    slots.queue.push(order[0].spec)
-    assert (slots.wait(), slots.fill()) == ("a", ["a"])
+    queue = Queue(order)
+
+    def next_of(free: int) -> str:
+        spec = queue.next(lambda spec: spec.world_size <= free)
+        return "" if spec is None else str(spec.config["name"])
+
+    assert [next_of(free) for free in (4, 1, 0, 1)] == ["a", "c", "", "d"]
+    queue.push(order[0].spec)
+    assert [next_of(free) for free in (2, 3, 3, 3)] == ["", "a", "b", ""]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 13])
-def test_what_a_plan_takes_is_bounded_and_foreseen(slots: int) -> None:
-    """At most twice what busy slots would take, and the longest run; every run starts once."""
+def test_what_a_plan_takes_is_bounded(slots: int) -> None:
+    """At most twice what busy slots would take, and the longest run."""
     for seed in range(20):
         draw = random.Random(1000 * slots + seed)
         widths = [draw.randint(1, slots) if draw.random() < 0.5 else 1 for _ in range(40)]
         took = {f"r{n}": draw.lognormvariate(1.0, 1.2) for n in range(40)}
         cases = [named(name, width, name) for name, width in zip(took, widths, strict=True)]
         order = arrange(cases, lambda s, took=took: took[s.config["name"]])  # type: ignore[misc]
-        machine = Slots(order, slots)
-        ended = machine.fill()
-        while machine.running:
-            machine.wait()
-            ended += machine.fill()
-        assert len(ended) == len(order) == len({job.spec.key for job in order})
+        assert len({job.spec.key for job in order}) == len(order) == 2 * 40
         busy_s = sum(job.spec.world_size * job.seconds for job in order)
-        assert machine.now == pytest.approx(makespan_s(order, slots=slots))
-        assert max(busy_s / slots, max(took.values())) <= machine.now * (1 + 1e-9)
-        assert machine.now <= 2 * busy_s / slots + max(took.values())
+        found_s = makespan_s(order, slots=slots)
+        assert max(busy_s / slots, max(took.values())) <= found_s * (1 + 1e-9)
+        assert found_s <= 2 * busy_s / slots + max(took.values())
 
 
 def test_the_time_of_a_schedule() -> None:
@@ -312,7 +314,7 @@ def test_cases_that_share_any_run_stay_together_and_free_ones_are_spread() -> No
     assert [len(held) for held in cut(free, 4, lambda s: 0.0)] == [3, 3, 3, 3]
 
 
-def test_every_machine_cuts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_machine_cuts_alike(monkeypatch: Patch) -> None:
     """Cores and GPUs of the machine at hand are not asked; another cut has another name."""
     cases = [case(f"c{n}", 1 + n % 4, timeout_s=float(n + 1)) for n in range(20)]
     cuts = []
@@ -322,10 +324,10 @@ def test_every_machine_cuts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuts[0] == cuts[1]
     assert cuts[0].cut != take_shard(cases, "1/4")[1].cut
     found = parts(cases, 3)
-    assert [part.shard for part in found] == ["1/3", "2/3", "3/3"]
+    assert [part["shard"] for part in found] == ["1/3", "2/3", "3/3"]
     on_gpus = parts([case(f"c{n}", 1 + n % 4, timeout_s=n + 1.0, device="cuda") for n in range(20)],
                     3)  # fmt: skip
-    assert [p.expected_slot_s for p in on_gpus] == [p.expected_slot_s for p in found]
+    assert [p["expected_slot_s"] for p in on_gpus] == [p["expected_slot_s"] for p in found]
 
 
 def test_a_shard_is_written_i_of_n() -> None:
@@ -379,22 +381,11 @@ def test_presets_have_the_published_number_of_parameters(
     assert num_parameters(to_plain(model_from_preset(preset))) + norms_and_biases == published
 
 
-def test_active_parameters_and_latent_queries() -> None:
-    """Moonlight has 15.29B parameters without its embeddings, of which a token meets 2.24B."""
-    model = to_plain(model_from_preset("moonlight_16b_a3b"))
-    embeddings = 2 * model["vocab_size"] * model["hidden"]
-    counts = [num_parameters(model, active=active) - embeddings for active in (False, True)]
-    assert [round(count / 1e7) for count in counts] == [1529, 224]
-    small = to_plain(model_from_preset("mla_moe_tiny"))
-    direct = num_parameters(small | {"q_lora_rank": None})
-    assert direct - num_parameters(small) == 2 * (64 * 4 * 24 - 24 * (64 + 4 * 24))
-
-
 ESTIMATE = -7.0
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[History]:
+def known(tmp_path: Path, monkeypatch: Patch) -> Iterable[History]:
     """A new history; what it does not know is -7 s."""
     monkeypatch.setattr(estimates, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
     with History.open(tmp_path / "h.sqlite", create=True) as history:
@@ -460,3 +451,84 @@ def test_the_start_up_is_that_of_earlier_folders(known: History) -> None:
         known.path.with_name("bad").write_bytes(text)
         assert expected_here(known.path.with_name("bad"), here).seconds(run(2)) == ESTIMATE
     assert expected_here(None, here).start_s > 0
+
+
+# ---- what runs cost: memory and step time of a case's own, and when times are not to be believed
+
+ONE = FloatBits.from_bits(0x3F800000)
+
+
+def made(
+    *times_s: tuple[float, ...], peaks: tuple[int, ...] = (), begun: float = 0.0,
+    wall_s: float = 1.0, what: Any = "", **variables: str,
+) -> RunResult:  # fmt: skip
+    """A run with the given step times of each rank."""
+    spec = RunSpec(config={"begun": begun, "times": times_s}, device="cpu",
+                   world_size=len(times_s), timeout_s=9.0)  # fmt: skip
+    environment = {"fingerprint": {"environment": variables}}
+    ranks = tuple(
+        RankRecords(
+            rank=rank, events=(), error=None, problems=(),
+            start=StartRecord(
+                schema=1, rank=rank, world_size=len(times_s), pid=1, device="cpu", tensors={},
+                environment=environment,
+            ),
+            steps=tuple(
+                StepRecord(
+                    step=step, rank=rank, loss=ONE, microbatch_losses=(), grad_norm=ONE,
+                    digests={}, nonfinite={}, step_s=step_s, live_bytes=1, peak_bytes=peak,
+                )
+                for step, step_s in enumerate(own)
+            ),
+            end=EndRecord(rank=rank, steps=len(own), peak_bytes=peak, startup_s=0.1, wall_s=1.0),
+        )
+        for rank, (own, peak) in enumerate(zip(times_s, peaks or (1,) * len(times_s), strict=True))
+    )  # fmt: skip
+    outcome = RunOutcome(key=spec.key, what=what, message="", culprit_rank=None, ranks=(),
+                         started_unix_s=begun, wall_s=wall_s)  # fmt: skip
+    return RunResult(spec=spec, outcome=outcome, ranks=ranks)
+
+
+def cost_of(**runs: RunResult) -> Cost:
+    """What `cost` says of these runs, which are all runs of the folder."""
+    return cost(runs, Timeline(runs.values()))
+
+
+def test_memory_is_of_the_worst_rank_and_a_step_takes_what_its_slowest_rank_takes() -> None:
+    """The earlier half of the steps, in which graphs are captured, is left out."""
+    first = (9.0, 9.0, 9.0)
+    found = cost_of(
+        reference=made((*first, 4.0, 4.0, 4.0), (*first, 1.0, 6.0, 1.0), peaks=(100, 40)),
+        control=made((*first, 5.0, 5.0, 5.0), (*first, 1.0, 1.0, 1.0), begun=1.0),
+        candidate=made(
+            (*first, 2.0, 2.0, 2.0), (*first, 1.0, 1.0, 1.0), peaks=(10, 150), begun=2.0
+        ),
+    )
+    assert (found.peak_bytes["reference"], found.peak_bytes["candidate"]) == (100, 150)
+    assert found.step_s == {"reference": 4.0, "control": 5.0, "candidate": 2.0}
+    assert (found.memory, found.speed, found.control_speed, found.caution) == (1.5, 2.0, 0.8, "")
+    assert "a step takes 2000 ms, the reference's 4000, the control's 5000" in found.words
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [made((1.0,) * 8, what="crashed", begun=5.0), made((1.0,) * 8, what="hang", begun=5.0),
+     made((1.0,) * 7 + (0.0,), begun=5.0)],
+)  # fmt: skip
+def test_what_did_not_finish_or_has_no_time_has_no_step_time(candidate: RunResult) -> None:
+    """A run that died says nothing of speed, nor one in which a step has no time."""
+    found = cost_of(reference=made((1.0,) * 8), candidate=candidate)
+    assert (found.step_s["candidate"], found.speed) == (None, None)
+
+
+def test_times_of_runs_that_were_not_alone() -> None:
+    """A run that begins as another ends did not overlap it; shared GPUs are said first."""
+    runs = [made((1.0,), begun=begun, wall_s=2.0) for begun in (0.0, 2.0, 3.0)]
+    timeline = Timeline(runs)
+    assert [timeline.concurrent(each) for each in runs] == [0, 1, 1]
+    found = cost({"reference": runs[0], "candidate": runs[1]}, timeline)
+    assert found.caution == "1 other run was under way meanwhile"
+    shared = made((1.0,) * 8, NCCL_HOSTID="shared-gpus-3")
+    found = cost_of(reference=made((1.0,) * 8), candidate=shared)
+    assert found.caution == "ranks shared GPUs, so times mean nothing"
+    assert found.caution in found.words

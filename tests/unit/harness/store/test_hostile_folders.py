@@ -24,7 +24,7 @@ from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy
 from tests.damaged_folders.kinds import CASE
 from tests.damaged_folders.rewrite import rewrite
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 SECRET = "correct-horse-battery-7"
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -193,7 +193,7 @@ def test_a_scenario_is_stored_without_secrets(
     assert SECRET.encode() not in data
     assert b"ghp_" not in data
     assert b"Needs ***" in data
-    assert cli.main(["run", "small.yaml", "--resume", "r"]) == 0
+    assert cli.main(["run", "--resume", "r"]) == 0
 
 
 @pytest.mark.parametrize(

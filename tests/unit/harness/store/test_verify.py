@@ -9,9 +9,8 @@ import pytest
 from harness.cli import main
 from harness.records import RunSpec
 from harness.runner import launch
-from harness.store import save_outcome
 from harness.store.contents import KeptTensor, write_contents
-from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+from tests.support.fake_engine import FakeEngine, run_json, unequal
 
 
 class KeepingEngine(FakeEngine):
@@ -28,7 +27,6 @@ class KeepingEngine(FakeEngine):
                 as_digested=True,
             )  # fmt: skip
             write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
-        save_outcome(folder, self.ended[-1])  # of all files
 
 
 @pytest.fixture

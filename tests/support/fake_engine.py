@@ -1,4 +1,4 @@
-"""An engine that writes records itself, in no time, for the tests of the command line."""
+"""An engine without processes: it writes a run's records when the run is started, in no time."""
 
 import dataclasses
 import hashlib
@@ -12,6 +12,7 @@ import pytest
 from fsdp_core.config import TrainConfig
 from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.cli import main
+from harness.engine.base import Slots
 from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,
@@ -27,9 +28,11 @@ from harness.records import (
     StepRecord,
     What,
 )
+from harness.runner.launch import Prepared
 from harness.store import begin_run, save_outcome
 
 GROUPS = (SAMPLES, *DIGEST_GROUPS)
+TWO = FloatBits.from_bits(0x40000000)
 SCENARIO = """\
 name: small
 why: A sentence with <b>markup</b> and [red]brackets[/red].
@@ -39,76 +42,91 @@ compare: {axis: graph, reference: eager, expect: bitwise}
 checks: {loss: {}, state: {}}
 launch: {device: cpu, timeout_s: 60}
 """
+Spoil = Callable[[RunSpec, StepRecord], StepRecord]
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 class FakeEngine:
-    """Makes runs at once, with equal bits; `spoil` changes records, `ends` outcomes by graph."""
+    """Makes runs with equal bits, which end in the order in which they were started.
 
-    def __init__(self) -> None:
+    Attributes:
+        made: keys of the runs that were started.
+        under_way: started and not ended: specification, outcome, folder.
+        jobs: runs that may be under way at a time; None for as many as there are slots.
+        ends: how runs end that do not end well, by scopes of graphs joined by `+`.
+        spoil: changes a record of a step.
+        on_start, on_wait: called before a run is started, or waited for.
+    """
+
+    def __init__(self, slots: int = 8, *, jobs: int | None = 1) -> None:
         self.made: list[str] = []
+        self.under_way: list[tuple[RunSpec, RunOutcome, Path]] = []
         self.options: dict[str, Any] = {}
+        self.jobs, self._slots = jobs, Slots(slots)
         self.ends: dict[str, What] = {}
-        self.spoil: Callable[[RunSpec, StepRecord], StepRecord] = lambda spec, record: record
+        self.spoil: Spoil = lambda spec, record: record
         self.on_start: Callable[[RunSpec], None] = lambda spec: None
+        self.on_wait: Callable[[], None] = lambda: None
         self.environment: dict[str, Any] = {"fingerprint": {"torch": "x"}}
-        self.ended: list[RunOutcome] = []
-        self.closed = 0
+        self.closed = self.cancelled = 0
 
     def __call__(self, **options: Any) -> "FakeEngine":
         """Stand in for the class of the engine."""
-        self.options = options
+        self.options, self.under_way = options, []
+        self._slots = Slots(options["slots"], options.get("devices", ()))
         return self
 
     @property
     def slots(self) -> int:
-        return int(self.options["slots"])
+        return self._slots.num_slots
 
     def check(self, spec: RunSpec) -> None:
-        assert spec.world_size <= self.slots
+        self._slots.check(spec)
 
     def can_start(self, spec: RunSpec) -> bool:
-        return not self.ended
+        is_full = self.jobs is not None and len(self.under_way) >= self.jobs
+        return not is_full and self._slots.fits(spec)
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         self.on_start(spec)
+        self._slots.take(spec)
         self.made.append(spec.key)
         begin_run(folder, spec)
-        for rank in range(spec.world_size):
+        for rank in range(spec.world_size if "steps" in spec.config else 0):
             file = RecordFile(folder / f"rank{rank}.jsonl")
             for record in self._records(spec, rank):
                 file.write(record)
             file.close()
+        self.under_way.append((spec, self.ending(spec, folder, attempt), folder))
+
+    def ending(self, spec: RunSpec, folder: Path, attempt: int) -> RunOutcome:
+        """How a run whose records lie in `folder` will have ended."""
         what = self.ends.get("+".join(spec.config["graph"]), "")
-        outcome = RunOutcome(
+        return RunOutcome(
             key=spec.key, what=what, message=f"planted {what}" if what else "",
             culprit_rank=0 if what else None, started_unix_s=0.0, wall_s=0.5, attempt=attempt,
             ranks=tuple(RankExit(rank=r, code=1 if what else 0) for r in range(spec.world_size)),
         )  # fmt: skip
-        save_outcome(folder, outcome)
-        self.ended.append(outcome)
 
     def _records(self, spec: RunSpec, rank: int) -> list[Any]:
-        tensors: dict[str, tuple[str, ...]] = {
-            group: (TOKENS if group == SAMPLES else "w",) for group in GROUPS
-        }
+        tensors: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPS, ("w",))
         steps = [
             self.spoil(
                 spec,
                 StepRecord(
-                    step=step, rank=rank, loss=FloatBits.from_bits(0x40000000),
-                    microbatch_losses=(FloatBits.from_bits(0x40000000),),
+                    step=step, rank=rank, loss=TWO, microbatch_losses=(TWO,),
                     grad_norm=FloatBits.from_bits(0x3F000000),
                     digests={group: hashlib.md5(f"{group}{rank}{step}".encode()).hexdigest()
                              for group in GROUPS},
-                    nonfinite=dict.fromkeys(GROUPS, ()),
-                    step_s=0.01, live_bytes=10, peak_bytes=20,
+                    nonfinite=dict.fromkeys(GROUPS, ()), step_s=0.01, live_bytes=10, peak_bytes=20,
                 ),
             )
             for step in range(spec.config["steps"])
         ]  # fmt: skip
         start = StartRecord(
             schema=1, run=spec.key, rank=rank, world_size=spec.world_size, pid=1, device="cpu",
-            tensors=tensors, environment=self.environment,
+            tensors=tensors | {SAMPLES: (TOKENS,)}, environment=self.environment,
         )  # fmt: skip
         graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, len(steps)))
         end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
@@ -117,25 +135,59 @@ class FakeEngine:
         return [start, InitialRecord(rank=rank, digests=before, nonfinite={}), *steps, end]
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        ended, self.ended = self.ended, []
-        return ended
+        self.on_wait()
+        if not self.under_way:
+            return []
+        spec, outcome, folder = self.under_way.pop(0)
+        self._slots.release(spec.key)
+        save_outcome(folder, outcome)
+        return [outcome]
 
     def cancel(self) -> None:
-        self.ended = []
+        self.cancelled += 1
+        while self.under_way:
+            self._slots.release(self.under_way.pop()[0].key)
 
     def close(self) -> None:
         self.closed += 1
 
 
+def other_bits(record: StepRecord, group: str = "weights", digit: str = "0") -> StepRecord:
+    """The record, with another digest of a group."""
+    return dataclasses.replace(record, digests=record.digests | {group: digit * 32})
+
+
 def unequal(spec: RunSpec, record: StepRecord) -> StepRecord:
     """One weight of the last rank of graphed runs differs from step 2 on."""
     last = record.rank == spec.world_size - 1
-    if not (spec.config["graph"] == ["attn"] and last and record.step >= 2):
-        return record
-    return dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
+    is_here = spec.config["graph"] == ["attn"] and last and record.step >= 2
+    return other_bits(record) if is_here else record
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, Any]:
+class PlantingEngine(FakeEngine):
+    """Of the faults that are planted in a scenario, `ulp` is other weights, `sigkill` no end."""
+
+    MADE: list[str] = []  # noqa: RUF012 - of all engines
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared.plan.slots, jobs=None)
+        self.made = self.MADE
+        self.spoil = lambda spec, record: other_bits(record) if _fault(spec) == "ulp" else record
+
+    def ending(self, spec: RunSpec, folder: Path, attempt: int) -> RunOutcome:
+        self.ends = {"": "killed"} if _fault(spec) == "sigkill" else {}
+        return super().ending(spec, folder, attempt)
+
+    def _records(self, spec: RunSpec, rank: int) -> list[Any]:
+        records = super()._records(spec, rank)
+        return records[:-1] if _fault(spec) == "sigkill" else records
+
+
+def _fault(spec: RunSpec) -> str:
+    return getattr(spec.plant, "fault", "")
+
+
+def run_json(capsys: Capsys, *args: str) -> tuple[int, Any]:
     """Exit code and JSON answer of one command."""
     capsys.readouterr()
     code = main([*args, "--json"])
