@@ -23,9 +23,6 @@ from harness.bisect.differences import (
     world_size_of,
 )
 from harness.bisect.experiments import (
-    FAILS,
-    PASSES,
-    UNRESOLVED,
     Answer,
     Asker,
     Failure,
@@ -120,7 +117,7 @@ class _Search:
             self._note(str(error))
         except OutOfBudget as error:
             self._note(str(error))
-            if failing := [self._ordered(c) for c, a in self._asked.items() if a == FAILS]:
+            if failing := [self._ordered(c) for c, a in self._asked.items() if a == "fails"]:
                 least = min(failing, key=len)
                 self._note(f"the smallest set that was seen to fail: {self._words(least)}")
             error.best = replace(self._found, num_questions=len(self._asked))
@@ -151,16 +148,16 @@ class _Search:
         if asked not in self._legal:
             self._legal[asked] = not self._changes.why_illegal(asked)
         if not self._legal[asked]:
-            return UNRESOLVED
+            return "unresolved"
         if not asked and self._judged.policy.always:
-            return PASSES  # the reference itself, which its control has confirmed
+            return "passes"  # the reference itself, which its control has confirmed
         words = f"does it fail with {self._words(asked)}?"
         answer = self._judged.answer(self._changes.run_with(asked), words=words, sure=sure)
         self._asked[asked] = answer
         return answer
 
     def _fails(self, changes: Iterable[str], *, sure: bool = False) -> bool:
-        return self._answer(changes, sure=sure) == FAILS
+        return self._answer(changes, sure=sure) == "fails"
 
     def _halved(self, whole: tuple[str, ...]) -> tuple[str, ...]:
         """A failing subset: the end of the shortest failing prefix is kept, again and again."""
@@ -182,7 +179,7 @@ class _Search:
             left: tuple[str, ...] | None = next(
                 ((c,) for c in failing if self._fails(whole - {c}, sure=True)), None
             )
-            unproven = tuple(c for c in failing if self._answer(whole - {c}) == UNRESOLVED)
+            unproven = tuple(c for c in failing if self._answer(whole - {c}) == "unresolved")
             if left is None:
                 # What cannot go alone may go with others that it needs, or that need it.
                 groups = (*itertools.combinations(unproven, 2), unproven)
@@ -201,7 +198,7 @@ class _Search:
                 return None
             answer = self._answer(rest, sure=True)
             was_asked |= self._legal[rest]
-            if not self._legal[rest] or answer == PASSES:
+            if not self._legal[rest] or answer == "passes":
                 continue
             verdict = self._judged.seen[self._changes.run_with(rest).key]
             if verdict.outcome in ("failed", "incomparable"):
@@ -312,19 +309,19 @@ class LeastCase:
 
     def _try(self, **leaves: Any) -> bool:
         """Take other values in both, if the case still fails the same way with them."""
-        return self._asked(_with(self.reference, leaves), _with(self.candidate, leaves)) == FAILS
+        return self._asked(_with(self.reference, leaves), _with(self.candidate, leaves)) == "fails"
 
     def _asked(self, reference: RunSpec, candidate: RunSpec) -> Answer:
         """Whether two runs fail the same way; they are kept if so."""
         is_pair = reference.world_size == candidate.world_size and reference.key != candidate.key
         if not is_pair or why_illegal(reference) or why_illegal(candidate):
-            return UNRESOLVED
+            return "unresolved"
         before = self._leaves
         now = leaves_of(candidate.config) | {RANKS: candidate.world_size}
         told = (f"{k} {_words(now[k])}" for k in now if k in before and now[k] != before[k])
         words = f"does it still fail with {', '.join(told)}?"
         answer = self._judged.answer(candidate, reference=reference, words=words)
-        if answer == FAILS:
+        if answer == "fails":
             self.reference, self.candidate = reference, candidate
         return answer
 
@@ -354,9 +351,9 @@ class LeastCase:
             return
         for layout in sorted(self._smaller_layouts(), key=_size)[:MAX_LAYOUTS]:
             answer = self._asked(_with(self.reference, layout), _with(self.candidate, layout))
-            if answer == FAILS:
+            if answer == "fails":
                 return
-            if answer == PASSES:
+            if answer == "passes":
                 named = ((axis, int(layout[f"parallel.{axis}"])) for axis in DEGREES)
                 told = " ".join(f"{axis} {n}" for axis, n in named if n > 1)
                 self.passed.append(told or "one rank")
@@ -381,7 +378,7 @@ class LeastCase:
 
         def fails(first: int, last: int) -> bool:
             smaller = _with(self.candidate, {CAPTURED: [first, last]})
-            return self._asked(self.reference, smaller) == FAILS
+            return self._asked(self.reference, smaller) == "fails"
 
         end = first_failing(range(first, last), lambda end: fails(first, end))
         last = last if end is None else end

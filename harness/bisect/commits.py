@@ -28,9 +28,6 @@ from typing import Any, NamedTuple
 from harness.bisect.differences import config_of, leaves_of, program_in
 from harness.bisect.experiments import (
     EVERY_RUN,
-    FAILS,
-    PASSES,
-    UNRESOLVED,
     Answer,
     Asker,
     NeverFails,
@@ -248,12 +245,12 @@ class _Search:
         named = self._history.named
         try:
             self._learn(policy)
-            if (answer := self._answer(self._good, self._policy.passes)) != PASSES:
+            if (answer := self._answer(self._good, self._policy.passes)) != "passes":
                 raise self._not_good(answer)
             while (lucky := self._bisect()) is not None:
                 self._notes.append(f"{named(lucky)}: passed at first and failed when asked again")
                 if lucky == self._good:
-                    raise self._not_good(FAILS)
+                    raise self._not_good("fails")
                 self._learn(None, flaky=True)
             return self._found()
         except OutOfBudget as error:
@@ -277,9 +274,9 @@ class _Search:
         """Fails once it has failed, passes after so many runs; all runs so far count."""
         known = self._answers.get(self._history.key(name), [])
         for number in range(max(passes, len(known))):
-            if (answer := self._ask(name, number)) != PASSES:
+            if (answer := self._ask(name, number)) != "passes":
                 return answer
-        return PASSES
+        return "passes"
 
     def _learn(self, policy: RepeatPolicy | None, *, flaky: bool = False) -> None:
         history = self._history
@@ -287,7 +284,7 @@ class _Search:
         # Halvings, both ends, and what skips may add.
         num_questions = math.ceil(math.log2(history.num_commits + 1)) + 2
         if policy is not None:
-            if self._answer(self._bad, policy.passes) != FAILS:
+            if self._answer(self._bad, policy.passes) != "fails":
                 raise UsageError(said)
             if policy != EVERY_RUN:
                 policy = RepeatPolicy.of(policy.failures, policy.trials, num_questions)
@@ -300,8 +297,8 @@ class _Search:
             raise UsageError(f"{said}: {error}") from error
 
     def _not_good(self, answer: Answer) -> UsageError:
-        how = "that can be run" if answer == UNRESOLVED else "that passes"
-        told = "" if answer == UNRESOLVED else ", which fails: name an older one"
+        how = "that can be run" if answer == "unresolved" else "that passes"
+        told = "" if answer == "unresolved" else ", which fails: name an older one"
         good = self._history.named(self._good)
         return UsageError(f"{self._history.option}: expected a good end {how}, got {good}{told}")
 
@@ -318,8 +315,8 @@ class _Search:
                 if not at:
                     break
                 answer = self._answer(line[at], self._policy.passes)
-                low, high = (at if answer == PASSES else low), (at if answer == FAILS else high)
-                self._skipped += [line[at]] if answer == UNRESOLVED else []
+                low, high = (at if answer == "passes" else low), (at if answer == "fails" else high)
+                self._skipped += [line[at]] if answer == "unresolved" else []
             rests.append(line[low])
             is_one = len(self._suspects) == 1 and line[high] not in self._opened
             if not is_one or not (brought := self._history.brought_by(line[high])):
@@ -328,7 +325,7 @@ class _Search:
             line = [line[low], *brought, line[high]]
         sure = self._policy.confirmations
         passes = ((name, self._answer(name, sure)) for name in dict.fromkeys(rests))
-        return next((name for name, answer in passes if answer != PASSES), None)
+        return next((name for name, answer in passes if answer != "passes"), None)
 
     def _found(self) -> CommitSearch:
         named, history = self._history.named, self._history
@@ -409,7 +406,7 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
     def run(checkout: Checkout) -> Reply:
         lacking = [name for name in PACKAGES if not (checkout.folder / name).is_dir()]
         if lacking:  # an installed one would run in its place
-            return Reply(answer=UNRESOLVED, words=f"no verdict: it has no {lacking[0]}")
+            return Reply(answer="unresolved", words=f"no verdict: it has no {lacking[0]}")
         make_folder(folder)
         name = f"{checkout.commit[:HASH_CHARS]}-{checkout.attempt}"
         out = unused(folder / name).absolute()
@@ -450,14 +447,14 @@ def _judged(code: int, answers: Path, log: Path, wanted: Verdict) -> Reply:
     except (ValueError, KeyError, TypeError, AttributeError):
         lines = read_tail(log, TAIL_BYTES).decode(errors="replace").strip().splitlines()
         said = f"exit code {code} {lines[-1][:200] if lines else ''}".strip()
-        return Reply(answer=UNRESOLVED, words=one_line(f"no verdict: {said}"))
+        return Reply(answer="unresolved", words=one_line(f"no verdict: {said}"))
     if outcome == "passed" and code == ExitCode.PASSED:
-        return Reply(answer=PASSES, words=outcome)
+        return Reply(answer="passes", words=outcome)
     due = ExitCode.FAILED if outcome == "failed" else ExitCode.NO_VERDICT
     if same and code == due and (outcome, what) == (wanted.outcome, wanted.what):
-        return Reply(answer=FAILS, words=one_line(f"{outcome} {what}".strip()))
+        return Reply(answer="fails", words=one_line(f"{outcome} {what}".strip()))
     words = f"no verdict: {outcome} {what} {message}"
-    return Reply(answer=UNRESOLVED, words=one_line(words.strip()))
+    return Reply(answer="unresolved", words=one_line(words.strip()))
 
 
 def same_end(wanted: Verdict, exception: str, signal_name: str) -> bool:
@@ -496,7 +493,7 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         legs: dict[str, Any] = {leg: at_commit(getattr(case, leg), checkout, top) for leg in LEGS}
         program = program_in(legs["candidate"])
         if program.kind == "script" and not Path(program.target).is_file():
-            return Reply(answer=UNRESOLVED, words="no verdict: the script is not in this commit")
+            return Reply(answer="unresolved", words="no verdict: the script is not in this commit")
         if checkout.attempt:
             number = FIRST_REPEAT + checkout.attempt
             legs["candidate"] = replace(legs["candidate"], replica=number)
@@ -508,7 +505,7 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         answer, end = failure.answer(found), found.ending
         is_same = same_end(verdict, end.exception if end else "", end.signal if end else "")
         return Reply(
-            answer=UNRESOLVED if answer == FAILS and not is_same else answer, words=brief(found)
+            answer="unresolved" if answer == "fails" and not is_same else answer, words=brief(found)
         )
 
     return run
@@ -561,7 +558,7 @@ def find_release(
         try:
             make_environments(filter(None, [program_of(candidate.config)]), lambda _: None)
         except UsageError as error:
-            return Reply(answer=UNRESOLVED, words=one_line(f"no verdict: {error}"))
+            return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
         found = silent.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
         return Reply(answer=failure.answer(found), words=brief(found))
 

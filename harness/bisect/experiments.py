@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
@@ -34,9 +34,6 @@ TIMED: tuple[What, ...] = ("throughput_regression", "noisy")
 # --- how often to ask ------------------------------------------------------------------------
 
 Answer = Literal["fails", "passes", "unresolved"]
-FAILS: Final = "fails"
-PASSES: Final = "passes"
-UNRESOLVED: Final = "unresolved"
 CONFIDENCE = 0.99
 ALWAYS_AFTER = 5
 """Failures in a row, from the first run on, after which a fault is taken for one of every run."""
@@ -145,14 +142,14 @@ def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = Fal
     failed too seldom, or could not be run.
     """
     answers: list[Answer] = []
-    while answers.count(FAILS) < (FAILURES if flaky or PASSES in answers else ALWAYS_AFTER):
-        if len(answers) == (MAX_TRIALS if FAILS in answers else MAX_SILENT):
-            seen = answers.count(FAILS)
+    while answers.count("fails") < (FAILURES if flaky or "passes" in answers else ALWAYS_AFTER):
+        if len(answers) == (MAX_TRIALS if "fails" in answers else MAX_SILENT):
+            seen = answers.count("fails")
             raise NeverFails(f"the full case failed in {seen} of {len(answers)} runs: too seldom")
         answers.append(run(len(answers)))
-        if answers[-1] == UNRESOLVED:
+        if answers[-1] == "unresolved":
             raise NeverFails(f"run {len(answers)} of the full case gave no answer")
-    return RepeatPolicy.of(answers.count(FAILS), len(answers), num_questions, flaky=flaky)
+    return RepeatPolicy.of(answers.count("fails"), len(answers), num_questions, flaky=flaky)
 
 
 # --- what it costs ---------------------------------------------------------------------------
@@ -280,8 +277,8 @@ class Failure(Json):
     def answer(self, verdict: Verdict) -> Answer:
         """What a verdict says of a search for this failure."""
         if failure_of(verdict) == self:
-            return FAILS
-        return PASSES if verdict.outcome == "passed" else UNRESOLVED
+            return "fails"
+        return "passes" if verdict.outcome == "passed" else "unresolved"
 
     def __str__(self) -> str:
         """For people: `failed diverged`."""
@@ -477,9 +474,9 @@ class Judged:
         passes = self.policy.confirmations if sure else self.policy.passes
         for number in range(passes):
             found = self._once(candidate, number, reference, words, passes - number)
-            if found != PASSES:
+            if found != "passes":
                 return found  # what cannot be run once is not run again and again
-        return PASSES
+        return "passes"
 
     def message(self, candidate: RunSpec) -> str:
         """Of the verdict of a candidate that was seen to fail."""
@@ -491,7 +488,7 @@ class Judged:
     ) -> Answer:
         """Whether run `number` of a case fails the same way; the next `ahead` - 1 are wanted."""
         if number == 0 and candidate.key == (reference or self.case.reference).key:
-            return PASSES  # the control is that run
+            return "passes"  # the control is that run
         cases = [
             question_case(self.case, self.failure, candidate, reference=reference, repeat=repeat)
             for repeat in range(number, number + max(ahead, 1))
@@ -509,6 +506,6 @@ class Judged:
             self._known |= dict(zip(map(runs_key, cases), verdicts, strict=True))
         verdict = self._known[runs_key(cases[0])]
         answer = self.failure.answer(verdict)
-        if answer != PASSES:
+        if answer != "passes":
             self.seen.setdefault(candidate.key, verdict)
         return answer

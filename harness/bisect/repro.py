@@ -21,8 +21,6 @@ from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_fr
 from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
 from harness.bisect.differences import PLANT, LegChanges, config_of, leaves_of, program_in
 from harness.bisect.experiments import (
-    FAILS,
-    UNRESOLVED,
     Asker,
     Failure,
     Judged,
@@ -105,7 +103,7 @@ def leave_alone(
     )
     judged = Judged(alone, cause.failure, asker, policy=causes.policy)
     words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
-    if judged.answer(alone.candidate, words=words) != FAILS:
+    if judged.answer(alone.candidate, words=words) != "fails":
         return Alone(notes=("the cause alone did not fail again",))
     least = LeastCase(judged, case.reference, alone.candidate)
     if least.stopped:
@@ -153,7 +151,7 @@ def find_repro(
             continue
         alone = Judged(found, judged.failure, judged.asker, policy=judged.policy)
         answer = alone.answer(found.candidate, words=f"does {found.scenario} fail alone?")
-        if answer == FAILS:
+        if answer == "fails":
             return text, ()
         failed.append(f"{', '.join(found.labels)} compared: {answer}")
     return "", tuple(failed)
@@ -366,11 +364,11 @@ def _why_not_failed(path: Path, failure: Failure, candidate: RunSpec, asker: Ask
                 timeout=2 * candidate.timeout_s + SPARE_S, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Reply(answer=UNRESOLVED, words="it did not end")
+            return Reply(answer="unresolved", words="it did not end")
         said = (done.stdout.strip() or done.stderr.strip()).splitlines()
         words = f"exit code {done.returncode}: {said[0] if said else 'it said nothing'}"
-        return Reply(answer=FAILS if done.returncode == 1 else UNRESOLVED, words=words)
+        return Reply(answer="fails" if done.returncode == 1 else "unresolved", words=words)
 
     words = "does the stand-alone script fail?"
     reply = asker.questions.pay(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
-    return "" if reply.answer == FAILS else f"the script could not be made to fail: {reply.words}"
+    return "" if reply.answer == "fails" else f"the script could not be made to fail: {reply.words}"

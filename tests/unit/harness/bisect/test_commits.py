@@ -24,9 +24,6 @@ from harness.bisect.commits import (
 )
 from harness.bisect.experiments import (
     EVERY_RUN,
-    FAILS,
-    PASSES,
-    UNRESOLVED,
     Answer,
     OutOfBudget,
     Questions,
@@ -45,7 +42,7 @@ MakeHistory = Callable[..., list[str]]
 def by_reading(checkout: Checkout) -> Reply:
     """What the commit's program would say, without starting it."""
     text = (checkout.folder / "program" / "work.py").read_text()
-    return Reply(answer=UNRESOLVED if BROKEN in text else FAILS if WRONG in text else PASSES)
+    return Reply(answer="unresolved" if BROKEN in text else "fails" if WRONG in text else "passes")
 
 
 @pytest.fixture
@@ -156,7 +153,7 @@ def test_a_flaky_fault_is_found(tmp_path: Path, history: MakeHistory) -> None:
 
     def run(checkout: Checkout) -> Reply:
         fires = drawn.random() < 0.5
-        return by_reading(checkout) if fires else Reply(answer=PASSES)
+        return by_reading(checkout) if fires else Reply(answer="passes")
 
     found = search(tmp_path, run)
     assert hash_of(found) == commits[6]
@@ -171,7 +168,7 @@ def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: MakeHistory) -> Non
     def run(checkout: Checkout) -> Reply:
         if checkout.commit in lucky:
             lucky.remove(checkout.commit)
-            return Reply(answer=PASSES)
+            return Reply(answer="passes")
         return by_reading(checkout)
 
     found = search(tmp_path, run)
@@ -197,7 +194,7 @@ def test_a_merged_branch(tmp_path: Path, history: MakeHistory, guilty: int) -> N
         side = checkout.folder / "side.txt"
         number = int(side.read_text()) if side.is_file() else 0
         merged = number and git(checkout.folder, "log", "-1", "--format=%s") == "Merge"
-        return Reply(answer=FAILS if number + bool(merged) >= guilty else PASSES)
+        return Reply(answer="fails" if number + bool(merged) >= guilty else "passes")
 
     found = search(tmp_path, run, **ONCE)
     assert found.first_bad is not None
@@ -276,7 +273,7 @@ def test_ranges_that_cannot_be(tmp_path: Path, history: MakeHistory) -> None:
 )  # fmt: skip
 def test_the_first_bad_release(answers: str, suspects: str) -> None:
     """By the same halving; what gives no verdict hides it, and ends must be good and bad."""
-    table: dict[str, Answer] = {"b": FAILS, "g": PASSES, "-": UNRESOLVED}
+    table: dict[str, Answer] = {"b": "fails", "g": "passes", "-": "unresolved"}
     versions, asked = [f"1.{n}" for n in range(len(answers))], list[str]()
 
     def run(version: str, attempt: int) -> Reply:

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from harness.bisect.experiments import (
-    FAILS,
-    PASSES,
-    UNRESOLVED,
     Answer,
     AskedQuestion,
     NeverFails,
@@ -39,27 +36,27 @@ def test_whatever_the_rate_a_fault_seldom_passes_as_often_as_asked(rate: float) 
     """That it is learnt and then passes is no more frequent than the share of the doubt."""
     drawn, missed, number = random.Random(f"{rate}"), 0.0, 4000
     for _ in range(number):
-        policy = learn(lambda _: FAILS if drawn.random() < rate else PASSES, num_questions=1)
+        policy = learn(lambda _: "fails" if drawn.random() < rate else "passes", num_questions=1)
         missed += (1 - rate) ** policy.confirmations
     assert missed / number <= 0.01
 
 
 def test_a_fault_of_every_run_is_asked_once_on_the_way() -> None:
     """And as often as 99 % takes where a conclusion rests on it; not where a pass was luck."""
-    policy = learn(lambda _: FAILS, num_questions=1)
+    policy = learn(lambda _: "fails", num_questions=1)
     assert (policy.failures, policy.trials, policy.passes, policy.always) == (5, 5, 1, True)
     f, n = policy.failures, policy.confirmations
     worst = max((p / 999) ** f * (1 - p / 999) ** n for p in range(1000))
     assert worst <= 0.01 < worst * (1 + f / n) * math.e
-    flaky = learn(lambda _: FAILS, num_questions=1, flaky=True)
+    flaky = learn(lambda _: "fails", num_questions=1, flaky=True)
     assert (flaky.failures, flaky.passes) == (10, flaky.confirmations)
     assert flaky.passes > 1
 
 
 @pytest.mark.parametrize(
     ("answers", "said"),
-    [([PASSES], "0 of 30 runs"), ([FAILS, *[PASSES] * 99], "2 of 200 runs"),
-     ([FAILS, UNRESOLVED], "run 2 of the full case gave no answer")],
+    [(["passes"], "0 of 30 runs"), (["fails", *["passes"] * 99], "2 of 200 runs"),
+     (["fails", "unresolved"], "run 2 of the full case gave no answer")],
 )  # fmt: skip
 def test_what_fails_too_seldom_is_given_up(answers: list[Answer], said: str) -> None:
     """After 30 passes and no failure, or after 200 runs; or where a run says nothing."""
