@@ -204,7 +204,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if text.isidentifier() else '"'
+        "tag:yaml.org,2002:str", text, style=None if " " in text or text.isidentifier() else '"'
     ),
 )
 

@@ -42,12 +42,12 @@ def spec(world_size: int = 1, **config: Any) -> RunSpec:
 
 
 def leg(
-    tensors: Tensors, ranks: int = 1, *, loss: float = 4.0, what: Any = "", **contents: Any
+    tensors: Tensors, num: int = 1, *, loss: float = 4.0, what: Any = "", **contents: Any
 ) -> Leg:
     """A run whose ranks each have some columns of matrices and all of every vector."""
-    held: list[list[Loaded]] = [[] for _ in range(ranks)]
-    for (name, whole), rank in ((item, r) for item in tensors.items() for r in range(ranks)):
-        width = whole.shape[-1] // ranks if whole.ndim > 1 else whole.shape[0]
+    held: list[list[Loaded]] = [[] for _ in range(num)]
+    for (name, whole), rank in ((item, r) for item in tensors.items() for r in range(num)):
+        width = whole.shape[-1] // num if whole.ndim > 1 else whole.shape[0]
         first, rows = rank * width if whole.ndim > 1 else 0, (0,) * (whole.ndim - 1)
         part = np.ascontiguousarray(whole[..., first : first + width], np.float32)
         place = Place(
