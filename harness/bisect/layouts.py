@@ -195,6 +195,11 @@ class LayoutAnswer(NamedTuple):
     tensors: tuple[Apart, ...]
     message: str
 
+    @property
+    def wrong(self) -> tuple[Apart, ...]:
+        """Those of the tensors that are."""
+        return tuple(each for each in self.tensors if each.is_wrong)
+
 
 def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> LayoutAnswer:
     """Say which tensor of two layouts is first farther apart than rounding takes it.

@@ -20,7 +20,7 @@ def test_a_layout_is_within_its_bound_and_a_fault_is_not(warm_ranks: RankPool) -
     assert wrong.location is not None
     assert (wrong.location.tensor, wrong.location.quantity) == (PROJECTION, "grads")
     assert wrong.location.ranks == (1,)
-    (row,) = (each.row for each in wrong.tensors if each.name == f"grads:{PROJECTION}")
+    (row,) = (each.row for each in wrong.wrong if each.name == f"grads:{PROJECTION}")
     assert row in (0, 1)
     # The weight that this gradient moves may be off, too; no other gradient is.
     gradients = [each.name for each in wrong.wrong if each.name.startswith("grads:")]

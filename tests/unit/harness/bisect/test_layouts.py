@@ -98,14 +98,10 @@ def location_of(found: LayoutAnswer) -> Location:
     return found.location
 
 
-def wrong_in(found: LayoutAnswer) -> list[Apart]:
-    return [each for each in found.tensors if each.is_wrong]
-
-
 def test_rounding_alone_is_no_difference() -> None:
     """Two runs as far apart as rounding takes samples: no tensor is wrong, none is at zero."""
     found = answer()
-    assert (found.location, wrong_in(found)) == (None, [])
+    assert (found.location, found.wrong) == (None, ())
     names = ["loss", f"grads:{HEAD}", f"grads:{LATE}", f"grads:{EARLY}"]
     assert [each.name for each in found.tensors] == names
     assert all(0 < each.units < 0.5 for each in found.tensors[1:])
@@ -141,8 +137,8 @@ def test_the_first_that_backward_makes_is_named_with_its_row(
     """A later layer's gradient comes first; a small fault in one row of many, a lost row, NaN."""
     found = answer(change)
     location = location_of(found)
-    assert [each.name for each in wrong_in(found)] == [f"grads:{name}" for name in wrong]
-    assert wrong_in(found)[0].row in rows
+    assert [each.name for each in found.wrong] == [f"grads:{name}" for name in wrong]
+    assert found.wrong[0].row in rows
     assert (location.step, location.phase, location.quantity) == (2, "backward", "grads")
     assert (location.tensor, location.module) == (wrong[0], wrong[0].rpartition(".")[0])
     assert (location.ranks, location.rank) == (ranks, ranks[0])
