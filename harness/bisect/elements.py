@@ -160,7 +160,8 @@ def _element(ours: Loaded, theirs: Loaded, first: _First) -> Element:
 def numbers(bits: Bits, dtype: str) -> Floats:
     """What patterns of one of `FORMS` stand for."""
     shift, size = FORMS[dtype]
-    return (bits << np.uint64(shift)).astype(f"<u{size}").view(f"<f{size}").astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return (bits << np.uint64(shift)).astype(f"<u{size}").view(f"<f{size}").astype(np.float64)
 
 
 def value(bits: int, dtype: str) -> float | None:
