@@ -37,7 +37,8 @@ Change = Callable[[dict[str, Floats]], None]
 
 def spec(world_size: int = 1, **config: Any) -> RunSpec:
     """A run of a layout."""
-    plain = TrainConfig(**({"model": MODEL, "steps": 3} | config)).to_dict()
+    values: dict[str, Any] = {"model": MODEL, "steps": 3} | config
+    plain = TrainConfig(**values).to_dict()
     return RunSpec(config=plain, device="cpu", world_size=world_size, timeout_s=9.0)
 
 

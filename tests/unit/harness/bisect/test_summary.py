@@ -98,6 +98,6 @@ def test_a_pattern_of_elements_is_told(
     lows: tuple[int, ...], highs: tuple[int, ...], num: int, told: str
 ) -> None:
     """A column, rows, or a box that holds them: whoever reads it need not divide."""
-    shape = {"numel": 2048, "shape": (1, 32, 64), "lows": lows, "highs": highs}
-    assert element(replace(ELEMENT, num_different=num, **shape)).endswith(f"; {told}")
+    found = replace(ELEMENT, numel=2048, shape=(1, 32, 64), lows=lows, highs=highs)
+    assert element(replace(found, num_different=num)).endswith(f"; {told}")
     assert element(ELEMENT).endswith("differ")
