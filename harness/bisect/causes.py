@@ -1,27 +1,16 @@
 """Which differences between the runs of a failing case make it fail, and the least such case.
 
-    all changes fail -> one minimal set, by halving -> leave a change of it out: does it still fail?
-      -> yes, in this or in another way: search again among what is left -> no: all are known
-    a cause -> steps -> ranks -> layers, microbatches -> captured layers -> plain settings
-
-A question is the reference with some of the changes as its candidate, judged as the case was. What
-rules refuse is asked of nobody. The set in hand has been seen to fail at every moment: an answer
-that is `unresolved`, or luck, makes a search longer and never its result untrue.
-
-After each cause, one change of every known cause is left out, in every way. What still fails holds
-another cause, also where two causes share a change; what fails in another way (NaN hides a
-divergence) is searched for that failure. Where every way passes, nothing but the causes fails.
-
-The least case: reference and candidate are made smaller alike, so what they differ in stays. A step
-is kept if the case still fails as it did; one that passes, fails otherwise or is illegal is not.
-Sizes are halved, the least one first, as most faults need little.
+A question is the reference with some of the changes as its candidate. The set in hand has been seen
+to fail at every moment: an answer that is `unresolved`, or luck, makes a search longer and never
+its result untrue. After each cause, one change of every known cause is left out, in every way: what
+still fails holds another, of this failure or one that it hides; where every way passes, all are
+known. The least case has both runs made smaller alike, as long as they fail as they did.
 """
 
-import dataclasses
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_core.config import DEGREES, TrainConfig
@@ -29,17 +18,11 @@ from harness.bisect.differences import (
     LegChanges,
     config_of,
     leaves_of,
-    plants_of,
     why_illegal,
-    with_plants,
     with_steps,
     world_size_of,
 )
 from harness.bisect.experiments import (
-    FAILS,
-    NONDETERMINISTIC,
-    PASSES,
-    UNRESOLVED,
     Answer,
     Asker,
     Failure,
@@ -53,7 +36,7 @@ from harness.bisect.experiments import (
 from harness.codec import Json
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, program_of
-from harness.records import CaseSpec, RunSpec, Verdict
+from harness.records import CaseSpec, RunSpec, Verdict, each_of, joined
 from harness.scenario.settings import LAST_RANK
 
 Changes = frozenset[str]
@@ -64,13 +47,10 @@ MAX_WAYS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCause(Json):
-    """A smallest set of changes that fails by itself.
+    """A smallest set of changes that fails by itself, as the case or in a way that it hides.
 
-    Attributes:
-        changes: names, in the order of the configuration; none if nothing need change.
-        unproven: those of them without which it cannot be run, so they may not be at fault.
-        failure: how it fails: as the case does, or in a way that the case's failure hides.
-        message: of the verdict of the reference with these changes alone.
+    `unproven` are those without which it cannot be run, so they may not be at fault; `message` is
+    that of the verdict of the reference with these changes alone.
     """
 
     changes: tuple[str, ...]
@@ -88,41 +68,26 @@ class FoundCause(Json):
 class FoundCauses(Json):
     """What a search among the differences of two runs has found.
 
-    Attributes:
-        candidates: names of all changes.
-        causes: smallest sets, those of the case's own failure first.
-        complete: whether nothing but these causes makes it fail.
-        num_questions: sets of changes that were asked.
-        num_runs: that were made.
-        num_illegal: sets that rules refused, at no cost.
-        policy: how often the case failed, and how many passes count.
-        notes: what could not be found out, a sentence each.
+    `causes` are all there are if it is `complete`, those of the case's own failure first;
+    `num_questions` counts sets of changes that were asked, `notes` say what is not known.
     """
 
     candidates: tuple[str, ...]
     causes: tuple[FoundCause, ...] = ()
     complete: bool = False
     num_questions: int = 0
-    num_runs: int = 0
-    num_illegal: int = 0
     policy: RepeatPolicy | None = None
     notes: tuple[str, ...] = ()
 
 
 def find_causes(case: CaseSpec, verdict: Verdict, asker: Asker) -> FoundCauses:
-    """The smallest sets of differences between reference and candidate that still fail.
-
-    Args:
-        case: that failed.
-        verdict: its answer.
-        asker: makes the runs of questions.
+    """The smallest sets of differences between the runs of a failed case that still fail.
 
     Raises:
         OutOfBudget: `best` has the `FoundCauses` of what was found.
     """
-    changes = LegChanges(case.reference, case.candidate)
-    why = ""
-    if verdict.what == NONDETERMINISTIC:
+    changes, why = LegChanges(case.reference, case.candidate), ""
+    if verdict.what == "nondeterministic_reference":
         why = "the reference differs from its own second run, so no difference is the cause"
     elif not changes.names:
         why = "nothing to search: the configurations do not differ"
@@ -137,70 +102,62 @@ class _Search:
     def __init__(self, case: CaseSpec, verdict: Verdict, asker: Asker, changes: LegChanges) -> None:
         self._case, self._asker, self._changes = case, asker, changes
         self._names = changes.names
-        self._runs_before = asker.num_runs
-        self._judged = self._judge(frozenset(self._names), verdict)
-        self._policy: RepeatPolicy | None = None
+        self._judged = self._judge(self._names, verdict)
+        self._found = FoundCauses(candidates=self._names)
         self._legal: dict[Changes, bool] = {}
         self._asked: dict[Changes, Answer] = {}
-        self._causes: list[FoundCause] = []
-        self._notes: list[str] = []
 
     def carry_out(self) -> FoundCauses:
-        complete = False
         try:
             within: Changes | None = frozenset(self._names)
-            while within is not None and len(self._causes) < MAX_CAUSES:
+            while within is not None and len(self._found.causes) < MAX_CAUSES:
                 self._search(within)
-                within, complete = self._still_failing()
+                within = self._still_failing()
         except NeverFails as error:
-            self._notes.append(str(error))
+            self._note(str(error))
         except OutOfBudget as error:
-            failing: list[Changes] = [c for c, answer in self._asked.items() if answer == FAILS]
-            self._notes.append(str(error))
-            if failing:
-                least = self._words(sorted(failing, key=len)[0])
-                self._notes.append(f"the smallest set that was seen to fail: {least}")
-            error.best = self._found(complete=False)
+            self._note(str(error))
+            if failing := [self._ordered(c) for c, a in self._asked.items() if a == "fails"]:
+                least = min(failing, key=len)
+                self._note(f"the smallest set that was seen to fail: {self._words(least)}")
+            error.best = replace(self._found, num_questions=len(self._asked))
             raise
-        return self._found(complete=complete)
+        return replace(self._found, num_questions=len(self._asked))
 
-    def _judge(self, changes: Changes, verdict: Verdict) -> Judged:
+    def _note(self, told: str) -> None:
+        self._found = replace(self._found, notes=(*self._found.notes, told))
+
+    def _judge(self, changes: Iterable[str], verdict: Verdict) -> Judged:
         """Who answers for a failure that was seen with some of the changes."""
-        case = dataclasses.replace(self._case, candidate=self._changes.run_with(changes))
+        case = replace(self._case, candidate=self._changes.run_with(set(changes)))
         return Judged(case, failure_of(verdict), self._asker, verdict)
 
     def _search(self, within: Changes) -> None:
         """One cause, among changes that fail together as `self._judged` was seen to."""
         policy = self._judged.learn(4 * len(within).bit_length() + 4)
-        self._policy = self._policy or policy
+        self._found = replace(self._found, policy=self._found.policy or policy)
         changes, unproven = self._trimmed(self._halved(self._ordered(within)))
-        verdict = self._judged.verdicts.get(self._changes.run_with(changes).key)
-        self._causes.append(
-            FoundCause(
-                changes=changes, unproven=unproven, failure=self._judged.failure,
-                message=verdict.message if verdict is not None else "",
-            )
+        cause = FoundCause(
+            changes=changes, unproven=unproven, failure=self._judged.failure,
+            message=self._judged.message(self._changes.run_with(changes)),
         )  # fmt: skip
-
-    # --- one answer
+        self._found = replace(self._found, causes=(*self._found.causes, cause))
 
     def _answer(self, changes: Iterable[str], *, sure: bool = False) -> Answer:
         asked = frozenset(changes)
         if asked not in self._legal:
             self._legal[asked] = not self._changes.why_illegal(asked)
         if not self._legal[asked]:
-            return UNRESOLVED
-        if not asked and self._judged.policy is not None and self._judged.policy.always:
-            return PASSES  # the reference itself, which its control has confirmed
+            return "unresolved"
+        if not asked and self._judged.policy.always:
+            return "passes"  # the reference itself, which its control has confirmed
         words = f"does it fail with {self._words(asked)}?"
         answer = self._judged.answer(self._changes.run_with(asked), words=words, sure=sure)
         self._asked[asked] = answer
         return answer
 
     def _fails(self, changes: Iterable[str], *, sure: bool = False) -> bool:
-        return self._answer(changes, sure=sure) == FAILS
-
-    # --- one minimal set
+        return self._answer(changes, sure=sure) == "fails"
 
     def _halved(self, whole: tuple[str, ...]) -> tuple[str, ...]:
         """A failing subset: the end of the shortest failing prefix is kept, again and again."""
@@ -210,10 +167,8 @@ class _Search:
             low, high = 0, len(whole)
             while high - low > 1:
                 middle = (low + high) // 2
-                if self._fails((*kept, *whole[:middle])):
-                    high = middle
-                else:
-                    low = middle
+                fails = self._fails((*kept, *whole[:middle]))
+                low, high = (low, middle) if fails else (middle, high)
             kept, whole = (*kept, whole[high - 1]), whole[: high - 1]
         return self._ordered(kept)
 
@@ -224,7 +179,7 @@ class _Search:
             left: tuple[str, ...] | None = next(
                 ((c,) for c in failing if self._fails(whole - {c}, sure=True)), None
             )
-            unproven = tuple(c for c in failing if self._answer(whole - {c}) == UNRESOLVED)
+            unproven = tuple(c for c in failing if self._answer(whole - {c}) == "unresolved")
             if left is None:
                 # What cannot go alone may go with others that it needs, or that need it.
                 groups = (*itertools.combinations(unproven, 2), unproven)
@@ -233,52 +188,36 @@ class _Search:
                 return failing, unproven
             failing = tuple(c for c in failing if c not in left)
 
-    # --- what is left
-
-    def _still_failing(self) -> tuple[Changes | None, bool]:
-        """Changes that fail without one of each cause, if any do; whether all are known.
-
-        What fails is what `self._judged` answers for from then on.
-        """
+    def _still_failing(self) -> Changes | None:
+        """Changes that fail without one of each cause, if any do: `self._judged` has how."""
         settled, was_asked = True, False
         for number, left_out in enumerate(self._ways()):
             rest = frozenset(self._names) - left_out
             if number == MAX_WAYS:
-                self._notes.append(f"not more than {MAX_WAYS} ways to leave causes out were asked")
-                return None, False
+                self._note(f"not more than {MAX_WAYS} ways to leave causes out were asked")
+                return None
             answer = self._answer(rest, sure=True)
-            if not self._legal[rest]:
+            was_asked |= self._legal[rest]
+            if not self._legal[rest] or answer == "passes":
                 continue
-            was_asked = True
-            if answer == PASSES:
-                continue
-            key = self._changes.run_with(rest).key
-            verdict = (self._judged.verdicts if answer == FAILS else self._judged.others)[key]
+            verdict = self._judged.seen[self._changes.run_with(rest).key]
             if verdict.outcome in ("failed", "incomparable"):
                 self._judged = self._judge(rest, verdict)
-                return rest, False
+                return rest
             settled = False
-            self._notes.append(
-                f"with {self._words(rest)} it {brief(verdict)}, which no cause explains"
-            )
-        return None, settled and was_asked
+            self._note(f"with {self._words(rest)} it {brief(verdict)}, which no cause explains")
+        self._found = replace(self._found, complete=settled and was_asked)
+        return None
 
-    def _ways(self) -> Iterator[Changes]:
+    def _ways(self) -> Sequence[Changes]:
         """One change of each cause, in every way; none has another inside."""
-        if not all(cause.changes for cause in self._causes):
-            self._notes.append("it fails without any of the changes, so none of them is the cause")
-            return iter(())
-        ways = set(map(frozenset, itertools.product(*(c.changes for c in self._causes))))
+        causes = self._found.causes
+        if not all(cause.changes for cause in causes):
+            self._note("it fails without any of the changes, so none of them is the cause")
+            return ()
+        ways = set(map(frozenset, itertools.product(*(c.changes for c in causes))))
         least = [way for way in ways if not any(other < way for other in ways)]
-        return iter(sorted(least, key=lambda way: [n in way for n in self._names], reverse=True))
-
-    def _found(self, *, complete: bool) -> FoundCauses:
-        return FoundCauses(
-            candidates=self._names, causes=tuple(self._causes), complete=complete,
-            num_questions=len(self._asked), num_runs=self._asker.num_runs - self._runs_before,
-            num_illegal=sum(not legal for legal in self._legal.values()), policy=self._policy,
-            notes=tuple(dict.fromkeys(self._notes)),
-        )  # fmt: skip
+        return sorted(least, key=lambda way: [n in way for n in self._names], reverse=True)
 
     def _ordered(self, changes: Iterable[str]) -> tuple[str, ...]:
         chosen = set(changes)
@@ -286,9 +225,8 @@ class _Search:
 
     def _words(self, changes: Iterable[str]) -> str:
         ordered = self._ordered(changes)
-        if len(ordered) == len(self._names):
-            return "all changes"
-        return " + ".join(ordered) or "none of the changes"
+        all_of_them = len(ordered) == len(self._names)
+        return "all changes" if all_of_them else " + ".join(ordered) or "none of the changes"
 
 
 # --- the least case --------------------------------------------------------------------------
@@ -307,8 +245,7 @@ DEFAULTS = leaves_of(TrainConfig().to_dict())
 def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | None:
     """The first of ordered values from which on all fail; None if none was seen to.
 
-    The first one is asked first. A value after the last is taken to fail: where those that are
-    asked pass, the answer lies behind them. None is asked twice.
+    The first one is asked first, as most faults need little; none is asked twice.
     """
     if not values or fails(values[0]):
         return values[0] if values else None
@@ -316,97 +253,81 @@ def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | 
     return values[place] if place < len(values) else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class LeastCase:
-    """What is left of a failing case.
+    """What is left of two runs that fail as `judged` asks, once they are as small as it goes.
 
-    Attributes:
-        reference, candidate: its runs.
-        message: of its verdict.
-        made: what was made smaller, in words: `steps 8 -> 4`.
-        passed: layouts of fewer ranks that do not fail: `dp 2 tp 2`.
-        stopped: why the search ended before its end; "" if it did not.
+    `passed` are layouts of fewer ranks that do not fail (`dp 2 tp 2`), `stopped` is why the search
+    ended before its end.
     """
 
-    reference: RunSpec
-    candidate: RunSpec
-    message: str
-    made: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
-    stopped: str = ""
-
-
-def find_least(judged: Judged, reference: RunSpec, candidate: RunSpec) -> LeastCase:
-    """Make a failing case as small as it goes.
-
-    Args:
-        judged: answers whether a case fails in the same way.
-        reference, candidate: runs that do.
-    """
-    return _Shrinking(judged, reference, candidate).carry_out()
-
-
-class _Shrinking:
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
-        self._judged, self._pair = judged, (reference, candidate)
+        self._judged, self.reference, self.candidate = judged, reference, candidate
         self._first = self._leaves
         self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
-        self._passed: list[str] = []
+        self.passed: list[str] = []
+        self.stopped = ""
+        try:
+            self._shrink()
+        except OutOfBudget as error:
+            self.stopped = str(error)
+
+    @property
+    def message(self) -> str:
+        """Of its verdict."""
+        return self._judged.message(self.candidate)
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """What was made smaller, in words: `steps 8 -> 4`."""
+        now = self._leaves
+        return tuple(
+            f"{leaf} {_words(value)} -> {_words(now[leaf])}"
+            for leaf, value in self._first.items() if now[leaf] != value
+        )  # fmt: skip
+
+    def _shrink(self) -> None:
+        program = program_of(self.candidate.config)
+        if program is not None:
+            # What it says may be smaller: `layers` to `args.n_layers`, `ranks` to `ranks`.
+            for name, leaf in program.smaller.items():
+                if type(self._first.get(leaf)) is int and leaf not in self._changed:
+                    self._steps() if name == "steps" else self._count(leaf)
+            return
+        self._steps()
+        self._ranks()
+        for leaf in COUNTS:
+            self._count(leaf)
+        self._captured_layers()
+        self._settings()
 
     @property
     def _leaves(self) -> dict[str, Any]:
         """Settings of the candidate; the ranks of a program are no part of its configuration."""
-        spec = self._pair[1]
+        spec = self.candidate
         ranks = {} if capabilities_of(spec.config).layouts else {RANKS: spec.world_size}
         return leaves_of(spec.config) | ranks
 
-    def carry_out(self) -> LeastCase:
-        stopped = ""
-        try:
-            if (program := program_of(self._pair[1].config)) is not None:
-                self._declared(program.smaller)
-            else:
-                self._steps()
-                self._ranks()
-                for leaf in COUNTS:
-                    self._count(leaf)
-                self._captured_layers()
-                self._settings()
-        except OutOfBudget as error:
-            stopped = str(error)
-        verdict, now = self._judged.verdicts.get(self._pair[1].key), self._leaves
-        return LeastCase(
-            reference=self._pair[0], candidate=self._pair[1],
-            message=verdict.message if verdict is not None else "",
-            made=tuple(
-                f"{leaf} {_words(value)} -> {_words(now[leaf])}"
-                for leaf, value in self._first.items() if now[leaf] != value
-            ),
-            passed=tuple(self._passed), stopped=stopped,
-        )  # fmt: skip
-
-    # --- one try
-
     def _try(self, **leaves: Any) -> bool:
         """Take other values in both, if the case still fails the same way with them."""
-        return self._asked((_with(self._pair[0], leaves), _with(self._pair[1], leaves))) == FAILS
+        return self._asked(_with(self.reference, leaves), _with(self.candidate, leaves)) == "fails"
 
-    def _asked(self, pair: tuple[RunSpec, RunSpec]) -> Answer:
-        if any(map(why_illegal, pair)) or pair[0].world_size != pair[1].world_size:
-            return UNRESOLVED
-        if pair[0].key == pair[1].key:
-            return UNRESOLVED
-        before, ranks = self._leaves, pair[1].world_size
-        now = leaves_of(pair[1].config) | ({RANKS: ranks} if RANKS in before else {})
-        told = ", ".join(f"{leaf} {_words(v)}" for leaf, v in now.items() if v != before.get(leaf))
-        words = f"does it still fail with {told}?"
-        answer = self._judged.answer(pair[1], reference=pair[0], words=words)
-        if answer == FAILS:
-            self._pair = pair
+    def _asked(self, reference: RunSpec, candidate: RunSpec) -> Answer:
+        """Whether two runs fail the same way; they are kept if so."""
+        is_pair = reference.world_size == candidate.world_size and reference.key != candidate.key
+        if not is_pair or why_illegal(reference) or why_illegal(candidate):
+            return "unresolved"
+        before = self._leaves
+        now = leaves_of(candidate.config) | {RANKS: candidate.world_size}
+        told = (f"{k} {_words(now[k])}" for k in now if k in before and now[k] != before[k])
+        words = f"does it still fail with {', '.join(told)}?"
+        answer = self._judged.answer(candidate, reference=reference, words=words)
+        if answer == "fails":
+            self.reference, self.candidate = reference, candidate
         return answer
 
     def _is_legal(self, **leaves: Any) -> bool:
-        return not any(why_illegal(_with(spec, leaves)) for spec in self._pair)
+        pair = self.reference, self.candidate
+        return not any(why_illegal(_with(spec, leaves)) for spec in pair)
 
     def _count(self, leaf: str) -> None:
         """The least value that fails, as far as it is one from which on all do."""
@@ -414,18 +335,10 @@ class _Shrinking:
             legal = [n for n in range(1, int(self._leaves[leaf])) if self._is_legal(**{leaf: n})]
             first_failing(legal, lambda value: self._try(**{leaf: value}))
 
-    # --- what is made smaller
-
-    def _declared(self, smaller: Mapping[str, str]) -> None:
-        """What a program says may be smaller: `layers` to `args.n_layers`, `ranks` to `ranks`."""
-        for name, leaf in smaller.items():
-            if type(self._first.get(leaf)) is int and leaf not in self._changed:
-                self._steps() if name == "steps" else self._count(leaf)
-
     def _steps(self) -> None:
         """Up to the step that was seen to be bad; faults that are planted need theirs."""
         steps = int(self._leaves["steps"])
-        verdict = self._judged.verdicts.get(self._pair[1].key)
+        verdict = self._judged.seen.get(self.candidate.key)
         found = verdict.difference.step + 1 if verdict and verdict.difference else 0
         if found and found < steps and self._is_legal(steps=found) and self._try(steps=found):
             return
@@ -437,22 +350,22 @@ class _Shrinking:
         if any(leaf.startswith("parallel.") for leaf in self._changed):
             return
         for layout in sorted(self._smaller_layouts(), key=_size)[:MAX_LAYOUTS]:
-            answer = self._asked((_with(self._pair[0], layout), _with(self._pair[1], layout)))
-            if answer == FAILS:
+            answer = self._asked(_with(self.reference, layout), _with(self.candidate, layout))
+            if answer == "fails":
                 return
-            if answer == PASSES:
-                self._passed.append(layout_words(layout))
+            if answer == "passes":
+                named = ((axis, int(layout[f"parallel.{axis}"])) for axis in DEGREES)
+                told = " ".join(f"{axis} {n}" for axis, n in named if n > 1)
+                self.passed.append(told or "one rank")
 
     def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
         now = self._leaves
         degrees = [f"parallel.{axis}" for axis in DEGREES]
         for chosen in itertools.product(*(_halves(int(now[leaf])) for leaf in degrees)):
             layout: dict[str, Any] = dict(zip(degrees, chosen, strict=True))
-            if layout["parallel.tp"] == 1:
-                layout["parallel.sequence_parallel"] = False
-            if layout["parallel.pp"] == 1:
-                layout["parallel.pp_chunks"] = 1
-            smaller = world_size_of(config_of({**now, **layout})) < self._pair[1].world_size
+            layout |= {"parallel.sequence_parallel": False} if layout["parallel.tp"] == 1 else {}
+            layout |= {"parallel.pp_chunks": 1} if layout["parallel.pp"] == 1 else {}
+            smaller = world_size_of(config_of({**now, **layout})) < self.candidate.world_size
             if smaller and self._is_legal(**layout):
                 yield layout
 
@@ -464,8 +377,8 @@ class _Shrinking:
         first, last = map(int, self._leaves[CAPTURED] or (0, last))
 
         def fails(first: int, last: int) -> bool:
-            smaller = _with(self._pair[1], {CAPTURED: [first, last]})
-            return self._asked((self._pair[0], smaller)) == FAILS
+            smaller = _with(self.candidate, {CAPTURED: [first, last]})
+            return self._asked(self.reference, smaller) == "fails"
 
         end = first_failing(range(first, last), lambda end: fails(first, end))
         last = last if end is None else end
@@ -473,12 +386,10 @@ class _Shrinking:
 
     def _settings(self) -> None:
         """What both have alike, and need not have: all of it at once, else one by one."""
+        fixed = {*self._changed, CAPTURED, *({"taps"} & self._judged.case.checks.keys())}
         plain = {
-            leaf: DEFAULTS[leaf]
-            for leaf, value in leaves_of(self._pair[0].config).items()
-            if leaf.startswith(PLAIN) and leaf != CAPTURED and value != DEFAULTS[leaf]
-            and leaf not in self._changed
-            and not (leaf == "taps" and "taps" in self._judged.case.checks)
+            leaf: DEFAULTS[leaf] for leaf, value in leaves_of(self.reference.config).items()
+            if leaf.startswith(PLAIN) and leaf not in fixed and value != DEFAULTS[leaf]
         }  # fmt: skip
         if len(plain) > 1 and self._try(**plain):
             return
@@ -490,30 +401,21 @@ def _with(spec: RunSpec, leaves: Mapping[str, Any]) -> RunSpec:
     if not capabilities_of(spec.config).layouts:
         spec = with_steps(spec, leaves.get("steps", spec.config["steps"]))
         taken = {leaf: value for leaf, value in leaves.items() if leaf not in ("steps", RANKS)}
-        config = config_of({**leaves_of(spec.config), **taken})
-        return dataclasses.replace(
-            spec, config=config, world_size=leaves.get(RANKS, spec.world_size)
-        )
+        config, ranks = config_of(leaves_of(spec.config) | taken), spec.world_size
+        return replace(spec, config=config, world_size=leaves.get(RANKS, ranks))
     config = config_of({**leaves_of(spec.config), **leaves})
     world_size = world_size_of(config)
     plants = [
-        dataclasses.replace(plant, rank=LAST_RANK)
-        if "rank" in CATALOGUE[plant.fault].takes and plant.rank >= world_size
-        else plant
-        for plant in plants_of(spec)
-    ]
-    return with_plants(dataclasses.replace(spec, config=config, world_size=world_size), plants)
+        replace(plant, rank=LAST_RANK)
+        if "rank" in CATALOGUE[plant.fault].takes and plant.rank >= world_size else plant
+        for plant in each_of(spec.plant)
+    ]  # fmt: skip
+    return replace(spec, config=config, world_size=world_size, plant=joined(plants))
 
 
 def _halves(degree: int) -> list[int]:
     """A degree and its halves: 8, 4, 2, 1."""
     return [degree, *_halves(degree // 2)] if degree > 1 else [degree]
-
-
-def layout_words(layout: Mapping[str, Any]) -> str:
-    """`dp 2 tp 2`, `one rank`."""
-    degrees = {axis: int(layout[f"parallel.{axis}"]) for axis in DEGREES}
-    return " ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one rank"
 
 
 def _size(layout: dict[str, Any]) -> tuple[int, int]:

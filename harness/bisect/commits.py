@@ -1,20 +1,13 @@
 """The first bad commit, by halving in a worktree of its own; the first bad release of a package.
 
-    bad fails, as often as tells its rate  ->  good passes
-      ->  git proposes the commit in the middle: it fails, passes, or is unresolved (skipped)
+    bad fails, as often as tells its rate  ->  good passes  ->  halve, skip what gives no verdict
       ->  the passes that the end rests on are asked again  ->  one commit, or the suspects
 
-A commit is checked out where a run is due: answers are kept, so a search that goes on costs nothing
-until it gets to what is new. Commits with the same files are the same question. A commit that fails
-once is bad for good. If a pass that the end rests on is taken back, the search starts again, with
-all that is known. It rests on what every bisection does: from the first bad commit on, all are bad.
-
-The built-in program runs under the harness of the commit (`python -m harness rerun`, with the
-worktree first on `PYTHONPATH`); a commit that cannot read the case is skipped. Somebody's program
-runs under this harness, with its paths in the checkout. The user's checkout, its index and a
-bisection that was begun there stay as they are; the worktree lies in the folder of the search.
-
-Releases are halved between one that passes and one that fails; the reference stays as it was.
+From the first bad one on, all are bad. Commits are those of the first parents; where the first bad
+one is a merge, those that it brought are searched in the same way. Answers are kept by the files of
+a commit. The built-in program runs under the harness of the commit (`python -m harness rerun`, with
+the worktree first on `PYTHONPATH`), somebody's program under this one, with its paths in the
+worktree. The user's checkout and index stay as they are.
 """
 
 import hashlib
@@ -30,14 +23,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.bisect.differences import config_of, leaves_of, program_in
 from harness.bisect.experiments import (
     EVERY_RUN,
-    FAILS,
-    PASSES,
-    UNRESOLVED,
     Answer,
     Asker,
     NeverFails,
@@ -52,7 +42,7 @@ from harness.bisect.experiments import (
 )
 from harness.checks.evidence import count
 from harness.codec import Json
-from harness.engine.process import die_with_parent
+from harness.engine.process import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.launch import make_environments
 from harness.program.packages import releases
@@ -66,69 +56,33 @@ from harness.store.verify import unused
 TIMEOUT_S, GRACE_S, HASH_CHARS = 120.0, 10.0, 10
 MAX_ANSWER_BYTES, TAIL_BYTES = 1 << 24, 4096
 OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
-OF_COMMITS = "commit-"
-"""Begins the key of every question about a commit."""
-WORKTREE = "worktree"
-"""Of the folder of a search: where commits are checked out while it is at it."""
+OF_COMMITS, WORKTREE = "commit-", "worktree"
+"""Begins the key of every question about a commit; where commits are checked out."""
+PACKAGES = ("fsdp_core", "harness")
 
 
-class Git:
-    """git in one folder, with its errors in one line."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, *arguments: str, legal: Sequence[int] = (0,)) -> str:
-        """What git prints (`UsageError`: it is not there, says no, or does not end)."""
-        kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
-        # No hooks: those of the user's checkout are not for this one.
-        command = ["git", "-C", str(self.folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S,
-                env=kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise UsageError("searching commits takes git, which is not on PATH") from None
-        except subprocess.TimeoutExpired:
-            raise UsageError(f"git {arguments[0]} did not end in {TIMEOUT_S:g} s") from None
-        if done.returncode not in legal:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
-            # The first line says what is wrong; what follows is advice.
-            raise UsageError(f"git {arguments[0]} in {self.folder}: {said[0]}")
-        return done.stdout.rstrip("\n")
-
-    def resolve(self, name: str) -> str:
-        """The full hash of a commit (`UsageError`: there is none)."""
-        options = ("--verify", "--quiet", "--end-of-options")
-        try:
-            return self("rev-parse", *options, f"{name}^{{commit}}")
-        except UsageError:
-            said = f"--commits: expected a commit of {self.folder}, got {shown(name)}"
-            raise UsageError(said) from None
-
-
-@contextmanager
-def worktree(root: Path, commit: str, place: Path) -> Iterator[Git]:
-    """A detached worktree of the repository at `root`, removed whatever happens.
-
-    One that is at `place` is of a search that was killed, as whoever asks holds its folder.
-    """
-    git = Git(root)
-
-    def remove() -> None:
-        # By hand: git refuses to remove what holds submodules, or what is half made.
-        shutil.rmtree(place, ignore_errors=True)
-        with suppress(UsageError):
-            git("worktree", "prune")
-
-    remove()
-    make_folder(place.parent)
+def git(folder: Path, *arguments: str, legal: Sequence[int] = (0,)) -> str:
+    """What git prints in a folder (`UsageError`: it is not there, says no, or does not end)."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
+    # No hooks: those of the user's checkout are not for this one.
+    command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
     try:
-        git("worktree", "add", "--quiet", "--detach", str(place.absolute()), commit)
-        yield Git(place.absolute())
-    finally:
-        remove()
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S,
+            env=kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise UsageError("searching commits takes git, which is not on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"git {arguments[0]} did not end in {TIMEOUT_S:g} s") from None
+    if done.returncode not in legal:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
+        # The first line says what is wrong; what follows is advice.
+        raise UsageError(f"git {arguments[0]} in {folder}: {said[0]}")
+    return done.stdout.rstrip("\n")
+
+
+# --- what is searched -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +98,93 @@ class Commit(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitSearch(Json):
-    """What a search among commits, or releases, has found.
+class History:
+    """What is searched: names from the good one to the bad one, and what else is known of them.
 
-    Attributes:
-        first_bad: None if it is not known which of the suspects.
-        suspects: that may be the first bad commit, the newest first.
-        skipped: commits of the range that gave no verdict.
-        num_commits: that could be the first bad one at the beginning.
-        num_runs: tries of commits, of this and earlier sittings.
-        kind: what they are: `commit`, `release of toy`.
-        policy, notes: how many passes were asked for, and why; what else one should know.
-        stopped: why the search ended before its end, or "".
+    `key` is the same for names of which one answer holds; `brought_by` has the commits of the
+    branch that a merge brought, the oldest first.
+    """
+
+    kind: str
+    option: str
+    line: list[str]
+    num_commits: int
+    named: Callable[[str], Commit]
+    key: Callable[[str], str]
+    brought_by: Callable[[str], list[str]] = lambda _: []
+    root: Path = Path()
+
+
+def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
+    """Commits `good..bad` of the repository around `root`; `paths` decide an answer, or all files.
+
+    `UsageError`: no repository, no range, no such commit, or bad does not descend from good.
+    """
+    first, dots, last = commits.partition("..")
+    if not first or not dots or last.startswith(".") or first.startswith("-"):
+        raise UsageError(f"--commits: expected GOOD..BAD, got {shown(commits)}")
+    root = Path(git(root, "rev-parse", "--show-toplevel"))
+
+    def resolved(name: str) -> str:
+        options = ("--verify", "--quiet", "--end-of-options")
+        try:
+            return git(root, "rev-parse", *options, f"{name}^{{commit}}")
+        except UsageError:
+            said = f"--commits: expected a commit of {root}, got {shown(name)}"
+            raise UsageError(said) from None
+
+    good, bad = resolved(first), resolved(last or "HEAD")
+    if good == bad or git(root, "merge-base", good, bad, legal=(0, 1)) != good:
+        said = "expected a good commit that the bad one descends from"
+        raise UsageError(f"--commits: {said}, got {shown(commits)}")
+    known: dict[str, list[str]] = {}
+    for end in ((bad, f"^{good}"), ("--no-walk", good)):
+        for line in git(root, "log", "--format=%H%x00%T%x00%P%x00%s", *end, "--").splitlines():
+            commit, *facts = line.split("\0", 3)
+            known[commit] = facts
+
+    def chain(tip: str, *without: str) -> list[str]:
+        words = ("--first-parent", "--reverse", tip, "--not", good, *without, "--")
+        return git(root, "rev-list", *words).splitlines()
+
+    def key(name: str) -> str:
+        if not paths:
+            return f"{OF_COMMITS}{known[name][0]}"
+        listed = git(root, "ls-tree", name, "--", *paths)
+        return f"{OF_COMMITS}{hashlib.sha256(listed.encode()).hexdigest()[:40]}"
+
+    def brought_by(name: str) -> list[str]:
+        parents = known[name][1].split()
+        return chain(parents[1], parents[0]) if len(parents) > 1 else []
+
+    return History(
+        kind="commit", option="--commits", line=[good, *chain(bad)], num_commits=len(known) - 1,
+        named=lambda name: Commit(hash=name, subject=known[name][2]), key=key,
+        brought_by=brought_by, root=root,
+    )  # fmt: skip
+
+
+def releases_of(package: str, versions: Sequence[str]) -> History:
+    """Releases of a package, the good one first."""
+
+    def key(name: str) -> str:
+        return f"release-{hashlib.sha256(f'{package} {name}'.encode()).hexdigest()[:40]}"
+
+    return History(
+        kind=f"release of {package}", option="--package", line=list(versions), key=key,
+        num_commits=len(versions) - 1, named=lambda name: Commit(hash=name),
+    )  # fmt: skip
+
+
+# --- the search -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitSearch(Json):
+    """What a search among commits, or releases, has found: the suspects, the newest first.
+
+    `skipped` gave no verdict; `num_commits` could be the first bad one at the beginning; `num_runs`
+    are tries, of this and earlier sittings; `stopped` is why it ended before its end.
     """
 
     first_bad: Commit | None
@@ -176,99 +205,12 @@ class CommitSearch(Json):
         if self.first_bad is not None:
             return f"first bad {self.kind}: {self.first_bad} ({cost})"
         why = self.stopped or f"{len(self.skipped)} gave no verdict"
-        return (
-            f"first bad {self.kind}: one of {len(self.suspects)}, from {self.suspects[-1]} to "
-            f"{self.suspects[0]} ({why}; {cost})"
-        )
-
-
-class Commits:
-    """Commits `good..bad` of the repository around `root`; `paths` decide an answer, or all files.
-
-    Raises:
-        UsageError: no repository, no range, no such commit, or bad does not descend from good.
-    """
-
-    kind, option = "commit", "--commits"
-
-    def __init__(self, root: Path, commits: str, paths: Sequence[str] = ()) -> None:
-        good, dots, bad = commits.partition("..")
-        if not good or not dots or bad.startswith(".") or good.startswith("-"):
-            raise UsageError(f"--commits: expected GOOD..BAD, got {shown(commits)}")
-        self.root = Path(Git(root)("rev-parse", "--show-toplevel"))
-        self._git, self._paths = Git(self.root), tuple(paths)
-        self.good, self.bad = self._git.resolve(good), self._git.resolve(bad or "HEAD")
-        is_older = self._git("merge-base", self.good, self.bad, legal=(0, 1)) == self.good
-        if self.good == self.bad or not is_older:
-            raise UsageError(
-                "--commits: expected a good commit that the bad one descends from, got "
-                f"{shown(commits)}"
-            )
-        self._known: dict[str, tuple[str, str]] = {}
-        for end in ((self.bad, f"^{self.good}"), ("--no-walk", self.good)):
-            for line in self._git("log", "--format=%H %T %s", *end, "--").splitlines():
-                commit, tree, subject = line.split(" ", 2)
-                self._known[commit] = tree, subject
-
-    def named(self, name: str) -> Commit:
-        """Hash and subject."""
-        return Commit(hash=name, subject=self._known[name][1])
-
-    def key(self, name: str) -> str:
-        """Of its files."""
-        if not self._paths:
-            return f"{OF_COMMITS}{self._known[name][0]}"
-        listed = self._git("ls-tree", name, "--", *self._paths)
-        return f"{OF_COMMITS}{hashlib.sha256(listed.encode()).hexdigest()[:40]}"
-
-    def between(self, bad: str, goods: Sequence[str], how: str = "--topo-order") -> list[str]:
-        """What `git bisect` would choose from."""
-        lines = self._git("rev-list", how, bad, "--not", *goods, "--").splitlines()
-        return [line.split()[0] for line in lines]
-
-    def best(self, bad: str, goods: Sequence[str]) -> list[str]:
-        """As many suspects come before the first as after it."""
-        return self.between(bad, goods, "--bisect-all")
-
-    def newest(self, goods: Sequence[str]) -> list[str]:
-        """Those that no other descends from."""
-        return self._git("merge-base", "--independent", *goods).split()
-
-
-class Releases:
-    """Releases `A..B` of a package, A the good one."""
-
-    option = "--package"
-
-    def __init__(self, package: str, versions: Sequence[str]) -> None:
-        self.kind, self._versions = f"release of {package}", list(versions)
-        self.good, self.bad = versions[0], versions[-1]
-
-    def named(self, name: str) -> Commit:
-        """Its version."""
-        return Commit(hash=name)
-
-    def key(self, name: str) -> str:
-        """Of its version."""
-        return f"release-{hashlib.sha256(f'{self.kind} {name}'.encode()).hexdigest()[:40]}"
-
-    def between(self, bad: str, goods: Sequence[str]) -> list[str]:
-        """Those after the newest good one."""
-        first = max(map(self._versions.index, goods)) + 1
-        return self._versions[first : self._versions.index(bad) + 1][::-1]
-
-    def best(self, bad: str, goods: Sequence[str]) -> list[str]:
-        """From the middle outwards."""
-        left = self.between(bad, goods)
-        return sorted(left, key=lambda name: abs(2 * left.index(name) - len(left)))
-
-    def newest(self, goods: Sequence[str]) -> list[str]:
-        """The last of them."""
-        return [max(goods, key=self._versions.index)]
+        ends = f"from {self.suspects[-1]} to {self.suspects[0]}"
+        return f"first bad {self.kind}: one of {len(self.suspects)}, {ends} ({why}; {cost})"
 
 
 def find_first_bad(
-    history: Commits | Releases, run: Callable[[str, int], Reply], questions: Questions,
+    history: History, run: Callable[[str, int], Reply], questions: Questions,
     *, policy: RepeatPolicy | None = None, cost: int = 1,
 ) -> CommitSearch:  # fmt: skip
     """Search a history for the first commit on which a run fails.
@@ -281,7 +223,7 @@ def find_first_bad(
         cost: of one run, for the budget: a case is three runs.
 
     Raises:
-        UsageError: git says no, good does not pass, bad does not fail.
+        UsageError: good does not pass, bad does not fail.
         OutOfBudget: `best` is a `CommitSearch` of what was found.
     """
     return _Search(history, run, questions, cost).find(policy)
@@ -289,30 +231,26 @@ def find_first_bad(
 
 class _Search:
     def __init__(
-        self,
-        history: Commits | Releases,
-        run: Callable[[str, int], Reply],
-        questions: Questions,
+        self, history: History, run: Callable[[str, int], Reply], questions: Questions,
         cost: int,
-    ) -> None:
-        self._history, self._run, self._questions = history, run, questions
-        self._good, self._bad, self._cost = history.good, history.bad, cost
-        self._suspects = history.between(self._bad, [self._good])
-        self._num_commits, self._num_runs = len(self._suspects), 0
+    ) -> None:  # fmt: skip
+        self._history, self._run, self._questions, self._cost = history, run, questions, cost
+        self._good, self._bad = history.line[0], history.line[-1]
+        self._suspects, self._num_runs = history.line[:0:-1], 0
         self._answers: dict[str, list[Answer]] = {}
-        self._skipped: list[str] = []
-        self._policy, self._notes = EVERY_RUN, list[str]()
+        self._skipped, self._opened, self._notes = list[str](), list[str](), list[str]()
+        self._policy = EVERY_RUN
 
     def find(self, policy: RepeatPolicy | None) -> CommitSearch:
         named = self._history.named
         try:
             self._learn(policy)
-            if (answer := self._answer(self._good, self._policy.passes)) != PASSES:
+            if (answer := self._answer(self._good, self._policy.passes)) != "passes":
                 raise self._not_good(answer)
             while (lucky := self._bisect()) is not None:
                 self._notes.append(f"{named(lucky)}: passed at first and failed when asked again")
                 if lucky == self._good:
-                    raise self._not_good(FAILS)
+                    raise self._not_good("fails")
                 self._learn(None, flaky=True)
             return self._found()
         except OutOfBudget as error:
@@ -323,77 +261,83 @@ class _Search:
         """One run, which may be known already."""
         key = self._history.key(name)
         answers = self._answers.setdefault(key, [])
-        if attempt < len(answers):
-            return answers[attempt]
-        again = f" (run {attempt + 1})" if attempt else ""
-        words = f"does {self._history.named(name)} fail?{again}"
-        reply = self._questions.pay(
-            f"{key}-{attempt}", words, self._cost, lambda: self._run(name, attempt)
-        )
-        self._num_runs += 1
-        answers.append(reply.answer)
-        return answers[-1]
+        if attempt == len(answers):
+            again = f" (run {attempt + 1})" if attempt else ""
+            words = f"does {self._history.named(name)} fail?{again}"
+            find_out = partial(self._run, name, attempt)
+            reply = self._questions.pay(f"{key}-{attempt}", words, self._cost, find_out)
+            self._num_runs += 1
+            answers.append(reply.answer)
+        return answers[attempt]
 
     def _answer(self, name: str, passes: int) -> Answer:
         """Fails once it has failed, passes after so many runs; all runs so far count."""
         known = self._answers.get(self._history.key(name), [])
         for number in range(max(passes, len(known))):
-            if (answer := self._ask(name, number)) != PASSES:
+            if (answer := self._ask(name, number)) != "passes":
                 return answer
-        return PASSES
+        return "passes"
 
     def _learn(self, policy: RepeatPolicy | None, *, flaky: bool = False) -> None:
         history = self._history
         said = f"{history.option}: expected a bad end that fails, got {history.named(self._bad)}"
         # Halvings, both ends, and what skips may add.
-        num_questions = math.ceil(math.log2(self._num_commits + 1)) + 2
+        num_questions = math.ceil(math.log2(history.num_commits + 1)) + 2
         if policy is not None:
-            if self._answer(self._bad, policy.passes) != FAILS:
+            if self._answer(self._bad, policy.passes) != "fails":
                 raise UsageError(said)
             if policy != EVERY_RUN:
                 policy = RepeatPolicy.of(policy.failures, policy.trials, num_questions)
             self._policy = policy
             return
         try:
-            self._policy = learn(
-                partial(self._ask, self._bad), num_questions=num_questions, flaky=flaky
-            )
+            ask = partial(self._ask, self._bad)
+            self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
         except NeverFails as error:
             raise UsageError(f"{said}: {error}") from error
 
     def _not_good(self, answer: Answer) -> UsageError:
-        how = "that can be run" if answer == UNRESOLVED else "that passes"
-        told = "" if answer == UNRESOLVED else ", which fails: name an older one"
+        how = "that can be run" if answer == "unresolved" else "that passes"
+        told = "" if answer == "unresolved" else ", which fails: name an older one"
         good = self._history.named(self._good)
         return UsageError(f"{self._history.option}: expected a good end {how}, got {good}{told}")
 
     def _bisect(self) -> str | None:
         """Halve until one suspect is left, or only skipped ones; a pass that was luck, if any."""
-        bad, goods = self._bad, [self._good]
+        line, rests = self._history.line, list[str]()
+        self._opened.clear()
         while True:
-            self._suspects = self._history.between(bad, goods)
-            best = self._history.best(bad, goods)
-            name = next((c for c in best if c != bad and c not in self._skipped), None)
-            if name is None:
+            low, high = 0, len(line) - 1
+            while True:
+                self._suspects = line[low + 1 : high + 1][::-1]
+                inner = (at for at in range(low + 1, high) if line[at] not in self._skipped)
+                _, at = min(((abs(2 * at - low - high), at) for at in inner), default=(0, 0))
+                if not at:
+                    break
+                answer = self._answer(line[at], self._policy.passes)
+                low, high = (at if answer == "passes" else low), (at if answer == "fails" else high)
+                self._skipped += [line[at]] if answer == "unresolved" else []
+            rests.append(line[low])
+            is_one = len(self._suspects) == 1 and line[high] not in self._opened
+            if not is_one or not (brought := self._history.brought_by(line[high])):
                 break
-            answer = self._answer(name, self._policy.passes)
-            if answer == FAILS:
-                bad = name
-            elif answer == PASSES:
-                goods.append(name)
-            else:
-                self._skipped.append(name)
-        newest, sure = self._history.newest(goods), self._policy.confirmations
-        return next((name for name in newest if self._answer(name, sure) != PASSES), None)
+            self._opened.append(line[high])
+            line = [line[low], *brought, line[high]]
+        sure = self._policy.confirmations
+        passes = ((name, self._answer(name, sure)) for name in dict.fromkeys(rests))
+        return next((name for name, answer in passes if answer != "passes"), None)
 
     def _found(self) -> CommitSearch:
-        named = self._history.named
-        suspects = tuple(map(named, self._suspects))
+        named, history = self._history.named, self._history
+        suspects = self._suspects
+        if len(suspects) > 1:  # of merges that were not looked into, all that they brought
+            brought = (() if n in self._opened else history.brought_by(n)[::-1] for n in suspects)
+            suspects = [x for n, each in zip(suspects, brought, strict=True) for x in (n, *each)]
         return CommitSearch(
-            first_bad=suspects[0] if len(suspects) == 1 else None, suspects=suspects,
-            skipped=tuple(map(named, sorted(self._skipped))), good=named(self._good),
-            bad=named(self._bad), num_commits=self._num_commits, num_runs=self._num_runs,
-            kind=self._history.kind, notes=tuple(self._notes),
+            first_bad=named(suspects[0]) if len(suspects) == 1 else None,
+            suspects=tuple(map(named, suspects)), skipped=tuple(map(named, sorted(self._skipped))),
+            good=named(self._good), bad=named(self._bad), num_commits=history.num_commits,
+            num_runs=self._num_runs, kind=history.kind, notes=tuple(self._notes),
             policy="one run each" if self._policy == EVERY_RUN else str(self._policy),
         )  # fmt: skip
 
@@ -401,8 +345,7 @@ class _Search:
 # --- runs at a commit --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkout:
+class Checkout(NamedTuple):
     """One try of one commit: its full hash, and how many tries there were before.
 
     `folder` is a worktree with its files; nothing of the user's `repository` must come into a run.
@@ -415,43 +358,55 @@ class Checkout:
 
 
 Run = Callable[[Checkout], Reply]
-"""Makes one run; its reply has an answer."""
+
+
+@contextmanager
+def worktree(root: Path, commit: str, place: Path) -> Iterator[Path]:
+    """A detached worktree of the repository at `root`, removed whatever happens.
+
+    One that is at `place` is of a search that was killed, as whoever asks holds its folder.
+    """
+
+    def remove() -> None:
+        # By hand: git refuses to remove what holds submodules, or what is half made.
+        shutil.rmtree(place, ignore_errors=True)
+        with suppress(UsageError):
+            git(root, "worktree", "prune")
+
+    remove()
+    make_folder(place.parent)
+    try:
+        git(root, "worktree", "add", "--quiet", "--detach", str(place.absolute()), commit)
+        yield place.absolute()
+    finally:
+        remove()
 
 
 def first_bad_commit(
-    history: Commits, run: Run, questions: Questions, place: Path, **how: Any
+    history: History, run: Run, questions: Questions, place: Path, **how: Any
 ) -> CommitSearch:
     """As `find_first_bad`, with each commit checked out in a worktree at `place`."""
-    with worktree(history.root, history.bad, place) as git:
+    with worktree(history.root, history.line[-1], place) as folder:
 
         def in_checkout(commit: str, attempt: int) -> Reply:
             # No file of another commit stays, nor a compiled module.
-            git("checkout", "--quiet", "--force", "--detach", commit)
-            git("clean", "-ffdxq")
-            return run(
-                Checkout(folder=git.folder, repository=history.root, commit=commit, attempt=attempt)
-            )
+            git(folder, "checkout", "--quiet", "--force", "--detach", commit)
+            git(folder, "clean", "-ffdxq")
+            return run(Checkout(folder, history.root, commit, attempt))
 
         return find_first_bad(history, in_checkout, questions, **how)
 
 
-# --- with the harness of the commit ----------------------------------------------------------
-
-
 def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = ()) -> Run:
-    """Runs a case folder's case again, with the harness of the commit.
+    """Runs the case of a case folder again, with the harness of the commit, in `folder`.
 
-    Args:
-        place: case folder.
-        verdict: of the failure that is searched for; whatever else a run does is no verdict.
-        folder: gets a run folder a run.
-        room: further options of `harness rerun`.
+    Whatever else than `verdict` a run does is no verdict; `room` has options of `harness rerun`.
     """
 
     def run(checkout: Checkout) -> Reply:
         lacking = [name for name in PACKAGES if not (checkout.folder / name).is_dir()]
         if lacking:  # an installed one would run in its place
-            return Reply(answer=UNRESOLVED, words=f"no verdict: it has no {lacking[0]}")
+            return Reply(answer="unresolved", words=f"no verdict: it has no {lacking[0]}")
         make_folder(folder)
         name = f"{checkout.commit[:HASH_CHARS]}-{checkout.attempt}"
         out = unused(folder / name).absolute()
@@ -473,16 +428,10 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
     return run
 
 
-PACKAGES = ("fsdp_core", "harness")
-
-
 def python_environment(checkout: Checkout) -> dict[str, str]:
     """Of a run whose modules are the commit's, and none of the user's checkout."""
-    others = [
-        entry
-        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if entry and not Path(entry).absolute().is_relative_to(checkout.repository)
-    ]
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    others = [x for x in entries if not Path(x).absolute().is_relative_to(checkout.repository)]
     # What git sets for its hooks would make each git of the run that of the user's checkout.
     kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
     return kept | {"PYTHONPATH": os.pathsep.join([str(checkout.folder), *others])}
@@ -498,14 +447,14 @@ def _judged(code: int, answers: Path, log: Path, wanted: Verdict) -> Reply:
     except (ValueError, KeyError, TypeError, AttributeError):
         lines = read_tail(log, TAIL_BYTES).decode(errors="replace").strip().splitlines()
         said = f"exit code {code} {lines[-1][:200] if lines else ''}".strip()
-        return Reply(answer=UNRESOLVED, words=one_line(f"no verdict: {said}"))
+        return Reply(answer="unresolved", words=one_line(f"no verdict: {said}"))
     if outcome == "passed" and code == ExitCode.PASSED:
-        return Reply(answer=PASSES, words=outcome)
+        return Reply(answer="passes", words=outcome)
     due = ExitCode.FAILED if outcome == "failed" else ExitCode.NO_VERDICT
     if same and code == due and (outcome, what) == (wanted.outcome, wanted.what):
-        return Reply(answer=FAILS, words=one_line(f"{outcome} {what}".strip()))
+        return Reply(answer="fails", words=one_line(f"{outcome} {what}".strip()))
     words = f"no verdict: {outcome} {what} {message}"
-    return Reply(answer=UNRESOLVED, words=one_line(words.strip()))
+    return Reply(answer="unresolved", words=one_line(words.strip()))
 
 
 def same_end(wanted: Verdict, exception: str, signal_name: str) -> bool:
@@ -527,17 +476,13 @@ def _run(command: Sequence[str], log: Path, env: Mapping[str, str], stdout: Path
         try:
             return process.wait()
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                if process.poll() is None:
-                    # Asked first, so that a harness keeps what it has.
+            if process.poll() is None:
+                # Asked first, so that a harness keeps what it has.
+                with suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGINT)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(GRACE_S)
-                os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(GRACE_S)
+            kill_group(process.pid)
             process.wait()
-
-
-# --- with the program of the commit ----------------------------------------------------------
 
 
 def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run:
@@ -548,7 +493,7 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         legs: dict[str, Any] = {leg: at_commit(getattr(case, leg), checkout, top) for leg in LEGS}
         program = program_in(legs["candidate"])
         if program.kind == "script" and not Path(program.target).is_file():
-            return Reply(answer=UNRESOLVED, words="no verdict: the script is not in this commit")
+            return Reply(answer="unresolved", words="no verdict: the script is not in this commit")
         if checkout.attempt:
             number = FIRST_REPEAT + checkout.attempt
             legs["candidate"] = replace(legs["candidate"], replica=number)
@@ -558,11 +503,10 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         )  # fmt: skip
         found = asker.ask(question, "").verdict
         answer, end = failure.answer(found), found.ending
-        if answer == FAILS and not same_end(
-            verdict, end.exception if end else "", end.signal if end else ""
-        ):
-            answer = UNRESOLVED
-        return Reply(answer=answer, words=brief(found))
+        is_same = same_end(verdict, end.exception if end else "", end.signal if end else "")
+        return Reply(
+            answer="unresolved" if answer == "fails" and not is_same else answer, words=brief(found)
+        )
 
     return run
 
@@ -603,11 +547,8 @@ def find_release(
 ) -> CommitSearch:  # fmt: skip
     """Search the releases `A..B` of a package for the first bad one; the reference stays.
 
-    Where A fails and B passes, the last bad one is searched for, from B backwards.
-
-    Raises:
-        UsageError: no such range, package or release, or both ends answer alike.
-        OutOfBudget: what was asked is kept.
+    Where A fails and B passes, the last bad one is searched for, from B backwards. Raises as
+    `find_first_bad`.
     """
     versions, failure, silent = published(package, ends), failure_of(verdict), asker.unaccounted()
 
@@ -617,15 +558,15 @@ def find_release(
         try:
             make_environments(filter(None, [program_of(candidate.config)]), lambda _: None)
         except UsageError as error:
-            return Reply(answer=UNRESOLVED, words=one_line(f"no verdict: {error}"))
+            return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
         found = silent.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
         return Reply(answer=failure.answer(found), words=brief(found))
 
     search = partial(find_first_bad, run=run, questions=asker.questions, policy=policy)
     try:
-        return search(Releases(package, versions))
+        return search(releases_of(package, versions))
     except UsageError:
-        found = search(Releases(package, versions[::-1]))
+        found = search(releases_of(package, versions[::-1]))
         return replace(found, notes=(*found.notes, "older releases fail, newer ones pass"))
 
 

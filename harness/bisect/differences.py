@@ -1,24 +1,18 @@
 """What differs between two runs: settings and faults, one change at a time, and environments.
 
-    reference, candidate -> changes -> any of them over the reference -> a run, or why there is none
-
 A change is one leaf of the configuration (`fsdp.pool: double -> traced`), one entry of a list of
-names (`graph: attn`, `stress: jitter`, one pattern of `taps`), or one planted fault. All changes
-over the reference are the candidate itself, with its key. What the rules of `fsdp_core.config`
-refuse is refused here without a run, and so is what has no partner for each record of the
-reference: another number of ranks, steps or microbatches, other compiled parts.
+names (`graph: attn`), or one planted fault. All changes over the reference are the candidate
+itself, with its key; what the rules of `fsdp_core.config` refuse costs no run.
 """
 
 import copy
-import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
 from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
-from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
 from harness.history.entries import work_of
@@ -37,15 +31,11 @@ _PAIRED = ("steps", "microbatches", "compile", "compile_backend")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Json):
-    """One difference of the candidate from the reference.
+class Change:
+    """One difference of the candidate from the reference: its name is unique among those of a case.
 
-    Attributes:
-        name: for people, and unique among the changes of a case.
-        leaf: dotted name of the setting, or `plant`.
-        before, after: its value in the reference and in the candidate. Of a list of names the entry
-            that is only there; of plants the fault. None where the leg has no such entry.
-        in_list: whether the leaf is a list that is changed entry by entry.
+    `before` and `after` are of the setting `leaf`, of an entry of it if it is changed `in_list`, or
+    a `PlantSpec`; None where a run has none.
     """
 
     name: str
@@ -99,50 +89,34 @@ def program_in(spec: RunSpec) -> ProgramSpec:
     return program
 
 
-def plants_of(spec: RunSpec) -> tuple[PlantSpec, ...]:
-    """The faults planted in a run."""
-    return each_of(spec.plant)
-
-
-def with_plants(spec: RunSpec, plants: Sequence[PlantSpec]) -> RunSpec:
-    """The run with these faults in place of its own."""
-    return dataclasses.replace(spec, plant=joined(plants))
-
-
 class LegChanges:
-    """What lies between the trusted run of a case and the failing one.
-
-    Attributes:
-        reference, candidate: the runs.
-        changes: what makes the candidate of the reference, in the order of the configuration.
-        names: of the changes, in their order.
-    """
+    """What lies between the reference of a case and its candidate, in the configuration's order."""
 
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:
         self.reference, self.candidate = reference, candidate
         self._before, self._after = leaves_of(reference.config), leaves_of(candidate.config)
         foreign = not capabilities_of(reference.config).layouts
         self._gone = [leaf for leaf in self._before if foreign and leaf not in self._after]
-        self._plants = _paired_plants(plants_of(reference), plants_of(candidate))
-        self.changes = (*self._settings(), *(change for change, _, _ in self._plants))
+        self._plants = _paired_plants(each_of(reference.plant), each_of(candidate.plant))
+        self.changes = (*self._settings(), *self._plants)
         self.names = tuple(change.name for change in self.changes)
 
-    def _settings(self) -> Iterable[Change]:
+    def _settings(self) -> Iterator[Change]:
         for leaf in dict.fromkeys((*self._before, *self._after)):
             before, after = self._before.get(leaf), self._after.get(leaf)
             if before == after and type(before) is type(after):
                 continue
             if leaf_types().get(leaf) != tuple[str, ...]:
-                name = f"{leaf}: {_told(before)} -> {_told(after)}"
-                yield Change(name=name, leaf=leaf, before=before, after=after)
+                yield Change(
+                    name=f"{leaf}: {_told(before)} -> {_told(after)}", leaf=leaf, before=before,
+                    after=after,
+                )  # fmt: skip
                 continue
             old, new = before or (), after or ()
-            for entry in (each for each in new if each not in old):
-                name = f"{leaf}: {entry}"
-                yield Change(name=name, leaf=leaf, before=None, after=entry, in_list=True)
-            for entry in (each for each in old if each not in new):
-                name = f"{leaf}: no {entry}"
-                yield Change(name=name, leaf=leaf, before=entry, after=None, in_list=True)
+            pairs = [(None, each) for each in new if each not in old]
+            for gone, come in (*pairs, *((each, None) for each in old if each not in new)):
+                name = f"{leaf}: {come if gone is None else f'no {gone}'}"
+                yield Change(name=name, leaf=leaf, before=gone, after=come, in_list=True)
 
     def run_with(self, names: Collection[str]) -> RunSpec:
         """The reference with some of the changes; with all of them it is the candidate.
@@ -162,17 +136,16 @@ class LegChanges:
             leaves[leaf] = [name for name in dict.fromkeys((*after, *before)) if name in held]
         # In the order of the candidate; an option that one run alone has is None in the other.
         config = config_of({leaf: leaves.get(leaf) for leaf in (*self._after, *self._gone)})
-        changed = [ours if c.name in names else theirs for c, theirs, ours in self._plants]
-        kept = {before for _, before, _ in self._plants}
-        shared = [plant for plant in plants_of(self.reference) if plant not in kept]
-        plants = [*shared, *(plant for plant in changed if plant is not None)]
-        made = dataclasses.replace(
-            self.candidate,
-            config=config,
+        kept = [c.before for c in self._plants]
+        plants = [plant for plant in each_of(self.reference.plant) if plant not in kept]
+        changed = (c.after if c.name in names else c.before for c in self._plants)
+        plants += [plant for plant in changed if plant is not None]
+        order = (*each_of(self.candidate.plant), *plants)
+        return replace(
+            self.candidate, config=config, plant=joined(sorted(plants, key=order.index)),
             world_size=world_size_of(config, self.reference.world_size),
             soak=self.candidate.soak if config.get("graph") else self.reference.soak,
-        )
-        return with_plants(made, sorted(plants, key=(*plants_of(self.candidate), *plants).index))
+        )  # fmt: skip
 
     def why_illegal(self, names: Collection[str]) -> str:
         """Why the reference with these changes cannot be run or compared; "" if it can."""
@@ -199,7 +172,7 @@ def with_steps(spec: RunSpec, steps: int) -> RunSpec:
         if not isinstance(stated := leaves.get(leaf), int):
             return spec
         leaves[leaf] = stated + steps - leaves["steps"]
-    return dataclasses.replace(spec, config=config_of(leaves | {"steps": steps}))
+    return replace(spec, config=config_of(leaves | {"steps": steps}))
 
 
 def world_size_of(config: dict[str, Any], stated: int = 1) -> int:
@@ -217,64 +190,53 @@ def why_illegal(spec: RunSpec) -> str:
         config = TrainConfig.from_dict(spec.config)
     except (ConfigError, TypeError, ValueError, KeyError, AttributeError) as error:
         return one_line(str(error))
-    missing = not_built(config)
-    if missing is not None:
+    if (missing := not_built(config)) is not None:
         return one_line(str(missing))
-    return next(filter(None, (_why_not_planted(plant, spec) for plant in plants_of(spec))), "")
+    return next(filter(None, (_why_not_planted(plant, spec) for plant in each_of(spec.plant))), "")
 
 
 def _why_not_planted(plant: PlantSpec, spec: RunSpec) -> str:
-    fault, config, refused = CATALOGUE[plant.fault], spec.config, f"{plant.fault} is planted in "
-    if fault.scopes and not set(fault.scopes) & set(config["graph"]):
-        return f"{refused}one of the graph scopes {', '.join(fault.scopes)}"
-    if config["engine"] != "ours" and not is_of_any_engine(fault):
-        return f"{refused}engine ours"
-    if lacks := fault.lacks(config["parallel"]):
-        return f"{refused}a layout with {lacks}"
-    if "step" in fault.takes and plant.step >= config["steps"]:
-        return f"{refused}step {plant.step} of {config['steps']}"
-    if plant.rank >= spec.world_size:
-        return f"{refused}rank {plant.rank} of {spec.world_size}"
-    return f"{plant.fault} is not for {spec.device}" if spec.device not in fault.devices else ""
+    fault, config = CATALOGUE[plant.fault], spec.config
+    lacks = fault.lacks(config["parallel"])
+    refusals = {
+        f"one of the graph scopes {', '.join(fault.scopes)}":
+            fault.scopes and not set(fault.scopes) & set(config["graph"]),
+        "engine ours": config["engine"] != "ours" and not is_of_any_engine(fault),
+        f"a layout with {lacks}": lacks,
+        f"step {plant.step} of {config['steps']}":
+            "step" in fault.takes and plant.step >= config["steps"],
+        f"rank {plant.rank} of {spec.world_size}": plant.rank >= spec.world_size,
+        f"runs on {', '.join(fault.devices)}": spec.device not in fault.devices,
+    }  # fmt: skip
+    why = next((told for told, refused in refusals.items() if refused), "")
+    return f"{plant.fault} is planted in {why}" if why else ""
 
 
-_Pair = tuple[Change, PlantSpec | None, PlantSpec | None]
-
-
-def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> tuple[_Pair, ...]:
-    """Each change of plants, with the reference's plant that it takes away and the one it adds.
-
-    A fault whose counterpart is in the reference is one change with it, as the scenario has it.
-    """
+def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> list[Change]:
+    """A change of each plant; one whose counterpart the reference has is one change with it."""
     left = [plant for plant in theirs if plant not in ours]
     pairs: list[tuple[PlantSpec | None, PlantSpec | None]] = []
     for plant in (plant for plant in ours if plant not in theirs):
         counterpart = CATALOGUE[plant.fault].counterpart
         partner = next((other for other in left if other.fault == counterpart), None)
-        if partner is not None:
-            left.remove(partner)
+        left = [other for other in left if other is not partner]
         pairs.append((partner, plant))
-    names, made = list[str](), list[_Pair]()
+    names, made = list[str](), list[Change]()
     for before, after in (*pairs, *((plant, None) for plant in left)):
-        names.append(_plant_name(before, after))
+        words = _words_of(after) if after else f"no {_words_of(before)}" if before else ""
+        names.append(f"{PLANT}: {words}")
         number = names.count(names[-1])
         name = names[-1] if number == 1 else f"{names[-1]} ({number})"
-        sides = [None if side is None else side.to_json() for side in (before, after)]
-        change = Change(name=name, leaf=PLANT, before=sides[0], after=sides[1])
-        made.append((change, before, after))
-    return tuple(made)
+        made.append(Change(name=name, leaf=PLANT, before=before, after=after))
+    return made
 
 
-def _plant_name(before: PlantSpec | None, after: PlantSpec | None) -> str:
-    plant = after or before
-    assert plant is not None
+def _words_of(plant: PlantSpec) -> str:
     takes, words = CATALOGUE[plant.fault].takes, [plant.fault]
-    if "step" in takes:
-        words.append(f"in step {plant.step}")
+    words += [f"in step {plant.step}"] if "step" in takes else []
     if "rank" in takes:
         words.append("on the last rank" if plant.rank < 0 else f"on rank {plant.rank}")
-    words += [f"of {plant.tensor}"] if plant.tensor else []
-    return f"{PLANT}: {'no ' if after is None else ''}{' '.join(words)}"
+    return " ".join([*words, *([f"of {plant.tensor}"] if plant.tensor else [])])
 
 
 def _told(value: Any) -> str:
@@ -291,12 +253,10 @@ MAX_TOLD = 3
 
 @dataclass(frozen=True)
 class Environments:
-    """Two environments.
+    """Two environments, of two runs or two run folders.
 
-    Attributes:
-        before, after: what was compared: two runs, or two run folders.
-        facts: what differs, as `torch 2.11 became 2.12`.
-        unknown: kinds that one side alone recorded.
+    `facts` has what differs, as `torch 2.11 became 2.12`, `unknown` the kinds that one side alone
+    recorded.
     """
 
     before: str
@@ -318,7 +278,7 @@ class Environments:
 def compare(
     before: str, after: str, ours: Facts, theirs: Facts, *, kinds: Sequence[Kind] = KINDS
 ) -> Environments:
-    """Lay the facts of two sides, of these names, beside each other."""
+    """The facts of two sides, of these names, side by side."""
     told = tuple(
         f"{name} {shown(ours[kind], name)} became {shown(theirs[kind], name)}"
         for kind in kinds
@@ -332,28 +292,27 @@ def compare(
 def different_on_ranks(
     reference: RunResult, other: RunResult
 ) -> dict[int, list[tuple[str, str, str]]]:
-    """What ranks recorded otherwise, but for what scenarios state: dotted name, both values.
-
-    Args:
-        reference, other: the runs.
-    """
+    """By rank, what it recorded otherwise but for what scenarios state: name, both values."""
     others, stated = rank_table(other), stated_leaves(reference, other)
     found: dict[int, list[tuple[str, str, str]]] = {}
     for rank, records in rank_table(reference).items():
-        sides = [
-            dict(fingerprint(each.start.environment))
-            for each in (records, others.get(rank))
-            if each is not None and each.start is not None
-        ]
-        if len(sides) == 2:
+        theirs = others.get(rank)
+        if records.start is not None and theirs is not None and theirs.start is not None:
+            sides = (dict(fingerprint(each.environment)) for each in (records.start, theirs.start))
             leaves = [leaf for leaf in different_leaves(*sides) if leaf[0] not in stated]
             found |= {rank: leaves} if leaves else {}
     return found
 
 
 def of_legs(reference: RunResult, candidate: RunResult) -> Environments:
-    """The environments of two runs, as their ranks recorded them."""
-    return Environments("the reference", "the candidate", tuple(_told_of(reference, candidate)))
+    """The environments of two runs: once what all ranks have alike, else rank by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, leaves in different_on_ranks(reference, candidate).items():
+        for name, before, after in leaves:
+            ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
+    every = len(candidate.ranks)
+    told = (w if len(at) == every else f"{show_ranks({*at})}: {w}" for w, at in ranks.items())
+    return Environments("the reference", "the candidate", tuple(told))
 
 
 def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environments:
@@ -361,24 +320,13 @@ def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environ
 
     Equal are configuration, device and plant; of all cases, or of the one that is named.
     """
-    found = compare(
-        before.path.name, after.path.name, facts(before.manifest), facts(after.manifest)
-    )
+    sides = facts(before.manifest), facts(after.manifest)
+    found = compare(before.path.name, after.path.name, *sides)
     theirs, told, seen = {case.id: case for case in after.cases}, list(found.facts), set[str]()
     for case in before.cases:
         for name in LEGS if case.id in theirs and case_id in ("", case.id) else ():
             left, right = (getattr(each, name) for each in (case, theirs[case.id]))
             if work_of(left) == work_of(right) and left.key not in seen:
                 seen.add(left.key)
-                told += _told_of(before.load_run(left), after.load_run(right))
-    return dataclasses.replace(found, facts=tuple(dict.fromkeys(told)))
-
-
-def _told_of(reference: RunResult, other: RunResult) -> Iterator[str]:
-    """Once what all ranks have alike, else rank by rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, leaves in different_on_ranks(reference, other).items():
-        for name, before, after in leaves:
-            ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
-    for told, where in ranks.items():
-        yield told if len(where) == len(other.ranks) else f"{show_ranks({*where})}: {told}"
+                told += of_legs(before.load_run(left), after.load_run(right)).facts
+    return replace(found, facts=tuple(dict.fromkeys(told)))

@@ -1,66 +1,261 @@
 """Where two runs part: the step, its phase, the module, the tensor, the ranks.
 
-    first step in which anything differs
-      -> digests before step 0                  initialisation
-      -> digests of the step before             outside
-      -> a call's input, output or gradient     input, forward, backward
-      -> tokens and targets that were read      input
-      -> loss or gradients, with equal calls    forward, backward, reduce
-      -> norm                                   reduce
-      -> weights, moments, copies of weights    optimizer
-      -> random state alone                     input
+Both runs are laid side by side, record by record; then each of these is looked at only where all
+before it are equal, so what is found was computed from equal things by something that did another:
 
-Each is looked at only where all before it are equal, so what is found was computed from equal
-things by something that did another thing. The first row of calls in program order:
+    state before step 0 -> digests of the step before -> calls of modules in program order
+      -> data that was read -> losses -> gradients -> norm -> buffers -> moments, weights
+      -> compute copies -> a program's own groups -> random states
 
-    input of M      whoever handed it to M: the module around M, or the data       input, forward
-    output of M     M's own work, on its weights                                   forward
-    gradient of M   backward of whoever consumed what M returned                   backward
-
-A gradient is digested after it is reduced, each rank holding its rows of the sum over the ranks:
-
-    one module's tensors, of a unit that has more       backward of the module   before
-    a whole unit, or the same tensor in many layers     reduce                   in
-    one rank's rows alone, where others hold some too   reduce                   after
-
-Which rank brought it in is known from what each gave to the collective, noted on the CPU in runs
-that look into modules (`harness.worker.collectives`). What a capture leaves behind is known from
-the step in which graphs are captured.
+An input was made by whoever handed it on, an output by the module itself, a gradient by the
+backward of whoever consumed the output that it belongs to. Gradients are digested after their
+reduction: which rank brought it in is known from what each gave to the collective.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from fsdp_core.config.scopes import BEGINS_AT
-from harness.bisect.aligned import (
-    RNG,
-    Legs,
-    Row,
-    Tensor,
-    bits,
-    common,
-    consumers,
-    listed,
-    module_of,
-    parent_of,
-    ranks_of,
-    stem_of,
-    unit_of,
+from harness.bisect.found import Location, listed, module_of, stem_of, unit_of
+from harness.checks.evidence import (
+    BEFORE,
+    groups_of,
+    rank_table,
+    shared_pairs,
+    show_float,
+    show_ranks,
+    state_table,
+    step_table,
+    with_groups,
+    with_same_copies,
 )
-from harness.bisect.found import Location
-from harness.checks.evidence import BEFORE, groups_of, rank_table, show_float, show_ranks
-from harness.checks.taps import GRADIENT, INPUT, OUTPUT
+from harness.checks.exact import quantities
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.faults.fault import Phase
-from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES, GivenCall, RunResult, given_in
+from harness.program.spec import capabilities_of
+from harness.records import (
+    ABSENT,
+    COPIES,
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    SAMPLES,
+    FloatBits,
+    GivenCall,
+    RunResult,
+    StepRecord,
+    given_in,
+)
+from harness.store.streams import aligned
 
-LOSS, NORM = "loss", "grad_norm"
-STEP_COUNT = "step_count"
-"""Of the optimizer, in its group."""
-CAPTURING = "graphs are captured in this step, before its passes, which replay them"
-REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
-GATHERS = ("allgather", "all_gather")
+RNG, LOSS, NORM, STEP_COUNT = "rng", "loss", "grad_norm", "step_count"
+REDUCTIONS, GATHERS = ("reduce_scatter", "allreduce", "all_reduce"), ("allgather", "all_gather")
 SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
+
+
+class Row(NamedTuple):
+    """One call of a tap on one rank: its digest in both runs, "" in one that did not make it."""
+
+    rank: int
+    tap: str
+    number: int
+    stage: int
+    microbatch: int | None
+    reference: str
+    candidate: str
+
+    @property
+    def name(self) -> str:
+        """`layers.0.attn:output[1]`."""
+        return f"{self.tap}[{self.number}]"
+
+    @property
+    def module(self) -> str:
+        """`layers.0.attn`."""
+        return self.tap.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """`output`."""
+        return self.tap.partition(":")[2]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the runs saw something else."""
+        return self.reference != self.candidate
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both runs made the call."""
+        return bool(self.reference and self.candidate)
+
+
+class Tensor(NamedTuple):
+    """One digested tensor of one rank."""
+
+    rank: int
+    name: str
+    reference: str
+    candidate: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether its bits differ."""
+        return self.reference != self.candidate
+
+
+class Legs:
+    """What both runs hold, on ranks where both name the same tensors and taps.
+
+    `has_layouts` says whether it is known how a program distributes its work over ranks,
+    `shares_state` whether ranks hold the same parts of tensors. Those of two engines do not: of
+    their digests the random states alone are compared.
+    """
+
+    def __init__(self, reference: RunResult, candidate: RunResult) -> None:
+        self.has_layouts = capabilities_of(reference.spec.config).layouts
+        if not self.has_layouts:
+            reference, candidate = aligned(reference, candidate)
+        self.reference, self.candidate = reference, candidate
+        engines = {run.spec.config.get("engine") for run in (reference, candidate)}
+        self.shares_state = len(engines) == 1
+        if not self.shares_state:
+            reference, candidate = _random_states_of(reference), _random_states_of(candidate)
+        reference, candidate = with_same_copies(reference, candidate)
+        self._states = state_table(reference), state_table(candidate)
+        self.ours, self.theirs = step_table(reference), step_table(candidate)
+        others = rank_table(candidate)
+        self.starts = {
+            rank: ours
+            for rank, records in rank_table(reference).items()
+            if rank in others and (ours := records.start) and (theirs := others[rank].start)
+            if (ours.tensors, ours.taps) == (theirs.tensors, theirs.taps)
+        }
+        self.pairs = [key for key in shared_pairs(self.ours, self.theirs) if key[1] in self.starts]
+        self.has_taps = any(start.taps for start in self.starts.values())
+        self.has_initial = all(any(step == BEFORE for step, _ in held) for held in self._states)
+        self.world_size = reference.spec.world_size
+        self._rows: dict[int, list[Row]] = {}
+
+    def ranks(self, step: int) -> list[int]:
+        """Ranks of which both runs have the step."""
+        return [rank for at, rank in self.pairs if at == step]
+
+    def first_step(self) -> int | None:
+        """The first step in which any record differs on any rank; None if none does."""
+        for step, rank in self.pairs:
+            ours, theirs = self.ours[step, rank], self.theirs[step, rank]
+            rows = self.rows(step) if ours.taps != theirs.taps else ()
+            if ours.digests != theirs.digests or bits(ours) != bits(theirs):
+                return step
+            if any(row.differs for row in rows if row.rank == rank):
+                return step
+        return None
+
+    def rows(self, step: int) -> list[Row]:
+        """Rows of all ranks in program order; without modules that ran in one run only."""
+        if step not in self._rows:
+            specs, rows = (self.reference.spec, self.candidate.spec), list[Both]()
+            for key in ((step, rank) for rank in self.ranks(step)):
+                rows += shared_rows(self.ours[key], self.theirs[key], self.starts[key[1]], specs)[0]
+            ordered = (row for row in in_program_order(rows) if row.call.place)
+            self._rows[step] = [
+                Row(row.rank, row.call.tap, row.call.number, row.call.stage, row.call.microbatch,
+                    *(c.digest if c.place else "" for c in (row.reference, row.candidate)))
+                for row in ordered
+            ]  # fmt: skip
+        return self._rows[step]
+
+    def floats(self, step: int) -> list[tuple[str, int, FloatBits, FloatBits]]:
+        """Losses and norm of the step: quantity, rank, both values; only those that differ."""
+        found = []
+        for rank in self.ranks(step):
+            ours, theirs = (dict(quantities(s[step, rank])) for s in (self.ours, self.theirs))
+            found += [(n, rank, a, theirs[n]) for n, a in ours.items() if n in theirs]
+        return [each for each in found if each[2].bits != each[3].bits]
+
+    def losses(self, step: int) -> list[str]:
+        """Those that differ, by name."""
+        return [name for name, *_ in self.floats(step) if name != NORM]
+
+    def tensors(self, step: int, group: str) -> list[Tensor]:
+        """Every digest of a group, in the order of the reference, then ranks.
+
+        Step `BEFORE` is the state before the first one.
+        """
+        found = []
+        for rank, start in self.starts.items():
+            states = [held[step, rank] for held in self._states if (step, rank) in held]
+            texts = [state.digests.get(group, "") for state in states]
+            for place, name in enumerate(start.tensors.get(group, ()) if len(texts) == 2 else ()):
+                window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
+                found.append(Tensor(rank, name, texts[0][window], texts[1][window]))
+        order = {name: place for place, name in enumerate(dict.fromkeys(t.name for t in found))}
+        return sorted(found, key=lambda tensor: (order[tensor.name], tensor.rank))
+
+    def different(self, step: int, group: str) -> list[Tensor]:
+        """Those of a group that differ."""
+        return [tensor for tensor in self.tensors(step, group) if tensor.differs]
+
+    def names(self, group: str) -> set[str]:
+        """Of all tensors of a group, on any rank."""
+        return {name for start in self.starts.values() for name in start.tensors.get(group, ())}
+
+    def has_weights(self, module: str) -> bool:
+        """Whether it has any of its own."""
+        return any(name.rpartition(".")[0] == module for name in self.names("weights"))
+
+
+def _random_states_of(run: RunResult) -> RunResult:
+    alone = with_groups(run, lambda group: group == RNG)
+    return replace(alone, ranks=tuple(replace(records, initial=None) for records in alone.ranks))
+
+
+def bits(record: StepRecord) -> list[tuple[str, str]]:
+    """Losses and norm of a record by name, as bit patterns."""
+    return [(name, value.bits) for name, value in quantities(record)]
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def parent_of(module: str, known: Collection[str]) -> str:
+    """The closest module around it that was looked into; "" if there is none."""
+    while module := module.rpartition(".")[0]:
+        if module in known:
+            return module
+    return ""
+
+
+def _common(modules: Sequence[str], known: Collection[str]) -> str:
+    """The module itself, or of several the closest known one that holds all of them."""
+    module = modules[0]
+    while module and not all(f"{other}.".startswith(f"{module}.") for other in modules):
+        module = module.rpartition(".")[0]
+    return module if module in known or len(set(modules)) == 1 else parent_of(module, known)
+
+
+def _consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """Whose output the gradient of a row belongs to, and the innermost modules that were given it.
+
+    It is the outermost module that returns just what the row's does, as the last of its parts.
+    """
+    own = row.module
+    output = (own, OUTPUT, row.number, row.rank)
+    given = next((r.reference for r in rows if (r.module, r.kind, r.number, r.rank) == output), "")
+    same = [r for r in rows if given and (r.rank, r.microbatch) == (row.rank, row.microbatch)]
+    same = [r for r in same if r.reference == given]
+    around = [r.module for r in same if r.kind == OUTPUT and own.startswith(f"{r.module}.")]
+    users = dict.fromkeys(
+        r.module for r in same if r.kind == INPUT
+        and not f"{own}.".startswith(f"{r.module}.") and not r.module.startswith(f"{own}.")
+    )  # fmt: skip
+    innermost = [name for name in users if not any(u.startswith(f"{name}.") for u in users)]
+    return min(around, key=len, default=own), innermost
+
+
+# --- the first difference ---------------------------------------------------------------------
 
 
 def where_they_part(legs: Legs) -> Location | None:
@@ -68,7 +263,7 @@ def where_they_part(legs: Legs) -> Location | None:
     groups = groups_of(*(start.tensors for start in legs.starts.values()))
     at = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
     initial = sorted(groups, key=lambda group: (group != "weights", group == RNG))
-    if (found := _tensors_part(legs, at, initial, "initialisation")) is not None:
+    if (found := _tensors_part(legs, at, BEFORE, initial, "initialisation")) is not None:
         return found
     step = legs.first_step()
     if step is None:
@@ -78,18 +273,17 @@ def where_they_part(legs: Legs) -> Location | None:
     found = (
         _record_of_the_step_before(legs, at, step)
         or _calls_part(legs, at, step)
-        or _tensors_part(legs, at, [SAMPLES], "input")
+        or _tensors_part(legs, at, step, [SAMPLES], "input")
         or _losses_part(legs, at, step)
         or _gradients_part(legs, at, step)
         or _norm_part(legs, at, step)
-        or _tensors_part(legs, at, ["buffers"], "forward")
-        or _state_part(legs, at, step)
-        or _tensors_part(legs, at, [COPIES], "optimizer")
-        or _tensors_part(legs, at, further, "state")
-        or _tensors_part(legs, at, [RNG], "input")
+        or _tensors_part(legs, at, step, ["buffers"], "forward")
+        or _tensors_part(legs, at, step, ["optim", "weights"], "optimizer", "gradients are equal")
+        or _tensors_part(legs, at, step, [COPIES], "optimizer")
+        or _tensors_part(legs, at, step, further, "state")
+        or _tensors_part(legs, at, step, [RNG], "input")
+        or at.saying(unknown="what differs has no name in the records")
     )
-    if found is None:
-        return at.saying(unknown="what differs has no name in the records")
     return _with_capture(found, legs, step)
 
 
@@ -98,90 +292,80 @@ def _equal_before(legs: Legs, step: int) -> str:
         before = "the state before it is equal" if legs.has_initial else "none before is recorded"
         return f"the very first step differs, {before}"
     state = "gradients, weights, moments, " if legs.shares_state else ""
-    before = f"steps 0 to {step - 1} are" if step > 1 else "step 0 is"
-    return f"{before} equal on every rank: losses, {state}random states"
+    return f"every step before step {step} is equal on every rank: losses, {state}random states"
 
 
 def _record_of_the_step_before(legs: Legs, at: Location, step: int) -> Location | None:
-    """Digests of a step are those of the step before, though losses and the next step are right."""
+    """Digests of a step are those of the step before, though losses and the next step are right.
+
+    State cannot go wrong for one step: the record is wrong.
+    """
     ours, theirs = legs.ours, legs.theirs
     wrong = [r for r in legs.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
     if not legs.has_layouts or not wrong:
         return None
     for rank in wrong:
-        keys = before, _, after = (step - 1, rank), (step, rank), (step + 1, rank)
-        if not (before in theirs and after in ours and after in theirs):
+        before, here, after = (step - 1, rank), (step, rank), (step + 1, rank)
+        is_known = before in theirs and after in ours and after in theirs
+        if not is_known or theirs[here].digests != theirs[before].digests:
             return None
-        old, mine, later = (theirs[key] for key in keys)
-        if mine.digests != old.digests or later.digests != ours[after].digests:
-            return None
-        if bits(mine) != bits(ours[step, rank]):
+        if (theirs[after].digests, bits(theirs[here])) != (ours[after].digests, bits(ours[here])):
             return None
     told = f"the record of step {step} on {show_ranks({*wrong})} holds all digests of step before"
-    right = f"its losses and norm are right, and step {step + 1} is equal: the state was right, too"
-    return at.saying(
-        told, right, phase="outside", quantity="digests", rank=wrong[0], ranks=tuple(wrong)
-    )
+    right = f"its losses are right, and step {step + 1} is equal: so was the state"
+    ranks = tuple(wrong)
+    return at.saying(told, right, phase="outside", quantity="digests", rank=ranks[0], ranks=ranks)
+
+
+def _ranks_of(tensors: Iterable[Tensor], name: str) -> tuple[int, ...]:
+    return tuple(sorted({tensor.rank for tensor in tensors if tensor.name == name}))
+
+
+def _differ(tensors: Sequence[Tensor]) -> str:
+    names = list(dict.fromkeys(t.name for t in tensors))
+    verb = "differs" if len(names) == 1 else "differ"
+    return f"{listed(names)} {verb} on {show_ranks({t.rank for t in tensors})}"
 
 
 def _tensors_part(
-    legs: Legs, at: Location, groups: Iterable[str], phase: Phase, *told: str
+    legs: Legs, at: Location, step: int, groups: Iterable[str], phase: Phase, *told: str
 ) -> Location | None:
     """The first tensor that differs, of groups that are looked at in this order."""
-    assert at.step is not None
     for group in groups:
-        bad = sorted(legs.different(at.step, group), key=lambda t: t.name != STEP_COUNT)
+        bad = sorted(legs.different(step, group), key=lambda t: t.name != STEP_COUNT)
         if bad:
-            first, names = bad[0], list(dict.fromkeys(t.name for t in bad))
-            name = stem_of(first.name) if group == "optim" else first.name
+            first = bad[0]
             missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
-            shown = f"of {group}, {_differ(names)} on {show_ranks({t.rank for t in bad})}"
+            shown = f"of {group}, {_differ(bad)}"
             shown += f"; {listed(missing)} in one run alone" if missing else ""
             return at.saying(
-                *told, shown, phase=phase, module=module_of(first.name), tensor=name,
-                quantity=group, rank=first.rank, ranks=ranks_of(bad, first.name),
+                *told, shown, phase=phase, module=module_of(first.name), quantity=group,
+                tensor=stem_of(first.name) if group == "optim" else first.name,
+                rank=first.rank, ranks=_ranks_of(bad, first.name),
             )  # fmt: skip
     return None
-
-
-def _differ(names: Sequence[str]) -> str:
-    return f"{listed(names)} {'differs' if len(names) == 1 else 'differ'}"
-
-
-def _state_part(legs: Legs, at: Location, step: int) -> Location | None:
-    """Gradients and norm are equal, and what the optimizer keeps is not."""
-    weights = {t.name for t in legs.different(step, "weights")}
-    told = ["gradients are equal on every rank"]
-    if not legs.different(step, "optim"):
-        told.append("so are moments: what was written is the weight, not what it comes from")
-        if len(weights) == 1:
-            told.append("one tensor alone: an update that went wrong in it, or a stray write")
-    elif not weights:
-        told.append("the weights are still equal")
-    return _tensors_part(legs, at, ["optim", "weights"], "optimizer", *told)
 
 
 # --- losses and norm --------------------------------------------------------------------------
 
 
-def _floats_part(legs: Legs, at: Location, wanted: Sequence[str], **fields: Any) -> Location:
+def _floats_part(legs: Legs, at: Location, step: int, wanted: Sequence[str]) -> Location:
     """The first of these quantities that differs, with all ranks on which it does."""
-    assert at.step is not None
-    held = [each for each in legs.floats(at.step) if each[0] in wanted]
+    held = [each for each in legs.floats(step) if each[0] in wanted]
     name, rank, ours, theirs = held[0]
     told = f"{name} on rank {rank}: {show_float(ours)} became {show_float(theirs)}"
     ranks = tuple(sorted(r for other, r, _, _ in held if other == name))
-    return at.saying(told, quantity=name, tensor=name, rank=rank, ranks=ranks, **fields)
+    return at.saying(told, quantity=name, tensor=name, rank=rank, ranks=ranks, phase="forward")
 
 
 def _losses_part(legs: Legs, at: Location, step: int) -> Location | None:
     """The loss differs and no call that was looked into does."""
-    names = [name for name, *_ in legs.floats(step) if name != NORM]
+    names = legs.losses(step)
     if not names:
         return None
     # The mean over ranks comes last, though it is named first.
     own = [name for name in names if name != LOSS]
-    found = _floats_part(legs, at, own or names, phase="forward")
+    found = _floats_part(legs, at, step, own or names)
     number = found.quantity.removeprefix("microbatch_losses[").removesuffix("]")
     found = found.saying(microbatch=int(number) if number.isdigit() else None)
     if own and _is_loss_alone(legs, step):
@@ -207,11 +391,9 @@ def _losses_part(legs: Legs, at: Location, step: int) -> Location | None:
 def _is_loss_alone(legs: Legs, step: int) -> bool:
     """Whether gradients were recorded and the step differs in losses only."""
     groups = {group for start in legs.starts.values() for group in start.tensors}
-    return (
-        bool(legs.tensors(step, "grads"))
-        and not any(legs.different(step, group) for group in groups)
-        and not any(name == NORM for name, *_ in legs.floats(step))
-    )
+    others = any(legs.different(step, group) for group in groups)
+    others |= any(name == NORM for name, *_ in legs.floats(step))
+    return bool(legs.tensors(step, "grads")) and not others
 
 
 def _norm_part(legs: Legs, at: Location, step: int) -> Location | None:
@@ -219,11 +401,9 @@ def _norm_part(legs: Legs, at: Location, step: int) -> Location | None:
     ranks = [rank for name, rank, *_ in legs.floats(step) if name == NORM]
     if not ranks or any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
         return None
+    at = _floats_part(legs, at.saying("the gradients of every rank are equal"), step, [NORM])
     near = "after" if len(ranks) < len(legs.ranks(step)) else "in"
-    return _floats_part(
-        legs, at.saying("the gradients of every rank are equal"), [NORM],
-        phase="reduce", near=near, collective="all-reduce of the gradient norm",
-    )  # fmt: skip
+    return at.saying(phase="reduce", near=near, collective="all-reduce of the gradient norm")
 
 
 # --- calls ------------------------------------------------------------------------------------
@@ -233,8 +413,7 @@ def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
     rows = legs.rows(step)
     differing = [row for row in rows if row.differs]
-    losses = [name for name, *_ in legs.floats(step) if name != NORM]
-    if not differing or (differing[0].kind == GRADIENT and losses):
+    if not differing or (differing[0].kind == GRADIENT and legs.losses(step)):
         return None  # the loss was computed before any gradient
     # A call that one run never made is no result: what came of that is the first that differs.
     first = next((row for row in differing if row.is_whole), differing[0])
@@ -259,33 +438,29 @@ def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
         phase = "backward" if first.kind == GRADIENT else "forward"
         found = found.saying(phase=phase, module=first.module)
     elif first.kind == INPUT:
-        found = _input(found, first, own, legs)
+        found = _input(found, first, own, legs, step)
     elif first.kind == OUTPUT:
         found = _output(found, first, legs, step)
     else:
         found = _gradient(found, first, rows, own)
     if found.module != first.module or first.kind != GRADIENT:
-        found = _gathered(found, len(same), legs)
-    later: dict[int, Row] = {}
-    for row in differing:
-        if row.rank not in ranks:
-            later.setdefault(row.rank, row)
-    comes = [f"it comes to rank {rank} with {row.name}" for rank, row in later.items()]
-    return found.saying(*sorted(comes)[:2])
+        found = _gathered(found, len(same), legs, step)
+    later: dict[int, str] = {}
+    for row in (row for row in differing if row.rank not in ranks):
+        later.setdefault(row.rank, row.name)
+    return found.saying(*(f"it comes to rank {r} with {later[r]}" for r in sorted(later)[:2]))
 
 
 def _missing(row: Row) -> str:
     run = "reference" if row.candidate else "candidate"
-    return (
-        f"the {run} did not call {row.module}, call {row.number}, on rank {row.rank}: something "
-        "else ran in its place"
-    )
+    told = f"the {run} did not call {row.module}, call {row.number}, on rank {row.rank}"
+    return f"{told}: something else ran in its place"
 
 
-def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs) -> Location:
+def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs, step: int) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     at = found.saying(phase="forward", module=first.module)
-    around = parent_of(first.module, {row.module for row in legs.rows(found.step or 0)})
+    around = parent_of(first.module, {row.module for row in legs.rows(step)})
     same = [row for row in own if row.reference == first.reference]
     makers = [row.module for row in same if row.kind == OUTPUT]
     begins = next((row for row in own if row.stage == first.stage), None) is first
@@ -300,8 +475,7 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs) -> Locat
         told = f"{around} was given it as it should be and handed on something else: its own work"
         config = legs.candidate.spec.config
         scopes = {scope for scope, part in BEGINS_AT.items() if around.endswith(f".{part}")}
-        is_replayed = (found.step or 0) >= config.get("graph_warmup_steps", 0)
-        if is_replayed and scopes & set(config.get("graph", ())):
+        if step >= config.get("graph_warmup_steps", 0) and scopes & set(config.get("graph", ())):
             told += ", or the copy of what it was given into memory that its graph reads"
         return at.saying(told, module=around)
     if makers:
@@ -314,13 +488,12 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs) -> Locat
 def _output(found: Location, first: Row, legs: Legs, step: int) -> Location:
     """What went in is equal, so is every part of it that was looked into."""
     told = [f"what went into {first.module} is equal"]
-    if _has_weights(first.module, legs):
-        if step:
-            told.append(
-                f"its main weights were equal after step {step - 1}: it read a copy of them that "
-                "was not (stale, overwritten, of another unit), or computed otherwise"
-            )
-    elif legs.different(step, RNG):
+    if step and legs.has_weights(first.module):
+        told.append(
+            f"its main weights were equal after step {step - 1}: it read a copy of them that was "
+            "not (stale, overwritten, of another unit), or computed otherwise"
+        )
+    elif not legs.has_weights(first.module) and legs.different(step, RNG):
         told.append("the random state differs at the end of the step, too: it drew other numbers")
     return found.saying(*told, phase="forward", module=first.module)
 
@@ -328,8 +501,8 @@ def _output(found: Location, first: Row, legs: Legs, step: int) -> Location:
 def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Row]) -> Location:
     """It was computed by the backward of whoever consumed the output that it belongs to."""
     known = {row.module for row in rows}
-    outer, users = consumers(first, rows)
-    module = common(users, known) if users else parent_of(outer, known)
+    outer, users = _consumers(first, rows)
+    module = _common(users, known) if users else parent_of(outer, known)
     backward = (row for row in own if row.kind == GRADIENT and row.stage == first.stage)
     begins = next(backward, None) is first
     at = found.saying("every loss, and every output of the step, is equal", phase="backward")
@@ -340,32 +513,27 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Ro
     if begins:
         told = "it is the first gradient of its microbatch: it comes from the loss"
         return at.saying(told, module=first.module)
-    maker = f"backward of {module}" if module else "loss"
-    consumed = [f"{listed(users)} consumed what {first.module} returned"] if users else []
-    return at.saying(f"it is what the {maker} gave", *consumed, module=module)
-
-
-def _has_weights(module: str, legs: Legs) -> bool:
-    return any(name.rpartition(".")[0] == module for name in legs.names("weights"))
+    consumed = f"{listed(users)} consumed what {first.module} returned"
+    maker = f"it is what the {f'backward of {module}' if module else 'loss'} gave"
+    return at.saying(maker, *([consumed] if users else []), module=module)
 
 
 # --- collectives ------------------------------------------------------------------------------
 
 
-def _gathered(found: Location, num_same: int, legs: Legs) -> Location:
+def _gathered(found: Location, num_same: int, legs: Legs, step: int) -> Location:
     """On which side of the gather of a module's weights a wrong output or gradient lies."""
-    world, unit = legs.world_size, unit_of(f"{found.module}.weight")
-    is_read = legs.has_layouts and _has_weights(found.module, legs)
-    if world == 1 or not is_read or found.phase == "input" or found.near:
+    is_read = legs.has_layouts and legs.has_weights(found.module)
+    if legs.world_size == 1 or not is_read or found.phase == "input" or found.near:
         return found
     if len(found.ranks) == 1 and num_same > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
-        what = f"all-gather of the weights of {unit}"
+        what = f"all-gather of the weights of {unit_of(f'{found.module}.weight')}"
         return found.saying(told, near="after", collective=what)
-    if not len(found.ranks) == num_same == world:
+    if not len(found.ranks) == num_same == legs.world_size:
         return found
     found = found.saying("it is wrong on every rank alike")
-    return _by_givers(found, legs, found.module, GATHERS) or found
+    return _by_givers(found, legs, step, found.module, GATHERS) or found
 
 
 def _gradients_part(legs: Legs, at: Location, step: int) -> Location | None:
@@ -374,36 +542,31 @@ def _gradients_part(legs: Legs, at: Location, step: int) -> Location | None:
     bad = _in_backward_order([t for t in tensors if t.differs], legs.rows(step))
     if not bad:
         return None
-    first, names = bad[0].name, list(dict.fromkeys(t.name for t in bad))
+    first = bad[0].name
     equal, why = "what went into every module, came out and came back is equal on every rank", ""
     if not legs.has_taps:
         equal = "the losses are equal on every rank"
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
     found = at.saying(
-        equal, f"of gradients, {_differ(names)} on {show_ranks({t.rank for t in bad})}",
-        unknown=why, phase="backward", module=module_of(first), tensor=first, quantity="grads",
-        rank=bad[0].rank, ranks=ranks_of(bad, first),
+        equal, f"of gradients, {_differ(bad)}", unknown=why, phase="backward",
+        module=module_of(first), tensor=first, quantity="grads", rank=bad[0].rank,
+        ranks=_ranks_of(bad, first),
     )  # fmt: skip
     if legs.world_size == 1:
         return found
-    if legs.has_layouts:
-        found = _reduced(found, tensors, bad, names)
-        if found.near == "after":
-            return found
-        asked = _by_givers(found, legs, first, REDUCTIONS)
-        if asked is not None:
-            return asked
-    else:
-        found = found.saying("they are recorded after any reduction over ranks")
-    return found.saying(unknown=SUM_HIDES_RANK)
+    if not legs.has_layouts:
+        told = "they are recorded after any reduction over ranks"
+        return found.saying(told, unknown=SUM_HIDES_RANK)
+    found = _reduced(found, tensors, bad)
+    asked = _by_givers(found, legs, step, first, REDUCTIONS) if found.near != "after" else found
+    return asked or found.saying(unknown=SUM_HIDES_RANK)
 
 
-def _reduced(
-    found: Location, tensors: Sequence[Tensor], bad: Sequence[Tensor], names: Sequence[str]
-) -> Location:
+def _reduced(found: Location, tensors: Sequence[Tensor], bad: Sequence[Tensor]) -> Location:
     """Decide between the weight's own gradient and what brings gradients together."""
+    names = list(dict.fromkeys(t.name for t in bad))
     wrong = sorted({t.rank for t in bad})
-    spared = {t.rank for t in tensors if t.name in names and not t.differs}
+    spared = any(t.name in names and not t.differs for t in tensors)
     units = sorted({unit_of(name) for name in names})
     members = {t.name for t in tensors if unit_of(t.name) == unit_of(names[0])}
     is_whole = len(members) > 1 and members <= set(names)
@@ -427,12 +590,12 @@ def _reduced(
 
 def _in_backward_order(bad: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
     """The last module of the model first: the backward pass comes to it first."""
-    backward = dict.fromkeys(row.module for row in rows if row.kind == GRADIENT)
-    places = {module: place for place, module in enumerate(backward)}
+    backward = list(dict.fromkeys(row.module for row in rows if row.kind == GRADIENT))
 
     def place_of(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
         number = tuple(-int(p) for p in tensor.name.split(".") if p.isdigit())
-        return places.get(module_of(tensor.name), len(places)), number
+        module = module_of(tensor.name)
+        return (*backward, module).index(module), number
 
     return sorted(bad, key=place_of)
 
@@ -453,29 +616,21 @@ def _entered(
     """The collectives of the innermost unit that holds a tensor or module; None without notes."""
     given = given_in(rank_table(run)[rank], step)
     labels = {call.label for call in given if call.label}
-    around = [label for label in labels if name == label or name.startswith(f"{label}.")]
+    around = [label for label in labels if f"{name}.".startswith(f"{label}.")]
     unit = max(around, key=len, default="root")
     calls = [c for c in given if c.label == unit and c.operator.startswith(kinds)]
     return calls if given else None
 
 
 def _by_givers(
-    found: Location, legs: Legs, name: str, kinds: tuple[str, ...]
-) -> Location | None:  # fmt: skip
+    found: Location, legs: Legs, step: int, name: str, kinds: tuple[str, ...]
+) -> Location | None:
     """The place by what each rank gave to the collective; None where that is not known."""
-    assert found.step is not None
-    sides = {
-        rank: tuple(
-            _entered(run, rank, found.step, name, kinds)
-            for run in (legs.reference, legs.candidate)
-        )
-        for rank in legs.ranks(found.step)
-    }  # fmt: skip
-    wrong, unit, is_sum = list[int](), "root", kinds == REDUCTIONS
-    if len(sides) < legs.world_size:
-        return None
-    for rank, (ours, theirs) in sides.items():
-        if not ours or theirs is None:
+    wrong, unit, is_sum, ranks = list[int](), "root", kinds == REDUCTIONS, legs.ranks(step)
+    for rank in ranks:
+        runs = legs.reference, legs.candidate
+        ours, theirs = (_entered(run, rank, step, name, kinds) for run in runs)
+        if len(ranks) < legs.world_size or not ours or theirs is None:
             return None
         unit = ours[0].label
         if [*map(_kind, ours)] != [*map(_kind, theirs)]:
@@ -491,7 +646,7 @@ def _by_givers(
         return found.saying(phase="reduce", near="after") if is_after else found
     if not is_sum:
         found = found.saying(collective=f"all-gather of the weights of {unit}")
-    if len(wrong) == len(sides):
+    if len(wrong) == len(ranks):
         phase = "backward" if is_sum else found.phase
         return found.saying(f"every rank gave something else {into}", phase=phase, near="before")
     return found.saying(
@@ -508,7 +663,7 @@ def _with_capture(found: Location, legs: Legs, step: int) -> Location:
     config = legs.candidate.spec.config
     if not config.get("graph") or step != config.get("graph_warmup_steps"):
         return found
-    found, why = found.saying(CAPTURING), ""
+    told, why = "graphs are captured in this step, before its passes, which replay them", ""
     rows = legs.rows(step)
     if found.phase in ("forward", "input"):
         begins = rows and found.tensor.startswith((f"{rows[0].module}:in", f"{rows[0].module}:out"))
@@ -518,13 +673,13 @@ def _with_capture(found: Location, legs: Legs, step: int) -> Location:
         # Whoever counted otherwise in the optimizer alone left that step's losses as they were.
         elif any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
             why = "the optimizer has taken another number of steps: it was not run once"
-        elif drawn and not _has_weights(found.module, legs) and not _began_right(rows):
+        elif drawn and not legs.has_weights(found.module) and not _began_right(rows):
             why = f"the random state {drawn[0]} differs, too: what captures drew was not given back"
     elif found.phase == "optimizer" and not legs.different(step, "optim"):
         wrong = {t.name for t in legs.different(step, "weights")}
         if wrong and not wrong & legs.names("grads"):
             why = f"no gradient moves {found.tensor}: counts of warm-ups and captures were kept"
-    return found.saying(why, phase="capture") if why else found
+    return found.saying(told, why, phase="capture") if why else found.saying(told)
 
 
 def _began_right(rows: Sequence[Row]) -> bool:

@@ -1,14 +1,9 @@
 """Questions of a search: how often each is asked, what it costs, who makes its runs, what is kept.
 
-    case -> what its runs cost -> run.execute in the search's own run folder -> records, verdict
-    verdict -> failure -> fails, passes, unresolved, as often as the `RepeatPolicy` says
-
-The folder is the cache: its runs, by `RunSpec.key`, are not made again, so a search that is started
-again asks everything anew and pays only for what is left. What is answered by no run of the folder
-(another commit's harness, a script) leaves its reply in a file (`Questions.pay`).
-
-A case fails the same way if its outcome and its `what` are those of the failure, in whatever step
-and tensor. One that fails in another way, or has no verdict, is `unresolved`.
+A question is a case whose runs are made in the search's own run folder and judged by the same
+checks. The folder is the cache, by `RunSpec.key`; what no run of it answers (another commit's
+harness, a script) leaves its reply in a file. A case fails the same way if its outcome and `what`
+are those of the failure; one that fails in another way, or has no verdict, is `unresolved`.
 """
 
 import dataclasses
@@ -18,31 +13,27 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
-from harness.codec import Json, RecordError, dumps
+from harness.codec import Json, RecordError
 from harness.engine.base import Engine
-from harness.errors import HarnessError, Infrastructure, UsageError
+from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT, runs_of
 from harness.runner.run import Judge, Progress, Silent, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
-from harness.store.files import link_or_copy, make_folder, read_object, with_checksum, write_atomic
+from harness.store.files import link_tree, make_folder, read_object, write_object
 
 TIMED: tuple[What, ...] = ("throughput_regression", "noisy")
-NONDETERMINISTIC: What = "nondeterministic_reference"
 
 # --- how often to ask ------------------------------------------------------------------------
 
 Answer = Literal["fails", "passes", "unresolved"]
-"""What runs said. `unresolved`: they could not be made, or failed in another way."""
-FAILS: Final = "fails"
-PASSES: Final = "passes"
-UNRESOLVED: Final = "unresolved"
 CONFIDENCE = 0.99
 ALWAYS_AFTER = 5
 """Failures in a row, from the first run on, after which a fault is taken for one of every run."""
@@ -78,39 +69,28 @@ class Bounds(Json):
 def bounds(successes: int, trials: int, confidence: float = CONFIDENCE) -> Bounds:
     """The bounds between which the rate lies with a confidence, whatever it is."""
 
-    def tail(rate: float, n: int) -> float:
-        """Probability of `n` successes or more, of a rate above 0 and below 1."""
-        logs = (math.log(rate), math.log1p(-rate), math.lgamma(trials + 1))
-        return math.fsum(
-            math.exp(logs[2] - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-                     + k * logs[0] + (trials - k) * logs[1]) for k in range(n, trials + 1)
-        )  # fmt: skip
-
     def least(n: int) -> float:
-        """The rate of which `n` successes or more are just too rare."""
-        low, high = 0.0, 1.0
-        while low < (middle := (low + high) / 2) < high:
-            low, high = (middle, high) if tail(middle, n) < (1 - confidence) / 2 else (low, middle)
+        """The rate of which `n` successes or more are just too rare; 0 for none."""
+        low, high, log = 0.0, 1.0, math.lgamma
+        while n and low < (rate := (low + high) / 2) < high:
+            tail = math.fsum(
+                math.exp(log(trials + 1) - log(k + 1) - log(trials - k + 1)
+                         + k * math.log(rate) + (trials - k) * math.log1p(-rate))
+                for k in range(n, trials + 1)
+            )  # fmt: skip
+            low, high = (rate, high) if tail < (1 - confidence) / 2 else (low, rate)
         return low
 
-    low = least(successes) if successes else 0.0
-    high = 1 - least(trials - successes) if successes < trials else 1.0
-    return Bounds(low=low, high=high, successes=successes, trials=trials)
-
-
-def passes_needed(rate: float, miss: float) -> int:
-    """Passes in a row that a fault of at least this rate shows with probability `miss` at most."""
-    return 1 if rate == 1 else max(math.ceil(math.log(miss) / math.log1p(-rate)), 1)
+    high = 1 - least(trials - successes)
+    return Bounds(low=least(successes), high=high, successes=successes, trials=trials)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatPolicy(Json):
     """How many consecutive passes make a configuration pass; a failure counts at once.
 
-    Attributes:
-        failures, trials: of the full failing case, which was run until it had failed that often.
-        passes: that a question on the way takes.
-        confirmations: that an answer takes on which the conclusion rests.
+    `failures` in `trials` runs of the full case were seen; a question on the way takes `passes`,
+    an answer on which the conclusion rests takes `confirmations`.
     """
 
     failures: int
@@ -141,10 +121,8 @@ class RepeatPolicy(Json):
         """
         doubt = (1 - CONFIDENCE) / num_questions
         if failures < trials or flaky:
-            passes = max(math.ceil((doubt ** (-1 / failures) - 1) * trials), 1)
-            return RepeatPolicy(
-                failures=failures, trials=trials, passes=passes, confirmations=passes
-            )
+            n = max(math.ceil((doubt ** (-1 / failures) - 1) * trials), 1)
+            return RepeatPolicy(failures=failures, trials=trials, passes=n, confirmations=n)
         # The worst rate p for failing `failures` times and passing n times next: p^f (1 - p)^n.
         n = 1
         while (p := failures / (failures + n)) ** failures * (1 - p) ** n > doubt:
@@ -160,20 +138,18 @@ def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = Fal
     """Run the full failing case until its rate is known well enough.
 
     `run` takes the number of runs before; the doubt is shared among the questions; `flaky` is a
-    case that fails and was seen to pass, so one pass is never enough.
-
-    Raises:
-        NeverFails: it failed too seldom in `MAX_TRIALS` runs, or could not be run.
+    case that fails and was seen to pass, so one pass is never enough. Raises `NeverFails` if it
+    failed too seldom, or could not be run.
     """
     answers: list[Answer] = []
-    while answers.count(FAILS) < (FAILURES if flaky or PASSES in answers else ALWAYS_AFTER):
-        if len(answers) == (MAX_TRIALS if FAILS in answers else MAX_SILENT):
-            seen = answers.count(FAILS)
+    while answers.count("fails") < (FAILURES if flaky or "passes" in answers else ALWAYS_AFTER):
+        if len(answers) == (MAX_TRIALS if "fails" in answers else MAX_SILENT):
+            seen = answers.count("fails")
             raise NeverFails(f"the full case failed in {seen} of {len(answers)} runs: too seldom")
         answers.append(run(len(answers)))
-        if answers[-1] == UNRESOLVED:
+        if answers[-1] == "unresolved":
             raise NeverFails(f"run {len(answers)} of the full case gave no answer")
-    return RepeatPolicy.of(answers.count(FAILS), len(answers), num_questions, flaky=flaky)
+    return RepeatPolicy.of(answers.count("fails"), len(answers), num_questions, flaky=flaky)
 
 
 # --- what it costs ---------------------------------------------------------------------------
@@ -187,36 +163,6 @@ class OutOfBudget(HarnessError):
     def __init__(self, text: str, best: Any = None) -> None:
         super().__init__(text)
         self.best = best
-
-
-class Budget:
-    """What one sitting of a search may cost, None for any; stored replies cost nothing."""
-
-    def __init__(
-        self, *, runs: int | None = None, minutes: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        if runs is not None and runs < 0:
-            raise UsageError(f"budget: expected a number of runs from 0, got {runs}")
-        if minutes is not None and not 0 <= minutes < math.inf:
-            raise UsageError(f"budget: expected minutes from 0, got {minutes}")
-        self.max_runs, self.max_minutes, self.spent_runs = runs, minutes, 0
-        self._clock, self._began_s = clock, clock()
-
-    def covers(self, runs: int) -> bool:
-        """Whether so many runs are left."""
-        return self.max_runs is None or self.spent_runs + runs <= self.max_runs
-
-    def check(self, runs: int) -> None:
-        """See that a question of so many runs may be asked (`OutOfBudget`: it may not)."""
-        if runs and not self.covers(runs):
-            raise OutOfBudget(
-                f"the budget of {self.max_runs} runs: {self.spent_runs} spent, the next question "
-                f"takes up to {runs}"
-            )
-        minutes = (self._clock() - self._began_s) / 60
-        if runs and self.max_minutes is not None and minutes >= self.max_minutes:
-            raise OutOfBudget(f"the budget of {self.max_minutes:g} minutes is spent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,20 +187,38 @@ class Questions:
     """What a search has asked, in order, within the budget of this sitting.
 
     Args:
-        budget: of this sitting; None for any.
+        runs, minutes: budget of this sitting; None for any. Stored replies cost nothing.
         replies: folder of replies that are kept; None to keep none.
         earlier: what sittings before this one have asked and paid.
         told: is given the number and the question with its answer.
     """
 
     def __init__(
-        self, budget: Budget | None = None, *, replies: Path | None = None,
-        earlier: Sequence[AskedQuestion] = (),
+        self, runs: int | None = None, minutes: float | None = None, *,
+        replies: Path | None = None, earlier: Sequence[AskedQuestion] = (),
         told: Callable[[int, AskedQuestion], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.budget, self._replies, self._told = budget or Budget(), replies, told
+        self._max_runs, self._max_minutes, self.spent_runs = runs, minutes, 0
+        self._clock, self._began_s = clock, clock()
+        self._replies, self._told = replies, told
         self._earlier = {question.words: question for question in earlier}
         self._asked: dict[str, AskedQuestion] = {}
+
+    def covers(self, runs: int) -> bool:
+        """Whether so many runs are left."""
+        return self._max_runs is None or self.spent_runs + runs <= self._max_runs
+
+    def check(self, runs: int) -> None:
+        """See that a question of so many runs may be asked (`OutOfBudget`: it may not)."""
+        if runs and not self.covers(runs):
+            raise OutOfBudget(
+                f"the budget of {self._max_runs} runs: {self.spent_runs} spent, the next question "
+                f"takes up to {runs}"
+            )
+        minutes = (self._clock() - self._began_s) / 60
+        if runs and self._max_minutes is not None and minutes >= self._max_minutes:
+            raise OutOfBudget(f"the budget of {self._max_minutes:g} minutes is spent")
 
     @property
     def asked(self) -> tuple[AskedQuestion, ...]:
@@ -273,33 +237,29 @@ class Questions:
             return
         seconds = round(time.monotonic() - began_s, 3)
         question = AskedQuestion(words=words, answer=answer, runs=runs, seconds=seconds)
-        if not runs and (before := self._earlier.get(words)) is not None:
-            question = dataclasses.replace(before, answer=answer)
+        if not runs and words in self._earlier:
+            question = dataclasses.replace(self._earlier[words], answer=answer)
         self._asked[key] = question
         self._told(len(self._asked), question)
 
     def pay(self, key: str, words: str, runs: int, find_out: Callable[[], Reply]) -> Reply:
         """The reply that the file `key` keeps, or that `find_out` gives, which it then keeps.
 
-        Nothing is kept if it raises, so a question that was interrupted is asked again.
-
-        Raises:
-            OutOfBudget: it costs more runs than are left.
-            Infrastructure: the disk refused.
+        Nothing is kept if it raises: `OutOfBudget` if it costs more runs than are left,
+        `Infrastructure` if the disk refused, or what `find_out` does.
         """
         path, began_s = self._replies and self._replies / f"{key}.json", time.monotonic()
-        try:
+        reply: Reply | None = None
+        paid = 0
+        with suppress(OSError, RecordError):  # not there, or damaged
             reply = Reply.from_json(read_object(path)) if path is not None else None
-        except (OSError, RecordError):
-            reply = None  # not there, or damaged
-        paid = 0 if reply is not None else runs
         if reply is None:
-            self.budget.check(runs)
-            reply = find_out()
-            self.budget.spent_runs += runs
+            self.check(runs)
+            reply, paid = find_out(), runs
+            self.spent_runs += runs
             if path is not None:
                 make_folder(path.parent)
-                write_atomic(path, dumps(with_checksum(reply)) + "\n")
+                write_object(path, reply)
         self.note(key, words, reply.words, paid, began_s)
         return reply
 
@@ -307,18 +267,35 @@ class Questions:
 # --- who makes the runs ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure(Json):
+    """How a case fails: the same outcome and `what` are the same failure."""
+
+    outcome: Outcome
+    what: What
+
+    def answer(self, verdict: Verdict) -> Answer:
+        """What a verdict says of a search for this failure."""
+        if failure_of(verdict) == self:
+            return "fails"
+        return "passes" if verdict.outcome == "passed" else "unresolved"
+
+    def __str__(self) -> str:
+        """For people: `failed diverged`."""
+        return f"{self.outcome} {self.what}".strip()
+
+
+def failure_of(verdict: Verdict) -> Failure:
+    """How a case failed."""
+    return Failure(outcome=verdict.outcome, what=verdict.what)
+
+
 def brief(verdict: Verdict) -> str:
     """An answer in two words: `failed diverged`."""
-    return f"{verdict.outcome} {verdict.what}".strip()
+    return str(failure_of(verdict))
 
 
-def message(verdict: Verdict) -> str:
-    """An answer of a question that is not about passing or failing: what was seen."""
-    return verdict.message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(NamedTuple):
     """What came of a question: the case with the records of its runs, and the verdict."""
 
     runs: CaseRuns
@@ -347,17 +324,12 @@ class Asker:
     ) -> Asked:  # fmt: skip
         """Make the runs of a case that are missing, and judge it.
 
-        Args:
-            case: the question; its id becomes a folder's name.
-            words: the question for people.
-            judge: from a case and its three runs to a verdict.
-            answer: for people, from the verdict.
-
-        Raises:
-            OutOfBudget: it costs more than is left; nothing was run.
+        The case's id becomes a folder's name; `words` and `answer` are for people. Raises
+        `OutOfBudget` if it costs more than is left; nothing was run then.
         """
         (verdict,) = self.ask_all([case], words, judge=judge, answer=answer)
-        return Asked(runs=load_runs(self.folder, case), verdict=verdict)
+        legs: dict[str, Any] = {leg: self.folder.load_run(getattr(case, leg)) for leg in LEGS}
+        return Asked(runs=CaseRuns(case=case, **legs), verdict=verdict)
 
     def ask_all(
         self, cases: Sequence[CaseSpec], words: str, *, judge: Judge = judge_case,
@@ -365,12 +337,12 @@ class Asker:
     ) -> Sequence[Verdict]:  # fmt: skip
         """As `ask`, of several cases whose runs are made side by side, as one question."""
         cost, began_s = self.cost(*cases), time.monotonic()
-        self.questions.budget.check(cost)
+        self.questions.check(cost)
         verdicts = execute(
             self.folder, cases, self._engine, self._progress, judge=judge, confirm=False
         )
         self.num_runs += cost
-        self.questions.budget.spent_runs += cost
+        self.questions.spent_runs += cost
         told = Counter(map(answer, verdicts))
         said = ", ".join(f"{each} ({n} times)" if n > 1 else each for each, n in told.items())
         self.questions.note(" and ".join(map(question_key, cases)), words, said, cost, began_s)
@@ -393,8 +365,7 @@ class Asker:
     def adopt(self, place: Path, case: CaseSpec) -> None:
         """Take the finished runs of a case folder (`Infrastructure`: the disk refused)."""
         for leg in LEGS:
-            target = self.folder.run_folder(getattr(case, leg).key)
-            source = place / leg
+            source, target = place / leg, self.folder.run_folder(getattr(case, leg).key)
             if not (source / OUTCOME_FILE).is_file():
                 continue
             self._adopted.add(target.name)
@@ -403,31 +374,25 @@ class Asker:
             building = target.with_name(f".{target.name}.tmp")
             try:
                 shutil.rmtree(building, ignore_errors=True)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copytree(source, building, symlinks=True, copy_function=link_or_copy)
+                make_folder(target.parent)
+                link_tree(source, building)
                 building.rename(target)
             except (OSError, shutil.Error) as error:
                 raise Infrastructure(f"cannot take over {source}: {error}") from error
 
 
+def runs_key(case: CaseSpec) -> str:
+    """The same for the same three runs."""
+    return " ".join(getattr(case, leg).key for leg in LEGS)
+
+
 def question_key(case: CaseSpec) -> str:
     """The same for the same question: which runs, and what is asked of them."""
-    keys = " ".join(getattr(case, leg).key for leg in ("reference", "control", "candidate"))
-    return f"{keys} {','.join(sorted(case.checks))}"
-
-
-def load_runs(folder: RunFolder, case: CaseSpec) -> CaseRuns:
-    """A case with the records of its runs, as the folder has them."""
-    legs: dict[str, Any] = {leg: folder.load_run(getattr(case, leg)) for leg in LEGS}
-    return CaseRuns(case=case, **legs)
+    return f"{runs_key(case)} {','.join(sorted(case.checks))}"
 
 
 def judged_by(differ: Callable[[RunResult, RunResult], str]) -> Judge:
-    """A judge for questions whose control is the reference itself: it only says what was seen.
-
-    Args:
-        differ: what to say of reference and candidate; "" if there is nothing.
-    """
+    """A judge of questions without a control: what `differ` says of the runs, "" for nothing."""
 
     def judge(
         case: CaseSpec, reference: RunResult, control: RunResult, candidate: RunResult, **_: Any
@@ -449,29 +414,6 @@ def judged_by(differ: Callable[[RunResult, RunResult], str]) -> Judge:
     return judge
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure(Json):
-    """How a case fails: the same outcome and `what` are the same failure."""
-
-    outcome: Outcome
-    what: What
-
-    def answer(self, verdict: Verdict) -> Answer:
-        """What a verdict says of a search for this failure."""
-        if (verdict.outcome, verdict.what) == (self.outcome, self.what):
-            return FAILS
-        return PASSES if verdict.outcome == "passed" else UNRESOLVED
-
-    def __str__(self) -> str:
-        """For people: `failed diverged`."""
-        return f"{self.outcome} {self.what}".strip()
-
-
-def failure_of(verdict: Verdict) -> Failure:
-    """How a case failed."""
-    return Failure(outcome=verdict.outcome, what=verdict.what)
-
-
 def question_case(
     case: CaseSpec, failure: Failure, candidate: RunSpec, *, reference: RunSpec | None = None,
     repeat: int = 0,
@@ -486,14 +428,12 @@ def question_case(
     reference = reference or case.reference
     if repeat:
         candidate = dataclasses.replace(candidate, replica=FIRST_REPEAT + repeat)
-    checks, repeats = case.checks, case.repeats
-    if failure.what not in TIMED:
-        checks = {name: limits for name, limits in checks.items() if name != "throughput"}
-        repeats = 0
+    is_timed = failure.what in TIMED
+    checks = {name: how for name, how in case.checks.items() if is_timed or name != "throughput"}
     return dataclasses.replace(
         case, id=f"ask-{candidate.key}-{reference.key[-12:]}", labels={"question": "causes"},
         reference=reference, control=control, candidate=candidate, checks=checks,
-        repeats=repeats, skip_reason="",
+        repeats=case.repeats if is_timed else 0, skip_reason="",
     )  # fmt: skip
 
 
@@ -501,21 +441,20 @@ class Judged:
     """Answers whether cases fail the same way as one that failed, each as often as it takes.
 
     Attributes:
-        policy: how often a case must pass; learnt by `learn`, once a case until then.
-        verdicts: of candidates that failed the same way, by key.
-        others: of candidates that neither failed the same way nor passed.
+        policy: how often a case must pass; learnt by `learn`, or given by who knows it.
+        seen: verdicts of candidates that did not pass, by key.
     """
 
     def __init__(
-        self, case: CaseSpec, failure: Failure, asker: Asker, verdict: Verdict | None = None
-    ) -> None:
+        self, case: CaseSpec, failure: Failure, asker: Asker, verdict: Verdict | None = None,
+        policy: RepeatPolicy | None = None,
+    ) -> None:  # fmt: skip
         self.case, self.failure, self.asker = case, failure, asker
-        self.policy: RepeatPolicy | None = None
-        self.verdicts: dict[str, Verdict] = {}
-        self.others: dict[str, Verdict] = {}
+        self.policy = policy or EVERY_RUN
+        self.seen: dict[str, Verdict] = {}
         self._known: dict[str, Verdict] = {}
         if verdict is not None:
-            self.verdicts[case.candidate.key] = self._known[_runs_key(case)] = verdict
+            self.seen[case.candidate.key] = self._known[runs_key(case)] = verdict
 
     def learn(self, num_questions: int) -> RepeatPolicy:
         """As `learn`, of the case itself."""
@@ -532,28 +471,31 @@ class Judged:
         sure: bool = False,
     ) -> Answer:  # fmt: skip
         """Whether a case fails the same way; `sure` where a conclusion rests on a pass."""
-        policy = self.policy or EVERY_RUN
-        passes = policy.confirmations if sure else policy.passes
+        passes = self.policy.confirmations if sure else self.policy.passes
         for number in range(passes):
             found = self._once(candidate, number, reference, words, passes - number)
-            if found != PASSES:
+            if found != "passes":
                 return found  # what cannot be run once is not run again and again
-        return PASSES
+        return "passes"
+
+    def message(self, candidate: RunSpec) -> str:
+        """Of the verdict of a candidate that was seen to fail."""
+        verdict = self.seen.get(candidate.key)
+        return verdict.message if verdict is not None else ""
 
     def _once(
         self, candidate: RunSpec, number: int, reference: RunSpec | None, words: str, ahead: int
     ) -> Answer:
         """Whether run `number` of a case fails the same way; the next `ahead` - 1 are wanted."""
         if number == 0 and candidate.key == (reference or self.case.reference).key:
-            return PASSES  # the control is that run
+            return "passes"  # the control is that run
         cases = [
             question_case(self.case, self.failure, candidate, reference=reference, repeat=repeat)
             for repeat in range(number, number + max(ahead, 1))
         ]
-        verdict = self._known.get(_runs_key(cases[0]))
-        if verdict is None:
+        if runs_key(cases[0]) not in self._known:
             cases = cases[: self.asker.room(cases[0])]
-            if not self.asker.questions.budget.covers(self.asker.cost(*cases)):
+            if not self.asker.questions.covers(self.asker.cost(*cases)):
                 cases = cases[:1]
             told = words or "does the case itself fail?"
             if len(cases) > 1:
@@ -561,14 +503,9 @@ class Judged:
             elif number:
                 told += f" run {number + 1}"
             verdicts = self.asker.ask_all(cases, told)
-            self._known |= dict(zip(map(_runs_key, cases), verdicts, strict=True))
-            verdict = verdicts[0]
+            self._known |= dict(zip(map(runs_key, cases), verdicts, strict=True))
+        verdict = self._known[runs_key(cases[0])]
         answer = self.failure.answer(verdict)
-        if answer != PASSES:
-            held = self.verdicts if answer == FAILS else self.others
-            held.setdefault(candidate.key, verdict)
+        if answer != "passes":
+            self.seen.setdefault(candidate.key, verdict)
         return answer
-
-
-def _runs_key(case: CaseSpec) -> str:
-    return f"{case.reference.key} {case.control.key} {case.candidate.key}"

@@ -1,5 +1,6 @@
-"""What a search for a cause has found: a place, level by level, with the evidence for each."""
+"""What a search for a cause has found: a place, level by level, and names of places."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ from harness.checks.evidence import show_ranks
 from harness.codec import Json
 from harness.faults.fault import Phase
 
+MOST_NAMES = 3
 Near = Literal["", "before", "in", "after"]
 """Where an origin lies about a collective: before it on the ranks named, in it, or after it."""
 
@@ -15,14 +17,9 @@ Near = Literal["", "before", "in", "after"]
 class Element(Json):
     """The first element, in the order of the whole tensor, that is not the same in both runs.
 
-    Attributes:
-        index: in the whole tensor, as the model without any sharding has it.
-        local: flat place in what the rank holds.
-        reference_bits, candidate_bits: hex of the stored bits.
-        reference, candidate: `repr` of the number.
-        num_different, numel, shape: of the rank's part.
-        ulps: steps between the two on the grid of their dtype; None for NaN, or other signs.
-        lows, highs: the least and the greatest index in each axis of it at which any differs.
+    `index` is in the whole tensor, as the model without any sharding has it, `local` the flat place
+    in what the rank holds; of the latter are all numbers and the least and greatest indices that
+    differ. `ulps` are steps on the grid of the dtype, None for NaN, or other signs.
     """
 
     index: tuple[int, ...]
@@ -53,8 +50,7 @@ class Location(Json):
         rank: where it entered; the lowest of `ranks`, on which it is wrong at that place.
         near, collective: the side of the collective that spread or computed it.
         element: first differing one, once somebody looked.
-        evidence: a sentence for each conclusion, in the order in which they were drawn.
-        unknown: a sentence for each level that could not be decided, and why.
+        evidence, unknown: a sentence for each conclusion, and for each level without one.
         before_is_equal: whether every step before `step` is equal on every rank.
     """
 
@@ -82,9 +78,42 @@ class Location(Json):
         """`step 7, backward, microbatch 1, layers.0.attn.wq, rank 3`; "" if nothing is known."""
         parts = [
             "" if self.step is None else "before step 0" if self.step < 0 else f"step {self.step}",
-            self.phase or "",
-            "" if self.microbatch is None else f"microbatch {self.microbatch}",
-            self.module,
-            show_ranks(set(self.ranks)) if self.ranks else "",
-        ]
+            self.phase, "" if self.microbatch is None else f"microbatch {self.microbatch}",
+            self.module, show_ranks(set(self.ranks)) if self.ranks else "",
+        ]  # fmt: skip
         return ", ".join(part for part in parts if part)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def stem_of(tensor: str) -> str:
+    """The parameter that a tensor of the state belongs to."""
+    for part in (".exp_avg_sq", ".exp_avg", ".main_weight", ".model_weight"):
+        tensor = tensor.removesuffix(part)
+    return tensor
+
+
+def module_of(tensor: str) -> str:
+    """The module that holds a tensor of the records: `norm.weight` is `norm`'s.
+
+    Words behind the name, as the ledger and the race detector have them, say what of it is meant.
+    """
+    name, _, words = tensor.partition(" ")
+    if words and (name == "root" or name.rpartition(".")[2].isdigit()):
+        return "" if name == "root" else name  # a unit's own buffer
+    return stem_of(name).rpartition(".")[0]
+
+
+def unit_of(tensor: str) -> str:
+    """The FSDP unit whose buffers a parameter travels in: its layer, its experts, or the root."""
+    parts = tensor.split(".")
+    if parts[0] != "layers" or len(parts) < 2:
+        return "root"
+    return ".".join(parts[:2]) + (" experts" if "experts" in parts[2:] else "")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown, more = ", ".join(names[:MOST_NAMES]), len(names) - MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

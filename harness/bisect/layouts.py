@@ -1,26 +1,24 @@
 """Two cases of a scenario against each other: bit for bit on one layout, within bounds on two.
 
-    same layout    the candidate of one against that of the other, as a case like any other
-    two layouts    loss, gradients and weights of one step of both, and of runs that round at random
-
-Layouts add in other orders, so their bits differ; how far rounding may take them is measured as for
-`expect: rounding`, on samples X_i: the same steps with no axis but that of the data, rounded at
-random (`fsdp_core.rounding`). Rounding to nearest errs at most s = sqrt(3/2 max |X_i - mean X|^2
-n / (n - 1)) in the mean square; a tensor is wrong, and so is a row of it, beyond BOUND sqrt(2) s
-and what samples cannot show: `FLOOR_ROUNDINGS` unit roundoffs a step, and of weights the flips of
-AdamW's sign where a gradient is nearly zero (`MOST_FLIPS` elements a step).
+Layouts add in other orders, so their bits differ. How far rounding may take loss, gradients and
+weights of one step is measured on samples X_i: the same steps with no axis but that of the data,
+rounded at random (`fsdp_core.rounding`). Rounding to nearest errs at most s = sqrt(3/2 max
+|X_i - mean X|^2 n / (n - 1)) in the mean square; a tensor is wrong, and so is a row of it, beyond
+BOUND sqrt(2) s and what samples cannot show: `FLOOR_ROUNDINGS` unit roundoffs a step, and of
+weights the flips of AdamW's sign where a gradient is nearly zero (`MOST_FLIPS` elements a step).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.causes import first_failing
-from harness.bisect.elements import Floats, whole_tensors
+from harness.bisect.elements import Bits, Floats, numbers
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location
 from harness.checks.evidence import show_ranks
@@ -29,7 +27,7 @@ from harness.errors import UsageError
 from harness.program.spec import capabilities_of
 from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict
 from harness.repeats import NUM_SAMPLES, SLOWDOWN
-from harness.store.contents import Contents, read_contents
+from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place, read_contents
 
 BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
 """Taps of a forward pass; of its first microbatch, as contents take memory."""
@@ -49,8 +47,7 @@ ROUTED = (
 _PHASES: dict[str, Any] = {"loss": "forward", "grads": "backward", "weights": "optimizer"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runs:
+class Runs(NamedTuple):
     """Two runs that keep gradients and weights of one step, and samples that round at random."""
 
     reference: RunSpec
@@ -70,46 +67,102 @@ def runs_to_compare(reference: RunSpec, candidate: RunSpec, step: int) -> Runs:
         config, parallel=data, graph=(), compile=(), stress=(), taps=taps, backend="torch",
         engine="ours", steps=step + 1,
     )  # fmt: skip
-    samples = (
-        RunSpec(
-            config=plain.to_dict(), device="cpu", world_size=data.world_size,
-            timeout_s=SLOWDOWN * reference.timeout_s, keep=keep, rounding=seed,
-        )
-        for seed in range(1, NUM_SAMPLES + 1)
+    sample = RunSpec(
+        config=plain.to_dict(), device="cpu", world_size=data.world_size, keep=keep,
+        timeout_s=SLOWDOWN * reference.timeout_s,
     )  # fmt: skip
     first, second = (
         replace(spec, keep=keep, config=spec.config | ({"taps": list(taps)} if taps else {}))
         for spec in (reference, candidate)
     )
-    return Runs(reference=first, candidate=second, samples=tuple(samples))
+    samples = tuple(replace(sample, rounding=seed) for seed in range(1, NUM_SAMPLES + 1))
+    return Runs(first, second, samples)
 
 
 def refuse_incomparable(reference: RunSpec, candidate: RunSpec) -> None:
     """See that two runs compute the same but for rounding (`UsageError`: what does not)."""
     ours, theirs = (TrainConfig.from_dict(spec.config) for spec in (reference, candidate))
     a, b = ours.to_dict(), theirs.to_dict()
-    same = {f"the same {key}": (a[key], b[key]) for key in sorted(a.keys() - set(_MAY_DIFFER))}
-    same["the same fsdp.reduce_dtype"] = ours.fsdp.reduce_dtype, theirs.fsdp.reduce_dtype
-    ranks = (c.parallel.dp * c.parallel.dp_outer for c in (ours, theirs))
-    same["the same data, so as many dp x dp_outer ranks"] = (next(ranks), next(ranks))
-    for config in (ours, theirs):
-        packs, fp8 = config.parallel.dynamic_cp, config.fp8
-        same |= {
+    due = {f"the same {key}": (a[key], b[key]) for key in sorted(a.keys() - set(_MAY_DIFFER))}
+    due["the same fsdp.reduce_dtype"] = ours.fsdp.reduce_dtype, theirs.fsdp.reduce_dtype
+    ranks = [c.parallel.dp * c.parallel.dp_outer for c in (ours, theirs)]
+    due["the same data, so as many dp x dp_outer ranks"] = ranks[0], ranks[1]
+    for c in (ours, theirs):
+        packs = c.parallel.dynamic_cp
+        due |= {
             "no parallel.dynamic_cp, whose packs depend on the layout": (packs, type(packs)()),
-            "model.dropout 0, as layouts draw other masks": (config.model.dropout, 0.0),
-            "fp8 none, as its scales depend on the layout": (fp8, "none"),
+            "model.dropout 0, as layouts draw other masks": (c.model.dropout, 0.0),
+            "fp8 none, as its scales depend on the layout": (c.fp8, "none"),
         }
-        for what, (got, other) in same.items():
+        for what, (got, other) in due.items():
             if got != other:
                 said = f"between layouts: expected {what}, got {got!r:.60} and {other!r:.60}"
                 raise UsageError(said)
 
 
+# --- whole tensors, of the pieces that ranks have kept ----------------------------------------
+
+
+@dataclass
+class Whole:
+    """A tensor of the whole model: bits by the lowest rank that has an element, and whose boxes.
+
+    `disagreeing` has the first place at which a rank has other bits than a lower one.
+    """
+
+    dtype: str
+    bits: Bits
+    covered: npt.NDArray[np.bool_]
+    boxes: list[tuple[int, Place]] = field(default_factory=list)
+    disagreeing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def ranks_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks that have an element."""
+        return tuple(dict.fromkeys(
+            rank for rank, box in self.boxes
+            if all(a <= at < a + n for at, a, n in zip(index, box.offsets, box.sizes, strict=True))
+        ))  # fmt: skip
+
+    def add(self, rank: int, place: Place, loaded: Loaded) -> None:
+        """Put a rank's box in its place."""
+        about = loaded.about
+        whole = np.frombuffer(loaded.data, f"<u{ITEM_BYTES[about.dtype]}").reshape(about.shape)
+        mine = whole[_box(place.local_offsets, place.sizes)].astype(np.uint64)
+        box = _box(place.offsets, place.sizes)
+        seen = self.covered[box]
+        other = seen & (self.bits[box] != mine)
+        if other.any():
+            at = np.argwhere(other)[0] if other.ndim else ()
+            index = tuple(int(a) + b for a, b in zip(at, place.offsets, strict=True))
+            self.disagreeing.setdefault(rank, index)
+        self.bits[box] = np.where(seen, self.bits[box], mine)
+        self.covered[box] = True
+        self.boxes.append((rank, place))
+
+
+def whole_tensors(contents: Contents) -> Mapping[str, Whole]:
+    """Every tensor of the model that some rank has kept a piece of, of floating-point numbers."""
+    found: dict[str, Whole] = {}
+    for rank, loaded in ((rank, each) for rank, held in enumerate(contents.ranks) for each in held):
+        about = loaded.about
+        for place in about.places if about.dtype in ROUNDOFF else ():
+            # A row of taps has its kind in its name.
+            group = "" if ":" in place.name else f"{_group(about.name)}:"
+            if min(place.sizes, default=1):
+                empty = np.zeros(place.shape, np.uint64), np.zeros(place.shape, np.bool_)
+                whole = found.setdefault(group + place.name, Whole(about.dtype, *empty))
+                whole.add(rank, place, loaded)
+    return found
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+
+
 # --- one step --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Apart:
+class Apart(NamedTuple):
     """How far a tensor, or its worst row, is apart in units of its bound; `why` if for certain."""
 
     name: str
@@ -123,23 +176,19 @@ class Apart:
         return not self.units <= 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leg:
+class Leg(NamedTuple):
     """A run that was made, with what it has kept."""
 
     result: RunResult
     contents: Contents
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutAnswer:
+class LayoutAnswer(NamedTuple):
     """What comparing two layouts has shown.
 
-    Attributes:
-        location: of the first tensor that is wrong; None if all are within their bounds, or
-            nothing could be compared, which `message` says.
-        tensors: all that were compared: the loss, gradients as backward makes them, weights.
-        message: one sentence.
+    `location` is of the first tensor that is wrong; None if all are within their bounds, or nothing
+    could be compared, which `message` says. `tensors` are all that were: the loss, gradients as
+    backward makes them, weights.
     """
 
     location: Location | None
@@ -148,15 +197,14 @@ class LayoutAnswer:
 
     @property
     def wrong(self) -> tuple[Apart, ...]:
-        """Those that are."""
+        """Those of the tensors that are."""
         return tuple(each for each in self.tensors if each.is_wrong)
 
 
 def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> LayoutAnswer:
     """Say which tensor of two layouts is first farther apart than rounding takes it.
 
-    Args:
-        reference, candidate, samples: of the runs of `runs_to_compare`, in any state.
+    The runs are those of `runs_to_compare`, in any state.
     """
     problems = [] if len(samples) > 1 else [f"expected samples, got {len(samples)}"]
     for leg in (reference, candidate, *samples):
@@ -164,8 +212,7 @@ def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> L
         told = (f"{outcome.what}: {outcome.message}",) if outcome.what else leg.contents.problems
         problems += [f"run {outcome.key}: {problem}" for problem in told]
     if problems:
-        said = f"nothing was compared: {'; '.join(problems[:4])}"
-        return LayoutAnswer(location=None, tensors=(), message=said)
+        return LayoutAnswer(None, (), f"nothing was compared: {'; '.join(problems[:4])}")
     comparison = _Comparison([reference, candidate, *samples])
     tensors = tuple(comparison.state())
     wrong = [each for each in tensors if each.is_wrong]
@@ -175,12 +222,12 @@ def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> L
             f"all {len(tensors)} tensors of step {comparison.step} are within their bounds; "
             f"the farthest apart is {worst.name}, {worst.units:.2f} of its bound"
         )
-        return LayoutAnswer(location=None, tensors=tensors, message=message)
+        return LayoutAnswer(None, tensors, message)
     # What a forward pass made is no evidence of a fault, but of where one began: weights that
     # AdamW has moved the other way for a rounding's sake show in it with no bound.
     first = next((each for each in comparison.calls() if each.is_wrong), wrong[0])
     location = comparison.locate(first, len(wrong))
-    return LayoutAnswer(location=location, tensors=tensors, message=location.evidence[0])
+    return LayoutAnswer(location, tensors, location.evidence[0])
 
 
 class _Comparison:
@@ -188,16 +235,20 @@ class _Comparison:
 
     def __init__(self, legs: Sequence[Leg]) -> None:
         self._legs, self.step = legs, legs[0].contents.step
-        self._wholes = [dict(whole_tensors(leg.contents)) for leg in legs]
+        self._wholes = [whole_tensors(leg.contents) for leg in legs]
         self._config = legs[0].result.spec.config
 
+    def _names(self, *, state: bool) -> list[str]:
+        held = {name for wholes in self._wholes for name in wholes}
+        return sorted((n for n in held if (_group(n) in STATE) == state), key=_order)
+
     def state(self) -> Iterator[Apart]:
-        steps = (next(s for s in leg.result.ranks[0].steps if s.step == self.step)
-                 for leg in self._legs)  # fmt: skip
-        losses = [math.nan if (x := s.loss) is None or x.value is None else x.value for s in steps]
-        units = self._measured("loss", "float32", [np.array([[loss]]) for loss in losses])
-        yield Apart(name="loss", units=float(units[0]))
-        names = sorted({n for held in self._wholes for n in held if _group(n) in STATE}, key=_order)
+        ranks = (leg.result.ranks[0] for leg in self._legs)
+        losses = (next(s.loss for s in rank.steps if s.step == self.step) for rank in ranks)
+        values = [math.nan if x is None or x.value is None else x.value for x in losses]
+        units = self._measured("loss", "float32", [np.array([[value]]) for value in values])
+        yield Apart("loss", float(units[0]))
+        names = self._names(state=True)
         grads = [name for name in names if _group(name) == "grads"]
         for name in (*reversed(grads), *(name for name in names if name not in grads)):
             if not name.endswith(".expert_bias"):  # moves by steps, as counts of tokens say
@@ -205,32 +256,31 @@ class _Comparison:
 
     def calls(self) -> Iterator[Apart]:
         """What branches of layers returned, in the order of forward."""
-        names = {name for held in self._wholes for name in held if _group(name) not in STATE}
-        yield from (self._apart(name) for name in sorted(names, key=_order))
+        yield from map(self._apart, self._names(state=False))
 
     def _apart(self, name: str) -> Apart:
         held = [wholes.get(name) for wholes in self._wholes]
-        found = [whole for whole in held if whole is not None and not whole.num_missing]
+        found = [whole for whole in held if whole is not None and whole.covered.all()]
         legs = ("the reference", "the candidate", *(f"sample {n}" for n in range(len(held) - 2)))
         why = "" if len({whole.bits.shape for whole in found}) == 1 else "its shapes differ"
         for leg, whole in zip(legs, held, strict=True):
-            if whole is None or whole.num_missing:
+            if whole is None or not whole.covered.all():
                 why = f"{leg} has not all of it"
             elif whole.disagreeing:
                 rank, index = next(iter(whole.disagreeing.items()))
                 others = ", ".join(str(r) for r in whole.ranks_of(index) if r < rank)
                 why = f"{leg}: rank {rank} has other bits of {list(index)} than {others}"
             if why:
-                return Apart(name=name, units=math.inf, why=why)
-        values, dtype = [whole.values for whole in found], found[0].dtype
+                return Apart(name, math.inf, why=why)
+        dtype = found[0].dtype
+        values = [numbers(whole.bits, dtype) for whole in found]
         units = self._measured(name, dtype, [value.reshape(1, -1) for value in values])
-        apart = Apart(name=name, units=float(units[0]))
+        apart = Apart(name, float(units[0]))
         if values[0].ndim > 1 and values[0][0].size >= LEAST_ROW:
             # A fault of one row is small in a tensor of many.
             units = self._measured(name, dtype, [v.reshape(len(v), -1) for v in values])
             if (worst := float(units.max())) > apart.units:
-                row = int(units.argmax()) if worst > 1 else None
-                apart = Apart(name=name, units=worst, row=row)
+                return Apart(name, worst, int(units.argmax()) if worst > 1 else None)
         return apart
 
     def _measured(self, name: str, dtype: str, rows: Sequence[Floats]) -> Floats:
@@ -249,8 +299,6 @@ class _Comparison:
             units = np.where(distance == 0, 0.0, distance / bound)
         found: Floats = np.where(np.isnan(units), np.inf, units)
         return found
-
-    # --- the answer
 
     def locate(self, wrong: Apart, num_wrong: int) -> Location:
         group, _, tensor = wrong.name.partition(":")
@@ -282,9 +330,10 @@ class _Comparison:
             return ()
         if theirs.disagreeing:
             return tuple(theirs.disagreeing)
-        gaps = np.nan_to_num(np.abs(theirs.values - mine.values), nan=np.inf)
+        gaps = np.abs(numbers(theirs.bits, theirs.dtype) - numbers(mine.bits, mine.dtype))
         row = slice(None) if wrong.row is None else slice(wrong.row, wrong.row + 1)
-        at = np.unravel_index(int(gaps[row].argmax()), gaps[row].shape)
+        gaps = np.nan_to_num(gaps[row], nan=np.inf)
+        at = np.unravel_index(int(gaps.argmax()), gaps.shape)
         index = (int(at[0]) + (wrong.row or 0), *map(int, at[1:])) if at else ()
         return theirs.ranks_of(index)
 
@@ -319,8 +368,7 @@ def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
 def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:
     """The candidate of `one` against that of `other`, which also runs against its own control.
 
-    Raises:
-        UsageError: layouts differ, and more than rounding with them.
+    `UsageError` if layouts differ, and more than rounding with them.
     """
     if not is_one_layout(one, other):
         refuse_incomparable(other.candidate, one.candidate)
@@ -336,9 +384,6 @@ def first_apart(case: CaseSpec, asker: Asker, seen: Callable[[LayoutAnswer], Non
 
     Step 0 is asked first: most faults are there from the beginning. Else the last, as what comes
     later stays; if that is apart, the steps between by halving. Each step takes runs of its own.
-
-    Raises:
-        OutOfBudget: the runs cost more than is left.
     """
     found: dict[int, LayoutAnswer] = {}
 
@@ -371,13 +416,10 @@ def _compare(case: CaseSpec, step: int, asker: Asker) -> LayoutAnswer:
     answers: list[LayoutAnswer] = []
 
     def told(_: Verdict) -> str:
-        folder = asker.folder
         if not answers:
-            legs = [
-                Leg(result=folder.load_run(spec),
-                    contents=read_contents(folder.run_folder(spec.key), spec))
-                for spec in specs
-            ]  # fmt: skip
+            folder = asker.folder
+            held = [read_contents(folder.run_folder(spec.key), spec) for spec in specs]
+            legs = [Leg(folder.load_run(s), kept) for s, kept in zip(specs, held, strict=True)]
             answers.append(compare_layouts(legs[0], legs[1], legs[2:]))
         return answers[0].message
 
@@ -390,8 +432,7 @@ def verdict_of(case: CaseSpec, answer: LayoutAnswer) -> Verdict:
     """The answer as that of a case."""
     is_apart = answer.location is not None
     return Verdict(
-        case_id=case.id,
+        case_id=case.id, message=answer.message, checks=(), runs={}, wall_s=0.0,
         outcome="failed" if is_apart else "passed" if answer.tensors else "error",
         what="diverged" if is_apart else "" if answer.tensors else "not_run",
-        message=answer.message, checks=(), runs={}, wall_s=0.0,
     )  # fmt: skip

@@ -2,44 +2,28 @@
 
     runs had other environments      what of them differs, on which rank
     verdict blames the reference     reference against its own control
-    runs part, then one ends         where they part, in the step that did not end, too
-    a run says itself what it is     what it says (stale_address, race, a refused capture)
-    runs do not part                 how the failing one ended, or which limit it broke
+    a run says itself what it is     stale_address, race, a refused capture: outranks its step
+    runs part                        `divergence`, in the step that did not end, too
+    a run ended, or broke a limit    how, by fields of the outcome and of error records
 
-A difference comes before an end of the run in the same step or later, unless that names its cause.
-How a run ended is read from fields of the outcome and of error records:
-
-    stale_address      the tensor that moved; a graph still held its place      state
-    race               the memory, and its two uses that nothing orders         by its streams
-    hang               the collective that somebody never entered, or mistook   by the collective
-    crashed, oom, ...  the step, and whether a graph was being made             capture, outside
-    not_replayed       graphs that were not made or not used                    capture
-    lost records       the first that is missing or damaged                     outside
-
-With an `Asker`, two questions are run: every call up to the first bad step is digested, then the
-first bad tensor is kept whole. Where the failure stays away, the case is run as it is some more
-times: if it passes then, it comes now and then, and the look is repeated until it comes; if it does
-not, looking in keeps it away (it moves addresses and times), and the case's own records stand.
+With an `Asker`, both runs are made again with every call up to the first bad step digested, then
+with the first bad tensor kept whole. Where the failure stays away, the case is run as it is some
+more times: if it passes then, it comes now and then, and the look is repeated until it comes; if it
+does not, looking in keeps it away (it moves addresses and times), and the case's own records stand.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from harness.bisect.aligned import Legs, module_of
 from harness.bisect.differences import different_on_ranks, with_steps
-from harness.bisect.divergence import where_they_part
+from harness.bisect.divergence import Legs, where_they_part
 from harness.bisect.elements import kept_name, with_element
-from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message, passes_needed
-from harness.bisect.found import Location, Near
+from harness.bisect.experiments import Asker, OutOfBudget, judged_by
+from harness.bisect.found import Location, module_of
 from harness.checks.complete import find_flaw
-from harness.checks.evidence import (
-    quantity_of,
-    rank_table,
-    shared_pairs,
-    show_ranks,
-    step_table,
-)
+from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line
 from harness.faults.fault import Phase
 from harness.infrastructure import has_lost_its_groups
@@ -53,7 +37,6 @@ from harness.records import (
     Ending,
     ErrorRecord,
     KeepSpec,
-    Passed,
     RaceEvidence,
     RankRecords,
     RunResult,
@@ -71,14 +54,9 @@ LOST: tuple[What, ...] = (
     "missing_step", "missing_rank", "corrupt_record", "record_after_end", "empty_run",
 )  # fmt: skip
 MAX_CHARS, MOST_FACTS = 300, 5
-_PHASES: dict[Passed, Phase] = {
-    "": "outside", "forward": "forward", "backward": "backward", "reduce": "reduce",
-    "optimizer": "optimizer", "capture": "capture", "replay": "capture",
-}  # fmt: skip
-"""What fails in the replay of a whole step is what was captured."""
+IN_A_STEP: tuple[Phase, ...] = ("forward", "backward", "reduce", "optimizer")
 _WORST = ("rank", "growth_rank", "leak_rank")
 """Figures of checks that are the number of the worst rank."""
-NOTHING = Location(unknown=("everything: the records of both runs are whole and equal",))
 
 
 def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
@@ -117,13 +95,6 @@ def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None 
     return parted.saying(f"later: {ended.evidence[0]}")
 
 
-def failing_pair(runs: CaseRuns) -> tuple[RunResult, RunResult]:
-    """The two runs to look into: reference and candidate, or reference and control."""
-    if where_they_part(Legs(runs.reference, runs.control)) is not None:
-        return runs.reference, runs.control
-    return runs.reference, runs.candidate
-
-
 def _in_other_environment(reference: RunResult, other: RunResult, name: str) -> Location | None:
     """Bits of two environments prove nothing of the program, so this comes first."""
     if not (leaves := different_on_ranks(reference, other)):
@@ -132,10 +103,10 @@ def _in_other_environment(reference: RunResult, other: RunResult, name: str) -> 
     told = [f"the {name} ran in another environment than the reference, on {show_ranks({*leaves})}"]
     told += [f"{leaf}: {before} became {after}" for leaf, before, after in facts[:MOST_FACTS]]
     parted = where_they_part(Legs(reference, other))
-    if parted is None:
-        told.append("every bit of the runs is equal nevertheless")
-    else:
-        told.append(f"their records part ({parted}): the environment may be the cause")
+    told.append(
+        "every bit of the runs is equal nevertheless" if parted is None
+        else f"their records part ({parted}): the environment may be the cause"
+    )  # fmt: skip
     return Location(
         phase="outside", quantity=quantity_of(facts[0][0]), rank=rank, ranks=tuple(sorted(leaves)),
         evidence=tuple(told),
@@ -161,22 +132,20 @@ def how_it_ended(run: RunResult) -> Location | None:
     tensor = next(iter(error.tensors), "") if error is not None else ""
     of_tensor = {"tensor": tensor, "module": module_of(tensor)}
     if flaw.module:
-        return found.saying(module=flaw.module)
-    if flaw.what == "stale_address":
+        found = found.saying(module=flaw.module)
+    elif flaw.what == "stale_address":
         told = [f"a graph was captured over {tensor}, which has moved or gone since"]
-        return found.saying(*told[: bool(tensor)], phase="state", **of_tensor)
-    if flaw.what == "race" and error is not None and error.race is not None:
-        return _race(found, error.race)
-    if flaw.what in ("hang", "crashed") and ending.collective is not None:
-        return _waiting(found, ending.collective)
-    if error is None:
+        found = found.saying(*told[: bool(tensor)], phase="state", **of_tensor)
+    elif flaw.what == "race" and error is not None and error.race is not None:
+        found = _race(found, error.race)
+    elif flaw.what in ("hang", "crashed") and ending.collective is not None:
+        found = _waiting(found, ending.collective)
+    elif error is None:
         found = found.saying(module=ending.module)
     elif has_lost_its_groups(error):
         found = found.saying("its process groups are gone, which no step takes away")
     elif found.phase != "outside":
-        found = found.saying(**of_tensor)
-        if error.module:
-            found = found.saying(f"it was raised in {error.module}", module=error.module)
+        found = found.saying(**of_tensor | ({"module": error.module} if error.module else {}))
     return found
 
 
@@ -201,14 +170,18 @@ def _step(
     records = rank_table(run).get(rank) if rank is not None else None
     if records is None or records.start is None:
         return None
-    places: dict[int, list[int]] = {}
-    for place, record in enumerate(records.steps):
-        places.setdefault(record.step, []).append(place)
-    # A record that does not decode leaves a hole, one may stand twice, or after that of the next
+    order = [record.step for record in records.steps]
+    # A record that does not decode leaves a hole, one may be there twice, or after that of the next
     # step; a rank that died leaves off.
-    first = next(step for step in range(len(places) + 1) if places.get(step) != [step])
-    steps = run.spec.config.get("steps")
+    right = (s for s in range(len(order) + 1) if order.count(s) != 1 or order.index(s) != s)
+    first, steps = next(right), run.spec.config.get("steps")
     return first if isinstance(steps, int) and first < steps else None
+
+
+def _passed(name: str) -> Phase:
+    """The phase of what a rank noted; what fails in the replay of a whole step was captured."""
+    phases: dict[str, Phase] = {each: each for each in IN_A_STEP}
+    return phases.get(name, "capture" if name in ("capture", "replay") else "outside")
 
 
 def _phase(run: RunResult, what: What, error: ErrorRecord | None, ending: Ending) -> Phase:
@@ -219,10 +192,10 @@ def _phase(run: RunResult, what: What, error: ErrorRecord | None, ending: Ending
     if error is None:
         # It left no word; what it noted, or those that waited for it, say what all were doing.
         if ending.phase:
-            return _PHASES[ending.phase]
-        others = [_PHASES[each.error.phase] for each in run.ranks if each.error is not None]
+            return _passed(ending.phase)
+        others = [_passed(each.error.phase) for each in run.ranks if each.error is not None]
         return "capture" if "capture" in others or ending.module else "outside"
-    phase, config = _PHASES[error.phase], run.spec.config
+    phase, config = _passed(error.phase), run.spec.config
     if phase == "outside" or has_lost_its_groups(error):
         return "outside"
     # No step failed before it, and what captures leave behind is new in it.
@@ -252,9 +225,7 @@ def _race(found: Location, race: RaceEvidence) -> Location:
 
 def _waiting(found: Location, fault: CollectiveFault) -> Location:
     """The collective that ranks wait in for each other, as the engine found it out."""
-    near: Near = "before" if fault.entered is None else "in"
-    mine = fault.expected if fault.entered is None else fault.entered
-    phase = found.phase
+    phase, mine = found.phase, fault.entered or fault.expected
     told = "the others wait in it; the ranks that are missing wait in no collective at all"
     if fault.entered is not None:
         told = f"ranks {', '.join(map(str, fault.others))} are in {fault.expected}"
@@ -263,7 +234,8 @@ def _waiting(found: Location, fault: CollectiveFault) -> Location:
         phase = "capture"
         told += "; some capture graphs there, others do not, or are further"
     return found.saying(
-        told, rank=fault.ranks[0], ranks=fault.ranks, near=near, phase=phase,
+        told, rank=fault.ranks[0], ranks=fault.ranks, phase=phase,
+        near="before" if fault.entered is None else "in",
         module=mine.label if mine.label.startswith("layers.") else "",
         step=found.step if fault.step is None else fault.step,
         collective=mine.operator + (f" of {mine.label}" if mine.label else ""),
@@ -316,18 +288,17 @@ def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict 
     """Nothing differs; a limit of memory or time may be broken, or ranks have the same data."""
     bad = next((c for c in verdict.checks if c.outcome == "failed"), None) if verdict else None
     if bad is None:
-        return NOTHING
+        return Location(unknown=("everything: the records of both runs are whole and equal",))
     rank = next((int(bad.figures[name]) for name in _WORST if name in bad.figures), None)
-    step = None
-    if bad.difference is not None:
-        rank, step = bad.difference.rank, bad.difference.step
+    seen = bad.difference
+    rank, step = (seen.rank, seen.step) if seen is not None else (rank, None)
     found = Location(
         step=step, phase="outside", quantity=bad.what, rank=rank,
         ranks=() if rank is None else (rank,),
         evidence=("every bit of the runs is equal", bad.message),
     )  # fmt: skip
-    if bad.what == "same_data" and bad.difference is not None:
-        return found.saying(phase="input", tensor=bad.difference.tensor)
+    if bad.what == "same_data" and seen is not None:
+        return found.saying(phase="input", tensor=seen.tensor)
     if bad.what != "memory_regression" or rank is None:
         return found
     # The first step that leaves more behind, over the reference, than the one before it did: the
@@ -347,14 +318,10 @@ def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict 
 # --- runs that look closer --------------------------------------------------------------------
 
 EVERYWHERE = ("**:input", "**:output", "**:gradient")
-RESULTS_ONLY = ("**:output", "**:gradient")
-"""For modules that are given what has no digest."""
 CALLS_TELL = ("", "loss", "grads", "microbatch_losses", "taps")
-IN_A_STEP: tuple[Phase, ...] = ("forward", "backward", "reduce", "optimizer")
-SELDOM = 0.3
+SELDOM, MISS = 0.3, 0.01
 """A fault that fires this often is met, with `MISS` as the chance to miss it, by `MOST_LOOKS`."""
-MISS = 0.01
-MOST_LOOKS = passes_needed(SELDOM, MISS)
+MOST_LOOKS = math.ceil(math.log(MISS) / math.log1p(-SELDOM))
 PLAIN_REPEATS = 3
 """How often the case itself is run again before looking in is what keeps its failure away."""
 SELDOM_SEEN = (
@@ -368,12 +335,9 @@ KEPT_AWAY = (
 
 
 def locate_case(
-    runs: CaseRuns,
-    asker: Asker | None = None,
-    *,
-    verdict: Verdict | None = None,
+    runs: CaseRuns, asker: Asker | None = None, *, verdict: Verdict | None = None,
     element: bool = True,
-) -> Location:
+) -> Location:  # fmt: skip
     """Where the fault of a failing case entered.
 
     Args:
@@ -382,31 +346,27 @@ def locate_case(
             use the records alone.
         verdict: of the case.
         element: whether to look for the first differing element.
-
-    Raises:
-        Interrupted: somebody stopped it; the runs that were made are kept.
     """
     found = locate(runs, verdict)
     if asker is None or found.step is None or found.step < 0:
         return found
-    return _Look(found, found.step, runs.case, failing_pair(runs), asker).carry_out(element=element)
+    return _Look(found, found.step, runs, asker).carry_out(element=element)
 
 
 class _Look:
     """One look into a case: what is known of the place gets closer with each step."""
 
-    def __init__(
-        self, found: Location, step: int, case: CaseSpec, pair: Sequence[RunResult], asker: Asker
-    ) -> None:
-        self._found, self._step, self._case, self._pair = found, step, case, pair
-        self._asker = asker
+    def __init__(self, found: Location, step: int, runs: CaseRuns, asker: Asker) -> None:
+        self._found, self._step, self._case, self._asker = found, step, runs.case, asker
+        self._of_control = where_they_part(Legs(runs.reference, runs.control)) is not None
+        self._pair = runs.reference, runs.control if self._of_control else runs.candidate
         self._is_flaky: bool | None = None
-        self._specs = [self._shortened(run.spec) for run in pair]
+        self._specs = [self._shortened(run.spec) for run in self._pair]
 
     def carry_out(self, *, element: bool) -> Location:
         missing = "module"
         try:
-            if wants_calls(self._found, self._pair):
+            if self._wants_calls():
                 self._look_into_calls()
             missing = "element"
             if element and kept_name(self._found):
@@ -419,18 +379,34 @@ class _Look:
     def _note(self, told: str) -> None:
         self._found = self._found.saying(unknown=told)
 
+    def _wants_calls(self) -> bool:
+        """Whether modules can say more: something was computed otherwise in the step."""
+        reference, found = self._pair[0], self._found
+        has_all = set(EVERYWHERE) <= set(reference.spec.config.get("taps", ()))
+        if find_flaw(reference) is not None or (has_all and Legs(*self._pair).has_taps):
+            return False
+        if found.quantity == "crashed" and found.phase in IN_A_STEP:
+            return True  # what it had computed may have been wrong before it stopped
+        return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
+
     def _shortened(self, spec: RunSpec, **config: Any) -> RunSpec:
         """The run as far as the bad step, if its program can take fewer, and without a soak.
 
         The bad step is the last, but graphs must have replayed once.
         """
-        counts = []
-        for held in (run.spec.config for run in self._pair):
-            warm_up = held.get("graph_warmup_steps", 0) if held.get("graph") else 0
-            counts.append(max(self._step, warm_up) + 1)
-        most = min(int(run.spec.config["steps"]) for run in self._pair)
-        short = with_steps(spec, min(max(counts), most))
+        held = [run.spec.config for run in self._pair]
+        warm_ups = [c.get("graph_warmup_steps", 0) if c.get("graph") else 0 for c in held]
+        most = min(int(c["steps"]) for c in held)
+        short = with_steps(spec, min(max(self._step, *warm_ups) + 1, most))
         return replace(short, config=short.config | config, soak=None)
+
+    def _question(self, name: str, asks: str, *specs: RunSpec, **fields: Any) -> CaseSpec:
+        """The case over two other runs; its control is the reference, as nothing is in question."""
+        reference, candidate = specs
+        return replace(
+            self._case, id=f"{name}-{candidate.key}", labels={"question": asks}, repeats=0,
+            reference=reference, control=reference, candidate=candidate, skip_reason="", **fields,
+        )  # fmt: skip
 
     def _ask(self, question: CaseSpec, words: str, number: int = 0) -> CaseRuns:
         """The runs of a question, of its candidate's repeat of that number."""
@@ -447,31 +423,30 @@ class _Look:
             found = with_element(self._found, question, self._asker.folder)
             return found.unknown[-1] if found.element is None else found.evidence[-1]
 
-        return self._asker.ask(question, words, judge=judged_by(told), answer=message).runs
+        return self._asker.ask(
+            question, words, judge=judged_by(told), answer=lambda verdict: verdict.message
+        ).runs
 
-    def _looked_into(self, what: str, taps: Sequence[str]) -> tuple[CaseRuns, CaseSpec, str]:
+    def _looked_into(self, what: str, taps: tuple[str, ...]) -> tuple[CaseRuns, CaseSpec, str]:
         specs = [self._shortened(run.spec, taps=list(taps)) for run in self._pair]
-        question = _question(self._case, "look", "calls", *specs, checks={"taps": {}})
+        question = self._question("look", "calls", *specs, checks={"taps": {}})
         words = f"which {what} differs first, up to step {self._step}?"
         return self._ask(question, words), question, words
 
     def _look_into_calls(self) -> None:
-        """Both runs again, with every call digested."""
+        """Both runs again, with every call digested; without inputs where they have no digest."""
         runs, question, words = self._looked_into("call", EVERYWHERE)
         if find_flaw(runs.reference) is not None:
-            runs, question, words = self._looked_into("output or gradient", RESULTS_ONLY)
+            runs, question, words = self._looked_into("output or gradient", EVERYWHERE[1:])
         if (flaw := find_flaw(runs.reference)) is not None:
             self._note(f"module: looking into modules failed: the reference: {flaw.message}")
             return
-        closer, looks = _between(runs), 1
-        if closer.step is None:
-            # Three failures in a row are no proof that it always comes: it is looked for as often.
-            looks = MOST_LOOKS if self._comes_now_and_then() else 1 + PLAIN_REPEATS
-        for number in range(1, looks):
+        closer, number = _between(runs), 0
+        # Three failures in a row are no proof that it always comes: it is looked for as often.
+        while closer.step is None and number < self._num_looks(1 + PLAIN_REPEATS) - 1:
+            number += 1
             closer = _between(self._ask(question, words, number))
-            if closer.step is not None:
-                self._is_flaky = True
-                break
+            self._is_flaky = self._is_flaky or closer.step is not None
         if closer.step is None:
             self._note("module: " + (SELDOM_SEEN if self._is_flaky else KEPT_AWAY))
             return
@@ -481,62 +456,36 @@ class _Look:
             first = f"without digests of calls it was first seen in step {self._found.step}"
             closer = closer.saying(first)
         # What has to be said first: that the candidate is not to blame.
-        is_control = self._pair[1].spec.key == self._case.control.key
-        self._found = _led(self._found.evidence[0], closer) if is_control else closer
+        self._found = _led(self._found.evidence[0], closer) if self._of_control else closer
 
-    def _comes_now_and_then(self) -> bool:
-        """Whether the case itself passes, too."""
+    def _num_looks(self, otherwise: int) -> int:
+        """How often it is looked for: as often as it takes if the case itself passes, too."""
         if self._is_flaky is None:
-            plain = _question(self._case, "again", "again", *(run.spec for run in self._pair))
-            words = "does the case always fail?"
-            self._is_flaky = any(
-                _between(self._ask(plain, words, number)).phase is None
-                for number in range(1, PLAIN_REPEATS + 1)
-            )
-        return self._is_flaky
+            plain = self._question("again", "again", *(run.spec for run in self._pair))
+            asked = (self._ask(plain, "does the case always fail?", n + 1)
+                     for n in range(PLAIN_REPEATS))  # fmt: skip
+            self._is_flaky = any(_between(runs).phase is None for runs in asked)
+        return MOST_LOOKS if self._is_flaky else otherwise
 
     def _look_at_elements(self) -> None:
         """Both runs again, with the bytes of the first wrong tensor."""
         before = self._found
-        if before.step is None or before.step not in {
-            step for step, _ in step_table(self._pair[1])
-        }:
+        if before.step is None or before.step not in {s for s, _ in step_table(self._pair[1])}:
             self._note(f"element: step {before.step} did not end, so no contents were kept")
             return
         keep = KeepSpec(step=before.step, names=(kept_name(before),))
-        specs = [replace(spec, keep=keep) for spec in self._specs]
-        question = _question(self._case, "keep", "contents", *specs)
-        words = f"which element of {kept_name(before)} differs first?"
-        runs, looks = self._ask(question, words), 1
-        self._found = with_element(before, runs.case, self._asker.folder)
-        if _between(runs).step is None and self._comes_now_and_then():
-            looks = MOST_LOOKS
-        for number in range(1, looks):
+        question = self._question(
+            "keep", "contents", *(replace(spec, keep=keep) for spec in self._specs)
+        )
+        words, number = f"which element of {kept_name(before)} differs first?", 0
+        while True:
             runs = self._ask(question, words, number)
             self._found = with_element(before, runs.case, self._asker.folder)
-            if self._found.element is not None:
+            number += 1
+            came = number == 1 and _between(runs).step is not None
+            if came or self._found.element is not None or number >= self._num_looks(1):
                 break
-
-
-def _question(case: CaseSpec, name: str, asks: str, *specs: RunSpec, **fields: Any) -> CaseSpec:
-    """The case over two other runs; its control is the reference, as nothing is in question."""
-    reference, candidate = specs
-    return replace(
-        case, id=f"{name}-{candidate.key}", labels={"question": asks}, reference=reference,
-        control=reference, candidate=candidate, repeats=0, skip_reason="", **fields,
-    )  # fmt: skip
 
 
 def _between(runs: CaseRuns) -> Location:
     return between(runs.reference, runs.candidate)
-
-
-def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
-    """Whether a look into modules can say more: something was computed otherwise in the step."""
-    if find_flaw(pair[0]) is not None:
-        return False
-    if set(EVERYWHERE) <= set(pair[0].spec.config.get("taps", ())) and Legs(*pair).has_taps:
-        return False
-    if found.quantity == "crashed" and found.phase in IN_A_STEP:
-        return True  # what it had computed may have been wrong before it stopped
-    return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL

@@ -1,11 +1,7 @@
-"""What a search has found, in words, and what the user sees while it goes on: all that people read.
+"""What a search has found, in words: the terminal, the page `bisect.md`, lines as it goes on.
 
-facts         name and text of each line; the first three say what failed, where it entered, and
-              the first thing that is wrong there
-sections      lists below them: evidence, what is not known, questions
-page          both as Markdown, `bisect.md`, for people who were not there; the terminal has the
-              facts and the first sections; JSON is `Findings.to_json`
-SearchView    1. which call differs first, up to step 3? step 3, forward, layers.0 (2 runs)
+Both have the same facts, of which the first three say what failed, where it entered and the first
+thing that is wrong there, and lists below them; the JSON is `Findings.to_json`.
 """
 
 import math
@@ -24,13 +20,14 @@ from harness.bisect.experiments import AskedQuestion
 from harness.bisect.found import Element, Location
 from harness.bisect.repro import Alone
 from harness.checks.evidence import count
-from harness.codec import Json, RecordError, dumps
+from harness.codec import Json, RecordError
 from harness.errors import one_line
-from harness.records import WHATS, Outcome, RunOutcome, RunSpec, Verdict, What
+from harness.records import WHATS, Outcome, RunOutcome, Verdict, What
 from harness.runner.plan import Plan
+from harness.runner.run import Silent
 from harness.store import SEARCH_FILE
-from harness.store.files import read_object, with_checksum, write_atomic
-from harness.terminal import COLOURS, LiveView, PlainView, View, cell, duration, typed
+from harness.store.files import read_object, write_atomic, write_object
+from harness.terminal import COLOURS, LiveView, View, cell, duration, typed
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
 OTHER_ENVIRONMENT = (
@@ -41,22 +38,13 @@ OTHER_ENVIRONMENT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Findings(Json):
-    """All that is known of a failing case.
+    """All that is known of a failing case; None where a stage was not come to, or nobody asked.
 
     Attributes:
-        case_id, scenario: which case.
         outcome, what, message: its verdict.
         command: that goes on with the search, or shows it again.
         environment: what runs or run folders differ in; said first.
-        place: where the fault entered; None before that stage.
-        causes: smallest sets of differences that still fail; None before that stage, or if nobody
-            asked.
-        least_case: the scenario that fails alone; None before that stage, or if nobody asked.
-        commits: the first bad one, or the range of suspects; None if nobody asked.
-        release: of a package, the same.
-        questions: what was asked, in order.
-        num_runs: made in all sittings.
-        seconds: spent in all sittings.
+        num_runs, seconds: in all sittings.
         stopped: why the search ended before its end; "" if it did not.
     """
 
@@ -80,7 +68,7 @@ class Findings(Json):
 
 def keep_findings(folder: Path, findings: Findings) -> None:
     """Write what is known, as JSON and as a page (`Infrastructure`: the disk refused)."""
-    write_atomic(folder / SEARCH_FILE, dumps(with_checksum(findings)) + "\n")
+    write_object(folder / SEARCH_FILE, findings)
     write_atomic(folder / PAGE_FILE, page(findings))
 
 
@@ -96,20 +84,17 @@ def first_wrong(place: Location | None) -> str:
     """The first wrong tensor."""
     if place is None or not (place.tensor or place.quantity):
         return UNKNOWN
-    name = place.tensor or place.quantity
-    is_said = place.quantity in ("", name) or place.quantity.startswith("taps.")
-    of = "" if is_said else f" ({place.quantity})"
-    return f"{name}{of}"
+    name, quantity = place.tensor or place.quantity, place.quantity
+    is_said = quantity in ("", name) or quantity.startswith("taps.")
+    return name if is_said else f"{name} ({quantity})"
 
 
 def element(found: Element) -> str:
     """`[3, 17]: 0x3f8a21c4 became 0x3f8a21c5, 1 ulp apart (1.07 became 1.0700001); ...`."""
-    index = ", ".join(map(str, found.index))
-    is_float = "float" in found.dtype
-    apart = "" if found.ulps is None or not is_float else f", {count(found.ulps, 'ulp')} apart"
+    apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
     return (
-        f"[{index}]: 0x{found.reference_bits} became 0x{found.candidate_bits}{apart} "
-        f"({found.reference} became {found.candidate}); "
+        f"[{', '.join(map(str, found.index))}]: 0x{found.reference_bits} became "
+        f"0x{found.candidate_bits}{apart} ({found.reference} became {found.candidate}); "
         f"{found.num_different} of {count(found.numel, 'element')} differ{_where_in(found)}"
     )
 
@@ -124,37 +109,30 @@ def _where_in(found: Element) -> str:
         ":" if size == whole and whole > 1 else str(low) if size == 1 else f"{low}:{high + 1}"
         for (low, high, whole), size in zip(bounds, sizes, strict=True)
     ]
-    told = "" if math.prod(sizes) == found.num_different else ", within"
-    return f"{told or ':'} [{', '.join(axes)}] of {list(found.shape)}"
+    told = ":" if math.prod(sizes) == found.num_different else ", within"
+    return f"{told} [{', '.join(axes)}] of {list(found.shape)}"
 
 
 def since(place: Location | None) -> str:
     """From which step on."""
     if place is None or place.step is None:
         return UNKNOWN
-    if place.step < 0:
-        return "before step 0"
-    if place.step == 0:
-        return "the first step"
-    if not place.before_is_equal:
-        return f"step {place.step}"
+    if place.step <= 0:
+        return "before step 0" if place.step else "the first step"
     before = "step 0 is" if place.step == 1 else f"steps 0 to {place.step - 1} are"
-    return f"step {place.step}; {before} equal on every rank"
+    equal = f"; {before} equal on every rank" if place.before_is_equal else ""
+    return f"step {place.step}{equal}"
 
 
-def causes(found: FoundCauses | None) -> list[str]:
+def causes(found: FoundCauses) -> list[str]:
     """A line for each smallest set of differences that fails."""
-    if found is None:
-        return []
-    num = len(found.candidates)
-    of = f"of {count(num, 'difference')} between the two runs"
+    of = f"of {count(len(found.candidates), 'difference')} between the two runs"
     if not found.causes:
         why = found.notes if not found.num_questions else ()  # of a search that was not made
         return list(why) or [f"none found {of}"]
     lines = [str(cause) for cause in found.causes]
     blamed = {change for cause in found.causes for change in cause.changes}
-    lines[0] += f"; {len(blamed)} {of}"
-    return lines
+    return [f"{lines[0]}; {len(blamed)} {of}", *lines[1:]]
 
 
 def facts(findings: Findings) -> list[tuple[str, str]]:
@@ -175,7 +153,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if found is not None and found.policy is not None and not found.policy.always:
         seldom = f"failed in {found.policy.failures} of {count(found.policy.trials, 'run')}"
         lines.append(("how often", seldom))
-    lines += [("why", why) for why in causes(found)]
+    lines += [("why", why) for why in causes(found)] if found is not None else []
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))
     searched = {
@@ -186,64 +164,54 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
 
 def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Title and items of each list, and whether its items are numbered."""
-    place, found = findings.place, findings.causes
-    least, commits = findings.least_case, findings.commits
+    place, found, commits = findings.place, findings.causes, findings.commits
+    least = findings.least_case
     yield "Evidence", place.evidence if place else (), True
     yield "Not known", place.unknown if place else (), False
     if found is not None:
         yield "Causes", [*([str(found.policy)] if found.policy else []), *found.notes], False
     yield "Least case", (*least.made, *least.notes) if least else (), False
     yield "Commits", (commits.policy, *commits.notes) if commits else (), False
-    questions = [
-        f"{asked(q.words)} {q.answer}"
-        + (f" ({count(q.runs, 'run')}, {q.seconds:.1f} s)" if q.runs else "")
-        for q in findings.questions
-    ]
-    yield f"Asked ({spent(findings)})", questions, True
+    costs = (f" ({count(q.runs, 'run')}, {q.seconds:.1f} s)" * bool(q.runs)
+             for q in findings.questions)  # fmt: skip
+    asked_of = zip(findings.questions, costs, strict=True)
+    yield f"Asked ({spent(findings)})", [f"{asked(q)} {q.answer}{c}" for q, c in asked_of], True
 
 
 def spent(findings: Findings) -> str:
     """`2 questions, 4 runs, 38 s`."""
-    return (
-        f"{count(len(findings.questions), 'question')}, {count(findings.num_runs, 'run')}, "
-        f"{findings.seconds:.0f} s"
-    )
+    numbers = count(len(findings.questions), "question"), count(findings.num_runs, "run")
+    return f"{', '.join(numbers)}, {findings.seconds:.0f} s"
 
 
-def asked(words: str) -> str:
+def asked(question: AskedQuestion) -> str:
     """A question, ready for its answer."""
-    told = one_line(words)
+    told = one_line(question.words)
     return told if told.endswith("?") else f"{told}:"
-
-
-# --- the page --------------------------------------------------------------------------------
 
 
 def page(findings: Findings) -> str:
     """The page as Markdown; nothing from outside is read as markup."""
     case_id = one_line(findings.case_id).replace("`", "")
     lines = [f"# `{case_id}`: {findings.outcome} {findings.what}".rstrip(), ""]
-    for told in findings.environment:
-        lines += [f"**Environment:** {_plain(told)}", ""]
-    if findings.stopped:
-        lines += [f"**Not finished:** {_plain(findings.stopped)}", ""]
+    said = [("Environment", told) for told in findings.environment]
+    said += [("Not finished", findings.stopped)] if findings.stopped else []
+    for name, told in said:
+        lines += [f"**{name}:** {_plain(told)}", ""]
     lines += ["| | |", "| --- | --- |"]
     lines += [f"| {name} | {_plain(text)} |" for name, text in facts(findings)]
     lines += ["", f"Verdict: {_plain(findings.message)}", ""]
     for title, items, numbered in sections(findings):
         if items:
-            marks = [f"{i}." if numbered else "-" for i in range(1, len(items) + 1)]
-            rows = [f"{mark} {_plain(item)}" for mark, item in zip(marks, items, strict=True)]
+            rows = [f"{f'{i}.' if numbered else '-'} {_plain(x)}" for i, x in enumerate(items, 1)]
             lines += [f"## {title}", "", *rows, ""]
     return "\n".join([*lines, "## Again", "", f"    {one_line(findings.command)}", ""])
 
 
 def _plain(text: str) -> str:
     """Text that Markdown shows as it is."""
-    escaped = one_line(text)
-    for mark in "\\`*_[]<>#|":
-        escaped = escaped.replace(mark, f"\\{mark}")
-    return escaped
+    marks = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>#|"})
+    return one_line(text).translate(marks)
 
 
 # --- the terminal ----------------------------------------------------------------------------
@@ -251,14 +219,13 @@ def _plain(text: str) -> str:
 
 def print_findings(console: Console, findings: Findings, page: Path) -> None:
     """Print the answer; the rest is on the page."""
-    width = min(console.width, WIDTH)
+    width, place = min(console.width, WIDTH), findings.place
     told = f"{findings.outcome} {findings.what}".rstrip()
     head = Text(told, style=COLOURS[findings.outcome])
-    head.append_text(cell(f"  {findings.case_id}", "bold"))
-    console.print(head, soft_wrap=True)
+    console.print(head.append_text(cell(f"  {findings.case_id}", "bold")), soft_wrap=True)
     for told in findings.environment:
         console.print(cell(told, "yellow"), width=width)
-    if findings.place is None:
+    if place is None:
         console.print(cell(findings.message), width=width)
     rows = [
         (cell(name, "dim"), cell(typed(text), "bold" if number < 2 or name == "element" else ""))
@@ -267,13 +234,12 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
     _print_rows(console, rows, 2, width)
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)
-    for title, items, _ in sections(findings) if findings.place is not None else ():
+    for title, items, _ in sections(findings) if place is not None else ():
         if items and title in ("Evidence", "Not known"):
             console.print(cell(title.lower(), "dim"))
-            shown = [(cell(f"  {i}."), cell(each)) for i, each in enumerate(items, 1)]
-            more = f"{len(items) - MOST_EVIDENCE} more on the page"
-            rest = [(cell(""), cell(more))] if len(items) > MOST_EVIDENCE else []
-            _print_rows(console, [*shown[:MOST_EVIDENCE], *rest], 1, width)
+            more = [f"{len(items) - MOST_EVIDENCE} more on the page"] * (len(items) > MOST_EVIDENCE)
+            shown = [(cell(f"  {i}."), cell(x)) for i, x in enumerate(items[:MOST_EVIDENCE], 1)]
+            _print_rows(console, [*shown, *((cell(""), cell(x)) for x in more)], 1, width)
     console.print(cell(f"{spent(findings)}; page {page}", "dim"), soft_wrap=True)
     console.print(cell(f"again: {typed(findings.command)}", "dim"), soft_wrap=True)
 
@@ -304,31 +270,22 @@ def make_search_view(console: Console) -> SearchView:
 
 def question_line(number: int, question: AskedQuestion) -> Text:
     """A question with its answer and what it cost."""
-    line = Text(f"{number:3}. {asked(question.words)} ", overflow="fold")
+    line = Text(f"{number:3}. {asked(question)} ", overflow="fold")
     line.append(one_line(question.answer), style="bold")
     if question.runs:
         line.append(f" ({count(question.runs, 'run')}, {duration(question.seconds)})", style="dim")
     return line
 
 
-class PlainSearch(PlainView):
+class PlainSearch(Silent):
     """A line for each question, for logs and CI: its answer says what became of the runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def answered(self, number: int, question: AskedQuestion) -> None:
         """Print it."""
-        self._print(question_line(number, question))
-
-    def planned(self, plan: Plan) -> None:
-        """Nothing: one of many questions."""
-
-    def run_started(self, spec: RunSpec) -> None:
-        """Nothing."""
-
-    def run_finished(self, outcome: RunOutcome) -> None:
-        """Nothing."""
-
-    def judged(self, verdict: Verdict) -> None:
-        """Nothing."""
+        self._console.print(question_line(number, question), highlight=False, soft_wrap=True)
 
 
 class LiveSearch(LiveView):

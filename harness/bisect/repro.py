@@ -1,59 +1,38 @@
 """From a cause to what fails alone: a scenario that anybody can run, a script without us.
 
-    cause -> least case -> base, one compared axis, plants -> YAML -> decoded again -> it fails
-    of somebody's program: the same, and a script that starts it twice -> it fails, too
-
-What the two runs differ in must fit on one axis; what does not goes into `base`, into both. Which
-of the differences is compared is tried one after the other until a scenario fails as the case did:
-it is believed because it was run, not because it was written.
+What the two runs differ in must fit on one axis; what does not goes into both. Which of the
+differences is compared is tried one after the other until a scenario fails as the case did: it is
+believed because it was run. Of somebody's program, a script starts it twice, and is run, too.
 """
 
-import copy
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fsdp_core.config import (
-    EAGER,
-    NO_COMPILE,
-    NO_STRESS,
-    TrainConfig,
-    model_from_preset,
-)
-from harness.bisect.causes import DEFAULTS, FoundCauses, find_least
-from harness.bisect.differences import (
-    PLANT,
-    LegChanges,
-    config_of,
-    leaves_of,
-    plants_of,
-    program_in,
-)
+from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
+from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
+from harness.bisect.differences import PLANT, LegChanges, config_of, leaves_of, program_in
 from harness.bisect.experiments import (
-    FAILS,
-    UNRESOLVED,
     Asker,
     Failure,
     Judged,
     OutOfBudget,
     Reply,
-    failure_of,
 )
 from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, command_line
-from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
+from harness.records import CaseSpec, PlantSpec, RunSpec, What, each_of
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
 from harness.scenario.settings import OPEN
@@ -64,32 +43,24 @@ FOLDER = Path("scenarios/repro")
 TEMPLATE = Path(__file__).with_name("standalone.py")
 BEYOND_BITS: tuple[What, ...] = ("memory_regression", "throughput_regression", "noisy")
 """Failures that a comparison of bits does not show."""
-SCRIPT_RUNS = 2
-SPARE_S = 120.0
-"""For the script itself, and for packages that it installs."""
+SCRIPT_RUNS, SPARE_S = 2, 120.0
+"""Of the script; its time beyond that of the runs, also for packages that it installs."""
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"
-
 FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
 """Which difference is compared, where there are several: in this order, all others after."""
-_NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE, PLANT: "none"}
+_NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE}
 _MAX_NAME = 60
 _USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "auto"}
-"""Settings that a scenario need not say."""
+"""Settings of a program that a scenario need not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone(Json):
-    """A scenario that fails alone.
+    """A scenario that fails alone, or in `notes` why there is none.
 
-    Attributes:
-        path: of the file; "" if there is none.
-        ranks, layers, steps, microbatches: that it takes.
-        made: what was made smaller, in words.
-        passed: layouts of fewer ranks that do not fail, the smallest first.
-        message: of its verdict.
-        notes: why there is none, a sentence each.
-        script: of a program that is not the built-in one: a script that needs nothing of ours.
-        script_flaw: why the script was not seen to fail; "" if it was.
+    `made` is what was made smaller, in words, `passed` layouts of fewer ranks that do not fail.
+    `script` needs nothing of ours, for a program that is not the built-in one; `script_flaw` says
+    why it was not seen to fail.
     """
 
     path: str = ""
@@ -111,127 +82,87 @@ class Alone(Json):
             script = f"; python {self.script} ({self.script_flaw or 'seen to fail without Δ0'})"
         if not self.path:
             return ("; ".join(self.notes) or "none") + script
-        sizes = {
-            "rank": self.ranks, "layer": self.layers, "step": self.steps,
-            "microbatch": self.microbatches,
-        }  # fmt: skip
-        told = ", ".join(count(number, noun) for noun, number in sizes.items() if number)
+        nouns = ("rank", "layer", "step", "microbatch")
+        sizes = (self.ranks, self.layers, self.steps, self.microbatches)
+        told = ", ".join(count(n, noun) for n, noun in zip(sizes, nouns, strict=True) if n)
         fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
         return f"harness run {self.path} ({told}){fewer}{script}"
 
 
 def leave_alone(
-    case: CaseSpec, verdict: Verdict, causes: FoundCauses | None, asker: Asker,
-    *, folder: Path = FOLDER, place: str = "",
-) -> Alone:  # fmt: skip
-    """Write the least scenario that fails as the case does.
-
-    Args:
-        case, verdict: that failed.
-        causes: of its failure; the first is kept. None for all differences.
-        asker: makes the runs.
-        folder: where the scenario goes.
-        place: where the fault entered, in words, for the scenario's `why`.
+    case: CaseSpec, causes: FoundCauses, asker: Asker, *, folder: Path = FOLDER, place: str = ""
+) -> Alone:
+    """Write the least scenario in which the first cause fails; `place` in words is for its `why`.
 
     Raises:
         OutOfBudget: nothing was written; what was asked is kept.
     """
-    differences = LegChanges(case.reference, case.candidate)
-    cause = next(iter(causes.causes), None) if causes is not None else None
-    names = cause.changes if cause is not None else differences.names
-    if cause is None or causes is None:
-        judged = Judged(case, failure_of(verdict), asker, verdict)
-    else:
-        alone = dataclasses.replace(case, candidate=differences.run_with(cause.changes))
-        judged = Judged(alone, cause.failure, asker)
-        judged.policy = causes.policy
-        words = f"does it fail with {' + '.join(names) or 'none of the changes'}?"
-        if judged.answer(judged.case.candidate, words=words) != FAILS:
-            return Alone(notes=("the cause alone did not fail again",))
-    least = find_least(judged, case.reference, judged.case.candidate)
+    cause = causes.causes[0]
+    alone = replace(
+        case, candidate=LegChanges(case.reference, case.candidate).run_with(cause.changes)
+    )
+    judged = Judged(alone, cause.failure, asker, policy=causes.policy)
+    words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
+    if judged.answer(alone.candidate, words=words) != "fails":
+        return Alone(notes=("the cause alone did not fail again",))
+    least = LeastCase(judged, case.reference, alone.candidate)
     if least.stopped:
         raise OutOfBudget(least.stopped)
-    together = " together" if len(names) > 1 else ""
+    together = " together" if len(cause.changes) > 1 else ""
     where = f" {place[:1].upper()}{place[1:]}." if place else ""
     story = (
-        f"Least case of {case.id} of {case.scenario}: {judged.failure} with "
-        f"{' and '.join(names) or 'no change'}{together}.{where}"
+        f"Least case of {case.id} of {case.scenario}: {cause.failure} with "
+        f"{' and '.join(cause.changes) or 'no change'}{together}.{where}"
     )
-    repro = find_repro(case, judged, least.reference, least.candidate, story=story, folder=folder)
-    found = Alone(made=least.made, message=least.message, notes=repro.why_not)
+    text, notes = find_repro(judged, least.reference, least.candidate, story=story, folder=folder)
+    found = Alone(made=least.made, message=least.message, notes=notes)
     config = least.candidate.config
-    if repro.text:
-        found = Alone(
-            path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
-            layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
+    if text:
+        found = replace(
+            found, path=str(write_new(text, repro_name(case), folder, ".yaml")), notes=(),
+            passed=tuple(least.passed), ranks=least.candidate.world_size, steps=config["steps"],
+            layers=config.get("model", {}).get("layers", 0),
             microbatches=config.get("microbatches", 0),
-            made=least.made, passed=least.passed, message=least.message,
         )  # fmt: skip
     if capabilities_of(config).layouts:
         return found
     text = script_text(least.reference, least.candidate, story=story)
-    script = _write(text, repro_name(case), folder, ".py")
-    flaw = seen_to_fail(script, judged.failure, least.candidate, asker)
-    return dataclasses.replace(found, script=str(script), script_flaw=flaw)
+    script = write_new(text, repro_name(case), folder, ".py")
+    flaw = _why_not_failed(script, cause.failure, least.candidate, asker)
+    return replace(found, script=str(script), script_flaw=flaw)
 
 
 # --- a scenario ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repro:
-    """A scenario's text and its one case; or why there is none, a sentence for each try."""
-
-    text: str = ""
-    case: CaseSpec | None = None
-    why_not: tuple[str, ...] = ()
-
-
 def find_repro(
-    case: CaseSpec, judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str,
-    folder: Path = FOLDER,
-) -> Repro:  # fmt: skip
-    """A scenario of two runs that fails as their case did, run to prove it.
+    judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str, folder: Path = FOLDER
+) -> tuple[str, tuple[str, ...]]:
+    """A scenario in `folder` of two runs that fails as `judged` asks, run to prove it.
 
-    `judged` has their failure, and how often a scenario is run before it passes; `folder` is where
-    it goes, from which a program's paths are.
+    Its text, "" if there is none; and a sentence for each try that did not fail.
     """
     failed = []
-    if capabilities_of(candidate.config).layouts:
-        texts = scenarios(case, reference, candidate, story=story)
-    else:
-        texts = scenario_texts(
-            case, reference, candidate, name=repro_name(case), why=story[:MAX_WHY_CHARS],
-            folder=folder,
-        )  # fmt: skip
-    for text in texts:
+    for text in scenarios(judged.case, reference, candidate, story=story, folder=folder):
         try:
             found = read_back(text, reference.device, folder)
         except HarnessError as error:
             failed.append(str(error))
             continue
-        alone = Judged(found, judged.failure, judged.asker)
-        alone.policy = judged.policy
+        alone = Judged(found, judged.failure, judged.asker, policy=judged.policy)
         answer = alone.answer(found.candidate, words=f"does {found.scenario} fail alone?")
-        if answer == FAILS:
-            return Repro(text=text, case=found)
+        if answer == "fails":
+            return text, ()
         failed.append(f"{', '.join(found.labels)} compared: {answer}")
-    return Repro(why_not=tuple(failed))
+    return "", tuple(failed)
 
 
-def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
-    """Put the scenario into a file of its own, named after it; never over another.
+def write_new(text: str, name: str, folder: Path, suffix: str) -> Path:
+    """Put a text into a file of its own; never over another (`Infrastructure`: the disk refused).
 
     Git ignores the folder of its own choice, if it is made here: what a search leaves is nobody's
     change, until somebody adds it. A folder that was there, or was asked for, stays as it is.
-
-    Raises:
-        Infrastructure: the disk refused.
     """
-    return _write(repro.text, str(yaml.safe_load(repro.text)["name"]), folder, ".yaml")
-
-
-def _write(text: str, name: str, folder: Path, suffix: str) -> Path:
     if folder == FOLDER and not folder.exists():
         _write_new(folder / ".gitignore", _IGNORED)
     names = (f"{name}{end}{suffix}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
@@ -252,103 +183,9 @@ def _write_new(path: Path, text: str) -> bool:
 
 
 def read_back(text: str, device: Any, folder: Path = FOLDER) -> CaseSpec:
-    """The one case of a scenario's text, through the decoder that reads all of them.
-
-    Raises:
-        ScenarioError: it is not legal.
-    """
+    """The one case of a scenario's text, as any is decoded (`ScenarioError`: it is not legal)."""
     (case,) = expand(decode_scenario(text.encode(), str(folder / "repro.yaml")), device)
     return case
-
-
-def scenarios(
-    case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, story: str
-) -> Iterator[str]:
-    """Scenarios whose one case may be that of the legs, the likeliest first."""
-    before, after = leaves_of(reference.config), leaves_of(candidate.config)
-    leaves = [leaf for leaf in after if before.get(leaf) != after[leaf]]
-    axes = list(dict.fromkeys(leaf.partition(".")[0] for leaf in leaves))
-    plants = _plants(reference, candidate)
-    if any(change.leaf == PLANT for change in LegChanges(reference, candidate).changes):
-        axes.append(PLANT)
-    axes.sort(key=lambda axis: FIRST.index(axis) if axis in FIRST else len(FIRST))
-    for axis in axes:
-        values: tuple[Any, Any]
-        base = {leaf: value for leaf, value in after.items() if not _is_of(leaf, axis)}
-        if axis == PLANT:
-            values = "none", plants
-        else:
-            own = [leaf for leaf in leaves if _is_of(leaf, axis)]
-            same = [leaf for leaf in after if _is_of(leaf, axis) and leaf not in own]
-            base |= {leaf: after[leaf] for leaf in same}
-            values = _value(axis, own, before), _value(axis, own, after)
-        plain = _base(base)
-        if plants and axis != PLANT:
-            plain[PLANT] = plants
-        yield _text(case, axis, plain, values, story)
-
-
-def _is_of(leaf: str, axis: str) -> bool:
-    return leaf.partition(".")[0] == axis
-
-
-def _value(axis: str, leaves: Sequence[str], values: dict[str, Any]) -> Any:
-    """A value of an axis: of a leaf by itself, or of the leaves of a part."""
-    if "." not in leaves[0]:
-        return values[axis] or _NONE.get(axis, values[axis])
-    return {leaf.partition(".")[2]: values[leaf] for leaf in leaves}
-
-
-def _base(leaves: dict[str, Any]) -> dict[str, Any]:
-    """What departs from the defaults, nested; the model by its preset and what departs from it."""
-    preset = str(leaves.get("model.preset", DEFAULTS["model.preset"]))
-    usual = {f"model.{k}": v for k, v in nested_model(preset).items()}
-    departing = {
-        leaf: value
-        for leaf, value in leaves.items()
-        if leaf != "model.preset" and value != {**DEFAULTS, **usual}.get(leaf)
-    }
-    plain = config_of(departing)
-    model = plain.pop("model", {})
-    base: dict[str, Any] = {"model": {"preset": preset, **model} if model else preset}
-    for key, value in plain.items():
-        base[key] = value or _NONE.get(key, value)
-    for leaf in ("steps", "parallel.dp"):
-        # Said even where they are the defaults: whoever reads the file looks for them.
-        if leaf in leaves:
-            base |= {k: v for k, v in config_of({leaf: leaves[leaf]}).items() if k not in base}
-    return base
-
-
-def nested_model(preset: str) -> dict[str, Any]:
-    """The shapes of a preset, as plain values."""
-    plain: dict[str, Any] = TrainConfig(model=model_from_preset(preset, {})).to_dict()["model"]
-    return plain
-
-
-def _plants(reference: RunSpec, candidate: RunSpec) -> Any:
-    """What a scenario says of the faults of both legs; counterparts come by themselves."""
-    ours = list(plants_of(candidate))
-    twins = {CATALOGUE[plant.fault].counterpart for plant in ours} - {""}
-    ours += [p for p in plants_of(reference) if p not in ours and p.fault not in twins]
-    plain = [_plant(plant) for plant in ours]
-    return plain[0] if len(plain) == 1 else plain
-
-
-def _plant(plant: PlantSpec) -> dict[str, Any]:
-    takes = CATALOGUE[plant.fault].takes
-    plain: dict[str, Any] = {"fault": plant.fault}
-    if "step" in takes:
-        plain["step"] = plant.step
-    if "rank" in takes:
-        plain["rank"] = "last" if plant.rank < 0 else plant.rank
-    if plant.tensor:
-        plain["tensor"] = plant.tensor
-    if plant.legs != ("candidate",):
-        plain["legs"] = list(plant.legs)
-    if plant.chance != 1.0:
-        plain["chance"] = plant.chance
-    return plain
 
 
 def repro_name(case: CaseSpec) -> str:
@@ -357,90 +194,143 @@ def repro_name(case: CaseSpec) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{whole}").strip("_")[:_MAX_NAME].rstrip("_")
 
 
-def _text(
-    case: CaseSpec, axis: str, base: dict[str, Any], values: tuple[Any, Any], story: str
-) -> str:
-    name = repro_name(case)
-    checks = {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")}
-    plain = {
-        "name": name,
-        "why": story[:MAX_WHY_CHARS],
-        "base": base,
-        "axes": {axis: list(values)},
-        "compare": {"axis": axis, "reference": copy.deepcopy(values[0]), "expect": "bitwise"},
-        "checks": checks,
-        "launch": {"device": case.candidate.device, "timeout_s": case.candidate.timeout_s},
-    }
-    text: str = yaml.safe_dump(
-        plain, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
-    )
-    return text
-
-
-# --- of somebody's program
-
-
-class _Quoted(str):
-    """A text that YAML would take for a number without its quotes."""
-
-
 class _Dumper(yaml.SafeDumper):
-    pass
+    """Quotes whatever another YAML might take for a number, and has no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 _Dumper.add_representer(
-    _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if " " in text or text.isidentifier() else '"'
+    ),
 )
 
 
-def scenario_texts(
-    case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, name: str, why: str, folder: Path
+def scenarios(
+    case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, story: str, folder: Path = FOLDER
 ) -> Iterator[str]:
-    """Scenarios in `folder` whose one case may be that of the legs, one for each compared axis."""
-    before, after = leaves_of(reference.config), leaves_of(candidate.config)
-    differing = [x for x in dict.fromkeys((*after, *before)) if before.get(x) != after.get(x)]
-    program = program_in(candidate)
-    place = folder.absolute()
-    for axis in differing:
-        same = {leaf: value for leaf, value in after.items() if leaf != axis and value is not None}
-        values = [_plain(each.get(axis, _USUAL.get(axis))) for each in (before, after)]
-        values = ["off" if axis == "determinism" and not value else value for value in values]
-        section: dict[str, Any] = {
-            "folder": os.path.relpath(program.folder, place),
-            program.kind: program.target,
-            "ranks": candidate.world_size,
-            "steps": same.get("steps", candidate.config["steps"]),
-        }
-        if program.kind == "script":
-            section["script"] = os.path.relpath(program.target, program.folder)
-        for part in OPEN:
-            held = {leaf.partition(".")[2]: _plain(value)
-                    for leaf, value in same.items() if leaf.partition(".")[0] == part}  # fmt: skip
-            section |= {part: held} if held else {}
-        section |= {k: same[k] for k, plain in _USUAL.items() if same.get(k, plain) != plain}
-        section |= {"smaller": dict(program.smaller)} if program.smaller else {}
-        launch = {"device": candidate.device, "timeout_s": candidate.timeout_s}
-        launch |= {} if candidate.stall_s is None else {"stall_s": candidate.stall_s}
+    """Scenarios in `folder` whose one case may be that of two runs, the likeliest first."""
+    is_ours = capabilities_of(candidate.config).layouts
+    found = (
+        _of_model(reference, candidate) if is_ours else _of_program(reference, candidate, folder)
+    )
+    checks = {name: how for name, how in case.checks.items() if name not in ("throughput", "soak")}
+    launch = {"device": candidate.device, "timeout_s": candidate.timeout_s}
+    launch |= {} if is_ours or candidate.stall_s is None else {"stall_s": candidate.stall_s}
+    for axis, section, values in found:
         plain = {
-            "name": name, "why": why, "program": section, "axes": {axis: values},
+            "name": repro_name(case), "why": story[:MAX_WHY_CHARS], **section,
+            "axes": {axis: [*values]},
             "compare": {"axis": axis, "reference": values[0], "expect": case.expect},
-            "checks": {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")},
-            "launch": launch,
+            "checks": checks, "launch": launch,
         }  # fmt: skip
-        yield yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+        yield yaml.dump(
+            plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100,
+            allow_unicode=True,
+        )  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return _Quoted(value) if isinstance(value, str) else value
+_Scenario = tuple[str, dict[str, Any], tuple[Any, Any]]
+"""The compared axis, what both runs have, its two values."""
+
+
+def _of_model(reference: RunSpec, candidate: RunSpec) -> Iterator[_Scenario]:
+    before, after = leaves_of(reference.config), leaves_of(candidate.config)
+    leaves = [leaf for leaf in after if before.get(leaf) != after[leaf]]
+    axes = list(dict.fromkeys(_part(leaf) for leaf in leaves))
+    plants = _plants(reference, candidate)
+    if any(change.leaf == PLANT for change in LegChanges(reference, candidate).changes):
+        axes.append(PLANT)
+    for axis in sorted(axes, key=lambda axis: (*FIRST, axis).index(axis)):
+        own = [leaf for leaf in leaves if _part(leaf) == axis]
+        base = _base({leaf: value for leaf, value in after.items() if leaf not in own})
+        if axis == PLANT:
+            yield axis, {"base": base}, ("none", plants)
+            continue
+        base |= {PLANT: plants} if plants else {}
+        values = _value(axis, own, before), _value(axis, own, after)
+        yield axis, {"base": base}, values
+
+
+def _part(leaf: str) -> str:
+    return leaf.partition(".")[0]
+
+
+def _value(axis: str, leaves: list[str], values: dict[str, Any]) -> Any:
+    """A value of an axis: of a leaf by itself, or of the leaves of a part."""
+    if "." not in leaves[0]:
+        return values[axis] or _NONE.get(axis, values[axis])
+    return {leaf.partition(".")[2]: values[leaf] for leaf in leaves}
+
+
+def _base(leaves: dict[str, Any]) -> dict[str, Any]:
+    """What departs from the defaults, nested; the model by its preset and what departs from it.
+
+    Steps and the data axis are there in any case: whoever reads the file looks for them.
+    """
+    preset = str(leaves.get("model.preset", DEFAULTS["model.preset"]))
+    model: dict[str, Any] = TrainConfig(model=model_from_preset(preset, {})).to_dict()["model"]
+    usual = {**DEFAULTS, **{f"model.{name}": value for name, value in model.items()}}
+    plain = config_of({
+        leaf: value for leaf, value in leaves.items() if leaf != "model.preset"
+        if value != usual.get(leaf) or leaf in ("steps", "parallel.dp")
+    })  # fmt: skip
+    model = plain.pop("model", {})
+    base: dict[str, Any] = {"model": {"preset": preset, **model} if model else preset}
+    return base | {key: value or _NONE.get(key, value) for key, value in plain.items()}
+
+
+def _plants(reference: RunSpec, candidate: RunSpec) -> Any:
+    """What a scenario says of the faults of both runs; counterparts come by themselves."""
+    ours = list(each_of(candidate.plant))
+    twins = {CATALOGUE[plant.fault].counterpart for plant in ours} - {""}
+    ours += [p for p in each_of(reference.plant) if p not in ours and p.fault not in twins]
+    plain = [_plant(plant) for plant in ours]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def _plant(plant: PlantSpec) -> dict[str, Any]:
+    takes = CATALOGUE[plant.fault].takes
+    plain = {
+        "step": plant.step if "step" in takes else None,
+        "rank": None if "rank" not in takes else "last" if plant.rank < 0 else plant.rank,
+        "tensor": plant.tensor or None,
+        "legs": list(plant.legs) if plant.legs != ("candidate",) else None,
+        "chance": plant.chance if plant.chance != 1.0 else None,
+    }
+    return {"fault": plant.fault} | {k: value for k, value in plain.items() if value is not None}
+
+
+def _of_program(reference: RunSpec, candidate: RunSpec, folder: Path) -> Iterator[_Scenario]:
+    before, after = leaves_of(reference.config), leaves_of(candidate.config)
+    program, place = program_in(candidate), folder.absolute()
+    target = program.target
+    if program.kind == "script":
+        target = os.path.relpath(target, program.folder)
+    for axis in (x for x in dict.fromkeys((*after, *before)) if before.get(x) != after.get(x)):
+        same = {leaf: value for leaf, value in after.items() if leaf != axis and value is not None}
+        values = [each.get(axis, _USUAL.get(axis)) for each in (before, after)]
+        off = ["off" if axis == "determinism" and not value else value for value in values]
+        section: dict[str, Any] = {
+            "folder": os.path.relpath(program.folder, place), program.kind: target,
+            "ranks": candidate.world_size, "steps": same.get("steps", candidate.config["steps"]),
+        }  # fmt: skip
+        for part in OPEN:
+            held = {k.partition(".")[2]: v for k, v in same.items() if _part(k) == part}
+            section |= {part: held} if held else {}
+        section |= {k: same[k] for k, usual in _USUAL.items() if same.get(k, usual) != usual}
+        section |= {"smaller": dict(program.smaller)} if program.smaller else {}
+        yield axis, {"program": section}, (off[0], off[1])
 
 
 # --- a script --------------------------------------------------------------------------------
 
 
 def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
-    """A script that starts the program as both legs do and compares them, by torch alone."""
+    """A script that starts the program as both runs do and compares them, by torch alone."""
     programs = {"reference": program_in(reference), "candidate": program_in(candidate)}
     program = programs["candidate"]
     case = {
@@ -462,12 +352,8 @@ def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
     return text.replace("__STORY__", said, 1).replace("__CASE__", plain, 1)
 
 
-def seen_to_fail(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
-    """Run a stand-alone script; "" if it fails, else why it could not be made to fail.
-
-    Raises:
-        OutOfBudget: it takes two runs.
-    """
+def _why_not_failed(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
+    """Run a stand-alone script; "" if it fails (`OutOfBudget`: it takes two runs)."""
     if failure.what in BEYOND_BITS:
         return f"the script could not be made to fail: it does not compare {failure.what}"
 
@@ -478,13 +364,11 @@ def seen_to_fail(path: Path, failure: Failure, candidate: RunSpec, asker: Asker)
                 timeout=2 * candidate.timeout_s + SPARE_S, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Reply(answer=UNRESOLVED, words="it did not end")
+            return Reply(answer="unresolved", words="it did not end")
         said = (done.stdout.strip() or done.stderr.strip()).splitlines()
         words = f"exit code {done.returncode}: {said[0] if said else 'it said nothing'}"
-        return Reply(answer=FAILS if done.returncode == 1 else UNRESOLVED, words=words)
+        return Reply(answer="fails" if done.returncode == 1 else "unresolved", words=words)
 
     words = "does the stand-alone script fail?"
     reply = asker.questions.pay(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
-    if reply.answer == FAILS:
-        return ""
-    return f"the script could not be made to fail: {reply.words}"
+    return "" if reply.answer == "fails" else f"the script could not be made to fail: {reply.words}"

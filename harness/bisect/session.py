@@ -2,14 +2,13 @@
 
     environment -> place -> causes -> least case -> commits -> releases
 
-Findings and page are written after every stage, and when somebody stops the search: what was found
-stays, and the same command goes on. Runs are in the folder, by key: a search that is started again,
-killed or not, finds them there.
+Findings and page are written after every stage, and however the search ends; the same command goes
+on, as its runs are in the folder, by key.
 """
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,13 +18,14 @@ from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.commits import (
     OF_COMMITS,
     WORKTREE,
-    Commits,
     CommitSearch,
-    Git,
+    History,
     case_run,
     commit_run,
+    commits_of,
     find_release,
     first_bad_commit,
+    git,
     published,
 )
 from harness.bisect.differences import compare, of_legs, of_nights
@@ -34,10 +34,10 @@ from harness.bisect.experiments import (
     Asked,
     AskedQuestion,
     Asker,
-    Budget,
     OutOfBudget,
     Questions,
     RepeatPolicy,
+    runs_key,
 )
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
@@ -68,17 +68,10 @@ _KEPT = ("place", "causes", "least_case", "commits", "release")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched for, and with what: the options of `harness bisect`.
+    """What is searched for: a case, and the options of `harness bisect`.
 
-    Attributes:
-        case: that failed, or is to be run first.
-        place: folder with its runs; None if they are still to be made.
-        out: run folder of the search; None for one under `out/` that is named after the case.
-        budget_runs, budget_minutes: of this sitting.
-        until: the last stage, of those before commits.
-        passed: run folder in which it passed, to compare environments with.
-        every_run: the fault is known to fire in every run, so a commit or release is asked once.
-        two_layouts: whether what is apart by more than rounding is searched for, and no failure.
+    `place` is the folder with its runs, None if they are still to be made; with `two_layouts` what
+    is apart by more than rounding is searched for, and no failure.
     """
 
     case: CaseSpec
@@ -104,25 +97,18 @@ class Search:
         """Whether the built-in program is what is run."""
         return capabilities_of(self.case.candidate.config).layouts
 
-    def history(self) -> Commits:
+    def history(self) -> History:
         """The commits of the code that the program is made of."""
         if self.is_ours:
-            return Commits(Path.cwd(), self.commits, provenance.PACKAGES)
-        (program,) = _programs(self.case.candidate.config)
-        return Commits(folder_of(program), self.commits)
-
-
-def _programs(*configs: dict[str, Any]) -> list[Any]:
-    return [program for config in configs if (program := program_of(config)) is not None]
+            return commits_of(Path.cwd(), self.commits, provenance.PACKAGES)
+        (program,) = filter(None, [program_of(self.case.candidate.config)])
+        return commits_of(folder_of(program), self.commits)
 
 
 def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     """Search, as far as the budget goes; what was found, and the folder that holds it.
 
-    Raises:
-        UsageError: the folder is of something else, or the machine cannot run the case.
-        Interrupted: somebody stopped it; what was found is kept.
-        Infrastructure: the disk or the engine failed.
+    `UsageError` if the folder is of something else, or the machine cannot run the case.
     """
     case = search.case
     if case.reference.recorded and (search.commits or search.package):
@@ -140,15 +126,15 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
         [case], name=f"bisect-{case.scenario}", why=f"Where the failure of {case.id} comes from.",
         slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
     )  # fmt: skip
-    make_environments(_programs(*(spec.config for spec in runs_of(case))), lambda _: None)
-    budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
+    programs = filter(None, (program_of(spec.config) for spec in runs_of(case)))
+    make_environments(programs, lambda _: None)
     folder, notes = _folder(search, prepared)
     with folder, view:
         clear_leftovers(folder)
         before = read_findings(folder.path)
         questions = Questions(
-            budget, replies=folder.path / REPLIES, told=view.answered,
-            earlier=() if before is None else before.questions,
+            search.budget_runs, search.budget_minutes, replies=folder.path / REPLIES,
+            told=view.answered, earlier=before.questions if before else (),
         )  # fmt: skip
         engine = launch.make_engine(prepared)
         try:
@@ -179,11 +165,7 @@ class _Sitting:
         )  # fmt: skip
 
     def carry_out(self) -> Findings:
-        """All stages, or as many as the budget allows.
-
-        Raises:
-            Interrupted: somebody stopped it; the text has the command that goes on.
-        """
+        """All stages, or as many as the budget allows (`Interrupted`: somebody stopped it)."""
         if self._before is None:
             self._keep()  # says that the folder is of a search
         try:
@@ -219,7 +201,7 @@ class _Sitting:
         if verdict.what == "shared_gpu":
             self._stop("it failed while it shared a GPU with other runs: the cause is unknown")
             return
-        stages: dict[str, Callable[[], Any]] = {
+        stages = {
             "environment": self._environment, "place": self._place, "causes": self._causes,
             "least_case": self._least,
         }  # fmt: skip
@@ -229,18 +211,11 @@ class _Sitting:
         if search.commits:
             self._keep(commits=self._commit())
         if search.package is not None:
-            self._keep(
-                release=find_release(
-                    self._case,
-                    verdict,
-                    *search.package,
-                    asker,
-                    policy=EVERY_RUN if search.every_run else self._policy,
-                )
-            )
+            policy = EVERY_RUN if search.every_run else self._policy
+            found = find_release(self._case, verdict, *search.package, asker, policy=policy)
+            self._keep(release=found)
 
     def _between(self, answer: LayoutAnswer) -> None:
-        """No two layouts are bitwise equal: what is apart by more than rounding."""
         self._judged(verdict_of(self._case, answer), place=answer.location)
 
     def _judged(self, verdict: Verdict, **more: Any) -> None:
@@ -251,31 +226,24 @@ class _Sitting:
 
     def _environment(self) -> tuple[str, ...]:
         """Said before anything else: bits of other environments prove nothing about the code."""
-        search, here, night = self._search, self._asker.folder, self._asker.folder
+        search, here = self._search, self._asker.folder
+        run = here
         if search.place is not None and (search.place.parent.parent / MANIFEST_FILE).is_file():
-            night = RunFolder.open(search.place.parent.parent)
+            run = RunFolder.open(search.place.parent.parent)
         told = list(self._found.environment)
         if search.passed is not None:
-            told.append(of_nights(search.passed, night, self._case.id).sentence)
-        runs = self._asked.runs
-        if self._differ:
-            told.append(of_legs(runs.reference, runs.candidate).sentence)
-        if night is not here:
-            sides = facts(night.manifest), facts(here.manifest)
+            told.append(of_nights(search.passed, run, self._case.id).sentence)
+        legs = of_legs(self._asked.runs.reference, self._asked.runs.candidate)
+        told += [legs.sentence] if legs.facts else []
+        if run is not here:
+            sides = facts(run.manifest), facts(here.manifest)
             apart = compare("the case", "further runs", *sides, kinds=MACHINE_KINDS)
             told += [apart.sentence] if apart.facts else []
-        failed, now = str(night.manifest.get("commit", "")), provenance.describe()
+        failed, now = str(run.manifest.get("commit", "")), provenance.describe()
         if failed != now:
-            told.append(
-                f"the case failed as {_code(failed)}; further runs are made as {_code(now)}"
-            )
+            failed, now = _code(failed), _code(now)
+            told.append(f"the case failed as {failed}; further runs are made as {now}")
         return tuple(told)
-
-    @property
-    def _differ(self) -> bool:
-        """Whether the runs were made in other environments: no configuration is to blame then."""
-        runs = self._asked.runs
-        return bool(of_legs(runs.reference, runs.candidate).facts)
 
     def _place(self) -> Any:
         # What was recorded by hand cannot be run again to look closer.
@@ -286,8 +254,9 @@ class _Sitting:
     def _causes(self) -> FoundCauses | None:
         """Which of the differences of the configurations make it fail; None if none explains it."""
         runs = self._asked.runs
-        flaws = map(find_flaw, (runs.reference, runs.control))
-        if self._differ or any(flaw is not None for flaw in flaws):
+        if of_legs(runs.reference, runs.candidate).facts:
+            return None  # no configuration is to blame
+        if find_flaw(runs.reference) is not None or find_flaw(runs.control) is not None:
             return None
         return find_causes(runs.case, self._asked.verdict, self._asker)
 
@@ -299,8 +268,8 @@ class _Sitting:
         if kept is not None and kept.path and Path(kept.path).is_file():
             return kept  # written by an earlier sitting
         return leave_alone(
-            self._case, self._asked.verdict, self._found.causes, self._asker,
-            folder=self._search.repro, place=str(self._found.place or ""),
+            self._case, self._found.causes, self._asker, folder=self._search.repro,
+            place=str(self._found.place or ""),
         )  # fmt: skip
 
     def _commit(self) -> CommitSearch:
@@ -314,11 +283,13 @@ class _Sitting:
             here, place = provenance.describe(), folder.case_folder(self._case.id)
             run = case_run(place, verdict, folder.path / COMMITS_FOLDER, room)
         else:
-            git = Git(history.root)
-            here = "" if git("status", "--porcelain", "-uno") else git("rev-parse", "HEAD")
+            is_changed = git(history.root, "status", "--porcelain", "-uno")
+            here = "" if is_changed else git(history.root, "rev-parse", "HEAD")
             run = commit_run(self._case, verdict, self._asker, history.root)
         # How often it fails here is how often it fails at the bad commit, if that is the code here.
-        policy = EVERY_RUN if search.every_run else self._policy if history.bad == here else None
+        policy = (
+            EVERY_RUN if search.every_run else self._policy if history.line[-1] == here else None
+        )
         return first_bad_commit(
             history, run, self._asker.questions, folder.path / WORKTREE, policy=policy,
             cost=len(LEGS),
@@ -342,13 +313,12 @@ class _Sitting:
     def _keep(self, *questions: AskedQuestion, **known: Any) -> None:
         spent_s = self._before.seconds if self._before is not None else 0.0
         asker, seconds = self._asker, spent_s + time.monotonic() - self._began_s
-        of_commits = len(list(self._folder.glob(f"{REPLIES}/{OF_COMMITS}*.json")))
-        if not self._search.is_ours:
-            of_commits = 0  # their runs are in the folder
-        # A kill loses what was paid: the folder has all.
+        # Of a program, runs of commits are in the folder.
+        replies = self._folder.glob(f"{REPLIES}/{OF_COMMITS}*.json") if self._search.is_ours else ()
         self._found = replace(
             self._found, questions=(*asker.questions.asked, *questions),
-            num_runs=asker.num_made + len(LEGS) * of_commits, seconds=round(seconds, 3), **known,
+            num_runs=asker.num_made + len(LEGS) * len(list(replies)), seconds=round(seconds, 3),
+            **known,
         )  # fmt: skip
         keep_findings(self._folder, self._found)
 
@@ -362,8 +332,7 @@ def _code(commit_and_rest: str) -> str:
 def _folder(search: Search, prepared: launch.Prepared) -> tuple[RunFolder, tuple[str, ...]]:
     """The folder of this search, one that is there if its runs hold; which ones do not, and why.
 
-    Raises:
-        UsageError: the folder that was named is of something else.
+    `UsageError` if the folder that was named is of something else.
     """
     case, notes = search.case, list[str]()
     name = f"bisect-{whole_id(case.scenario, case.id)}"
@@ -372,15 +341,15 @@ def _folder(search: Search, prepared: launch.Prepared) -> tuple[RunFolder, tuple
     number = 1
     while (wanted / MANIFEST_FILE).is_file():
         folder = RunFolder.open(wanted)
-        is_same = bool(folder.cases) and _question(folder.cases[0]) == _question(case)
+        is_same = [(runs_key(c), c.checks) for c in folder.cases] == [(runs_key(case), case.checks)]
         why = changes(_holds_for(folder.manifest), now, MOST_TOLD) if is_same else ""
-        if search.out is not None and (why or not is_same):
+        if is_same and not why:
+            return folder, tuple(notes)
+        if search.out is not None:
             said = f"answers that hold here and now, but {why}" if why else (
                 f"a search of {case.id} or nothing, got a run folder of something else"
             )  # fmt: skip
             raise UsageError(f"--out {wanted}: expected {said}: name another folder")
-        if is_same and not why:
-            return folder, tuple(notes)
         if is_same:
             notes.append(f"answers of an earlier search, in {wanted}, are left alone: {why}")
         number += 1
@@ -391,8 +360,3 @@ def _folder(search: Search, prepared: launch.Prepared) -> tuple[RunFolder, tuple
 def _holds_for(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What the runs of a folder hold for: code and whatever else decides bits."""
     return {"code": str(manifest.get("code")), **everything(manifest)}
-
-
-def _question(case: CaseSpec) -> tuple[Any, ...]:
-    """Equal for cases that ask the same of the same runs."""
-    return case.reference.key, case.control.key, case.candidate.key, case.checks

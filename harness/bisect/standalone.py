@@ -108,33 +108,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         runs = [_run(name, Path(folder, name)) for name in ("reference", "candidate")]
     (ours, left), (theirs, right) = runs
-    places = {
-        rank: zip_longest(left.get(rank, []), right.get(rank, [])) for rank in {*left, *right}
-    }
-    found = [
-        (number, rank, a, b)
-        for rank, lines in places.items()
-        for number, (a, b) in enumerate(lines)
-        if a != b
-    ]
+    ranks = ((r, zip_longest(left.get(r, []), right.get(r, []))) for r in {*left, *right})
+    found = [(n, rank, *pair) for rank, lines in ranks for n, pair in enumerate(lines)]
+    found = [each for each in found if each[2] != each[3]]
+    code, said = 0, f"equal in {sum(map(len, left.values()))} values"
     if found:
         _, rank, a, b = min(found, key=lambda each: each[:2])
-        _say(f"{rank} differs in {(a or b).rpartition(': ')[0].partition(' = ')[0]}")
-        _say(f"  reference: {a or 'absent'}")
-        _say(f"  candidate: {b or 'absent'}")
-        return 1
-    if ours != theirs:
-        _say(f"the reference ended with {ours}, the candidate with {theirs}")
-        return 1
-    if not any(left.values()) or ours != "exit code 0":
-        _say(f"nothing to compare: both ended with {ours}")
-        return 2
-    _say(f"equal in {sum(map(len, left.values()))} values")
-    return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+        where = (a or b).rpartition(": ")[0].partition(" = ")[0]
+        both = f"  reference: {a or 'absent'}\n  candidate: {b or 'absent'}"
+        code, said = 1, f"{rank} differs in {where}\n{both}"
+    elif ours != theirs:
+        code, said = 1, f"the reference ended with {ours}, the candidate with {theirs}"
+    elif not any(left.values()) or ours != "exit code 0":
+        code, said = 2, f"nothing to compare: both ended with {ours}"
+    sys.stdout.write(f"{said}\n")
+    return code
 
 
 def _run(name: str, place: Path) -> tuple[str, dict[str, list[str]]]:

@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 
-from harness.bisect.experiments import FAILS, PASSES, Answer, NeverFails, bounds, learn
+from harness.bisect.experiments import Answer, NeverFails, bounds, learn
 
 NUMBER = 64
 RATES = (1.0, 0.9, 0.6, 0.3, 0.1)
@@ -32,13 +32,13 @@ class Commits:
         while len(known) <= attempt:
             self.num_runs += 1
             bad = commit >= self.first_bad and self._drawn.random() < self._rate
-            known.append(FAILS if bad else PASSES)
+            known.append("fails" if bad else "passes")
         return known[attempt]
 
     def answer(self, commit: int, passes: int) -> Answer:
         """Until it fails, or has passed so often."""
         runs = range(max(passes, len(self._known.get(commit, []))))
-        return FAILS if any(self.once(commit, n) == FAILS for n in runs) else PASSES
+        return "fails" if any(self.once(commit, n) == "fails" for n in runs) else "passes"
 
     def search(self) -> int:
         """The first bad commit by halving, as `harness.bisect.commits` goes about it."""
@@ -48,11 +48,11 @@ class Commits:
             good, bad = 0, NUMBER
             while bad - good > 1:
                 middle = (good + bad) // 2
-                if self.answer(middle, known.passes) == FAILS:
+                if self.answer(middle, known.passes) == "fails":
                     bad = middle
                 else:
                     good = middle
-            if self.answer(good, known.confirmations) == PASSES:
+            if self.answer(good, known.confirmations) == "passes":
                 return bad
             flaky = True
 

@@ -119,9 +119,7 @@ class Searched:
 
     def findings(self) -> Any:
         """What was found, without what differs from search to search."""
-        found = _plain(json.loads((self.search / "bisect.json").read_text()))
-        found["causes"].pop("num_runs")  # of the sitting that ended the stage
-        return found
+        return _plain(json.loads((self.search / "bisect.json").read_text()))
 
     def left_behind(self) -> list[str]:
         """What should not be there."""

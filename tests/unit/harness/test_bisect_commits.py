@@ -55,21 +55,6 @@ def test_the_first_bad_commit_in_log2_of_all(
     assert Path("asked.log").read_text().splitlines() == asked
 
 
-def test_a_budget_ends_a_search_of_commits_with_the_suspects(
-    history: list[str], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A commit is three runs of it; what is left is named, and more of it goes on."""
-    command = searched(history, "--every-run")
-    code, found = run_json(capsys, *command, "--budget-runs", "12")
-    commits = found["commits"]
-    assert (code, commits["first_bad"], commits["num_runs"]) == (6, None, 4)
-    suspects = {commit["hash"] for commit in commits["suspects"]}
-    assert history[11] in suspects
-    assert len(suspects) < 16
-    assert found["stopped"].startswith("the budget of 12 runs: 12 spent")
-    assert run_json(capsys, *command)[1]["commits"]["first_bad"]["hash"] == history[11]
-
-
 def test_what_is_known_of_the_bad_commit_is_not_asked_again(
     history: list[str],
     engine: FakeEngine,

@@ -39,7 +39,7 @@ def test_a_line_a_question_with_its_answer_and_its_number_on_the_page(
     _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "causes")
     assert len(found["questions"]) == len(told)
     for question, (_, line) in zip(found["questions"], told, strict=True):
-        assert line.startswith(f"{asked(question['words'])} {question['answer']}")
+        assert line.startswith(f"{asked(AskedQuestion.from_json(question))} {question['answer']}")
 
 
 def test_every_run_is_counted_once(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.differences import LegChanges
-from harness.bisect.experiments import Asker, Budget, Questions, question_key
+from harness.bisect.experiments import Asker, Questions, question_key
 from harness.records import CaseSpec, Outcome, PlantSpec, RunSpec, Verdict, joined
 
 Rule = Callable[[frozenset[str]], str]
@@ -31,7 +31,7 @@ class MadeUpAsker(Asker):
         self.num_runs = 0
         self.asked: list[CaseSpec] = []
         self.batches: list[int] = []
-        self.questions = Questions(Budget(runs=max_runs))
+        self.questions = Questions(max_runs)
         self._of_case = of_case or (lambda case: _rule_of(rule, case))
         self._chance, self._random, self._room = chance, random.Random(seed), room
         self._known: dict[str, Verdict] = {}
@@ -43,8 +43,8 @@ class MadeUpAsker(Asker):
     def ask_all(self, cases: Sequence[CaseSpec], words: str, **_: Any) -> Sequence[Verdict]:
         """The rule's answers."""
         cost = self.cost(*cases)
-        self.questions.budget.check(cost)
-        self.questions.budget.spent_runs += cost
+        self.questions.check(cost)
+        self.questions.spent_runs += cost
         self.num_runs += cost
         self.batches.append(len(cases))
         self.asked += cases

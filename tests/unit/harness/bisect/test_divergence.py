@@ -242,32 +242,21 @@ def test_what_differs_while_every_call_is_equal_has_a_phase(edit: Edit, expected
     assert found.ranks == (0, 1)
 
 
-def test_wrong_rows_of_one_rank_alone_came_after_the_collective() -> None:
-    """The other rank has right rows of the same tensors: the sum itself was right."""
-    found = place(digests(grads=("embedding.weight", "norm.weight", "head.weight")), [1])
-    assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
-    assert not found.unknown
-
-
-def test_a_loss_comes_before_gradients_and_a_norm_of_one_rank_after_its_sum() -> None:
-    """The loss was computed before any gradient; ranks share the sum, not what is made of it."""
+def test_what_one_rank_alone_has_wrong() -> None:
+    """Rows and norm of one rank came after the sum that ranks share; a loss before gradients;
+    without taps nothing is claimed of modules; of equal runs nothing is made up."""
+    rows = digests(grads=("embedding.weight", "norm.weight", "head.weight"))
+    for edit in (rows, floats(grad_norm=OTHER)):
+        found = place(edit, [1])
+        assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
+        assert not found.unknown
     found = place(both(LOSSES, calls_from("head:gradient"), digests(grads=WEIGHTS)))
     assert brief(found) == ("input", "head", "microbatch_losses[0]")
     found = place(both(calls_from("head:gradient"), digests(grads=WEIGHTS)), [1])
     assert (found.module, found.near, found.collective) == ("head", "", "")  # reads no weights
-    found = place(floats(grad_norm=OTHER), [1])
-    assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
-
-
-def test_without_taps_nothing_is_claimed_of_modules() -> None:
-    """A loss that differs may come from anything that went before: that is said."""
     found = place(both(LOSSES, digests(grads=WEIGHTS)), [0], taps=False)
     assert (found.module, found.quantity) == ("", "microbatch_losses[0]")
-    assert any(told.startswith("module:") for told in found.unknown)
-
-
-def test_equal_runs_have_no_place() -> None:
-    """Nothing differs, nobody failed: nothing is made up."""
+    assert found.unknown[0].startswith("module:")
     found = place(lambda record: record)
     assert (found.step, found.phase, found.module, bool(found.unknown)) == (None, None, "", True)
 

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bisect.elements import FORMATS, compare, shown, ulps, value
+from harness.bisect.elements import FORMS, compare, shown, ulps, value
 from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place
 
 NAME = "grads:layers.0.w"
+Shape = tuple[int, ...]
 
 
-def kept(
-    data: bytes, shape: tuple[int, ...], places: tuple[Place, ...] = (), **options: Any
-) -> Loaded:
+def kept(data: bytes, shape: Shape, *places: Place, **options: Any) -> Loaded:
     """One tensor of a rank."""
     given: dict[str, Any] = {"name": NAME, "part": 0, "dtype": "float32", "as_digested": True}
     return Loaded(about=KeptTensor(shape=shape, places=places, **(given | options)), data=data)
@@ -35,11 +34,8 @@ def floats(*numbers: float) -> bytes:
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
-def box(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], *,
-    name: str = "layers.0.w", local: tuple[int, ...] = (0, 0),
-) -> Place:  # fmt: skip
-    return Place(name=name, shape=shape, offsets=offsets, local_offsets=local, sizes=sizes)
+def box(shape: Shape, at: Shape, sizes: Shape, name: str = "w", local: Shape = (0, 0)) -> Place:
+    return Place(name=name, shape=shape, offsets=at, local_offsets=local, sizes=sizes)
 
 
 def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> None:
@@ -47,13 +43,11 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
 
     def halves(*parts: bytes) -> Contents:
         boxes = (box((2, 4), (0, first), (2, 2)) for first in (0, 2))
-        return contents(
-            *((kept(data, (2, 2), (b,)),) for data, b in zip(parts, boxes, strict=True))
-        )
+        return contents(*((kept(data, (2, 2), b),) for data, b in zip(parts, boxes, strict=True)))
 
     reference = halves(floats(0, 1, 4, 5), floats(2, 3, 6, 7))
     found = compare(reference, halves(floats(0, 1, -4, 5), floats(2, 3.5, 6, 8)), NAME)
-    assert (found.tensor, found.rank, found.ranks) == ("layers.0.w", 1, (0, 1))
+    assert (found.tensor, found.rank, found.ranks) == ("w", 1, (0, 1))
     assert found.element is not None
     assert dataclasses.asdict(found.element) == {
         "index": (0, 3), "local": 1, "dtype": "float32",
@@ -61,16 +55,13 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
         "reference": "3.0", "candidate": "3.5", "num_different": 2, "numel": 4,
         "ulps": 0x200000, "shape": (2, 2), "lows": (0, 1), "highs": (1, 1),
     }  # fmt: skip
-    assert found.message == "layers.0.w[0, 3] on rank 1: 3.0 (40400000) became 3.5 (40600000)"
+    assert found.message == "w[0, 3] on rank 1: 3.0 (40400000) became 3.5 (40600000)"
 
 
 def test_one_parameter_of_two_whole_tensors_is_told_apart() -> None:
     """Of gate and up side by side in one parameter, the stretch that holds the element is named."""
-    places = tuple(
-        box((4, 2), (2, 0), (2, 2), name=name, local=(at, 0))
-        for name, at in (("gate", 0), ("up", 2))
-    )
-    a, b = (contents((kept(floats(0, 1, 2, 3, 4, 5, n, 7), (4, 2), places),)) for n in (6, 9))
+    places = [box((4, 2), (2, 0), (2, 2), n, (at, 0)) for n, at in (("gate", 0), ("up", 2))]
+    a, b = (contents((kept(floats(0, 1, 2, 3, 4, 5, n, 7), (4, 2), *places),)) for n in (6, 9))
     found = compare(a, b, NAME)
     assert found.element is not None
     assert (found.tensor, found.element.index, found.element.local) == ("up", (3, 0), 6)
@@ -88,10 +79,10 @@ def test_any_sharding_has_the_element_of_the_whole(data: st.DataObject) -> None:
     after.flat[places] = -1.0
     sides: list[list[tuple[Loaded, ...]]] = [[], []]
     for (low, high), left in itertools.product(itertools.pairwise(cuts), range(0, cols, width)):
-        place = box((rows, cols), (low, left), (high - low, width), name="w")
+        place = box((rows, cols), (low, left), (high - low, width))
         for side, whole in zip(sides, (before, after), strict=True):
             part = whole[low:high, left : left + width]
-            side.append((kept(part.tobytes(), part.shape, (place,)),))
+            side.append((kept(part.tobytes(), part.shape, place),))
     found = compare(contents(*sides[0]), contents(*sides[1]), NAME)
     assert found.element is not None
     assert found.element.index == divmod(min(places), cols)
@@ -104,10 +95,9 @@ def test_bits_decide_and_not_numbers() -> None:
     reference = contents((kept(nan + floats(0.0) + nan, (3,)),))
     found = compare(reference, contents((kept(nan + floats(-0.0) + other, (3,)),)), NAME).element
     assert found is not None
-    assert (found.index, found.reference_bits, found.candidate_bits) == (
-        (1,), "00000000", "80000000",
+    assert (found.index, found.reference_bits, found.candidate_bits, found.num_different) == (
+        (1,), "00000000", "80000000", 2,
     )  # fmt: skip
-    assert (found.ulps, found.num_different) == (None, 2)
 
 
 ONE = contents((kept(floats(1, 2), (2,)),))
@@ -128,8 +118,6 @@ def test_why_there_is_no_element_is_said(other: Contents, message: str) -> None:
     """Equal copies, another shape, a rank without the tensor, another step: each is a sentence."""
     found = compare(ONE, other, NAME)
     assert (found.element, found.rank, found.message) == (None, None, message)
-    nobody = compare(contents(()), contents(()), NAME)
-    assert nobody.message == f"no rank has kept {NAME} in both runs"
 
 
 def test_doubts_come_with_the_answer() -> None:
@@ -141,7 +129,10 @@ def test_doubts_come_with_the_answer() -> None:
     assert second.startswith(f"the copy of {NAME} in the reference does not give the digest")
 
 
-@pytest.mark.parametrize("dtype", [name for name in FORMATS if ITEM_BYTES[name] <= 4])
+KNOWN = [*FORMS, "float8_e4m3fn", "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("dtype", [name for name in KNOWN if ITEM_BYTES[name] <= 4])
 def test_numbers_are_those_of_torch(dtype: str) -> None:
     """Every pattern of eight and sixteen bits, and many of 32, are what torch reads in them."""
     size = ITEM_BYTES[dtype]
@@ -150,6 +141,7 @@ def test_numbers_are_those_of_torch(dtype: str) -> None:
     numbers = tensor.view(getattr(torch, dtype)).to(torch.float64).tolist()
     for pattern, number in zip(patterns.tolist(), numbers, strict=True):
         mine = value(pattern, dtype)
+        assert mine is not None
         same = mine == number and math.copysign(1, mine) == math.copysign(1, number)
         assert same or (math.isnan(mine) and math.isnan(number)), (hex(pattern), mine, number)
 
@@ -158,18 +150,17 @@ def test_numbers_are_those_of_torch(dtype: str) -> None:
     ("bits", "dtype", "text"),
     [(0xFFFFFFFE, "int32", "-2"), (0xFFFFFFFE, "uint32", "4294967294"), (1, "bool", "True"),
      (128, "float8_e8m0fnu", "2.0"), (0x3DCCCCCD, "float32", "0.1"), (0x7F800000, "float32", "inf"),
-     (0x3FB999999999999A, "float64", "0.1")],
+     (0x3FB999999999999A, "float64", "0.1"), (5, "float8_e5m2fnuz", "0x5")],
 )  # fmt: skip
 def test_a_number_is_shown_as_what_it_is(bits: int, dtype: str, text: str) -> None:
-    """Integers with their sign, bools, powers of two, and float32 in its shortest form."""
+    """Integers with their sign, bools, powers of two, float32 in its shortest form, else bits."""
     assert shown(bits, dtype) == text
 
 
 @pytest.mark.parametrize(
     ("a", "b", "dtype", "steps"),
     [(0x3F800000, 0x3F800001, "float32", 1), (0x7F7FFFFF, 0x7F800000, "float32", 1),
-     (0, 0x80000000, "float32", None), (0x7FC0, 0x3F80, "bfloat16", None), (5, 3, "int64", 2),
-     (0, 1, "bool", None)],
+     (0, 0x80000000, "float32", None), (0x7FC0, 0x3F80, "bfloat16", None), (5, 3, "int64", None)],
 )  # fmt: skip
 def test_steps_on_the_grid(a: int, b: int, dtype: str, steps: int | None) -> None:
     """Neighbours are one step apart, also past the largest number; signs and NaN have none."""

@@ -1,7 +1,5 @@
 """What bisect does for somebody's program, as far as no run is needed."""
 
-import copy
-import dataclasses
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,66 +8,55 @@ import pytest
 
 from harness.bisect.commits import Checkout, at_commit
 from harness.bisect.differences import LegChanges
-from harness.bisect.repro import read_back, scenario_texts, script_text
+from harness.bisect.repro import read_back, scenarios, script_text
 from harness.program.spec import codes_of
-from harness.records import (
-    CaseSpec,
-    RunSpec,
-)
+from harness.records import RunSpec
+from tests.unit.harness.bisect.made_up_asker import case_of
 
 
-def spec_of(folder: Path, *, ranks: int = 2, **parts: dict[str, Any]) -> RunSpec:
-    """A run of `train.py` in a folder."""
+def spec_of(folder: Path, **parts: Any) -> RunSpec:
+    """A run of `train.py` in a folder; `stress` is a part of its configuration."""
+    stress = {"stress": parts.pop("stress")} if "stress" in parts else {}
     program = {
         "kind": "script", "target": str(folder / "train.py"), "folder": str(folder),
         "args": {}, "env": {}, "packages": {}, "record": "auto", "determinism": "", "every": 1,
         "smaller": {"steps": "args.steps"}, **parts,
     }  # fmt: skip
-    config = copy.deepcopy({"program": program, "steps": 6, "taps": []})
-    return RunSpec(config=config, device="cpu", world_size=ranks, timeout_s=60.0)
+    config = {"program": program, "steps": 6, "taps": [], **stress}
+    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0)
 
 
-OTHER: dict[str, Any] = {
-    "args": {"steps": 8, "model.dim": 8, "new": True}, "env": {"B": "2"},
-    "packages": {"toy": "1.10"}, "determinism": "enforce",
-}  # fmt: skip
+def same_runs(reference: RunSpec, candidate: RunSpec, folder: Path) -> None:
+    """The scenario of two runs, read back, makes runs of equal keys: they are not made again."""
+    case = case_of(reference, candidate)
+    for text in scenarios(case, reference, candidate, story="w", folder=folder):
+        found = read_back(text, "cpu", folder)
+        assert (found.reference.key, found.candidate.key) == (reference.key, candidate.key)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-@pytest.mark.parametrize("name", ["stress", "determinism", "every"])
-def test_settings_of_one_run_alone_come_and_go(tmp_path: Path, whose: int, name: str) -> None:
+@pytest.mark.parametrize(
+    "setting", [{"stress": ["poison"]}, {"determinism": "enforce"}, {"every": 2}], ids=str
+)
+def test_settings_of_one_run_alone_come_and_go(
+    tmp_path: Path, whose: int, setting: dict[str, Any]
+) -> None:
     """Taken away they are not there, as in a run whose scenario says nothing; so in a scenario."""
     (tmp_path / "train.py").write_text("")
-    specs = [spec_of(tmp_path), spec_of(tmp_path)]
-    config = specs[whose].config
-    holder = config if name == "stress" else config["program"]
-    holder[name] = {"stress": ["poison"], "determinism": "enforce", "every": 2}[name]
+    specs = [spec_of(tmp_path, **(setting if number == whose else {})) for number in (0, 1)]
     legs = LegChanges(*specs)
     assert [legs.run_with(names).key for names in ((), legs.names)] == [s.key for s in specs]
-    (text,) = scenario_texts(case_of(*specs), *specs, name="n", why="w", folder=tmp_path)
-    found = read_back(text, "cpu", tmp_path)
-    assert [found.reference.key, found.candidate.key] == [spec.key for spec in specs]
+    same_runs(specs[0], specs[1], tmp_path)
 
 
 def test_the_scenario_is_the_same_two_runs(tmp_path: Path) -> None:
-    """Read back from another folder, it makes runs of equal keys, so they are not made again."""
+    """Also from another folder, and where a text looks like a number."""
     (tmp_path / "train.py").write_text("")
-    reference, candidate = spec_of(tmp_path, **OTHER), spec_of(tmp_path, **OTHER)
-    candidate.config["program"]["args"]["old"] = "1e-3"
-    case = case_of(reference, candidate)
-    folder = tmp_path / "scenarios" / "repro"
-    (text,) = scenario_texts(case, reference, candidate, name="n", why="w", folder=folder)
-    found = read_back(text, "cpu", folder)
-    assert (found.reference.key, found.candidate.key) == (reference.key, candidate.key)
-
-
-def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
-    """A case of two runs."""
-    return CaseSpec(
-        id="c", scenario="s", labels={}, reference=reference, candidate=candidate,
-        control=dataclasses.replace(reference, replica=1), expect="bitwise",
-        checks={"loss": {}, "state": {}},
-    )  # fmt: skip
+    parts: dict[str, Any] = {"env": {"B": "2"}, "packages": {"toy": "1.10"}}
+    args = {"steps": 8, "model.dim": 8, "new": True, "word": "yes", "rate": "1e-3"}
+    reference = spec_of(tmp_path, args=args, **parts)
+    candidate = spec_of(tmp_path, args=args | {"old": "1e-3"}, **parts)
+    same_runs(reference, candidate, tmp_path / "scenarios" / "repro")
 
 
 @pytest.mark.parametrize("story", ["plain", 'ends "in quotes"', '"""', "C:\\n \\"])
@@ -111,12 +98,9 @@ def test_arguments_that_name_files_of_the_repository_are_those_of_the_commit(
         "data": "../data.bin", "mode": "sub", "absolute": str(top / "plain.txt"),
         "outside": "../../outside.yaml", "lr": 0.1,
     }  # fmt: skip
-    checkout = Checkout(folder=there, repository=top, commit="c" * 40, attempt=0)
-    run = at_commit(spec_of(top, args=args), checkout, top)
+    run = at_commit(spec_of(top, args=args), Checkout(there, top, "c" * 40, 0), top)
     assert run.config["program"]["target"] == str(there / "train.py")
     assert run.config["program"]["args"] == args | {
-        "config": str(there / "configs" / "small.yaml"),
-        "up": str(there / "plain.txt"),
-        "all": [str(there / "configs" / "sub"), "word", 3],
-        "absolute": str(there / "plain.txt"),
-    }
+        "config": str(there / "configs" / "small.yaml"), "up": str(there / "plain.txt"),
+        "all": [str(there / "configs" / "sub"), "word", 3], "absolute": str(there / "plain.txt"),
+    }  # fmt: skip

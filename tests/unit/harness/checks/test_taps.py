@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.bisect.aligned import Legs
+from harness.bisect.divergence import Legs
 from harness.checks.taps import in_program_order, shared_rows
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
 from tests.unit.harness.bisect.small_model import run_of, tapped
