@@ -26,7 +26,7 @@ from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE
 from harness.faults.fault import Fault, Setup
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec
 from harness.scenario.matrix import Device, expand
 from harness.scenario.schema import decode_scenario
 
@@ -102,7 +102,8 @@ def _plant_of(fault: Fault) -> dict[str, Any]:
     setup = fault.setup
     given = {"step": setup.step, "rank": "last" if setup.rank < 0 else setup.rank,
              "tensor": setup.tensor}  # fmt: skip
-    plant = {key: value for key, value in given.items() if key in fault.takes and value != ""}
+    takes: tuple[str, ...] = fault.takes
+    plant = {key: value for key, value in given.items() if key in takes and value != ""}
     legs = {} if setup.legs == ("candidate",) else {"legs": setup.legs}
     return {"fault": fault.name, **plant, **legs}
 
@@ -170,7 +171,7 @@ def fault_case(fault: Fault, variant: Variant, device: Device, *, taps: bool = T
     )
 
 
-def _reference(settings: Mapping[str, Any], device: Device) -> dict[str, RunSpec]:
+def _reference(settings: Mapping[str, Any], device: Device) -> dict[str, Any]:
     """Eager runs of `settings`, which candidates of one setting share.
 
     Stressors and the ledger decide no bits.

@@ -44,7 +44,7 @@ def localised(
     )
     if named and on_rank and step in (None, found.step):
         return "exactly"
-    if None not in (step, found.step) and found.step not in (step, step + 1):
+    if step is not None and found.step is not None and found.step not in (step, step + 1):
         return "no"
     if pointer.module or pointer.tensor:
         due = _PART.search(f"{pointer.module} {pointer.tensor}")

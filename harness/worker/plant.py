@@ -150,6 +150,7 @@ def values_at(trainer: Any, path: str) -> list[Any]:
     Raises:
         NotHere: there is nothing.
     """
+    value: Any
     module, colon, rest = path.partition(":")
     root, bracket, named = path.partition("[")
     if colon:
@@ -417,9 +418,11 @@ def _config(config: TrainConfig, key: str, word: str) -> TrainConfig:
         "only_the_first": lambda: config.graph[:1],
     }
     value = known[word]() if word in known else json.loads(word)
-    changed = copy.copy(getattr(config, outer) if outer else config)
+    changed: Any = copy.copy(getattr(config, outer) if outer else config)
     vars(changed)[last] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(config, **{outer: changed}) if outer else cast("Any", changed)
+    whole: Any = {outer: changed}
+    found: TrainConfig = dataclasses.replace(config, **whole) if outer else changed
+    return found
 
 
 # ---- a rank's faults

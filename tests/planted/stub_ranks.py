@@ -137,8 +137,9 @@ Behaviour = Callable[[Stub], int | None]
 """What a rank does in the middle of its steps; the code that it exits with, None to go on."""
 
 
-def _kill(number: int) -> None:
+def _kill(number: int) -> int | None:
     os.kill(os.getpid(), number)
+    return None
 
 
 def hang(stub: Stub) -> int:

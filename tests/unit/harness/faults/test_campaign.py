@@ -121,9 +121,8 @@ def test_what_cannot_be_planted_is_not_counted_but_a_broken_entry_is() -> None:
 
 
 def matrix(device: str, *rows: Row, clean: str = "", **more: Any) -> Matrix:
-    return Matrix(
-        device=device, rows=rows, clean=tuple(clean), **{"skipped": 0, "alarms": ()} | more
-    )
+    more = {"skipped": 0, "alarms": ()} | more
+    return Matrix(device=device, rows=rows, clean=tuple(clean), **more)
 
 
 def test_rates_count_what_ran() -> None:

@@ -18,6 +18,7 @@ from harness.campaign.cases import (
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Pointer, Setup, read_table
 from harness.records import WHATS
+from harness.scenario.matrix import Device
 from harness.scenario.schema import decode_scenario
 from harness.store import LEGS
 
@@ -77,7 +78,7 @@ def test_every_entry_is_whole_and_has_legal_cases_that_plant_it() -> None:
         if fault.counterpart:
             other = CATALOGUE[fault.counterpart]
             assert (other.takes, other.counterpart) == (fault.takes, "")
-        device = "cpu" if "cpu" in fault.devices else "cuda"
+        device: Device = "cpu" if "cpu" in fault.devices else "cuda"
         for variant in variants(fault, device):
             case = fault_case(fault, variant, device)
             ids.append(case.id)
