@@ -121,7 +121,7 @@ def test_what_cannot_be_planted_is_not_counted_but_a_broken_entry_is() -> None:
 
 
 def matrix(device: str, *rows: Row, clean: str = "", **more: Any) -> Matrix:
-    more = {"skipped": 0, "alarms": ()} | more
+    more = dict[str, Any](skipped=0, alarms=()) | more
     return Matrix(device=device, rows=rows, clean=tuple(clean), **more)
 
 
