@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutations.catalogue import MUTATIONS, Mutation
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("harness", "fsdp_core", "reports", "tests", "scenarios", "benchmarks", "pyproject.toml")

@@ -3,44 +3,11 @@
 Each is one exact replacement in one file, with the test files that must see it.
 """
 
-from dataclasses import dataclass
-
-ROOM = "tests/unit/harness/"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One slip.
-
-    Attributes:
-        name: unique, for `-k` and the table.
-        file: from the repository's root.
-        old: occurs in it exactly once.
-        new: in its place.
-        tests: files that are to see it, from the repository's root.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-def _of(
-    file: str, tests: str, *slips: tuple[str, str, str] | tuple[str, str, str, str]
-) -> list[Mutation]:
-    """Mutations of a file: name, old, new, and test files where they are not `tests`."""
-    found = []
-    for name, old, new, *own in slips:
-        names = own[0] if own else tests
-        paths = tuple(f"{ROOM}{test}.py" for test in names.split())
-        found.append(Mutation(name, f"harness/{file}", old, new, paths))
-    return found
-
+from tests.mutations.mutation import slips_of
+from tests.mutations.running import RUNNING
 
 MUTATIONS = [
-    *_of(
+    *slips_of(
         "checks/evidence.py",
         "checks/test_bits checks/test_judge",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
@@ -69,7 +36,7 @@ MUTATIONS = [
             "table[record.step, rank.rank] = record",
         ),
     ),
-    *_of(
+    *slips_of(
         "checks/exact.py",
         "checks/test_bits checks/test_judge",
         (
@@ -80,7 +47,7 @@ MUTATIONS = [
         ("norm_only_if_finite", "if record.grad_norm is not None:",
          "if record.grad_norm is not None and record.grad_norm.finite:"),
     ),
-    *_of(
+    *slips_of(
         "checks/within.py",
         "checks/test_bits checks/test_judge",
         ("values_in_place_of_bits", "b is not None and a.bits == b.bits",
@@ -97,7 +64,7 @@ MUTATIONS = [
         ("norm_before_loss", 'return (step, name == "grad_norm", name != "loss",',
          'return (step, name != "grad_norm", name != "loss",'),
     ),
-    *_of(
+    *slips_of(
         "checks/exact.py",
         "checks/test_bits checks/test_judge",
         ("only_weights_compared", "if ours[key].digests != theirs[key].digests]",
@@ -117,7 +84,7 @@ MUTATIONS = [
         ("first_state_is_last", "    step = differing[0][0]\n", "    step = differing[-1][0]\n"),
         ("group_order_ignored", "at = (index, order.get(", "at = (0, order.get("),
     ),
-    *_of(
+    *slips_of(
         "checks/judge.py",
         "checks/test_judge",
         ("control_loss_with_itself", "[loss(run, repeat), exact.", "[loss(run, run), exact."),
@@ -158,7 +125,7 @@ MUTATIONS = [
         ("control_of_other_world_size", "(ref.device, ref.world_size) != (control.device, control",
          "(ref.device, ref.world_size) != (control.device, ref"),
     ),
-    *_of(
+    *slips_of(
         "checks/__init__.py",
         "checks/test_bits checks/test_judge",
         ("any_option_is_legal", "if not found.options[option].accepts(value):", "if False:"),
@@ -167,7 +134,7 @@ MUTATIONS = [
         ("claims_come_first", "(CHECKS[n].is_claim, not", "(not CHECKS[n].is_claim, not"),
         ("formula_for_any_option", 'return self.kind == "bytes"', "return True"),
     ),
-    *_of(
+    *slips_of(
         "checks/exact.py",
         "checks/test_bits checks/test_judge",
         ("finite_within_a_tolerance", 'gradient norm and tensors", always="case")',
@@ -175,7 +142,7 @@ MUTATIONS = [
         ("state_may_be_left_out", "compares=True, is_exact=True, always=\"case\",",
          "compares=True, is_exact=True,"),
     ),
-    *_of(
+    *slips_of(
         "checks/confirmation.py",
         "runner/test_confirmation",
         ("any_second_difference_is_the_first", "place is not None and place == before.difference",
@@ -187,7 +154,7 @@ MUTATIONS = [
         ("repeats_of_any_end", "for name in _GATES:", "for name in _GATES[:1]:"),
         ("ends_are_confirmed", 'return not verdict.check.startswith("records:")', "return True"),
     ),
-    *_of(
+    *slips_of(
         "checks/complete.py",
         "checks/test_complete checks/test_bits checks/test_judge",
         ("steps_as_sets", "len(seen) == steps and seen == list(range(steps))",
@@ -225,7 +192,7 @@ MUTATIONS = [
          "_need(not (outcome.undecided and outcome.what), ",
          "checks/test_judge"),
     ),
-    *_of(
+    *slips_of(
         "checks/complete.py",
         "checks/test_complete",
         ("one_replay_is_enough", "if use.replays != due.replays:", "if not use.replays:"),
@@ -241,14 +208,14 @@ MUTATIONS = [
         ("microbatches_not_owed", "_layers_of(run, rank), number * run.microbatches",
          "_layers_of(run, rank), number"),
     ),
-    *_of(
+    *slips_of(
         "checks/complete.py",
         "checks/test_complete",
         ("one_rank_replayed", "        if number < least:",
          "        if max(replays.values()) < least:"),
         ("activations_are_no_finding", '    "static_activation": ', '    "static": '),
     ),
-    *_of(
+    *slips_of(
         "checks/exact.py",
         "checks/test_bits checks/test_judge",
         ("finite_without_optimizer", "(*DIGEST_GROUPS, *sorted(record.nonfinite))",
@@ -263,7 +230,7 @@ MUTATIONS = [
          "theirs = step_table(reference), step_table(candidate)\n    if not theirs:",
          "theirs = step_table(reference), step_table(reference)\n    if not theirs:"),
     ),
-    *_of(
+    *slips_of(
         "checks/taps.py",
         "checks/test_taps",
         ("last_step_is_first", "max(pairs, default=(0, 0))[0]",
@@ -277,7 +244,7 @@ MUTATIONS = [
         ("nothing_equal_passes", "if blind is None and not equal:",
          "if blind is None and equal is None:"),
     ),
-    *_of(
+    *slips_of(
         "checks/taps.py",
         "checks/test_taps",
         ("taps_of_one_run_ignored", "return (ours.digest, bool(ours.place)) !=",
@@ -288,7 +255,7 @@ MUTATIONS = [
          "first <= int(layer) <= last + 1"),
         ("backward_in_forward_order", "-call.stage if is_backward else call.stage)", "call.stage)"),
     ),
-    *_of(
+    *slips_of(
         "checks/evidence.py",
         "checks/test_judge",
         ("first_equal_rank_is_enough", "if not leaves:\n            continue",
@@ -298,7 +265,7 @@ MUTATIONS = [
         ("events_ignored", "if event.name == ENVIRONMENT:\n            known", "if event.name == "
          '"":\n            known', "checks/test_judge"),
     ),
-    *_of(
+    *slips_of(
         "checks/speed.py",
         "checks/test_speed",
         ("one_repeat_is_enough", "in enumerate(repeats):\n        if find_flaw(run) is not None:",
@@ -310,7 +277,7 @@ MUTATIONS = [
         ("repeats_in_any_environment", 'if same.outcome != "passed":',
          'if same.outcome == "failed":'),
     ),
-    *_of(
+    *slips_of(
         "checks/soak.py",
         "checks/test_memory",
         ("replays_of_best_rank", "= min(replays, default=0)", "= max(replays, default=0)"),
@@ -323,14 +290,14 @@ MUTATIONS = [
         ("jumps_are_leaks", "kept = [each if each <= most else usual for",
          "kept = [each for"),
     ),
-    *_of(
+    *slips_of(
         "checks/complete.py",
         "checks/test_memory checks/test_complete",
         ("soak_of_rank_0_only", "in rank_table(run).items():\n        said = [",
          "in list(rank_table(run).items())[:1]:\n        said = ["),
         ("least_steps_of_a_rank", "max([steps, *(rank.end.steps", "min([steps, *(rank.end.steps"),
     ),
-    *_of(
+    *slips_of(
         "checks/memory.py",
         "checks/test_memory",
         ("best_rank_decides", "worst = max(measured, key=", "worst = min(measured, key="),
@@ -340,7 +307,7 @@ MUTATIONS = [
         ("peak_of_steps_only", "records.end.peak_bytes if records.end is not None else 0",
          "records.end.rank if records.end is not None else 0"),
     ),
-    *_of(
+    *slips_of(
         "checks/within.py",
         "checks/test_bits",
         ("missing_value_is_0", "return math.nan if value is None or",
@@ -352,7 +319,7 @@ MUTATIONS = [
         ("largest_gap_decides_nothing", "if not gap[0] <= 1]", "if gap[0] > 2]"),
         ("values_of_reference_only", "for at in left | right if", "for at in left if"),
     ),
-    *_of(
+    *slips_of(
         "tolerance.py",
         "checks/test_bits",
         ("gap_without_abs", "gap = abs(candidate - reference)", "gap = candidate - reference"),
@@ -361,7 +328,7 @@ MUTATIONS = [
         ("signed_reference", "self.rtol * abs(reference)", "self.rtol * reference"),
         ("nothing_allowed_allows_all", "(math.inf if gap else 0.0)", "0.0"),
     ),
-    *_of(
+    *slips_of(
         "checks/within.py",
         "checks/test_bits",
         ("samples_by_number", "if [run.spec.key for run in runs.samples] != due or",
@@ -378,7 +345,7 @@ MUTATIONS = [
         ("nan_in_units_of_a_bound", "if not math.isfinite(gap):\n            return math.inf",
          "if not math.isfinite(gap):\n            return 0.0"),
     ),
-    *_of(
+    *slips_of(
         "checks/speed.py",
         "checks/test_speed",
         ("interval_one_pair_narrower", "    place, below = 0, 1\n", "    place, below = 1, 1\n"),
@@ -391,7 +358,7 @@ MUTATIONS = [
          "if ours != theirs or not ours:"),
         ("noise_decides", "clear = width if width / 2 > limit else 0.0", "clear = 0.0"),
     ),
-    *_of(
+    *slips_of(
         "checks/memory.py",
         "checks/test_memory",
         ("no_limit_passes", "    if not answers:\n", "    if answers is None:\n"),
@@ -403,14 +370,14 @@ MUTATIONS = [
         ("limit_error_swallowed", "answers.append(error(PEAK, \"not_run\", str(wrong)))",
          "answers.append(passed(PEAK, str(wrong)))"),
     ),
-    *_of(
+    *slips_of(
         "checks/exact.py",
         "checks/test_bits",
         ("same_data_of_the_targets", "step.digests[SAMPLES][:DIGEST_HEX_CHARS]",
          "str(rank) + step.digests[SAMPLES][:DIGEST_HEX_CHARS]"),
         ("tensors_without_the_last", "// DIGEST_HEX_CHARS + 1):", "// DIGEST_HEX_CHARS - 1):"),
     ),
-    *_of(
+    *slips_of(
         "checks/judge.py",
         "checks/test_judge checks/test_memory checks/test_judge",
         ("turns_never_missed", "missed_turns(candidate) if", "missed_turns(reference) if"),
@@ -418,14 +385,14 @@ MUTATIONS = [
         ("machine_is_never_at_fault", "failure = failure_of_machine(run, flaw)",
          "failure = \"\"", "checks/test_judge runner/test_attempts"),
     ),
-    *_of(
+    *slips_of(
         "checks/taps.py",
         "checks/test_taps",
         ("rows_of_rank_0_only", "if any(row.differs for row in rows):",
          "if any(row.differs for row in rows) and not key[1]:"),
         ("folded_rows_come_first", "is_last = call.is_folded and not", "is_last = False and not"),
     ),
-    *_of(
+    *slips_of(
         "store/streams.py",
         "store/test_streams",
         ("line_that_does_not_decode_swallowed",
@@ -445,7 +412,7 @@ MUTATIONS = [
          "problems[MAX_PROBLEMS:] = [f\"line 0: {more} more problems\"]",
          "del problems[MAX_PROBLEMS:]"),
     ),
-    *_of(
+    *slips_of(
         "store/files.py",
         "store/test_folder store/test_verify store/test_damaged_folders",
         ("object_without_checksum", 'raise RecordError(f"{path.name}: {GONE}")', "pass"),
@@ -453,7 +420,7 @@ MUTATIONS = [
         ("checksums_of_others_gone", "if not isinstance(files, dict):",
          "if files is None:\n        files = {}\n    if not isinstance(files, dict):"),
     ),
-    *_of(
+    *slips_of(
         "store/folder.py",
         "store/test_folder store/test_verify store/test_damaged_folders",
         ("checksum_not_compared", "if checksum_of(folder / name) != expected:",
@@ -481,12 +448,12 @@ MUTATIONS = [
          "state.append((path.name, about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns))",
          "state.append((path.name,))"),
     ),
-    *_of(
+    *slips_of(
         "store/verify.py",
         "store/test_verify store/test_damaged_folders",
         ("damaged_pass_stands", 'TRUSTING = ("passed", "skipped")', 'TRUSTING = ("skipped",)'),
     ),
-    *_of(
+    *slips_of(
         "scenario/matrix.py",
         "scenario/test_matrix scenario/test_schema scenario/test_malformed",
         ("reference_is_a_case", "[c for c in axis.choices if c is not reference]",
@@ -504,7 +471,7 @@ MUTATIONS = [
         ("other_number_of_steps", 'for what, (mine, theirs) in due.items():',
          'for what, (mine, theirs) in list(due.items())[:1]:'),
     ),
-    *_of(
+    *slips_of(
         "scenario/schema.py",
         "scenario/test_schema scenario/test_malformed",
         ("setting_twice", "if (other := owners.setdefault(leaf, owner)) != owner:",
@@ -513,7 +480,7 @@ MUTATIONS = [
          "if leaf not in owners:"),
         ("no_check_of_bits", "if not set(entries) & set(evidence):", "if not entries:"),
     ),
-    *_of(
+    *slips_of(
         "scenario/yaml_source.py",
         "scenario/test_schema scenario/test_malformed",
         ("key_twice", "            if name in keys:", "            if name in ():"),
@@ -521,7 +488,7 @@ MUTATIONS = [
         ("bool_is_an_integer", "if isinstance(value, bool) or not isinstance(value, int):",
          "if not isinstance(value, int):"),
     ),
-    *_of(
+    *slips_of(
         "provenance.py",
         "test_provenance",
         ("flags_of_the_cpu_count_for_nothing", "sha256(features.encode())", "sha256(bytes())"),
@@ -529,7 +496,7 @@ MUTATIONS = [
         ("variables_are_no_fact", "for name, v in stored.items() if _decides(str(name))}",
          "for name, v in stored.items() if not name}"),
     ),
-    *_of(
+    *slips_of(
         "masking.py",
         "test_masking",
         ("pem_masked_line_by_line", "is_open = begin >= 0 and", "is_open = False and"),
@@ -537,212 +504,5 @@ MUTATIONS = [
          'self._masker.parted(data, data.rfind(b" ", 0, room) + 1 or room) or room',
          'data.rfind(b" ", 0, room) + 1 or room'),
     ),
-    *_of(
-        "worker/observe.py",
-        "worker/test_observe",
-        ("norm_is_loss", "grad_norm=bits[num_losses + 1],", "grad_norm=bits[num_losses],"),
-        ("microbatches_off_by_one", "tuple(bits[:num_losses])", "tuple(bits[1 : num_losses + 1])"),
-        ("one_nan_is_none", "zip(names, counts, strict=True) if count)",
-         "zip(names, counts, strict=True) if count > 1)"),
-        ("generator_by_its_seed", "hashed(state.numpy().tobytes())",
-         "hashed(state.numpy().tobytes()[:8])"),
-        ("ring_from_its_end", "self._ring[: len(self._pending)].cpu()",
-         "self._ring[-len(self._pending) :].cpu()"),
-        ("ring_off_by_one", "self._ring[len(self._pending)].copy_",
-         "self._ring[len(self._pending) - 1].copy_"),
-        ("rest_of_ring_not_written", "        if not self._pending:",
-         "        if len(self._pending) < len(self._ring):"),
-        ("place_of_taps_left_out", "[*range(NUM_LANES), PLACE_COLUMN]",
-         "[*range(NUM_LANES), NUM_LANES - 1]", "worker/test_observe worker/test_main"),
-    ),
-    *_of(
-        "recorder/observer.py",
-        "recorder/test_steps recorder/test_state recorder/test_seeds",
-        ("initial_state_if_due", "return step.index < 0 or step.index % self.every == 0",
-         "return step.index % self.every == 0"),
-        ("idle_optimizer_counts_as_seen", "if id(each) in step.places]", "]"),
-        ("learning_rate_ignored", "[(list(numbers), digests)]", "[]"),
-        ("generators_never_seeded", "[hashed(states[name]) if name in self.seeded else UNSEEDED",
-         "[UNSEEDED"),
-        ("cpu_generator_unseeded", 'self.seeded = {"cpu", "cuda"}', 'self.seeded = {"cuda"}'),
-        ("buffers_left_out", '{"buffers": self.names.buffers(),', '{"buffers": [],'),
-        ("own_groups_left_out", "        named |= {group: gather() for group, gather in self.own"
-         ".items()}\n", ""),
-        ("told_losses_ignored", "return self.told or self.losses",
-         "return self.losses or self.told", "recorder/test_steps"),
-        ("copy_is_the_tensor", "return tensor.clone()", "return tensor",
-         "recorder/test_steps"),
-        ("double_loss_as_float", "is_wide = value.dtype == torch.float64 or not value"
-         ".is_floating_point()", "is_wide = False", "recorder/test_steps"),
-        ("loss_is_first_microbatch", "if len(losses) < 2:", "if losses:", "recorder/test_steps"),
-        ("hook_failure_swallowed", "            self.session.broken(error)\n",
-         "            del error\n", "recorder/test_session"),
-        ("nonfinite_not_written", "if bad := [name for name, (_, flag) in found.items() if flag]:",
-         "if bad := [name for name, (_, flag) in found.items() if flag > 1]:"),
-        ("only_first_optimizer", "for optimizer, params in self._each_once(optimizers):\n"
-         "            number", "for optimizer, params in list(self._each_once(optimizers))[:1]:\n"
-         "            number"),
-        ("every_optimizer_in_one_section", "return self.places.setdefault(id(optimizer), "
-         "len(self.places))", "return self.places.setdefault(id(optimizer), 0)"),
-    ),
-    *_of(
-        "recorder/state.py",
-        "recorder/test_state recorder/test_seeds",
-        ("numbers_rounded", "repr(value).encode()", 'f"{value:.5g}".encode()'),
-        ("learning_rate_is_all_numbers", 'if key != "params":', 'if key == "lr":'),
-        ("main_gradients_only", '"main_grad", "decoupled_grad")', '"main_grad")'),
-        ("complex_is_real", "torch.view_as_real(value.resolve_conj())",
-         "value.resolve_conj().real"),
-        ("scale_of_fp8_left_out", 'for part in ("_data", "_scale_inv")]',
-         'for part in ("_data",)]'),
-        ("values_of_sparse_left_out", '[("indices", value.indices()), ("values", value.values())]',
-         '[("indices", value.indices())]'),
-        ("numpy_by_position", "kind.encode() + keys.tobytes() + repr(rest).encode()",
-         "kind.encode() + repr(rest).encode()"),
-        ("state_of_lists_left_out", "elif isinstance(value, list | tuple | Mapping):",
-         "elif isinstance(value, Mapping):"),
-        ("frozen_left_out", "if id(param) not in seen and self.knows(param)",
-         "if id(param) in seen and self.knows(param)"),
-    ),
-    *_of(
-        "recorder/hooks.py",
-        "recorder/test_taps",
-        ("order_of_tensors_lost", "(rows * weights).sum(0,", "rows.sum(0,"),
-        ("first_tensor_of_many", "OUTPUT), _tensors(result))", "OUTPUT), _tensors(result)[:1])"),
-        ("calls_numbered_over_steps", "self._step, self._calls = step, {}", "self._step = step"),
-        ("output_is_all_kinds", ", parts[2] or OUTPUT", ", OUTPUT"),
-    ),
-    *_of(
-        "recorder/session.py",
-        "recorder/test_session",
-        ("failure_at_the_end_swallowed", "            self.broken(error)\n            return\n",
-         "            facts = {}\n"),
-        ("broken_recorder_goes_on", '**about)\n        self.is_over = True', '**about)'),
-        ("oom_is_a_crash", 'if "out_of_memory" in meant or isinstance(error, MemoryError):',
-         "if isinstance(error, MemoryError):"),
-        ("errors_not_recorded", "if not self.is_mine or isinstance(error, SystemExit):",
-         "if not self.is_mine or isinstance(error, Exception):"),
-        ("children_record", "return os.getpid() == self.pid and not", "return not"),
-    ),
-    *_of(
-        "recorder/hooks.py",
-        "recorder/test_steps recorder/test_seeds",
-        ("first_root_only", "else tuple(tensors):", "else tuple(tensors)[:1]:",
-         "recorder/test_steps"),
-        ("seed_is_not_seen", "observer.seeded.add(kind)", "observer.seeded.discard(kind)"),
-        ("checkpoint_counts_as_microbatch", "depth[0] += 1", "depth[0] += 0"),
-    ),
-    *_of(
-        "recorder/hooks.py",
-        "recorder/test_seeds",
-        ("ranks_round_alike", "seed * RANKS + rank", "seed * RANKS"),
-    ),
-    *_of(
-        "recorder/graphs.py",
-        "recorder/test_graphs",
-        ("replays_not_counted", "info.replays += 1", "info.replays = 1"),
-    ),
-    *_of(
-        "worker/soak.py",
-        "worker/test_soak",
-        ("one_vote_is_enough", 'set(said) == {b"1"}', 'b"1" in said'),
-        ("turns_cut_short", "if self._done < soak.turn_steps * len(stressors):", "if False:"),
-    ),
-    *_of(
-        "worker/plant.py",
-        "worker/test_plant",
-        ("planted_in_every_step", 'if step == spec.step and "after" in acts:',
-         'if "after" in acts:'),
-        ("planted_on_every_rank", ".everywhere or rank == fault.rank % spec.world_size",
-         ".everywhere or True"),
-        ("first_line_is_remembered", "kept[:] = [line]", "kept[1:] = [line]"),
-        ("chance_of_each_rank", "if self._rank == 0:\n                # Not",
-         "if self._rank >= 0:\n                # Not"),
-    ),
-    *_of(
-        "worker/main.py",
-        "worker/test_main",
-        ("cause_is_not_asked", "return classify(cause) if cause is not None else", "return"),
-        ("victim_blames_nobody", "None if before is None else before.rank", "None"),
-    ),
-    *_of(
-        "worker/error_evidence.py",
-        "worker/test_error_evidence",
-        ("outermost_module", "reversed([*_frames(each)])", "_frames(each)"),
-        ("last_phase", "_PHASES[min(places)]", "_PHASES[max(places)]"),
-    ),
-    *_of(
-        "campaign/campaign.py",
-        "faults/test_campaign",
-        ("any_word_detects", " and verdict.what in fault.expects", ""),
-        ("not_planted_and_seen", '"step" in fault.takes and not each.acted', "False"),
-        ("last_case_is_shown", "(seen or failed or held[-1:])[0]",
-         "(seen or failed or held[-1:])[-1]"),
-        ("sections_lost", "sections |= {matrix.device", "sections = {matrix.device"),
-    ),
-    *_of(
-        "campaign/scoring.py",
-        "faults/test_campaign",
-        ("any_rank_is_exact", "if named and on_rank and", "if named and"),
-        ("late_is_near", "not in (step, step + 1)", "not in (step, step + 1, step + 2)"),
-    ),
-    *_of(
-        "runner/run.py",
-        "runner/test_run",
-        ("slots_wait_for_verdicts", "            if not exit_first:\n                self._fill()",
-         "            if False:\n                self._fill()"),
-        ("timed_run_is_not_alone", "            return  # it has the machine to itself",
-         "            pass  # it has the machine to itself"),
-        ("errors_are_final", ' or verdict.outcome == "error":', ":"),
-        ("failing_engine_goes_on", "    except BaseException:\n        engine.cancel()\n",
-         "    except BaseException:\n"),
-        ("difference_not_confirmed", "if self.confirm and confirmation.is_due(case, verdict):",
-         "if False:", "runner/test_confirmation"),
-        ("stored_pass_is_believed", "if verified(self.folder, case, verdict) != verdict:",
-         "if False:", "cli/test_cli"),
-    ),
-    *_of(
-        "runner/plan.py",
-        "runner/test_plan",
-        ("smallest_runs_first", "key=size, reverse=True", "key=size"),
-        ("heaviest_shard_grows", "lightest = min(", "lightest = max("),
-        ("shared_runs_in_two_shards", "            owner[other] = one\n", "            pass\n"),
-    ),
-    *_of(
-        "runner/estimates.py",
-        "runner/test_plan",
-        ("shards_by_this_machine", 'SHARDS_BY: Seconds = by_size(CORES, "cpu")',
-         "SHARDS_BY: Seconds = lambda spec: estimate_s(spec, num_cores())"),
-        ("one_expert_is_all", '"top_k": model["experts"]}', '"top_k": model["top_k"]}'),
-        ("a_hang_says_how_long", "{**failed, **ended}", "{**ended, **failed}"),
-    ),
-    *_of(
-        "runner/retries.py",
-        "runner/test_attempts",
-        ("one_retry_more", "if spent < limit else", "if spent <= limit else"),
-        ("every_kill_is_somebody_s", 'outcome.what == "killed" and outcome.from_outside',
-         'outcome.what == "killed"'),
-        ("pass_after_other_bits", 'for role in LEGS if verdict.outcome == "passed" else ():',
-         "for role in ():"),
-    ),
-    *_of(
-        "runner/launch.py",
-        "runner/test_attempts",
-        ("resumed_by_other_code", 'if not request.mixed and "code" in manifest:', "if False:"),
-        ("repeats_not_resumed", "repeats=open_repeats(folder, retries),", "",
-         "runner/test_confirmation"),
-    ),
-    *_of(
-        "cli/run.py",
-        "cli/test_cli",
-        ("missing_verdict_is_a_pass",
-         "if code == ExitCode.PASSED and len(done.verdicts) < done.num_cases:", "if False:"),
-    ),
-    *_of(
-        "cli/wrap.py",
-        "test_wrap",
-        ("nothing_recorded_is_a_success", "return code or missing", "return code"),
-        ("codes_of_ranks_lost", "exits[key.data] = code_of_zombie(pids[key.data])",
-         "exits[key.data] = 0"),
-    ),
+    *RUNNING,
 ]  # fmt: skip

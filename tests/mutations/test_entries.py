@@ -3,7 +3,8 @@
 import pytest
 
 from tests.mutations.__main__ import applied
-from tests.mutations.catalogue import MUTATIONS, Mutation
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.mutation import Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -60,9 +60,8 @@ def drawn_sets(seed: int) -> tuple[tuple[str, ...], ...]:
     """Three sets of changes at random, without those that hold another."""
     drawn = random.Random(seed)
     sets = [frozenset(drawn.sample(NAMES, drawn.randint(1, 3))) for _ in range(3)]
-    return tuple(
-        tuple(sorted(s)) for s in sorted(set(sets), key=sorted) if not any(o < s for o in sets)
-    )
+    least = [s for s in set(sets) if not any(other < s for other in sets)]
+    return tuple(sorted(tuple(sorted(s)) for s in least))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,12 @@ def filled(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "out" / "history.sqlite"
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: Patch) -> None:
+    """No cell is folded."""
+    monkeypatch.setenv("COLUMNS", "250")
+
+
 def said(capsys: Capsys, *args: str, code: int = 0) -> str:
     """What a command prints, all of it."""
     capsys.readouterr()

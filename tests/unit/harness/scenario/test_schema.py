@@ -297,7 +297,7 @@ def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> N
     assert (prepared.plan.slots, prepared.plan.jobs) == (2, 1)
     assert not prepared.plan.skipped
     assert prepare(Request(paths=(path,), device="cpu")).slurm is None
-    with pytest.raises(UsageError, match="these go to Slurm"):
+    with pytest.raises(UsageError, match="this one is in Slurm"):
         prepare(Request(paths=(path,), engine="slurm", ranks_per_gpu=2))
 
 
