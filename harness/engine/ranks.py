@@ -155,7 +155,11 @@ class Watch:
         """Take note that every rank left has written its end record, and has only to exit."""
         if self.phase is Phase.RUNNING and not self.leaving:
             self.leaving = True
-            self.deadline_s = min(self.deadline_s, now_s + self.limits.leave_s)
+            self._leave_until(now_s + self.limits.leave_s)
+
+    def _leave_until(self, deadline_s: float) -> None:
+        # The deadline so far may be that of a stall, which is moved only when it is reached.
+        self.deadline_s = min(self.started_s + self.timeout_s, deadline_s)
 
     def may_stall(self, now_s: float) -> bool:
         """Whether it must be looked at what ranks have recorded, before `advance`."""
@@ -181,7 +185,7 @@ class Watch:
             self.failed_s[rank] = now_s
         if self.phase is Phase.RUNNING:
             self.phase = Phase.GRACE
-            self.deadline_s = min(self.deadline_s, now_s + self.limits.grace_s)
+            self._leave_until(now_s + self.limits.grace_s)
 
     def advance(self, now_s: float) -> int | None:
         """Move on if the time is up; the signal to send to every running rank now, if any."""

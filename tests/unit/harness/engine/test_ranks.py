@@ -73,6 +73,13 @@ CLOCKS: dict[str, tuple[Watch, list[Act], dict[float, int | None], tuple[bool, b
         watch(stall_s=9.0), [lambda w: w.leaves(1.0), lambda w: w.leaves(4.0)],
         {5.9: None, 6.0: STACKS}, (False, False),
     ),
+    "only to exit, as a stall is due": (
+        watch(stall_s=4.0), [lambda w: w.leaves(3.9)], {8.8: None, 8.9: STACKS}, (False, False),
+    ),
+    "failed, as a stall is due": (
+        watch(stall_s=4.0), [lambda w: w.ended(0, 13, 3.9)], {6.8: None, 6.9: STACKS},
+        (False, False),
+    ),
     "told to stop": (watch(), [lambda w: w.stop(2.0)], {1.9: None, 2.0: STACKS}, (False, False)),
 }  # fmt: skip
 
