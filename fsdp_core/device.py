@@ -133,7 +133,7 @@ class StorageCounter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, tuple[_StorageRef, int]] = {}
-        self._kinds: dict[int, tuple[bool, bool, bool, Any]] = {}
+        self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
         self._lending = Lending()
         self.collectives: CollectiveWatcher | None = None
 
@@ -153,15 +153,12 @@ class StorageCounter(TorchDispatchMode):
             if is_fake(types):
                 return func(*args, **(kwargs or {}))
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
-        # This runs for every operator of every rank, so it looks at as little as it can: an
-        # operator is found by its id, as its hash is a function in Python.
-        kind = self._kinds.get(id(func))
+        # This runs for every operator of every rank, so it looks at as little as it can.
+        kind = self._kinds.get(func)
         if kind is None:
-            kind = not _passes_on(func), _resizes(func), is_collective(func), func
-            self._kinds[id(func)] = kind
-        makes, resizes, lends, _ = kind
-        if self._lending.held:
-            self._lending.let_go()
+            kind = self._kinds[func] = (not _passes_on(func), _resizes(func), is_collective(func))
+        makes, resizes, lends = kind
+        self._lending.let_go()
         if lends:
             if self.collectives is not None:
                 self.collectives.entering(func, args)

@@ -49,7 +49,7 @@ class Lending:
     """Runs collectives of CPU tensors on aliases, for a dispatch mode."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[Any, list[torch.Tensor]]] = []
+        self._held: list[tuple[Any, list[torch.Tensor]]] = []
         self._results: dict[int, _Result] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,8 +90,8 @@ class Lending:
 
     def let_go(self) -> None:
         """Drop what was lent to work that is complete."""
-        if self.held:
-            self.held = [each for each in self.held if not each[0].is_completed()]
+        if self._held:
+            self._held = [each for each in self._held if not each[0].is_completed()]
 
     def _hold(self, out: Any, originals: list[torch.Tensor], *, is_waited: bool) -> None:
         for leaf in tree_leaves(out):
@@ -103,7 +103,7 @@ class Lending:
                 # that is alone in its world is never said to be over, and nothing is sent.
                 work.wait()
             else:
-                self.held.append((work, originals))
+                self._held.append((work, originals))
 
     def _show(
         self,
