@@ -14,7 +14,7 @@ reduction: which rank brought it in is known from what each gave to the collecti
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fsdp_core.config.scopes import BEGINS_AT
@@ -32,7 +32,7 @@ from harness.checks.evidence import (
     with_same_copies,
 )
 from harness.checks.exact import quantities
-from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, Tapped, in_program_order, shared_rows
 from harness.faults.fault import Phase
 from harness.program.spec import capabilities_of
 from harness.records import (
@@ -54,7 +54,8 @@ REDUCTIONS, GATHERS = ("reduce_scatter", "allreduce", "all_reduce"), ("allgather
 SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row(Tapped):
     """One call of a tap on one rank: its digest in both runs, "" in one that did not make it."""
 
     rank: int
@@ -64,21 +65,6 @@ class Row(NamedTuple):
     microbatch: int | None
     reference: str
     candidate: str
-
-    @property
-    def name(self) -> str:
-        """`layers.0.attn:output[1]`."""
-        return f"{self.tap}[{self.number}]"
-
-    @property
-    def module(self) -> str:
-        """`layers.0.attn`."""
-        return self.tap.partition(":")[0]
-
-    @property
-    def kind(self) -> str:
-        """`output`."""
-        return self.tap.partition(":")[2]
 
     @property
     def differs(self) -> bool:

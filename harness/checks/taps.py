@@ -53,20 +53,11 @@ _BLIND = "the tap {} compares nothing: "
 _WITHOUT_CALLS = _BLIND + "it matches no module that either run called in training"
 
 
-@dataclass(frozen=True)
-class Call:
-    """One row of one rank: the `number`-th of its tap, as `layers.0.attn:output`.
-
-    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
-    `microbatch` is None of a row that stands for several calls.
-    """
+class Tapped:
+    """What went through a module: the `number`-th of a tap, as `layers.0.attn:output`."""
 
     tap: str
     number: int
-    stage: int
-    digest: str
-    place: str
-    microbatch: int | None
 
     @property
     def name(self) -> str:
@@ -82,6 +73,22 @@ class Call:
     def kind(self) -> str:
         """`output`."""
         return self.tap.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class Call(Tapped):
+    """One row of one rank.
+
+    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
+    `microbatch` is None of a row that stands for several calls.
+    """
+
+    tap: str
+    number: int
+    stage: int
+    digest: str
+    place: str
+    microbatch: int | None
 
     @property
     def is_folded(self) -> bool:
