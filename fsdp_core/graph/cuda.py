@@ -113,6 +113,7 @@ class CudaGraph:
                 generator.set_state(state)
         self.recording = recorder.recording
         self.recording.operations = []
+        let_go_of_gradients(self._device)
         memory.mark_own(self.recording)
         self.is_captured = True
         return result
@@ -127,6 +128,19 @@ class CudaGraph:
         """Destroy the graph; do so before its process groups are destroyed."""
         self._graph.reset()
         self.is_captured = False
+
+
+def let_go_of_gradients(device: Device) -> None:
+    """Wait until autograd's thread of a GPU holds none of the results that it has handed out.
+
+    `torch.autograd.grad` returns before that thread has dropped its own references. On a busy
+    machine a gradient that dies with the capture would still be found alive, and be watched.
+    """
+    # The thread takes its next task when it has dropped the last one; a view runs no kernel.
+    spot = torch.empty(1, device=device.torch_device, requires_grad=True)
+    with torch.enable_grad():
+        seen = spot.view(1)
+    torch.autograd.grad(seen, spot, torch.empty_like(seen))
 
 
 def end_refused(device: Device, pool: Any, generators: Sequence[torch.Generator]) -> None:
