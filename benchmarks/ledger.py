@@ -33,7 +33,7 @@ from fsdp_core import determinism
 from fsdp_core.config import ConfigError, FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
 from fsdp_core.graph.ledger import Ledger
-from fsdp_core.mesh import build_axes, init_ranks
+from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 
 SCOPES: tuple[tuple[str, ...], ...] = (

@@ -16,7 +16,7 @@ import torch
 from benchmarks.ranks import GIB, enter, run_ranks, settle
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.parallel.global_names import Stretch, Stretches, named_stretches
+from fsdp_core.parallel.param_sharding import Stretch, Stretches, named_stretches
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of a name that torch.compile and checkpoint_wrapper put in."""

@@ -10,7 +10,7 @@ numbers. What is loaded may have another number of ranks, another strategy, othe
 tensors are called by parameter names and hold true row offsets. `torch.distributed.checkpoint.load`
 reads the folders too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
-Modules of another library have the same names (`parallel.global_names`), and beside them states of
+Modules of another library have the same names (`param_sharding`), and beside them states of
 their own, such as scales of eight-bit numbers: who has none takes none, and who finds none keeps
 what it has and warns.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.around import Around, Plain
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 
 if TYPE_CHECKING:
     from fsdp_core.model.parts import Parts

@@ -27,11 +27,10 @@ from fsdp_core.model.moe.preprocess import Delivery, Plan
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.parallel.axes import Axes
-from fsdp_core.parallel.pipeline_split import split_layers
+from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.pipeline_schedule import split_layers
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
-from fsdp_core.parallel.tensor import ColumnLinear
-from fsdp_core.parallel.vocab import VocabEmbedding, vocab_cross_entropy
+from fsdp_core.parallel.tensor_parallel import ColumnLinear, VocabEmbedding, vocab_cross_entropy
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_core.model.packing import PackedBatch
-from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.context import ContextPlan, dense_plan, split
-from fsdp_core.parallel.tensor import SEQUENCE_DIM
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.tensor_parallel import SEQUENCE_DIM
 
 Weight = float | torch.Tensor
 

@@ -23,9 +23,9 @@ from fsdp_core.model.microbatch import Part
 from fsdp_core.model.norm import make_norm, make_replicated_linear
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.sdpa import causal_attention
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import chunk_of
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import chunk_of
+from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, enter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@
 from torch import nn
 
 from fsdp_core.model.backend import Backend
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.tensor import reduce_replicated_of
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
 
 
 def make_norm(backend: Backend, width: int, eps: float, tp: Axis, *, sees_part: bool) -> nn.Module:

@@ -2,7 +2,7 @@
 
 `fsdp_core.model.backend` chooses, `fsdp_core.model.decoder` puts parts together. A library may have
 norm and projection in one: its norm is then the identity, and its parameters still have the global
-names of torch's (`parallel.global_names`).
+names of torch's (`param_sharding`).
 """
 
 from typing import Any, Protocol
@@ -21,8 +21,8 @@ from fsdp_core.model.moe.fused import make_fused_experts
 from fsdp_core.model.moe.shared import SharedExperts
 from fsdp_core.model.norm import make_norm
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.parallel.axes import Axes, Axis
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, enter
 
 
 class Parts(Protocol):

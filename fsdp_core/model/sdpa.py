@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_core.parallel.attention_block import BlockKernel, Pair, Three, wide
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.gather_attention import gather_attention
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.ring import ring_attention
 
 WAYS = ("ring", "gather")

@@ -24,9 +24,9 @@ from fsdp_core.fsdp.clip import scale_to, total_norm
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.microbatch import num_averaged
-from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.cuts import named_cuts
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.param_sharding import named_cuts
 
 
 @dataclass(frozen=True, kw_only=True)

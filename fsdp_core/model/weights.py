@@ -1,7 +1,7 @@
 """Global weights: the same for every layout, drawn, cut, gathered and loaded by name.
 
     global name   that of the parameter in the model that is not cut, `layers.7.mlp.norm.weight`;
-                  what a library makes of it is translated (`parallel.global_names`)
+                  what a library makes of it is translated (`param_sharding`)
     draw          each global tensor from a generator of its own, seeded by (seed, global name)
     experts       [E, out, in]: each of the E matrices from its own, so a rank draws its own alone
 
@@ -18,10 +18,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import all_gather
-from fsdp_core.parallel.cuts import Cut, place, take
-from fsdp_core.parallel.global_names import Stretch, join_stretches, named_stretches
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.param_sharding import (
+    Cut,
+    Stretch,
+    join_stretches,
+    named_stretches,
+    place,
+    take,
+)
 
 _WRITES_RESIDUAL = ("wo", "down")
 """Modules that write to the residual stream, by the last part of their names."""

@@ -21,8 +21,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import Block, ContextPlan, Spans
+from fsdp_core.parallel.mesh import Axis
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 _OPS: Any = torch.ops._c10d_functional
 

@@ -22,8 +22,8 @@ from fsdp_core.parallel.attention_block import (
     pack_tensors,
     unpack_tensors,
 )
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import ContextPlan
+from fsdp_core.parallel.mesh import Axis
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -24,15 +24,24 @@ process, whatever pp and chunks are, with three exceptions:
   of one process seeds by layer and microbatch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.pipeline_p2p import (
+    Boundaries,
+    TensorSpec,
+    Transfers,
+    broadcast_from_last,
+    check_tensors,
+    compare_facts,
+    open_links,
+)
 from fsdp_core.parallel.pipeline_schedule import (
     Action,
     Exchange,
@@ -43,17 +52,38 @@ from fsdp_core.parallel.pipeline_schedule import (
     programs,
     slots_needed,
 )
-from fsdp_core.parallel.stage_sync import GradientSync, announce_backward
-from fsdp_core.parallel.stage_transfer import (
-    Boundaries,
-    TensorSpec,
-    Transfers,
-    broadcast_from_last,
-    check_tensors,
-    compare_facts,
-    open_links,
-)
 from fsdp_core.parallel.tied_weights import TiedWeights
+
+GradientSync = Literal["last", "every"]
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """What FSDP modules have, ours and torch's."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None: ...  # noqa: FBT001
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...  # noqa: FBT001
+
+
+def sharded_roots(stage: nn.Module) -> Iterator[Sharded]:
+    """The outermost sharded modules of a stage."""
+    if isinstance(stage, Sharded):
+        yield stage
+        return
+    for child in stage.children():
+        yield from sharded_roots(child)
+
+
+def announce_backward(stage: nn.Module, sync: GradientSync, *, is_last: bool) -> None:
+    """Tell a stage's sharded modules whether its next backward is the last before the optimizer.
+
+    With "last" only that one communicates gradients; until then they are kept at full size.
+    """
+    for module in sharded_roots(stage):
+        module.set_is_last_backward(is_last)
+        if sync == "last":
+            module.set_requires_gradient_sync(is_last)
+
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -25,8 +25,8 @@ from fsdp_core.parallel.attention_block import (
     pack_tensors,
     unpack_tensors,
 )
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import ContextPlan
+from fsdp_core.parallel.mesh import Axis
 
 
 class Hop:

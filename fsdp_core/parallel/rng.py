@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 
 class RandomStream:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.stage_transfer import swap
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.pipeline_p2p import swap
 
 
 class TiedWeights:

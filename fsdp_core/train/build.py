@@ -15,7 +15,7 @@ from fsdp_core.model.backend import Backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.sharding import Sharding, shard_stage
 from fsdp_core.model.weights import init_weights
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -17,7 +17,7 @@ from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
 from fsdp_core.graph.compiled import Compiler
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.parallel.axes import world_timeout
+from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train.banks import Capturing, DynamicGraphs
 from fsdp_core.train.build import roots

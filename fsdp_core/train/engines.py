@@ -32,7 +32,7 @@ from fsdp_core.model.backend import Backend, BackendMissing, prefer_cudnn_of_tor
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
 from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train.build import TORCH_DTYPES
 from fsdp_core.train.keeping import Keeping, Place
 from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss

@@ -20,9 +20,8 @@ from fsdp_core.device import Device
 from fsdp_core.layouts import groups
 from fsdp_core.model.microbatch import LocalTokens, Part, loss_weight, packed_part
 from fsdp_core.model.packing import Capacity, Document, PackedBatch, pack, padding_multiple
-from fsdp_core.parallel.axes import Axes
-from fsdp_core.parallel.context import dense_plan, split
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext, dense_plan, split
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline import Microbatch
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]

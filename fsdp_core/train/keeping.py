@@ -25,9 +25,9 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.graph.kept import Calls, Copies, Room
 from fsdp_core.graph.taps import Taps
-from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.context import split
-from fsdp_core.parallel.global_names import Stretch, named_stretches
+from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.param_sharding import Stretch, named_stretches
 from fsdp_core.train.outputs import Digests, StepOutputs
 
 

@@ -10,8 +10,8 @@ from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.kept import Copies
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.optim import AdamW
-from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.collectives import all_reduce
+from fsdp_core.parallel.mesh import Axes
 
 Named = tuple[list[str], list[torch.Tensor]]
 

@@ -23,9 +23,8 @@ from fsdp_core.allocations import Explanation
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.memory_trace import MemoryTrace
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.backend import make_backend
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train.build import TORCH_DTYPES, build_meta_stages, make_streams, roots
 from fsdp_core.train.memory import AtRest, at_rest, owned
 from fsdp_core.train.stressed import make_trainer

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 
 from fsdp_core.model.microbatch import Part
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axis
 
 Leaf = tuple[str, Any]
 

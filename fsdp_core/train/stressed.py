@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.stress.races import Named
 from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.engines import EngineTrainer

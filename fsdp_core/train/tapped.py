@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_core.config import ConfigError, TapPattern, TrainConfig, tap_pattern
 from fsdp_core.graph.taps import Tap, Taps
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 
 def open_taps(

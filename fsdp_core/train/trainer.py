@@ -33,11 +33,11 @@ from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.parallel.rng import RandomStream
-from fsdp_core.parallel.stage_transfer import TensorSpec
 from fsdp_core.train.build import (
     TORCH_DTYPES,
     build_stages,

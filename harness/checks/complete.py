@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.config.scopes import captured_layers, layers_with
-from fsdp_core.parallel.pipeline_split import split_layers
+from fsdp_core.parallel.pipeline_schedule import split_layers
 from harness.checks import Option, check
 from harness.checks.evidence import (
     Options,

@@ -5,7 +5,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_core.graph.segment import GraphedSegment
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.scope_programs import WARMUP, Scoped
 from tests.dist.train_layout_programs import DEVICE

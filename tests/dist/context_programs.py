@@ -18,8 +18,8 @@ from fsdp_core.model.packing import Capacity, Document, PackedBatch, Tail, pack,
 from fsdp_core.model.sdpa import causal_attention
 from fsdp_core.parallel import gather_attention, ring
 from fsdp_core.parallel.attention_block import Pair, unpack_tensors
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import ContextPlan, dense_plan
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import RESULTS, attention_with_bounds
 from tests.dist.parity_bounds import Bounded
 

@@ -26,9 +26,8 @@ from fsdp_core.model.packing import (
     padding_multiple,
 )
 from fsdp_core.model.sdpa import causal_attention
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.context import ContextPlan
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import ContextPlan, DynamicContext
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import attention_with_bounds
 from tests.dist.context_programs import CPU, SHAPES, world_axis
 from tests.dist.parity_bounds import Bounded, gamma

@@ -7,7 +7,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.keeping import Kept
 from harness.worker.plants import act_before_step

@@ -11,7 +11,7 @@ from fsdp_core.fsdp import fully_shard
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.dispatch import Groups
 from fsdp_core.model.moe.fused import FusedExperts, make_fused_experts
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 HIDDEN, FFN, EXPERTS, LAYERS = 6, 10, 3, 2
 COUNTS = (4, 0, 3)

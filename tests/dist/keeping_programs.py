@@ -8,7 +8,7 @@ import torch
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from fsdp_core.train.keeping import Kept
 

@@ -14,11 +14,11 @@ from fsdp_core import checkpoint
 from fsdp_core.config import model_from_preset
 from fsdp_core.device import Device
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.sharding import shard_stage
-from fsdp_core.parallel.cuts import Cut, named_cuts, take
+from fsdp_core.parallel.mesh import build_axes
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
 from tests.dist.parity_batches import Batch
 from tests.dist.parity_programs import (
     Layout,

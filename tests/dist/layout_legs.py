@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import FsdpConfig, ModelConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from harness.bisect.layouts import LayoutAnswer, Leg, compare_layouts, runs_to_compare
 from harness.recorder.rows import entry_of

@@ -19,7 +19,7 @@ from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.moe.shared import SharedExperts
-from fsdp_core.parallel.cuts import Cut, cut_of, place, take
+from fsdp_core.parallel.param_sharding import Cut, cut_of, place, take
 from tests.dist.moe_layouts import axis
 from tests.dist.moe_reference import draw
 

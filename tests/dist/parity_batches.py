@@ -14,7 +14,7 @@ import torch
 
 from fsdp_core.model.microbatch import LocalTokens, dense_part, packed_part
 from fsdp_core.model.packing import Capacity, Document, PackedBatch, pack, padding_multiple
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 PACKS = 8
 """Packs of a microbatch at context size 1: as many as there are ranks at most."""

@@ -29,8 +29,8 @@ from fsdp_core.model import decoder, gqa, microbatch, mla, norm, packing, sdpa, 
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel import context
-from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.context import ContextPlan, Spans
+from fsdp_core.parallel.mesh import Axes
 from tests.dist import parity_batches
 
 

@@ -3,11 +3,11 @@
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import make_stages
 from fsdp_core.model.sharding import clip_grads, shard_stage
 from fsdp_core.model.weights import gather_global, gather_global_grads, init_weights, load_global
+from fsdp_core.parallel.mesh import build_axes
 from tests.dist import parity_faults
 from tests.dist.parity_programs import (
     Layout,

@@ -26,18 +26,17 @@ from fsdp_core.determinism import make_deterministic, prepare_environment
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.layouts import groups
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.backend import TorchBackend, make_backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.model.moe.replay import RoutingTape
 from fsdp_core.model.sharding import Sharding, shard_stage
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
-from fsdp_core.parallel.axes import Axes, Axis
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axes, Axis, build_axes
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.rng import RandomStreams
-from fsdp_core.parallel.stage_transfer import TensorSpec
 from tests.dist import parity_faults
 from tests.dist.parity_batches import Batch, Share, rank_share, whole_share
 from tests.dist.parity_watch import Found, Key, Outcome, Watch, join, local_numbers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.parity_batches import Batch, Share
 
 Key = tuple[Any, ...]

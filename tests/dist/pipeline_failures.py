@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
+from fsdp_core.parallel.pipeline_p2p import Transfers
 from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer
-from fsdp_core.parallel.stage_transfer import Transfers
 from tests.dist.pipeline_features import caught
 from tests.dist.pipeline_models import Stage, batches
 from tests.dist.pipeline_programs import CPU, SPEC, make_stages

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
-from fsdp_core.parallel.stage_transfer import TensorSpec
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.tied_weights import TiedWeights
 from tests.dist.pipeline_models import (
     LAYERS,

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
-from fsdp_core.parallel.pipeline_split import split_layers
-from fsdp_core.parallel.stage_transfer import TensorSpec
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
+from fsdp_core.parallel.pipeline_schedule import split_layers
 from tests.dist import fsdp_sides
 from tests.dist.pipeline_models import (
     HIDDEN,

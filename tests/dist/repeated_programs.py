@@ -12,7 +12,7 @@ from fsdp_core.model.decoder import make_stages
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.model.weights import gather_global_grads, load_global
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
-from fsdp_core.parallel.stage_transfer import TensorSpec
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from tests.dist.parity_programs import (
     CPU,
     Layout,

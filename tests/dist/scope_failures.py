@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.scope_programs import STEPS, Scoped, act
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from fsdp_core.config import TrainConfig
-from fsdp_core.mesh import build_axes
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 from tests.dist.train_layout_programs import DEVICE, Run, bits
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.stressed import StressedTrainer
 from harness.worker.plants import act_before_step

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core import checkpoint
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.parallel.cuts import Cut, take
-from fsdp_core.parallel.global_names import consecutive, set_stretches
+from fsdp_core.parallel.param_sharding import Cut, consecutive, set_stretches, take
 from tests.dist.layout_checkpoint_programs import local
 
 WIDTH, INNER = 6, 8

@@ -7,9 +7,8 @@ from unittest import mock
 
 import torch
 
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.te import core
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, trainer
 from tests.dist import te_fp8_stand_in as stand_in
 from tests.dist.te_stand_in import DotProductAttention, StandIn

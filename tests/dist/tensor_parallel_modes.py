@@ -13,11 +13,17 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import cut_of
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import cut_of
 from fsdp_core.parallel.rng import RandomStreams
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter, reduce_replicated_of
-from fsdp_core.parallel.vocab import VocabEmbedding, vocab_cross_entropy
+from fsdp_core.parallel.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    enter,
+    reduce_replicated_of,
+    vocab_cross_entropy,
+)
 from tests.dist.tensor_parallel_programs import (
     BATCH,
     FFN,

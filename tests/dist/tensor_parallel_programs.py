@@ -14,12 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.parallel import tensor as tensor_module
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel import tensor_parallel as tensor_module
 from fsdp_core.parallel.collectives import gather_from, reduce_from, reduce_scatter_to
-from fsdp_core.parallel.cuts import Cut, cut_of, place, take
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter
-from fsdp_core.parallel.vocab import VocabEmbedding
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut, cut_of, place, take
+from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, enter
 from tests.dist.parity_bounds import Named, Roundings, product
 
 BATCH, TIME, HIDDEN, FFN, VOCAB = 2, 16, 24, 32, 40

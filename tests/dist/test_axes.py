@@ -13,9 +13,8 @@ from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.layouts import AXES, axis_rank, axis_size, group_of, groups
-from fsdp_core.mesh import build_axes, build_mesh
-from fsdp_core.parallel.axes import Axes, Axis
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axes, Axis, build_axes, build_mesh
 from tests.dist.rank_pool import RankPool
 
 LAYOUTS = {

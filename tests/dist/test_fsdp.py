@@ -15,11 +15,11 @@ from fsdp_core.config import STRATEGIES, ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.mesh import build_mesh
 from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import init_weights
+from fsdp_core.parallel.mesh import build_mesh
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool

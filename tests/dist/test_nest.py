@@ -13,7 +13,7 @@ from fsdp_core.config import STRATEGIES, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import Nest
 from fsdp_core.fsdp.placement import placements_of
-from fsdp_core.mesh import build_mesh
+from fsdp_core.parallel.mesh import build_mesh
 from tests.dist.rank_pool import RankPool
 
 TOTAL = 24

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.parallel import collectives
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.rank_pool import RankPool
 from tests.dist.tensor_parallel_programs import whole_axis
 

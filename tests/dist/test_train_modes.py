@@ -21,7 +21,7 @@ from fsdp_core.config import (
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.rank_pool import RankPool
 

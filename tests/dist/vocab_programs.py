@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_core.parallel import vocab
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel import tensor_parallel as vocab
 from fsdp_core.parallel.collectives import all_gather
-from fsdp_core.parallel.cuts import Cut, take
-from fsdp_core.parallel.vocab import IGNORED, VocabEmbedding, vocab_cross_entropy
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut, take
+from fsdp_core.parallel.tensor_parallel import IGNORED, VocabEmbedding, vocab_cross_entropy
 from tests.dist.tensor_parallel_programs import (
     BATCH,
     HIDDEN,

@@ -12,8 +12,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.mesh import build_axes
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 from tests.gpu.fsdp_on_gpus import device_here
 from tests.gpu.scopes_on_gpus import WARMUP, config_of, first_difference, look, train

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from tests.gpu.scopes_on_gpus import config_of, first_difference, train
 
 

@@ -11,9 +11,8 @@ from fsdp_core.device import Device
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.model.packing import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
 from fsdp_core.model.sdpa import FlashKernel, TorchKernel, kernel_for
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.context import ContextPlan, dense_plan
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import RESULTS, attention_with_bounds
 from tests.dist.context_programs import (
     Errors,

@@ -17,8 +17,7 @@ from fsdp_core.checkpoint import load, save
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, Overlap, fully_shard
-from fsdp_core.mesh import build_axes
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.moe.shared import SharedExperts
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
 

@@ -10,7 +10,7 @@ from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from tests.dist import fsdp_sides
 from tests.dist.pipeline_models import Stage, batches, gradients, loop, whole

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 from tests.conftest import RANKS_PER_GPU
 

@@ -16,7 +16,6 @@ from torch import nn
 from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp_core.mesh import build_axes
 from fsdp_core.model.backend import TorchBackend, make_backend, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import LocalTokens, dense_part, packed_part
@@ -28,11 +27,11 @@ from fsdp_core.model.sdpa import causal_attention
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.model.te.core import Core
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
-from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.context import split
-from fsdp_core.parallel.global_names import named_stretches
+from fsdp_core.parallel.mesh import Axes, build_axes
+from fsdp_core.parallel.param_sharding import named_stretches
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
-from fsdp_core.parallel.stage_transfer import TensorSpec
+from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from tests.dist import parity_programs
 from tests.dist.parity_programs import Problem, Routes
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_core.determinism import make_deterministic
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import Cut, take
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut, take
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
 from tests.dist.tensor_parallel_modes import Net, batch, net_weights, train
 from tests.dist.tensor_parallel_programs import (

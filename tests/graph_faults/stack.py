@@ -37,7 +37,7 @@ from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.undo import Undo
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.fused import make_fused_experts
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.stress.stressors import Stressors
 from tests.graph_faults.programs import STEPS, WARMUP, Digests, Leg
 

@@ -16,7 +16,7 @@ from fsdp_core.config import (
     model_from_preset,
 )
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import make_trainer
 from tests.graph_faults.programs import STEPS, WARMUP, Digests, Leg
 

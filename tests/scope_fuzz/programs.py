@@ -13,8 +13,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.taps import PLACE_COLUMN
-from fsdp_core.mesh import build_axes
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, make_trainer
 from tests.scope_fuzz.case import Case, Event
 

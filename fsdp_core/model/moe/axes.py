@@ -14,7 +14,7 @@ ranks and count its gradient as often, so it is refused.
 
 from dataclasses import dataclass
 
-from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.mesh import Axes, Axis
 
 
 @dataclass(frozen=True, kw_only=True)

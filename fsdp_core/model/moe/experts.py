@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.dispatch import Groups
-from fsdp_core.parallel.cuts import Cut, CutModule, chunk_of
+from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of
 
 PATHS = ("auto", "loop", "grouped", "batched")
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from fsdp_core.model.hooked import run_fused
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.dispatch import Groups
 from fsdp_core.model.moe.experts import GroupedLinear
-from fsdp_core.parallel.global_names import consecutive, set_stretches
+from fsdp_core.parallel.param_sharding import consecutive, set_stretches
 
 
 class Kernel(Protocol):

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_core.model.moe.routing import TINY, RouterRule
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.collectives import all_reduce
+from fsdp_core.parallel.mesh import Axis
 
 
 class RouterLosses(NamedTuple):

@@ -17,7 +17,7 @@ from fsdp_core.model.moe.places import count_slots
 from fsdp_core.model.moe.replay import RoutingTape
 from fsdp_core.model.moe.routing import RouterRule, Routing
 from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.tensor import reduce_replicated
+from fsdp_core.parallel.tensor_parallel import reduce_replicated
 
 
 class Router(nn.Module):

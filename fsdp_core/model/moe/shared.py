@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter, reduce_replicated
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, enter, reduce_replicated
 
 
 class SharedExperts(nn.Module):

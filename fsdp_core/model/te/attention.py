@@ -22,10 +22,9 @@ from fsdp_core.model.norm import make_norm, make_replicated_linear
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.te.core import Core
 from fsdp_core.model.te.order import by_rank, by_sequence, columns, layer_options, rows
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import chunk_of
-from fsdp_core.parallel.global_names import Stretch, set_stretches
-from fsdp_core.parallel.tensor import enter, reduce_replicated_of
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Stretch, chunk_of, set_stretches
+from fsdp_core.parallel.tensor_parallel import enter, reduce_replicated_of
 
 
 class _Split:

@@ -27,8 +27,8 @@ from torch import nn
 
 from fsdp_core.model.microbatch import Part
 from fsdp_core.model.sdpa import causal_attention
-from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.context import ContextPlan
+from fsdp_core.parallel.mesh import Axis
 
 _WAYS = {"ring": "p2p", "gather": "all_gather"}
 _NARROW = (torch.bfloat16, torch.float16)

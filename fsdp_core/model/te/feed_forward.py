@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.model.te.order import columns, layer_options, rows
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import chunk_of
-from fsdp_core.parallel.global_names import Stretch, consecutive, set_stretches
-from fsdp_core.parallel.tensor import reduce_replicated_of
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Stretch, chunk_of, consecutive, set_stretches
+from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
 
 
 class Mlp(nn.Module):

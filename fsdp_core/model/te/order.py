@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import Cut
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut
 
 
 def by_sequence(x: torch.Tensor, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.te import attention, feed_forward
 from fsdp_core.model.te.experts import make_experts
 from fsdp_core.model.te.precision import ROW_MULTIPLE
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 
 
 class TeParts:

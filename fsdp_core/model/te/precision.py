@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_core.model.around import Around, Plain
 from fsdp_core.model.te.scaling import Scaling
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 
 ROW_MULTIPLE = 16
 """Rows of an operand that fp8's kernels want a multiple of."""

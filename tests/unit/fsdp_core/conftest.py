@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes, build_mesh, init_ranks
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes, build_axes, build_mesh, init_ranks
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_mesh
+from fsdp_core.parallel.mesh import build_mesh
 
 
 def test_degree_one_is_a_mesh(mesh: DeviceMesh) -> None:

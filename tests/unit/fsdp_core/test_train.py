@@ -28,7 +28,7 @@ from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import init_weights
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
 from harness.records import COPIES, DIGEST_GROUPS, SAMPLES

@@ -12,7 +12,7 @@ from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.weights import init_weights, load_global
-from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import packed_part
 from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.weights import init_weights
-from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
 
 PAD = 0

@@ -11,7 +11,7 @@ from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.te import experts
 from fsdp_core.model.te.order import by_rank, by_sequence
 from fsdp_core.model.te.precision import amax_group
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from tests.dist.parity_programs import single_axes
 from tests.dist.te_stand_in import StandIn
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.parallel import collectives
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 NO_GROUP = cast("dist.ProcessGroup", None)
 ONE, TWO = Axis("tp", 1, 0, NO_GROUP), Axis("tp", 2, 1, NO_GROUP)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.parallel.dynamic_cp import (
+from fsdp_core.parallel.context import (
     DynamicContext,
     microbatch_layout,
     smallest_size,

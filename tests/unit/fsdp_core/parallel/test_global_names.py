@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core.parallel.cuts import Cut, named_cuts
-from fsdp_core.parallel.global_names import (
+from fsdp_core.parallel.param_sharding import (
+    Cut,
     Stretch,
     consecutive,
     join_stretches,
+    named_cuts,
     named_stretches,
     set_stretches,
 )

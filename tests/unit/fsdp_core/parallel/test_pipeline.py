@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
-from fsdp_core.parallel.stage_transfer import TensorSpec, check_tensors
+from fsdp_core.parallel.pipeline_p2p import TensorSpec, check_tensors
 
 SPEC = TensorSpec((2, 3), torch.float32)
 # Nothing here communicates: construction only looks at numbers.
@@ -71,7 +71,7 @@ def test_tensors_that_were_not_agreed(tensors: tuple[torch.Tensor, ...]) -> None
 def test_schedules_need_no_torch() -> None:
     """A laptop without torch can check a pipeline's layout."""
     code = (
-        "import sys, fsdp_core.parallel.pipeline_schedule, fsdp_core.parallel.pipeline_split\n"
+        "import sys, fsdp_core.parallel.pipeline_schedule, fsdp_core.parallel.pipeline_schedule\n"
         "print('torch' in sys.modules)"
     )
     root = Path(__file__).parents[4]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fsdp_core.parallel.pipeline_split import split_layers
+from fsdp_core.parallel.pipeline_schedule import split_layers
 
 
 def sizes_of(split: tuple[tuple[range, ...], ...]) -> list[int]:

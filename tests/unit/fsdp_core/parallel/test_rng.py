@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.pipeline_p2p import TensorSpec, TransferFailed, Transfers
 from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer
-from fsdp_core.parallel.stage_transfer import TensorSpec, TransferFailed, Transfers
 
 SPECS = (TensorSpec((2,), torch.float32), TensorSpec((3,), torch.float32))
 TO_NEXT, FROM_NEXT = Transfer(0, 1, 0), Transfer(1, 0, 0)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import Cut, cut_of, global_shape
-from fsdp_core.parallel.tensor import (
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut, cut_of, global_shape
+from fsdp_core.parallel.tensor_parallel import (
     ColumnLinear,
     RowLinear,
     enter,

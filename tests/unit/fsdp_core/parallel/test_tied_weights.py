@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.parallel import tied_weights
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.tied_weights import TiedWeights
 
 ALONE = Axis("pp", 1, 0, cast("dist.ProcessGroup", None))

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.parallel import vocab
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.cuts import Cut, cut_of
-from fsdp_core.parallel.vocab import IGNORED, VocabEmbedding, vocab_cross_entropy
+from fsdp_core.parallel import tensor_parallel as vocab
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.param_sharding import Cut, cut_of
+from fsdp_core.parallel.tensor_parallel import IGNORED, VocabEmbedding, vocab_cross_entropy
 from tests.dist.parity_bounds import cross_entropy
 
 ONE = Axis("tp", 1, 0, cast("dist.ProcessGroup", None))

@@ -15,8 +15,8 @@ from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part, packed_part
 from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train import banks
 from fsdp_core.train.banks import Capturing, StageBank
 from fsdp_core.train.scopes import GraphCounts

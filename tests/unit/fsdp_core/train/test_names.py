@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core.config import ConfigError, FsdpConfig, ModelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train import Trainer
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)

@@ -14,8 +14,8 @@ from fsdp_core.graph.host import HostGraph
 from fsdp_core.model.microbatch import Part, packed_part
 from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.sdpa import causal_attention
-from fsdp_core.parallel.axes import Axis
-from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train.static_parts import StaticPart, StaticParts, _leaves_of
 
 LOCAL = 16

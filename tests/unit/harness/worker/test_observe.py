@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_core.config import ParallelConfig, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
-from fsdp_core.mesh import build_axes, init_ranks
+from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.bisect.elements import compare
 from harness.recorder import RecordFile, RecordsUnwritable

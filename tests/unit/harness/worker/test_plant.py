@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_axes, init_ranks
+from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
 from harness.recorder import RecordFile

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 
 NO_GROUP = cast("dist.ProcessGroup", None)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.dispatch import Groups
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
-from fsdp_core.parallel.cuts import Cut, cut_of, global_shape
+from fsdp_core.parallel.param_sharding import Cut, cut_of, global_shape
 
 EXPERTS, IN, OUT = 4, 16, 24
 

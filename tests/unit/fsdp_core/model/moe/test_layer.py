@@ -18,7 +18,7 @@ from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.moe.shared import SharedExperts
-from fsdp_core.parallel.cuts import cut_of
+from fsdp_core.parallel.param_sharding import cut_of
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
 READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}

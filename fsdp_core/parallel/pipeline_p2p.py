@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer
 
 
