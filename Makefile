@@ -1,6 +1,6 @@
 # Set-up and the few commands of every day. Each sets up what it needs first, once.
 #
-#   make demo    run the main scenario: eager against graphed, on 2, 4 and 8 ranks
+#   make demo    run a part of the main scenario: eager against graphed parts of experts, on 8 ranks
 #   make test    the tests, but for those marked long
 #   make long    the tests of ranks that are marked long: a thousand (many minutes)
 #   make coverage  the same, and which lines of the packages they reach (a fifth slower)
@@ -23,6 +23,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= auto
 SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
+DEMO_ARGS ?= -k ep2
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
 SOAKS := $(wildcard scenarios/soak/cpu_*.yaml scenarios/nightly/soak_*.yaml scenarios/nightly/stress_*.yaml)
@@ -38,7 +39,7 @@ SHELL := /bin/bash
 .PHONY: demo test long coverage lint bench parity nightly memory soak eight venv clean
 
 demo: $(VENV)/.ready
-	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
+	$(BIN)/harness run $(SCENARIO) --device $(DEVICE) $(DEMO_ARGS)
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(PYTEST_ARGS)

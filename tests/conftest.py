@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         if marker is not None:
             needed = int(marker.args[0])
-            if (found := _num_gpus() * RANKS_PER_GPU) < needed:
+            ranks_a_gpu = RANKS_PER_GPU if marker.kwargs.get("shared", True) else 1
+            if (found := _num_gpus() * ranks_a_gpu) < needed:
                 reason = f"needs {needed} CUDA device{'s' * (needed > 1)}, found {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -26,12 +26,25 @@ class Planted:
 
 
 PLANTED: Mapping[str, Planted] = {
-    "fsdp_cudagraph_alignment.dp2-attn": Planted(fault="replay_lost"),
-    "fsdp_cudagraph_alignment.dp2-full_iteration": Planted(fault="inputs_not_filled"),
-    "fsdp_cudagraph_alignment.dp4-attn": Planted(fault="stale_shard"),
-    "fsdp_cudagraph_alignment.dp4-full_iteration": Planted(fault="step_count_on_host", step=2),
-    "fsdp_cudagraph_alignment.dp8-attn": Planted(fault="gradients_not_reduced", step=7),
-    "fsdp_cudagraph_alignment.dp8-full_iteration": Planted(fault="stale_parameter", step=7),
+    "fsdp_cudagraph_alignment.dp8-attn": Planted(fault="replay_lost"),
+    "fsdp_cudagraph_alignment.dp8-moe_router": Planted(fault="gradients_not_reduced"),
+    "fsdp_cudagraph_alignment.dp8-attn+moe_router+moe_preprocess": Planted(fault="stale_shard"),
+    "fsdp_cudagraph_alignment.dp4_tp2_sequence_parallel-attn": Planted(fault="norm_counts_copies"),
+    "fsdp_cudagraph_alignment.dp4_tp2_sequence_parallel-moe_router": Planted(fault="ulp"),
+    "fsdp_cudagraph_alignment.dp4_tp2_sequence_parallel-attn+moe_router+moe_preprocess": Planted(
+        fault="replay_lost"
+    ),
+    "fsdp_cudagraph_alignment.dp8_ep2_etp2-attn": Planted(fault="lost_expert_gradient"),
+    "fsdp_cudagraph_alignment.dp8_ep2_etp2-moe_router": Planted(fault="bias_of_own_tokens"),
+    "fsdp_cudagraph_alignment.dp8_ep2_etp2-attn+moe_router+moe_preprocess": Planted(
+        fault="gradients_not_reduced"
+    ),
+    "dense_graphs.dp2-attn": Planted(fault="replay_lost"),
+    "dense_graphs.dp2-full_iteration": Planted(fault="inputs_not_filled"),
+    "dense_graphs.dp4-attn": Planted(fault="stale_shard"),
+    "dense_graphs.dp4-full_iteration": Planted(fault="step_count_on_host", step=2),
+    "dense_graphs.dp8-attn": Planted(fault="gradients_not_reduced", step=7),
+    "dense_graphs.dp8-full_iteration": Planted(fault="stale_parameter", step=7),
     "layouts.dp2_tp2_sequence_parallel-dense_tiny_dropout-full_iteration": Planted(
         fault="norm_counts_copies", step=1
     ),
@@ -51,3 +64,8 @@ PLANTED: Mapping[str, Planted] = {
     "stress.full_iteration-stress_races": Planted(fault="clip_ignores_reductions", step=1),
 }
 """By `SCENARIO.CASE`: every cell of the smoke matrix, and one of many faults that bite in it."""
+
+
+def exactly(case: str) -> str:
+    """The keyword that selects a case, and none whose name goes on with further scopes."""
+    return f"{case} and not {case}+"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.red_to_answer.cells import SMOKE, Planted
+from benchmarks.red_to_answer.cells import SMOKE, Planted, exactly
 from benchmarks.red_to_answer.rows import Reached, Row
 from harness.bisect.render import UNKNOWN, Findings, first_wrong, read_findings
 from harness.campaign.scoring import Localised, localised
@@ -40,8 +40,9 @@ class Bench:
         began_s = time.monotonic()
         made = subprocess.run(
             self._command(
-                "run", f"{SMOKE}/{scenario}.yaml", "-k", case, "--set", planted.as_setting(),
-                "--device", self.device, "--no-history", "--out", str(folder / "run"),
+                "run", f"{SMOKE}/{scenario}.yaml", "-k", exactly(case),
+                "--set", planted.as_setting(), "--device", self.device,
+                "--no-history", "--out", str(folder / "run"),
             ),
             cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip

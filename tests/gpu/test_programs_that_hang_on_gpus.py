@@ -55,7 +55,7 @@ if __name__ == "__main__":
 STALL_S, SLACK_S = 15.0, 90.0
 """What starting, asking and killing may take over the limit; NCCL itself gives up after 600 s."""
 Run = Callable[[str, str], RunOutcome]
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, shared=False)
 KINDS = pytest.mark.parametrize("kind", ["script", "entry"])
 
 

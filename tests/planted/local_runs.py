@@ -3,8 +3,9 @@
 import json
 import os
 import select
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from harness.engine.local import LocalEngine
@@ -19,6 +20,26 @@ PATIENCE_S = 120.0
 TIMEOUT_S = 10 * PATIENCE_S
 LIMITS = Limits(grace_s=PATIENCE_S, stacks_s=10.0, output_cap_bytes=100_000)
 """Where a limit is to end, tests put the leader's clock ahead."""
+
+
+_DOOMED = """
+import json, sys
+from pathlib import Path
+from harness.engine.local import LocalEngine
+from harness.records import RunSpec
+engine = LocalEngine(int(sys.argv[3]), entry=sys.argv[4])
+for name, plain in json.loads(sys.argv[2]).items():
+    engine.start(RunSpec.from_json(plain), Path(sys.argv[1]) / name)
+print(engine.server_pid, flush=True)
+while True:
+    engine.wait()
+"""
+
+
+def doomed_harness(folder: Path, runs: Mapping[str, RunSpec], slots: int, entry: str) -> list[str]:
+    """The command of a process that starts `runs` by name, prints its server's pid and waits."""
+    plain = json.dumps({name: run.to_json() for name, run in runs.items()})
+    return [sys.executable, "-c", _DOOMED, str(folder), plain, str(slots), entry]
 
 
 def finish(engine: LocalEngine, run: RunSpec, folder: Path) -> RunOutcome:

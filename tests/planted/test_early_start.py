@@ -1,6 +1,5 @@
 """The next run starts while the present one trains, and waits for its devices."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,15 @@ from harness.repeats import FIRST_REPEAT
 from harness.soaking import SoakSpec
 from harness.store import load_run_folder
 from tests.planted.leader_clock import put_ahead
-from tests.planted.local_runs import LIMITS, PATIENCE_S, TIMEOUT_S, rank_pids, wait_for, wait_gone
+from tests.planted.local_runs import (
+    LIMITS,
+    PATIENCE_S,
+    TIMEOUT_S,
+    doomed_harness,
+    rank_pids,
+    wait_for,
+    wait_gone,
+)
 
 ENTRY = "tests.planted.early_ranks:rank_main"
 
@@ -178,26 +185,11 @@ def test_runs_on_the_cpu_do_not_start_early_by_default(tmp_path: Path) -> None:
         assert not engine.can_start(spec("early"))
 
 
-DOOMED = """
-import json, sys, time
-from pathlib import Path
-from harness.engine.local import LocalEngine
-from harness.records import RunSpec
-engine = LocalEngine(2, entry="tests.planted.early_ranks:rank_main")
-for name, plain in json.loads(sys.argv[2]).items():
-    engine.start(RunSpec.from_json(plain), Path(sys.argv[1]) / name)
-print(engine.server_pid, flush=True)
-while True:
-    engine.wait()
-"""
-
-
 @pytest.mark.parametrize("with_server", [False, True])
 def test_kill_9_of_the_harness_leaves_nobody_who_waits(tmp_path: Path, with_server: bool) -> None:
     """Waiting ranks end, and never begin, with the harness alone and with its server."""
-    plain = json.dumps({"present": PRESENT.to_json(), "early": spec("early").to_json()})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), EARLY_VARIABLE: "cpu"}
-    command = [sys.executable, "-c", DOOMED, str(tmp_path), plain]
+    command = doomed_harness(tmp_path, {"present": PRESENT, "early": spec("early")}, 2, ENTRY)
     early = tmp_path / "early"
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as harness:
         assert harness.stdout is not None

@@ -1,6 +1,5 @@
 """The real forkserver, leader and processes, with ranks that misbehave on purpose (no torch)."""
 
-import json
 import os
 import resource
 import signal
@@ -21,6 +20,7 @@ from tests.planted.local_runs import (
     LIMITS,
     PATIENCE_S,
     TIMEOUT_S,
+    doomed_harness,
     finish,
     finish_late,
     leader_of,
@@ -327,21 +327,6 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, entry: str) -> None
         assert engine.can_start(spec({}))
 
 
-DOOMED = """
-import sys
-from pathlib import Path
-from harness.engine.local import LocalEngine
-from harness.records import RunSpec
-import json
-engine = LocalEngine(8, entry="tests.planted.stub_ranks:rank_main")
-for name, plain in json.loads(sys.argv[2]).items():
-    engine.start(RunSpec.from_json(plain), Path(sys.argv[1]) / name)
-print(engine.server_pid, flush=True)
-while True:
-    engine.wait()
-"""
-
-
 @pytest.mark.parametrize("with_server", [False, True, "stopped"])
 def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool | str) -> None:
     """When the harness is killed, alone or with its server, server, leaders and ranks all end,
@@ -351,10 +336,9 @@ def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool |
     """
     folder = RunFolder.create(tmp_path / "out", {}, "", [])
     runs = {"a": spec({"*": "children_then_hang"}, 2, name="a"), "b": spec({"*": "hang"}, 2)}
-    plain = json.dumps({name: run.to_json() for name, run in runs.items()})
     places = {name: folder.path / "runs" / name for name in runs}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", DOOMED, str(folder.path / "runs"), plain]
+    command = doomed_harness(folder.path / "runs", runs, 8, "tests.planted.stub_ranks:rank_main")
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as harness:
         assert harness.stdout is not None
         server = int(harness.stdout.readline())

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.red_to_answer.__main__ import main
-from benchmarks.red_to_answer.cells import PLANTED, SMOKE, Planted
+from benchmarks.red_to_answer.cells import PLANTED, SMOKE, Planted, exactly
 from benchmarks.red_to_answer.measure import Bench
 from benchmarks.red_to_answer.rows import Reached, Row, append, read_rows
 from harness.scenario.matrix import expand
@@ -30,7 +30,7 @@ def test_planted_cells_can_be_asked_for(cell: str) -> None:
     scenario, _, name = cell.partition(".")
     overrides = Overrides((PLANTED[cell].as_setting(),), ())
     loaded = load_scenario(Path(SMOKE, f"{scenario}.yaml"), overrides=overrides)
-    (case,) = select(expand(loaded, "cpu"), name)
+    (case,) = select(expand(loaded, "cpu"), exactly(name))
     planted = case.candidate.plant
     assert planted is not None
     assert (planted.fault, case.reference.plant) == (PLANTED[cell].fault, None)
