@@ -112,8 +112,8 @@ class TransformerEngineBackend:
         prefer_cudnn_of_torch()
         import transformer_engine.pytorch as te
 
-        from fsdp_core.model.te.experts import fuses
-        from fsdp_core.model.te.precision import recipe_of
+        from fsdp_core.model.te.fp8 import recipe_of
+        from fsdp_core.model.te.layers import fuses
 
         self._te: Any = te
         recipe = None if fp8 == "none" else recipe_of(fp8)
@@ -133,7 +133,7 @@ class TransformerEngineBackend:
 
     def parts(self, config: ModelConfig, axes: Axes, rope: "RopeTable") -> "Parts":
         """Those of `te.parts.TeParts`."""
-        from fsdp_core.model.te.parts import TeParts
+        from fsdp_core.model.te.layers import TeParts
 
         return TeParts(
             self._te, config, axes, rope, self, fp8=self._fp8, fused_experts=self._fused_experts
@@ -141,7 +141,7 @@ class TransformerEngineBackend:
 
     def around(self, axes: Axes) -> Around:
         """fp8, if it was asked for."""
-        from fsdp_core.model.te.precision import autocast
+        from fsdp_core.model.te.fp8 import autocast
 
         return autocast(self._te, self._fp8, axes)
 

@@ -20,12 +20,10 @@ from torch import nn
 
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.backend import Backend
-from fsdp_core.model.microbatch import Part
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.batch import Part
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Plan
 from fsdp_core.model.moe.layer import MoeLayer, Routed
-from fsdp_core.model.moe.preprocess import Delivery, Plan
-from fsdp_core.model.moe.router import Router
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.router import Router, RouterRule
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline_schedule import split_layers

@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.config import ModelConfig
+from fsdp_core.model.attention import GqaShape, GroupedQueryAttention, LatentAttention, MlaShape
 from fsdp_core.model.backend import Backend
-from fsdp_core.model.gqa import GqaShape, GroupedQueryAttention
-from fsdp_core.model.mla import LatentAttention, MlaShape
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.experts import Experts
-from fsdp_core.model.moe.fused import make_fused_experts
-from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.model.moe.dispatcher import MoeAxes
+from fsdp_core.model.moe.experts import Experts, make_fused_experts
+from fsdp_core.model.moe.layer import SharedExperts
 from fsdp_core.model.norm import make_norm
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel.mesh import Axes, Axis

@@ -22,8 +22,8 @@ from fsdp_core.config import FsdpConfig
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.clip import scale_to, total_norm
 from fsdp_core.fsdp.pool import Pool
+from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
-from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import named_cuts

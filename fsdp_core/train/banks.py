@@ -22,8 +22,8 @@ import torch
 from fsdp_core.graph.bank import GraphBank
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.ledger import Ledger, Resolver
+from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import Part
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.train.scopes import GraphUse, Piece, pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, LayerGraphs, StageGraphs

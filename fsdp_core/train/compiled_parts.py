@@ -16,8 +16,8 @@ from torch import nn
 
 from fsdp_core.config import ConfigError, TrainConfig
 from fsdp_core.graph.compiled import Compilation, Compiler
+from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
-from fsdp_core.model.microbatch import Part
 
 
 def compile_parts(config: TrainConfig, stages: Sequence[DecoderStage]) -> Compiler:

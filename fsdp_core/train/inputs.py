@@ -18,8 +18,17 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.data import MAX_DOCUMENTS, Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
 from fsdp_core.layouts import groups
-from fsdp_core.model.microbatch import LocalTokens, Part, loss_weight, packed_part
-from fsdp_core.model.packing import Capacity, Document, PackedBatch, pack, padding_multiple
+from fsdp_core.model.batch import (
+    Capacity,
+    Document,
+    LocalTokens,
+    PackedBatch,
+    Part,
+    loss_weight,
+    pack,
+    packed_part,
+    padding_multiple,
+)
 from fsdp_core.parallel.context import DynamicContext, dense_plan, split
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline import Microbatch

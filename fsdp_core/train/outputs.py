@@ -8,7 +8,7 @@ import torch
 
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.kept import Copies
-from fsdp_core.model.microbatch import num_averaged
+from fsdp_core.model.batch import num_averaged
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes

@@ -11,8 +11,8 @@ import torch
 
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.ledger import Ledger
+from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import Part
 from fsdp_core.train.scopes import GraphUse, pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, Chooser, LayerGraphs, StageGraphs
 

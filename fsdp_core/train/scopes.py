@@ -30,10 +30,10 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.hooks import PHASES, ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
+from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
-from fsdp_core.model.microbatch import Part
+from fsdp_core.model.moe.dispatcher import Plan
 from fsdp_core.model.moe.layer import Routed
-from fsdp_core.model.moe.preprocess import Plan
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -31,8 +31,8 @@ from fsdp_core.graph.compiled import Compiler, HeldGuards
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.around import Around, Begin
+from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import Part
 from fsdp_core.train.scopes import GraphCounts, GraphUse, Outputs, Piece
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from fsdp_core.model.microbatch import Part
+from fsdp_core.model.batch import Part
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
 

@@ -25,7 +25,7 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import SlotPool
 from fsdp_core.fsdp.schedule import in_backward
-from fsdp_core.model.moe.dispatch import Dispatched
+from fsdp_core.model.moe.dispatcher import Dispatched
 from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer

@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp_core.model.packing import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
-from fsdp_core.model.sdpa import causal_attention
-from fsdp_core.parallel import gather_attention, ring
-from fsdp_core.parallel.attention_block import Pair, unpack_tensors
+from fsdp_core.model import cp_attention as gather_attention
+from fsdp_core.model import cp_attention as ring
+from fsdp_core.model.batch import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
+from fsdp_core.model.cp_attention import Pair, causal_attention, unpack_tensors
 from fsdp_core.parallel.context import ContextPlan, dense_plan
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import RESULTS, attention_with_bounds

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host import HostGraph
-from fsdp_core.model.packing import (
+from fsdp_core.model.batch import (
     Capacity,
     Document,
     PackedBatch,
@@ -25,7 +25,7 @@ from fsdp_core.model.packing import (
     pack,
     padding_multiple,
 )
-from fsdp_core.model.sdpa import causal_attention
+from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.context import ContextPlan, DynamicContext
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import attention_with_bounds

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from fsdp_core.data import PackedDocuments, SyntheticTokens
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
-from fsdp_core.model.microbatch import Part
-from fsdp_core.model.packing import Capacity, Document, pack
+from fsdp_core.model.batch import Capacity, Document, Part, pack
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.train import Trainer

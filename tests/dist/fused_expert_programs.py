@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.dispatch import Groups
-from fsdp_core.model.moe.fused import FusedExperts, make_fused_experts
+from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
+from fsdp_core.model.moe.experts import FusedExperts, make_fused_experts
 from fsdp_core.parallel.mesh import Axis
 
 HIDDEN, FFN, EXPERTS, LAYERS = 6, 10, 3, 2

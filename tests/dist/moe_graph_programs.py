@@ -10,10 +10,9 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Plan
 from fsdp_core.model.moe.layer import MoeLayer, Routed
-from fsdp_core.model.moe.preprocess import Delivery, Plan
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.router import RouterRule
 from tests.dist.moe_layouts import Layout, make_axes
 from tests.dist.moe_programs import Case, build_layer
 from tests.dist.moe_reference import HIDDEN, NUM_EXPERTS, problem

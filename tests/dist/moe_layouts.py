@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import Cut
 from tests.dist.moe_reference import BATCH, TIME

@@ -14,11 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer
-from fsdp_core.model.moe.preprocess import Delivery
-from fsdp_core.model.moe.routing import RouterRule
-from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import Cut, cut_of, place, take
 from tests.dist.moe_layouts import axis
 from tests.dist.moe_reference import draw

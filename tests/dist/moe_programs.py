@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer
-from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.model.moe.shared import SharedExperts
 from fsdp_core.parallel.param_sharding import Cut, cut_of, place, set_cuts, take
 from tests.dist.moe_layouts import Layout, make_axes, whole_shape
 from tests.dist.moe_reference import FFN, HIDDEN, SHARED_FFN, Problem

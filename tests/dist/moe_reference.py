@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.router import RouterRule
 
 Weights = dict[str, torch.Tensor]
 

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.combine import Combine
-from fsdp_core.model.moe.dispatch import Dispatch, Groups
-from fsdp_core.model.moe.preprocess import Delivery, Preprocess
+from fsdp_core.model.moe.dispatcher import Combine, Delivery, Dispatch, Groups, MoeAxes, Preprocess
 from tests.dist.moe_layouts import Layout, make_axes
 from tests.dist.moe_reference import NUM_EXPERTS
 

@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp_core.model.microbatch import LocalTokens, dense_part, packed_part
-from fsdp_core.model.packing import Capacity, Document, PackedBatch, pack, padding_multiple
+from fsdp_core.model.batch import (
+    Capacity,
+    Document,
+    LocalTokens,
+    PackedBatch,
+    dense_part,
+    pack,
+    packed_part,
+    padding_multiple,
+)
 from fsdp_core.parallel.mesh import Axis
 
 PACKS = 8

@@ -25,7 +25,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.model import decoder, gqa, microbatch, mla, norm, packing, sdpa, sharding
+from fsdp_core.model import attention as gqa
+from fsdp_core.model import attention as mla
+from fsdp_core.model import batch as microbatch
+from fsdp_core.model import batch as packing
+from fsdp_core.model import cp_attention as sdpa
+from fsdp_core.model import decoder, norm, sharding
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel import context

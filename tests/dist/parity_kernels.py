@@ -29,8 +29,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.model import sdpa
-from fsdp_core.parallel.attention_block import Pair, Three
+from fsdp_core.model import cp_attention as sdpa
+from fsdp_core.model.cp_attention import Pair, Three
 from fsdp_core.parallel.context import Spans
 
 HALF = torch.bfloat16

@@ -27,8 +27,8 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.layouts import groups
 from fsdp_core.model.backend import TorchBackend, make_backend
+from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, make_stages
-from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.model.moe.replay import RoutingTape
 from fsdp_core.model.sharding import Sharding, shard_stage
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global

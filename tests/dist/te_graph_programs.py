@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from fsdp_core.model.te import core
+from fsdp_core.model.te import attention as core
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, trainer
 from tests.dist import te_fp8_stand_in as stand_in

@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from fsdp_core.model.te import core
+from fsdp_core.model.te import attention as core
 from tests.dist import parity_programs, te_stand_in
 from tests.dist.parity_programs import Layout, Problem, Routes
 from tests.dist.parity_watch import Outcome

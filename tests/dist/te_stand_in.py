@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_core.model.around import Around
 from fsdp_core.model.backend import TransformerEngineBackend
-from fsdp_core.model.te import precision
+from fsdp_core.model.te import fp8 as precision
 from fsdp_core.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
 from fsdp_core.parallel.mesh import Axes, Axis
 from tests.dist import te_fp8_stand_in as fp8

@@ -16,8 +16,8 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import build_mesh
 from fsdp_core.parallel.rng import RandomStreams

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_core.model.moe.preprocess import Delivery
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.dispatcher import Delivery
+from fsdp_core.model.moe.router import RouterRule
 from tests.dist.moe_bounds import UNIT, Rounded, Roundings, agrees, bounds, worst
 from tests.dist.moe_layouts import Layout
 from tests.dist.moe_programs import BIAS_RATE, Case, Part, Whole, join, run_cases

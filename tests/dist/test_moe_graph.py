@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.dispatcher import Delivery
 from tests.dist.moe_graph_programs import (
     STEPS,
     capture_dropless,

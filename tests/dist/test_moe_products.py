@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fsdp_core.model.moe.preprocess import Delivery
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.dispatcher import Delivery
+from fsdp_core.model.moe.router import RouterRule
 from tests.dist.moe_product_programs import Spec, errors, run_specs
 from tests.dist.rank_pool import RankPool
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.dispatcher import Delivery
 from tests.dist.moe_layouts import Layout
 from tests.dist.moe_reference import BATCH, NUM_EXPERTS, TIME, kept_by_position
 from tests.dist.moe_token_programs import Travelled, Trip, travel

@@ -18,8 +18,8 @@ from fsdp_core.config import (
 from fsdp_core.data import Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import gather_global, init_weights
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.rng import RandomStreams

@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer
-from fsdp_core.model.moe.preprocess import Delivery
-from fsdp_core.model.moe.routing import RouterRule
-from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3

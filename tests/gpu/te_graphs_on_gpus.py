@@ -12,7 +12,7 @@ from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from
 from fsdp_core.graph import te_callables
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.model.backend import make_backend
-from fsdp_core.model.te import experts
+from fsdp_core.model.te import layers as experts
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 from tests.gpu.fsdp_on_gpus import device_here

@@ -17,15 +17,22 @@ from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_core.model.backend import TorchBackend, make_backend, prefer_cudnn_of_torch
+from fsdp_core.model.batch import (
+    Capacity,
+    Document,
+    LocalTokens,
+    dense_part,
+    pack,
+    packed_part,
+    padding_multiple,
+)
+from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.decoder import DecoderStage, make_stages
-from fsdp_core.model.microbatch import LocalTokens, dense_part, packed_part
-from fsdp_core.model.moe.dispatch import Groups
-from fsdp_core.model.moe.fused import FusedExperts
-from fsdp_core.model.packing import Capacity, Document, pack, padding_multiple
+from fsdp_core.model.moe.dispatcher import Groups
+from fsdp_core.model.moe.experts import FusedExperts
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.model.sdpa import causal_attention
 from fsdp_core.model.sharding import shard_stage
-from fsdp_core.model.te.core import Core
+from fsdp_core.model.te.attention import Core
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes

@@ -35,8 +35,8 @@ from fsdp_core.graph.hooks import hooks_off
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.undo import Undo
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.fused import make_fused_experts
+from fsdp_core.model.moe.dispatcher import MoeAxes
+from fsdp_core.model.moe.experts import make_fused_experts
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.stress.stressors import Stressors
 from tests.graph_faults.programs import STEPS, WARMUP, Digests, Leg

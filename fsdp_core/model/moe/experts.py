@@ -11,17 +11,48 @@ width and its outputs are parts of a sum over etp, which combine adds up.
 | grouped | torch's grouped GEMM, its group ends on the device; float32, bfloat16, float16 | both |
 | batched | one batched GEMM over experts | [L, n, H] |
 | auto | batched for [L, n, H]; for [n, H] grouped on CUDA where it can, else loop | both |
+
+Kernels that compute what several modules would, without calling them: their hooks must run.
+
+    unfused    A(x): pre-hooks A, forward, hooks A      B(y): pre-hooks B, forward, hooks B
+    fused      pre-hooks A, pre-hooks B      fused(x)      hooks A, hooks B
+
+A fused kernel reads the weights of A and B. FSDP gathers them in the modules' forward pre-hooks,
+and marks in their forward hooks where the backward pass begins, so that it gathers and reduces
+there: without the hooks the kernel reads what is left of the weights, and gradients go nowhere. So
+here pre-hooks run before the kernel and hooks on what it returns. The dicts of hooks are read at
+each call: whoever captures graphs takes hooks away and puts them back.
+
+What a hook is told in place of the module's own input and output is the kernel's. A hook that only
+looks, gathers, releases or marks does what it did; one that would change an intermediate, which the
+kernel does not have, is refused.
+
+Experts as two grouped linear layers and one kernel over both, which does not call them.
+
+    gate_up   [L, 2 F / etp, H], gate above up        down   [L, H, F / etp]
+
+    unfused   gate_up(rows) -> silu(gate) * up -> down
+    fused     one autograd function, which keeps rows and gate_up's output and nothing in between
+
+The fused path reads the weights of both layers, so it runs between their hooks (`hooked`): FSDP may
+have made a unit of each. Bits are those of the unfused path.
+
+`Kernel` is what a library fuses with: `TorchKernel` here, TransformerEngine's operators in
+`fsdp_core.model.te.layers`.
 """
 
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_flatten
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.dispatch import Groups
-from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of
+from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
+from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of, consecutive, set_stretches
 
 PATHS = ("auto", "loop", "grouped", "batched")
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,3 +195,299 @@ class Experts(nn.Module):
         """Rows as `Dispatch` laid them out, and back; under etp a part of their sum."""
         inner = F.silu(self.gate(rows, groups)) * self.up(rows, groups)
         return self.down(inner, groups)
+
+
+T = TypeVar("T")
+Hook = Callable[..., Any]
+
+_INNER_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def run_fused(
+    modules: Sequence[nn.Module], fused: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """`fused(*args, **kwargs)` between the forward pre-hooks and the forward hooks of `modules`.
+
+    Hooks run module after module, each module's in torch's order: those registered for all modules
+    first, then its own as they lie in its dicts now; `with_kwargs` decides what they are told, and
+    those with `always_call` run also if something raises.
+
+    Args:
+        modules: what `fused` takes the place of, in the order in which they would run. The last
+            one's output is that of `fused`.
+        fused: reads the modules' parameters when it is called, not before.
+
+    Returns:
+        What `fused` returned, or what hooks made of it: those of the last module may return
+        anything, those of the others the same memory as a new tensor, as whoever marks where
+        backward begins does.
+
+    Raises:
+        ValueError: no module, or one twice; hooks that a fused kernel cannot serve: a backward hook
+            on a module, any hook on a module inside of it, a pre-hook that returns other inputs,
+            a hook that returns another output of a module whose output there is none of.
+    """
+    _check(modules)
+    reached: list[tuple[nn.Module, set[int]]] = []
+    try:
+        for module in modules:
+            reached.append((module, set()))
+            _before(module, args, kwargs)
+        output: Any = fused(*args, **kwargs)
+        for module, called in reached:
+            is_last = module is modules[-1]
+            output = _after(module, (args, kwargs), output, called, is_last=is_last)
+    except Exception:
+        for module, called in reached:
+            _after_error(module, (args, kwargs), called)
+        raise
+    result: T = output
+    return result
+
+
+# ---- before
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    own = module._forward_pre_hooks_with_kwargs
+    for number, hook in (
+        *torch_module._global_forward_pre_hooks.items(),
+        *module._forward_pre_hooks.items(),
+    ):
+        if number in own:
+            returned = hook(module, args, kwargs)
+            if returned is None:
+                continue
+            if not (isinstance(returned, tuple) and len(returned) == 2):
+                raise ValueError(
+                    f"Expected None or a pair of arguments and keywords from a forward pre-hook of "
+                    f"{_name(module)}, got {type(returned).__name__}."
+                )
+            unchanged = _same(returned, (args, kwargs))
+        else:
+            returned = hook(module, args)
+            if returned is None:
+                continue
+            unchanged = _same(returned if isinstance(returned, tuple) else (returned,), args)
+        if not unchanged:
+            raise ValueError(
+                f"Expected forward pre-hooks of {_name(module)} to leave its inputs as they are, "
+                "as a fused kernel computes for it, got others. If it is FSDP that casts them, "
+                "give the kernel inputs in the compute dtype, or MixedPrecisionPolicy("
+                "cast_forward_inputs=False); else run the modules unfused."
+            )
+
+
+def _same(returned: Any, given: Any) -> bool:
+    """Whether two trees have the very same tensors, and equal other leaves."""
+    (leaves, spec), (expected, expected_spec) = tree_flatten(returned), tree_flatten(given)
+    return spec == expected_spec and all(map(_same_leaf, leaves, expected))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return bool(one == other)
+
+
+# ---- after
+
+
+def _after(
+    module: nn.Module, inputs: tuple[Any, Any], output: Any, called: set[int], *, is_last: bool
+) -> Any:
+    for number, hook in _forward_hooks(module):
+        called.add(number)
+        returned = _call(module, number, hook, inputs, output)
+        if returned is None or returned is output:
+            continue
+        if not is_last and not _same_memory(returned, output):
+            raise ValueError(
+                f"Expected forward hooks of {_name(module)} to return None or the same memory, as "
+                "a fused kernel computes its output and the next module's in one, got another "
+                "output. Run the modules unfused."
+            )
+        output = returned
+    return output
+
+
+def _after_error(module: nn.Module, inputs: tuple[Any, Any], called: set[int]) -> None:
+    """Hooks with `always_call` that have not run, as torch calls them; their errors are told."""
+    everywhere = torch_module._global_forward_hooks_always_called
+    for number, hook in _forward_hooks(module):
+        always = number in everywhere or number in module._forward_hooks_always_called
+        if not always or number in called:
+            continue
+        try:
+            _call(module, number, hook, inputs, None)
+        except Exception as error:  # noqa: BLE001  (the first error is the one to raise)
+            warnings.warn(
+                f"A forward hook of {_name(module)} with always_call=True raised {error!r} while "
+                "another error was on its way.",
+                stacklevel=3,
+            )
+
+
+def _forward_hooks(module: nn.Module) -> Iterator[tuple[int, Hook]]:
+    yield from tuple(torch_module._global_forward_hooks.items())
+    yield from tuple(module._forward_hooks.items())
+
+
+def _call(module: nn.Module, number: int, hook: Hook, inputs: tuple[Any, Any], output: Any) -> Any:
+    args, kwargs = inputs
+    everywhere = torch_module._global_forward_hooks_with_kwargs
+    if number in everywhere or number in module._forward_hooks_with_kwargs:
+        return hook(module, args, kwargs, output)
+    return hook(module, args, output)
+
+
+def _same_memory(returned: Any, output: Any) -> bool:
+    (leaves, spec), (expected, expected_spec) = tree_flatten(returned), tree_flatten(output)
+    return spec == expected_spec and all(map(_is_view, leaves, expected))
+
+
+def _is_view(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    alike = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    return alike and one.data_ptr() == other.data_ptr()
+
+
+# ---- what cannot be served
+
+
+def _check(modules: Sequence[nn.Module]) -> None:
+    if not modules or len(set(modules)) != len(modules):
+        raise ValueError(f"Expected modules, each once, got {len(modules)} with one twice or none.")
+    for module in modules:
+        for kind in _BACKWARD_HOOKS:
+            if getattr(module, kind):
+                raise ValueError(
+                    f"Expected no backward hooks on {_name(module)}, whose own inputs and outputs "
+                    "a fused kernel does not have, got some. Run the modules unfused, or hook the "
+                    "module around them."
+                )
+        for inner in module.modules():
+            if inner is not module and any(getattr(inner, kind) for kind in _INNER_HOOKS):
+                raise ValueError(
+                    f"Expected no hooks inside of {_name(module)}, which a fused kernel computes "
+                    f"for, got some on {_name(inner)}. Hook the module itself, or give the inner "
+                    "one to run_fused as well."
+                )
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+class Kernel(Protocol):
+    """down(silu(gate) * up) of each row's expert, out of the layers' weights as they are now."""
+
+    def __call__(
+        self, gate_up: nn.Module, down: nn.Module, rows: torch.Tensor, groups: Groups | None
+    ) -> torch.Tensor:
+        """Rows by expert, [n, H] or [L, n, H], and back."""
+
+
+class FusedExperts(nn.Module):
+    """down(silu(gate(rows)) * up(rows)) of each row's expert.
+
+    Args:
+        gate_up, down: the layers; gate_up's output is gate's beside up's.
+        kernel: what computes both at once; None: the layers are called.
+    """
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, kernel: Kernel | None) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.kernel = gate_up, down, kernel
+
+    def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+        """Rows as `Dispatch` laid them out, and back; under etp a part of their sum."""
+        if self.kernel is None:
+            gate, up = self.gate_up(rows, groups).chunk(2, -1)
+            result: torch.Tensor = self.down(F.silu(gate) * up, groups)
+            return result
+        return run_fused((self.gate_up, self.down), self._run, rows, groups)
+
+    def _run(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+        assert self.kernel is not None
+        return self.kernel(self.gate_up, self.down, rows, groups)
+
+
+def name_gate_up(experts: nn.Module, gate_up: GroupedLinear) -> None:
+    """Let the two halves of `experts.gate_up.weight` be known as gate.weight and up.weight."""
+    cuts, width = gate_up._cuts["weight"], gate_up.weight.shape[1] // 2
+    halves = {"gate.weight": width, "up.weight": width}
+    set_stretches(experts, {"gate_up.weight": consecutive(halves, cuts, dim=1)})
+
+
+def make_fused_experts(
+    num_experts: int, hidden: int, ffn: int, axes: MoeAxes, path: str = "auto"
+) -> FusedExperts:
+    """Experts of torch, fused."""
+    gate_up = GroupedLinear(num_experts, hidden, 2 * ffn, axes, cut_dim=1, path=path)
+    down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2, path=path)
+    experts = FusedExperts(gate_up, down, torch_kernel)
+    name_gate_up(experts, gate_up)
+    return experts
+
+
+def torch_kernel(
+    gate_up: nn.Module, down: nn.Module, rows: torch.Tensor, groups: Groups | None
+) -> torch.Tensor:
+    """`Kernel` of torch: a matmul an expert, or one batched for rows [L, n, H]."""
+    counts = None if groups is None else groups.counts
+    result: torch.Tensor = _SwiGlu.apply(rows, gate_up.weight, down.weight, counts)
+    return result
+
+
+Counts = tuple[int, ...] | None
+"""Rows of each expert; None for [L, n, H]."""
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, counts: Counts
+    ) -> torch.Tensor:
+        both = _product(rows, gate_up, counts)
+        # The parameters themselves: FSDP gathers into them again before backward.
+        ctx.save_for_backward(rows, both, gate_up, down)
+        ctx.counts = counts
+        gate, up = both.chunk(2, -1)
+        return _product(F.silu(gate) * up, down, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, both, gate_up, down = ctx.saved_tensors
+        counts = ctx.counts
+        gate, up = both.chunk(2, -1)
+        act = F.silu(gate)
+        inner_grad, down_grad = _gradients(grad, act * up, down, counts)
+        gate_grad = torch.ops.aten.silu_backward(inner_grad * up, gate)
+        both_grad = torch.cat((gate_grad, inner_grad * act), -1)
+        rows_grad, gate_up_grad = _gradients(both_grad, rows, gate_up, counts)
+        return rows_grad, gate_up_grad, down_grad, None
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, counts: Counts) -> torch.Tensor:
+    if counts is None:
+        return torch.bmm(rows, weight.transpose(1, 2))
+    parts = zip(rows.split(counts), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+def _gradients(
+    grad: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, counts: Counts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `_product`'s rows and weight."""
+    if counts is None:
+        return torch.bmm(grad, weight), torch.bmm(rows.transpose(1, 2), grad).transpose(1, 2)
+    triples = list(zip(grad.split(counts), rows.split(counts), weight.unbind(0), strict=True))
+    rows_grad = torch.cat([part @ matrix for part, _, matrix in triples])
+    return rows_grad, torch.stack([part.t() @ row for part, row, _ in triples])

@@ -1,23 +1,216 @@
-"""The router: scores every expert for every token and chooses the top K (graph scope moe_router).
+"""What a router decides by: its settings, and the choice of experts from scores.
+
+Losses of a router over the global batch, and how their gradient joins the backward pass.
+
+With N valid tokens on all ranks that hold different tokens, K choices, E experts, n_e the slots of
+expert e and p_se the share of expert e in token s (scores divided by their sum):
+
+    balance   E * sum_e (n_e / (K N)) * (sum_s p_se / N)     Fedus, Zoph, Shazeer (2022), eq. 4
+    z         sum_s logsumexp(logits_s)^2 / N                Zoph et al. (2022), eq. 5
+
+Both are sums over tokens once n_e and N are known, so a rank needs the counts of all ranks and no
+other gradient. Gradients of dense parameters are averaged over `num_averaged` ranks, so each rank's
+part is multiplied by that number: the average then is the gradient of the loss of the whole batch,
+whatever the layout. The losses join the backward pass through `attach_loss`, which leaves its first
+argument alone.
+
+The router: scores every expert for every token and chooses the top K (graph scope moe_router).
 
 S tokens of this rank, H hidden, E experts, K choices a token. Logits, scores and losses are float32
 whatever the input's dtype (float64 for float64 inputs).
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.losses import attach_loss, router_losses
-from fsdp_core.model.moe.places import count_slots
+from fsdp_core.model.moe.dispatcher import MoeAxes
+from fsdp_core.model.moe.permute import count_slots
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.model.moe.routing import RouterRule, Routing
 from fsdp_core.parallel.collectives import all_reduce
+from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
+
+SCORES = ("softmax", "sigmoid")
+TINY = 1e-20
+"""Keeps the sum of sigmoid scores that all underflowed from dividing zero by zero."""
+
+
+class Routing(NamedTuple):
+    """Where each token goes: what crosses from the router to the rest of the layer.
+
+    Attributes:
+        probs: weight of each choice, float32 (float64 for float64 inputs) [S, K]; connected to
+            the router's weight by autograd. Zero for tokens that are not valid.
+        experts: int64 [S, K], distinct experts by falling score; the number of experts, which is
+            nowhere, for tokens that are not valid.
+    """
+
+    probs: torch.Tensor
+    experts: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRule:
+    """Settings of a router.
+
+    Attributes:
+        num_experts, top_k: experts in all, and of each token.
+        scores: softmax over all experts, or a sigmoid of each logit.
+        normalised: divide the chosen scores by their sum.
+        scale: multiplies the chosen scores, after that.
+        aux_coeff: coefficient of the load-balancing loss; 0 leaves it out.
+        z_coeff: coefficient of the z-loss; 0 leaves it out.
+        expert_bias: add a bias to the scores for the choice alone, see `Router.update_bias`.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    aux_coeff: float = 0.0
+    z_coeff: float = 0.0
+    expert_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"Expected top_k in 1..{self.num_experts}, got {self.top_k}.")
+        if self.scores not in SCORES:
+            raise ValueError(f"Expected scores in {SCORES}, got {self.scores!r}.")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"Expected a finite scale > 0, got {self.scale}.")
+        for name in ("aux_coeff", "z_coeff"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Expected a finite {name} >= 0, got {getattr(self, name)}.")
+
+    @property
+    def watches_load(self) -> bool:
+        """Whether the slots of each expert are counted."""
+        return self.aux_coeff > 0 or self.z_coeff > 0 or self.expert_bias
+
+    def score(self, logits_SE: torch.Tensor) -> torch.Tensor:
+        """Scores of all experts, [S, E]."""
+        return logits_SE.softmax(-1) if self.scores == "softmax" else logits_SE.sigmoid()
+
+    def choose(self, scores_SE: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
+        """The top_k experts of each token by score plus bias, int64 [S, K].
+
+        Of equal scores the expert of the lowest number wins, on every device and at every size: a
+        stable sort says so, `topk` leaves it open.
+        """
+        ranked = scores_SE.detach()
+        if bias_E is not None:
+            ranked = ranked + bias_E
+        return ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+
+    def weigh(self, scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
+        """Weights of the chosen experts, [S, K]."""
+        chosen = scores_SE.gather(1, experts_SK)
+        if self.normalised:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
+        return chosen * self.scale
+
+
+class RouterLosses(NamedTuple):
+    """Losses of one microbatch.
+
+    Attributes:
+        part: this rank's part, scaled for the average over ranks; carries the gradient.
+        balance, z: values over the global batch times their coefficients, no gradient.
+    """
+
+    part: torch.Tensor
+    balance: torch.Tensor
+    z: torch.Tensor
+
+
+def router_losses(
+    rule: RouterRule,
+    logits_SE: torch.Tensor,
+    scores_SE: torch.Tensor,
+    counts_E: torch.Tensor,
+    valid_S: torch.Tensor | None,
+    axes: tuple[Axis, ...],
+    num_averaged: int,
+) -> RouterLosses:
+    """The losses of the tokens of all ranks along `axes`.
+
+    Args:
+        counts_E: int64, slots of this rank that chose each expert.
+        valid_S: bool, tokens that count; None means all do.
+        num_averaged: ranks over which gradients of dense parameters are averaged.
+    """
+    shares_SE = scores_SE
+    if rule.scores == "sigmoid":
+        shares_SE = scores_SE / (scores_SE.sum(-1, keepdim=True) + TINY)
+    squares_S = logits_SE.logsumexp(-1).square()
+    if valid_S is None:
+        num_valid = torch.full((1,), logits_SE.shape[0], device=logits_SE.device)
+    else:
+        num_valid = valid_S.sum().view(1)
+        shares_SE = shares_SE.masked_fill(~valid_S[:, None], 0.0)
+        squares_S = squares_S.masked_fill(~valid_S, 0.0)
+    # One vector of all sums, in float64: counts are exact and layouts differ by float64 roundings.
+    wide = torch.float64
+    sums = torch.cat(
+        [
+            num_valid.to(wide),
+            counts_E.to(wide),
+            shares_SE.detach().sum(0, dtype=wide),
+            squares_S.detach().sum(0, dtype=wide).view(1),
+        ]
+    )
+    for axis in axes:
+        sums = all_reduce(sums, axis)
+    num_experts = rule.num_experts
+    # A batch without any valid token has losses of zero.
+    tokens = sums[0].clamp(min=1.0)
+    counts, share_sums, square_sum = sums[1 : 1 + num_experts], sums[1 + num_experts : -1], sums[-1]
+    slope_E = rule.aux_coeff * num_experts / rule.top_k * counts / tokens**2
+    z_slope = rule.z_coeff / tokens
+    dtype = logits_SE.dtype
+    part = (shares_SE * (slope_E * num_averaged).to(dtype)).sum() + (
+        squares_S.sum() * (z_slope * num_averaged).to(dtype)
+    )
+    return RouterLosses(part, (slope_E * share_sums).sum(), z_slope * square_sum)
+
+
+def attach_loss(
+    probs: torch.Tensor, part: torch.Tensor, scale: torch.Tensor, on_backward: Any
+) -> torch.Tensor:
+    """`probs` unchanged, with the gradient of `scale * part` added to the backward pass, once.
+
+    Args:
+        scale: scalar tensor, read in the backward pass: what the main loss is multiplied by.
+        on_backward: called once in the backward pass. A forward pass may run twice (recompute) or
+            without training, a backward pass runs once a microbatch.
+    """
+    result: torch.Tensor = _AttachLoss.apply(probs, part, scale, on_backward)
+    return result
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probs: torch.Tensor, part: torch.Tensor, scale: torch.Tensor, on_backward: Any
+    ) -> torch.Tensor:
+        # Kept beside autograd, which would refuse a scale that is set after the forward pass.
+        ctx.scale, ctx.on_backward, ctx.dtype = scale, on_backward, part.dtype
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.on_backward()
+        return grad, ctx.scale.to(ctx.dtype), None, None
 
 
 class Router(nn.Module):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fsdp_core.allocations import OWNERS, Ledger, explain, owner_of
 
-MODEL = ("fsdp_core/model/gqa.py:forward",)
+MODEL = ("fsdp_core/model/attention.py:forward",)
 CHANGES = st.lists(
     st.tuples(st.sampled_from(["made", "resized", "freed"]), st.integers(0, 5), st.integers(0, 9)),
     max_size=60,
@@ -44,7 +44,8 @@ def test_what_was_live_at_the_peak_is_what_a_copy_would_hold(
          "reduce buffers"),
         (("fsdp_core/fsdp/collectives.py:reduce", "fsdp_core/fsdp/gradients.py:reduce"),
          "reduce buffers"),
-        (("fsdp_core/model/gqa.py:forward", "fsdp_core/graph/host.py:capture"), "graph pools"),
+        (("fsdp_core/model/attention.py:forward", "fsdp_core/graph/host.py:capture"),
+         "graph pools"),
         (("fsdp_core/graph/slot.py:__init__",), "graph pools"),
         (("fsdp_core/graph/digest_torch.py:mix", "fsdp_core/train/outputs.py:update"), "digests"),
         (("fsdp_core/model/weights.py:init_weights", "fsdp_core/train/build.py:build_stages"),

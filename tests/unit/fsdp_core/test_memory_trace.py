@@ -52,7 +52,7 @@ def test_history_of_cuda_is_read_as_the_allocator_counts() -> None:
             event("alloc", 8192, 100, *gather),
             event("free_requested", 8192, 100),
             event("free_completed", 8192, 100),
-            event("alloc", 8192, 5000, "fsdp_core/model/gqa.py:forward"),
+            event("alloc", 8192, 5000, "fsdp_core/model/attention.py:forward"),
             blocks={4096: 1024, 8192: 6000},
         ),
         1,

@@ -25,8 +25,8 @@ from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams

@@ -144,7 +144,8 @@ def test_which_layers_have_experts() -> None:
 
 def test_the_modules_know_the_words() -> None:
     """What a configuration says goes to the router and the dispatcher as it is."""
-    from fsdp_core.model.moe import preprocess, routing
+    from fsdp_core.model.moe import dispatcher as preprocess
+    from fsdp_core.model.moe import router as routing
 
     assert set(config.SCORES) == set(routing.SCORES)
     assert set(config.DISPATCHERS) == set(preprocess.DISPATCHERS)

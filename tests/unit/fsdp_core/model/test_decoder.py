@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from fsdp_core.config import ModelConfig, model_from_preset
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.weights import init_weights, load_global
 from fsdp_core.parallel.mesh import Axes, Axis

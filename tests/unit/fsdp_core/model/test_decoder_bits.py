@@ -7,8 +7,8 @@ import torch
 
 from fsdp_core.config import ModelConfig, model_from_preset
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import dense_part
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes

@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from fsdp_core.model.hooked import run_fused
+from fsdp_core.model.moe.experts import run_fused
 
 Log = list[tuple[Any, ...]]
 

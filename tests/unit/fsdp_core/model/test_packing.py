@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_core.model.packing import (
+from fsdp_core.model.batch import (
     Capacity,
     Document,
     PackedBatch,

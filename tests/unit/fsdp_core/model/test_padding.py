@@ -8,9 +8,8 @@ import torch
 
 from fsdp_core.config import model_from_preset
 from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.batch import Capacity, Document, pack, packed_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import packed_part
-from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.model.packing import Capacity, Document, pack
-from fsdp_core.model.sdpa import FlashKernel, TorchKernel, causal_attention, kernel_for
-from fsdp_core.parallel.attention_block import BlockKernel, Three, merge
+from fsdp_core.model.batch import Capacity, Document, pack
+from fsdp_core.model.cp_attention import (
+    BlockKernel,
+    FlashKernel,
+    Three,
+    TorchKernel,
+    causal_attention,
+    kernel_for,
+    merge,
+)
 from fsdp_core.parallel.context import ContextPlan, Spans, dense_plan
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import RESULTS, attention_with_bounds

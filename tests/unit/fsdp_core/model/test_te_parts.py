@@ -8,9 +8,9 @@ import torch
 from fsdp_core.config import model_from_preset
 from fsdp_core.model.backend import TorchBackend, make_backend
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.model.te import experts
-from fsdp_core.model.te.order import by_rank, by_sequence
-from fsdp_core.model.te.precision import amax_group
+from fsdp_core.model.te import layers as experts
+from fsdp_core.model.te.attention import by_rank, by_sequence
+from fsdp_core.model.te.fp8 import amax_group
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.parity_programs import single_axes
 from tests.dist.te_stand_in import StandIn

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from fsdp_core.model import backend
-from fsdp_core.model.te import core, experts, precision
-from fsdp_core.model.te.scaling import Scaling
+from fsdp_core.model.te import attention as core
+from fsdp_core.model.te import fp8 as precision
+from fsdp_core.model.te import layers as experts
+from fsdp_core.model.te.fp8 import Scaling
 from tests.dist import te_fp8_stand_in as fp8
 from tests.dist.te_stand_in import GroupedLinear, Linear, StandIn
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.microbatch import Part, packed_part
-from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis

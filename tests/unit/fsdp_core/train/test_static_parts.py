@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host import HostGraph
-from fsdp_core.model.microbatch import Part, packed_part
-from fsdp_core.model.packing import Capacity, Document, pack
-from fsdp_core.model.sdpa import causal_attention
+from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
+from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train.static_parts import StaticPart, StaticParts, _leaves_of

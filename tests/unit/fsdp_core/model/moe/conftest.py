@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.parallel.mesh import Axis
 
 NO_GROUP = cast("dist.ProcessGroup", None)

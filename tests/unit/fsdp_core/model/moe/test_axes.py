@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.parallel.mesh import Axes, Axis
 
 SIZES = {"tp": 2, "cp": 3, "pp": 5, "dp": 7, "dp_outer": 11, "ep": 4, "etp": 2, "edp": 13}

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.dispatch import Groups
+from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
 from fsdp_core.parallel.param_sharding import Cut, cut_of, global_shape
 

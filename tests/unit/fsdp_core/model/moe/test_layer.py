@@ -13,11 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer
-from fsdp_core.model.moe.preprocess import Delivery
-from fsdp_core.model.moe.routing import RouterRule
-from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import cut_of
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12

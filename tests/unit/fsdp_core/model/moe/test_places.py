@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_core.model.moe.places import assign_places, count_slots
+from fsdp_core.model.moe.permute import assign_places, count_slots
 
 BUCKETS = 4
 

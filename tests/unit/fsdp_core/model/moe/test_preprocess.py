@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.preprocess import Delivery, Preprocess
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Preprocess
 
 EXPERTS, TOKENS, CHOICES = 4, 5, 2
 

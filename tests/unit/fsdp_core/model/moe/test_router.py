@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.model.moe.router import Router
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.router import Router, RouterRule
 
 HIDDEN, EXPERTS, TOKENS = 6, 4, 10
 VALID = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)

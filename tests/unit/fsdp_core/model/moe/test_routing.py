@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.router import RouterRule
 
 EXPERTS = 5
 

@@ -3,8 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.model.moe.places import Places, assign_places
-from fsdp_core.model.moe.rows import reorder_rows, take_rows, weighted_sum
+from fsdp_core.model.moe.permute import Places, assign_places, reorder_rows, take_rows, weighted_sum
 
 TOKENS, CHOICES, BUCKETS, HIDDEN = 6, 2, 3, 4
 

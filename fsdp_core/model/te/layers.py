@@ -1,4 +1,17 @@
-"""Experts by TransformerEngine's grouped products: gate_up and down, called or fused.
+"""TransformerEngine's order of tokens under sequence parallel, and cuts of its parameters.
+
+Its layers gather and scatter along dim 0, whatever that is, so activations [B, T / tp, H] become
+
+    [tp * B, T / tp, H]     ranks outermost, in place of [B, T, H]
+
+which no linear layer minds. Only what looks at neighbours, attention, needs sequences whole.
+
+Dense feed-forwards by TransformerEngine: norm, gate, up and down in one module, or split.
+
+`LayerNormMLP` keeps gate above up as one parameter: gate.weight is the first half of a rank's rows,
+up.weight the second, each with its own cut, so the names and cuts are those of torch's.
+
+Experts by TransformerEngine's grouped products: gate_up and down, called or fused.
 
     weight [L, out, in]   one parameter, as torch's experts have it
       --matrices--> L views [out, in], which TransformerEngine takes for its L parameters
@@ -11,6 +24,8 @@ allocation that they are views of, where a plain `unbind` would stack them anew.
 Kernels want rows in multiples (of 16 for fp8), and none of them takes no rows at all, so each
 expert's rows are padded with zeros, whose outputs are cut away again. A rank without any row
 computes one padded expert: it then takes part in whatever collectives fp8 has.
+
+The parts of a decoder's layers by TransformerEngine: `fsdp_core.model.parts.Parts`.
 """
 
 from collections.abc import Sequence
@@ -20,10 +35,89 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.dispatch import Groups
-from fsdp_core.model.moe.experts import GroupedLinear
-from fsdp_core.model.moe.fused import FusedExperts, name_gate_up
+from fsdp_core.config import ModelConfig
+from fsdp_core.model.backend import Backend
+from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
+from fsdp_core.model.moe.experts import FusedExperts, GroupedLinear, name_gate_up
+from fsdp_core.model.norm import make_norm
+from fsdp_core.model.parts import gqa_shape, mla_shape
+from fsdp_core.model.rope import RopeTable
+from fsdp_core.model.te import attention
+from fsdp_core.model.te.attention import columns, layer_options, rows
+from fsdp_core.model.te.fp8 import ROW_MULTIPLE
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.param_sharding import Stretch, chunk_of, consecutive, set_stretches
+from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp.
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+
+    Raises:
+        ValueError: tp does not divide the width.
+    """
+
+    def __init__(
+        self, te: Any, hidden: int, ffn: int, eps: float, tp: Axis, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        width = chunk_of(ffn, "ffn", tp.name, tp.size)
+        self.fused = te.LayerNormMLP(
+            hidden,
+            ffn,
+            eps=eps,
+            normalization="RMSNorm",
+            zero_centered_gamma=False,
+            activation="swiglu",
+            set_parallel_mode=True,
+            **layer_options(tp, sequence_parallel=sequence_parallel),
+        )
+        if sequence_parallel and tp.size > 1:
+            reduce_replicated_of(self.fused, ["layer_norm_weight"], tp)
+        halves = {"gate.weight": width, "up.weight": width}
+        set_stretches(self, {
+            "fused.layer_norm_weight": Stretch("../norm.weight"),
+            "fused.fc1_weight": consecutive(halves, columns(tp)),
+            "fused.fc2_weight": Stretch("down.weight", rows(tp)),
+        })  # fmt: skip
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        result: torch.Tensor = self.fused(x_BTH)
+        return result
+
+
+class SharedExperts(nn.Module):
+    """The same without the norm, which the router shares: two layers and torch's activation."""
+
+    def __init__(
+        self, te: Any, hidden: int, ffn: int, tp: Axis, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        chunk_of(ffn, "shared_expert_ffn", tp.name, tp.size)
+        options = layer_options(tp, sequence_parallel=sequence_parallel)
+        self.gate_up = te.Linear(
+            hidden,
+            2 * ffn,
+            parallel_mode="column",
+            parameters_split={"gate": ffn, "up": ffn},
+            **options,
+        )
+        self.down = te.Linear(ffn, hidden, parallel_mode="row", **options)
+        set_stretches(self, {
+            "gate_up.gate_weight": Stretch("gate.weight", columns(tp)),
+            "gate_up.up_weight": Stretch("up.weight", columns(tp)),
+            "down.weight": Stretch("down.weight", rows(tp)),
+        })  # fmt: skip
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        gate, up = self.gate_up(x_BTH).chunk(2, -1)
+        result: torch.Tensor = self.down(F.silu(gate) * up)
+        return result
 
 
 def matrices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -254,3 +348,71 @@ def make_experts(
     experts = FusedExperts(gate_up, down, kernel)
     name_gate_up(experts, gate_up)
     return experts
+
+
+class TeParts:
+    """See `Parts`.
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+        fp8: as `precision` has it; decides what rows of experts are padded to.
+        fused_experts: experts by one operator over their layers, not layer by layer.
+    """
+
+    def __init__(
+        self, te: Any, config: ModelConfig, axes: Axes, rope: RopeTable, backend: Backend, *,
+        fp8: str, fused_experts: bool,
+    ) -> None:  # fmt: skip
+        self._te, self._config, self._axes, self._rope = te, config, axes, rope
+        self._backend, self._fused = backend, fused_experts
+        self._multiple = 1 if fp8 == "none" else ROW_MULTIPLE
+        self._cut: dict[str, Any] = {"sequence_parallel": axes.sequence_parallel}
+
+    def norm(self) -> nn.Module:
+        """A norm of the residual stream."""
+        config, axes = self._config, self._axes
+        return make_norm(self._backend, config.hidden, config.norm_eps, axes.tp,
+                         sees_part=axes.sequence_parallel)  # fmt: skip
+
+    def attention(self) -> tuple[nn.Module, nn.Module]:
+        """The norm is inside of what comes second."""
+        config, axes = self._config, self._axes
+        made: nn.Module
+        options = {"backend": self._backend, **self._cut}
+        pair = (axes.tp, axes.cp)
+        if config.attention == "mla":
+            made = attention.LatentAttention(
+                self._te, mla_shape(config), self._rope, pair, **options
+            )
+        else:
+            made = attention.GroupedQueryAttention(
+                self._te, gqa_shape(config), self._rope, pair, config.norm_eps, **options
+            )
+        return nn.Identity(), made
+
+    def mlp(self) -> tuple[nn.Module, nn.Module]:
+        """The norm is inside of what comes second."""
+        config = self._config
+        sizes = (config.hidden, config.ffn, config.norm_eps)
+        return nn.Identity(), Mlp(self._te, *sizes, self._axes.tp, **self._cut)
+
+    def shared_experts(self) -> nn.Module | None:
+        """Shared experts, if the model has some."""
+        config = self._config
+        if not config.shared_expert_ffn:
+            return None
+        return SharedExperts(
+            self._te, config.hidden, config.shared_expert_ffn, self._axes.tp, **self._cut
+        )
+
+    def experts(self) -> nn.Module:
+        """Routed experts."""
+        config = self._config
+        return make_experts(
+            self._te,
+            config.experts,
+            (config.hidden, config.expert_ffn),
+            MoeAxes.of(self._axes),
+            multiple=self._multiple,
+            fused=self._fused,
+        )

@@ -1,0 +1,411 @@
+"""The axes that a mixture of experts needs, and which of its ranks hold the same tokens.
+
+Experts are numbered along `ep`: rank r of it has experts [r * L, (r + 1) * L), L = experts / ep.
+Each expert's feed-forward width is cut along `etp`. What ranks of one etp group hold is one of
+
+| layout | tokens of the ranks of an etp group | enter the experts | leave them |
+| --- | --- | --- | --- |
+| tp 1, or sequence parallel | different | all-gather | reduce-scatter |
+| tp = etp, no sequence parallel | the same | identity (backward all-reduce) | all-reduce |
+
+Any other layout without sequence parallel would send copies of one token to an expert from several
+ranks and count its gradient as often, so it is refused.
+
+Preprocess: from chosen experts to places and counts (graph scope moe_preprocess).
+
+Its output is integers alone, of shapes that do not depend on them. S tokens of this rank; D of one
+etp group (S times etp where its ranks hold different tokens, else S), in the order of etp ranks; P
+ranks of ep, L experts a rank, E = P * L, K choices, C capacity.
+
+| dispatcher | tokens M | a rank's places, in order | sent | received |
+| --- | --- | --- | --- | --- |
+| all_to_all, dropless | D | D * K: expert, token | [P, L] | [P, L] |
+| all_to_all, capacity | D | E * C: expert, column | [P, L] | [0, L] |
+| all_gather, dropless | P * D | P * D * K: local expert, source rank, token | [0, L] | [P, L] |
+| all_gather, capacity | P * D | L * P * C: local expert, source rank, column | [0, L] | [P, L] |
+
+Capacity is per expert and source etp group: C = ceil(D * K / E * factor). What does not fit is
+dropped: with drop "position" the later tokens of the source (order of etp ranks, then of B, then of
+T), with drop "probs" those of the smallest weight, the later of equals. A dropped choice adds
+nothing to its token.
+
+Dispatch: each token's row to the ranks of its experts.
+
+Rows leave it in one order under either dispatcher, so experts compute the same bits: by local
+expert, then by source rank of ep, then by token. Sizes as in `preprocess`.
+
+| | rows | groups |
+| --- | --- | --- |
+| dropless | [n, H], n rows on this rank now | `Groups`, read on the host |
+| capacity | [L, P * C, H], zero where a place is empty | None |
+
+Combine: experts' outputs back to their tokens, weighted and summed.
+
+Rows travel in the compute dtype; weights and sums, those over etp (and, for all_gather, over ep)
+included, are float32 (float64 for float64), and only their result is rounded to the compute dtype.
+A token's terms are added in the order of its choices. `all_gather` adds the choices of one rank of
+ep in that order and then the ranks' sums: with up to two choices the bits are those of
+`all_to_all`, but for the sign of a zero.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_core.model.moe.permute import Places, assign_places, reorder_rows, take_rows, weighted_sum
+from fsdp_core.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+)
+from fsdp_core.parallel.mesh import Axes, Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeAxes:
+    """Axes of one mixture of experts.
+
+    Attributes:
+        ep, etp: axes of the expert mesh, etp fastest.
+        tp: cuts the shared experts, and with `sequence_parallel` the sequence.
+        tokens: axes along which ranks hold different tokens of the dense mesh.
+        num_averaged: ranks over which gradients of dense parameters are averaged.
+        sequence_parallel: dim 1 of activations [B, T, H] is cut along tp.
+
+    Raises:
+        ValueError: tensor parallel without sequence parallel and etp different from tp.
+    """
+
+    ep: Axis
+    etp: Axis
+    tp: Axis
+    tokens: tuple[Axis, ...]
+    num_averaged: int
+    sequence_parallel: bool
+
+    def __post_init__(self) -> None:
+        if self.tp.size > 1 and not self.sequence_parallel and self.etp.size != self.tp.size:
+            raise ValueError(
+                f"Expected sequence_parallel, or etp equal to tp={self.tp.size}, for experts under "
+                f"tensor parallel, got sequence_parallel=False and etp={self.etp.size}: every tp "
+                "rank would send its copy of a token to the experts."
+            )
+
+    @classmethod
+    def of(cls, axes: Axes) -> "MoeAxes":
+        """Those of a layout."""
+        across = (axes.dp_outer, axes.dp, axes.cp)
+        return cls(
+            ep=axes.ep,
+            etp=axes.etp,
+            tp=axes.tp,
+            tokens=(*across, axes.tp) if axes.sequence_parallel else across,
+            num_averaged=axes.dp_outer.size * axes.dp.size * axes.cp.size,
+            sequence_parallel=axes.sequence_parallel,
+        )
+
+    @property
+    def etp_shares_tokens(self) -> bool:
+        """Whether the ranks of an etp group hold the same tokens."""
+        return self.tp.size > 1 and not self.sequence_parallel
+
+    def local_experts(self, num_experts: int) -> int:
+        """Experts of one rank, L.
+
+        Raises:
+            ValueError: ep does not divide the number of experts.
+        """
+        if num_experts % self.ep.size:
+            raise ValueError(
+                f"Expected a number of experts divisible by ep={self.ep.size}, got {num_experts}."
+            )
+        return num_experts // self.ep.size
+
+
+DISPATCHERS = ("all_to_all", "all_gather")
+DROPS = ("position", "probs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How rows travel to experts.
+
+    Attributes:
+        dispatcher: `all_to_all` sends each row to its expert's rank; `all_gather` gives every
+            token to every rank of ep, and sums what comes back.
+        capacity_factor: None is dropless: sizes depend on the data, so the host reads them, once a
+            forward pass, and no graph can hold it. A number makes every shape static.
+        drop: which rows are dropped past the capacity, see the module.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    dispatcher: str = "all_to_all"
+    capacity_factor: float | None = None
+    drop: str = "position"
+
+    def __post_init__(self) -> None:
+        if self.dispatcher not in DISPATCHERS:
+            raise ValueError(f"Expected dispatcher in {DISPATCHERS}, got {self.dispatcher!r}.")
+        if self.drop not in DROPS:
+            raise ValueError(f"Expected drop in {DROPS}, got {self.drop!r}.")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"Expected a finite capacity_factor > 0, got {self.capacity_factor}.")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank of ep gets every token."""
+        return self.dispatcher == "all_gather"
+
+    def capacity(self, num_slots: int, num_experts: int) -> int | None:
+        """Rows of one expert from one source of `num_slots` slots; None if there is no limit."""
+        if self.capacity_factor is None:
+            return None
+        # Exact, of the decimal number that was written: 100 slots of 10 experts at 1.1 are 11 rows,
+        # which a product of floats makes 11.000000000000002, and so 12.
+        above, below = _ratio(self.capacity_factor)
+        return max(1, -(-num_slots * above // (below * num_experts)))
+
+
+@torch.compiler.assume_constant_result  # which the compiler could not follow
+def _ratio(decimal: float) -> tuple[int, int]:
+    return Fraction(str(decimal)).as_integer_ratio()
+
+
+class Plan(NamedTuple):
+    """Where rows go; int64, see the module's table.
+
+    Attributes:
+        slot_of_place: [places].
+        place_of_slot: [M, K].
+        sent: slots of this rank (its etp group) for each rank and expert of ep, dropped ones too.
+        received: the same of each rank of ep for this rank's experts.
+    """
+
+    slot_of_place: torch.Tensor
+    place_of_slot: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
+
+
+class Preprocess(nn.Module):
+    """Experts of this rank's slots -> `Plan`. Talks to the ranks of ep and etp; no gradient.
+
+    Buffers:
+        dropped: int64 scalar, slots that the last forward pass dropped for want of capacity: of
+            this rank's tokens (all_to_all) or to its experts (all_gather). Ranks of an etp group
+            have the same; the sum over ep is that of the group's tokens under both dispatchers.
+    """
+
+    dropped: torch.Tensor
+
+    def __init__(self, num_experts: int, delivery: Delivery, axes: MoeAxes) -> None:
+        super().__init__()
+        self.num_experts, self.delivery, self._axes = num_experts, delivery, axes
+        self.num_local = axes.local_experts(num_experts)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, experts_SK: torch.Tensor, probs_SK: torch.Tensor) -> Plan:
+        """Plan the way of int64 [S, K]; weights are read for drop "probs" alone."""
+        axes, delivery = self._axes, self.delivery
+        by_weight = delivery.drop == "probs" and delivery.capacity_factor is not None
+        priority_DK = probs_SK.detach() if by_weight else None
+        experts_DK = experts_SK
+        if not axes.etp_shares_tokens:
+            experts_DK = all_gather(experts_DK, axes.etp, 0)
+            if priority_DK is not None:
+                priority_DK = all_gather(priority_DK, axes.etp, 0)
+        capacity = delivery.capacity(experts_DK.numel(), self.num_experts)
+        if delivery.gathers:
+            return self._plan_gathered(experts_DK, priority_DK, capacity)
+        places = self._assign(experts_DK, self.num_experts, capacity, priority_DK)
+        sent = places.counts.view(axes.ep.size, self.num_local)
+        received = all_to_all(sent, axes.ep) if capacity is None else sent[:0]
+        return Plan(places.slot_of_place, places.place_of_slot, sent, received)
+
+    def _plan_gathered(
+        self, experts_DK: torch.Tensor, priority_DK: torch.Tensor | None, capacity: int | None
+    ) -> Plan:
+        """Every rank plans the rows of all ranks for its own experts: bucket = expert, source."""
+        ep, num_local = self._axes.ep, self.num_local
+        experts_PDK = all_gather(experts_DK, ep, 0).view(ep.size, *experts_DK.shape)
+        priority = None if priority_DK is None else all_gather(priority_DK, ep, 0)
+        local = experts_PDK - ep.rank * num_local
+        source = torch.arange(ep.size, device=local.device).view(-1, 1, 1)
+        mine = (local >= 0) & (local < num_local)
+        buckets = torch.where(mine, local * ep.size + source, num_local * ep.size).flatten(0, 1)
+        places = self._assign(buckets, num_local * ep.size, capacity, priority)
+        received = places.counts.view(num_local, ep.size).t()
+        received = received.contiguous()
+        return Plan(places.slot_of_place, places.place_of_slot, received[:0], received)
+
+    def _assign(
+        self,
+        buckets: torch.Tensor,
+        num_buckets: int,
+        capacity: int | None,
+        priority: torch.Tensor | None,
+    ) -> Places:
+        places = assign_places(buckets, num_buckets, capacity, priority)
+        if capacity is not None:
+            # In place, where a graph finds it.
+            self.dropped.copy_((places.counts - capacity).clamp(min=0).sum())
+        return places
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sizes of one dropless forward pass, on the host, and what follows from them.
+
+    Attributes:
+        counts: rows of each local expert.
+        ends: int32 [L] on the device, the running sum of `counts`.
+        sent, received: rows to and from each rank of ep; empty for all_gather.
+        order, inverse: int64, from the order in which rows arrive to that of experts and back;
+            None for all_gather, whose rows need no reordering.
+    """
+
+    counts: tuple[int, ...]
+    ends: torch.Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank's experts get."""
+        return sum(self.counts)
+
+
+class Dispatched(NamedTuple):
+    """Rows by expert; see the module's table."""
+
+    rows: torch.Tensor
+    groups: Groups | None
+
+
+class Dispatch(nn.Module):
+    """Tokens [S, H] and their plan -> rows at their experts."""
+
+    def __init__(self, delivery: Delivery, axes: MoeAxes) -> None:
+        super().__init__()
+        self.delivery, self._axes = delivery, axes
+
+    def forward(self, x_SH: torch.Tensor, plan: Plan) -> Dispatched:
+        """Send [S, H].
+
+        Raises:
+            RuntimeError: dropless while a CUDA graph is captured; give a capacity factor.
+        """
+        axes, delivery = self._axes, self.delivery
+        x_MH = enter_etp(x_SH, axes)
+        if delivery.gathers:
+            x_MH = gather_from(x_MH, axes.ep, 0)
+        if delivery.capacity_factor is not None:
+            return Dispatched(self._static(x_MH, plan), None)
+        groups = read_groups(plan)
+        if delivery.gathers:
+            slots = plan.slot_of_place[: groups.num_rows]
+            return Dispatched(take_rows(x_MH, slots, plan.place_of_slot), groups)
+        slots = plan.slot_of_place[: sum(groups.sent)]
+        rows = take_rows(x_MH, slots, plan.place_of_slot)
+        rows = all_to_all(rows, axes.ep, groups.sent, groups.received)
+        assert groups.order is not None
+        assert groups.inverse is not None
+        return Dispatched(reorder_rows(rows, groups.order, groups.inverse), groups)
+
+    def _static(self, x_MH: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """[M, H] -> [L, P * C, H]."""
+        axes = self._axes
+        rows = take_rows(x_MH, plan.slot_of_place, plan.place_of_slot)
+        hidden = rows.shape[1]
+        if self.delivery.gathers:
+            return rows.view(plan.received.shape[1], -1, hidden)
+        num_local = plan.sent.shape[1]
+        rows = all_to_all(rows, axes.ep).view(axes.ep.size, num_local, -1, hidden)
+        return rows.transpose(0, 1).reshape(num_local, -1, hidden)
+
+
+def enter_etp(x_SH: torch.Tensor, axes: MoeAxes) -> torch.Tensor:
+    """Rows [S, ...] of all tokens of an etp group, [D, ...], for ranks that each have a slice."""
+    if axes.etp_shares_tokens:
+        return copy_to(x_SH, axes.etp)
+    return gather_from(x_SH, axes.etp, 0)
+
+
+def read_groups(plan: Plan) -> Groups:
+    """Read the sizes of a dropless plan: the one place where the host waits for the device.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured.
+    """
+    device = plan.received.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "Expected drop-and-pad (a capacity factor) inside a captured graph, got dropless "
+            "dispatch, whose sizes the host must read."
+        )
+    num_ranks, num_local = plan.received.shape
+    counts_L = plan.received.sum(0)
+    sizes = torch.cat([counts_L, plan.sent.sum(-1), plan.received.sum(-1)]).tolist()
+    counts, between = tuple(sizes[:num_local]), sizes[num_local:]
+    ends = counts_L.cumsum(0, dtype=torch.int32)
+    if not plan.sent.numel():
+        return Groups(counts, ends, (), (), None, None)
+    sent, received = tuple(between[:num_ranks]), tuple(between[num_ranks:])
+    experts = torch.arange(num_local, device=device).repeat(num_ranks)
+    expert_of_row = experts.repeat_interleave(plan.received.flatten(), output_size=sum(received))
+    places = assign_places(expert_of_row, num_local)
+    return Groups(counts, ends, sent, received, places.slot_of_place, places.place_of_slot)
+
+
+class Combine(nn.Module):
+    """Rows at their experts and the tokens' weights -> tokens [S, H] in the order they came in."""
+
+    def __init__(self, delivery: Delivery, axes: MoeAxes) -> None:
+        super().__init__()
+        self.delivery, self._axes = delivery, axes
+
+    def forward(
+        self, rows: torch.Tensor, probs_SK: torch.Tensor, plan: Plan, groups: Groups | None
+    ) -> torch.Tensor:
+        """Rows as `Dispatch` laid them out -> [S, H] in the rows' dtype."""
+        axes, delivery = self._axes, self.delivery
+        weights_MK = enter_etp(probs_SK, axes)
+        if delivery.gathers:
+            weights_MK = gather_from(weights_MK, axes.ep, 0)
+        returned = self._return(rows, groups)
+        slots = plan.slot_of_place[: returned.shape[0]]
+        y_MH = weighted_sum(returned, weights_MK, slots, plan.place_of_slot)
+        if delivery.gathers:
+            y_MH = reduce_scatter_to(y_MH, axes.ep, 0)
+        if axes.etp_shares_tokens:
+            y_SH = reduce_from(y_MH, axes.etp)
+        else:
+            y_SH = reduce_scatter_to(y_MH, axes.etp, 0)
+        return y_SH.to(rows.dtype)
+
+    def _return(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+        """Rows in the order of the plan's places, at the rank that weighs them."""
+        axes, hidden = self._axes, rows.shape[-1]
+        if groups is None:
+            if self.delivery.gathers:
+                return rows.reshape(-1, hidden)
+            by_source = rows.view(rows.shape[0], axes.ep.size, -1, hidden).transpose(0, 1)
+            return all_to_all(by_source.reshape(-1, hidden), axes.ep)
+        if self.delivery.gathers:
+            return rows
+        assert groups.order is not None
+        assert groups.inverse is not None
+        arrived = reorder_rows(rows, groups.inverse, groups.order)
+        return all_to_all(arrived, axes.ep, groups.received, groups.sent)
