@@ -27,7 +27,7 @@ _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Of `fsdp`, what an engine takes beside ours, which takes all."""
 _EAGER = (
-    "graph", "graph_layers", "graph_warmup_steps", "graph_optimizer", "compile",
+    "graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer", "compile",
     "compile_backend", "backend", "stress",
 )  # fmt: skip
 """Options of graphs, compiled parts, layers and stressors."""

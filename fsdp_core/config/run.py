@@ -23,7 +23,7 @@ from fsdp_core.config.rule import (
     one_of,
     positive,
 )
-from fsdp_core.config.scopes import GRAPH_RULES
+from fsdp_core.config.scopes import CAPTURE_BY, GRAPH_RULES
 from fsdp_core.config.sharding import DTYPES, FsdpConfig
 from fsdp_core.config.stressors import STRESS_RULES
 from fsdp_core.config.taps import TAP_RULES
@@ -75,7 +75,9 @@ class TrainConfig:
     """Everything that decides the bits of one training run, but the device it runs on.
 
     `stress` and `stress_seed` must not: they decide what happens around the steps. `graph_layers`
-    are the first and the last layer of which partial scopes are captured; empty: all.
+    are the first and the last layer of which partial scopes are captured; empty: all. `capture_by`
+    says who captures these: this package, TransformerEngine or torch, by their
+    `make_graphed_callables`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -85,6 +87,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     graph: tuple[str, ...] = ()
     graph_layers: tuple[int, ...] = ()
+    capture_by: str = "ours"
     compile: tuple[str, ...] = ()
     compile_backend: str = "inductor"
     engine: str = "ours"
@@ -113,6 +116,7 @@ class TrainConfig:
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
         one_of("engine", self.engine, ENGINES)
         one_of("backend", self.backend, BACKENDS)
+        one_of("capture_by", self.capture_by, CAPTURE_BY)
         one_of("compile_backend", self.compile_backend, COMPILERS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("fp8", self.fp8, EIGHT_BITS)

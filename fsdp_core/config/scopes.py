@@ -27,6 +27,8 @@ SCOPES = (
     "attn", "mlp", "moe_router", "moe_preprocess", "moe", "layer", "full_iteration",
 )  # fmt: skip
 EAGER = "eager"
+CAPTURE_BY = ("ours", "te", "torch")
+"""Who captures partial scopes; the others than ours are `make_graphed_callables` of a library."""
 BEGINS_AT: Mapping[str, str] = MappingProxyType(
     {"layer": "", "attn": "attn", "mlp": "mlp", "moe": "mlp", "moe_router": "mlp"}
 )
@@ -57,6 +59,14 @@ class Graphed(Protocol):
     @property
     def graph_layers(self) -> tuple[int, ...]:
         """First and last layer of which partial scopes are captured; empty: all."""
+
+    @property
+    def capture_by(self) -> str:
+        """Who captures partial scopes."""
+
+    @property
+    def compile(self) -> tuple[str, ...]:
+        """Parts that torch.compile compiles."""
 
     @property
     def steps(self) -> int:
@@ -198,6 +208,20 @@ def _every_stage_replays(run: Graphed) -> ConfigError | None:
     return ConfigError("graph_layers", expected=expected, got=list(run.graph_layers))
 
 
+def _libraries_capture_partial_scopes(run: Graphed) -> ConfigError | None:
+    if run.capture_by == "ours" or "full_iteration" not in run.graph:
+        return None
+    expected = "ours, as full_iteration is one graph of a whole step"
+    return ConfigError("capture_by", expected=expected, got=run.capture_by, legal=("ours",))
+
+
+def _libraries_check_no_guards(run: Graphed) -> ConfigError | None:
+    if run.capture_by == "ours" or not run.graph or not run.compile:
+        return None
+    expected = "ours, as parts are compiled, whose guards no other maker checks"
+    return ConfigError("capture_by", expected=expected, got=run.capture_by, legal=("ours",))
+
+
 def _graphs_are_replayed(run: Graphed) -> ConfigError | None:
     if not run.graph or run.steps > run.graph_warmup_steps:
         return None
@@ -266,6 +290,12 @@ GRAPH_RULES: tuple[Rule[Graphed], ...] = (
          _full_iteration_has_all_layers),
     Rule("every_stage_replays", "Each stage of a pipeline replays graphs, or none does.",
          _every_stage_replays),
+    Rule("libraries_capture_partial_scopes",
+         "make_graphed_callables takes modules, forward and backward, and no whole step.",
+         _libraries_capture_partial_scopes),
+    Rule("libraries_check_no_guards",
+         "A graph of compiled code is stale once a guard fails; only our maker looks.",
+         _libraries_check_no_guards),
     Rule("graphs_are_replayed", "A graph that is never replayed proves nothing.",
          _graphs_are_replayed),
     Rule("partial_scopes_need_stable_pool",

@@ -45,6 +45,8 @@ LEAST_BYTES = 2
 """Of a weight or an element of a hidden state: a bound that no run is below, not an estimate."""
 _PACKAGES_OF_GPUS = (
     ("backend", "te", "transformer-engine"),
+    ("capture_by", "te", "transformer-engine"),
+    ("capture_by", "torch", "torch"),
     ("engine", "megatron_fsdp", "megatron-fsdp"),
 )
 """A setting's key and value, and the package that it needs, on GPUs only."""

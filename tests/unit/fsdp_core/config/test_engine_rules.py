@@ -14,6 +14,7 @@ TAKEN: dict[str, Any] = {
 }  # fmt: skip
 REFUSED: dict[str, Any] = {
     "graph": ("attn",), "graph_layers": (0, 1), "graph_warmup_steps": 3, "graph_optimizer": False,
+    "capture_by": "te",
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
     "stress": ("jitter",),
 }  # fmt: skip

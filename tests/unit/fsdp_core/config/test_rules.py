@@ -175,6 +175,11 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "every_stage_replays": ("graph_layers",
                             {"parallel": {"pp": 2}, "graph": ("attn",), "graph_layers": (0, 1)},
                             {"parallel": {"pp": 1}}),
+    "libraries_capture_partial_scopes": (
+        "capture_by", {"graph": ("full_iteration",), "capture_by": "te"}, {"graph": ("layer",)}),
+    "libraries_check_no_guards": (
+        "capture_by", {"graph": ("attn",), "capture_by": "torch", "compile": ("attn",)},
+        {"compile": ()}),
     "graphs_are_replayed": ("steps", {"graph": ("attn",), "steps": 2}, {"steps": 3}),
     "partial_scopes_need_stable_pool": ("fsdp.pool",
                                         {"graph": ("attn",), "fsdp": {"pool": "dynamic"}},
