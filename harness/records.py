@@ -148,11 +148,11 @@ class RunSpec(Json):
     higher ones are repeats for times.
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
-    writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
-    (`fsdp_core.rounding`), for `harness.bisect.layouts`; 0 for all others. `stall_s`: seconds
-    without a record after which it counts as hung. Of a program that is not the built-in one,
-    `config` says what to start (`harness.program.spec`). `recorded`, "" for all others, names in
-    its start records a run that was recorded by hand or under another key.
+    writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at
+    random, for `harness.bisect.layouts`; 0 for all others. `stall_s`: seconds without a record
+    after which it counts as hung. Of a program that is not the built-in one, `config` says what to
+    start (`harness.program.spec`). `recorded`, "" for all others, names in its start records a run
+    that was recorded by hand or under another key.
     """
 
     config: dict[str, Any]

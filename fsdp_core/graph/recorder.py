@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from fsdp_core.device import opens_itself
+from fsdp_core.dispatch import opens_itself
 from fsdp_core.graph.places import Places, calling_line
 
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core.device import opens_itself
+from fsdp_core.dispatch import opens_itself
 from fsdp_core.graph.capture import GraphMaker, Spec
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.graph.recorder import CaptureRefused, Recording

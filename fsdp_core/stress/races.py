@@ -1,10 +1,12 @@
 """Stressor `races`: on the CPU, accesses to memory that a CUDA device could run in either order.
 
 On the CPU work runs as it is issued, so a missing wait does no harm and shows in no result. Here
-streams keep clocks, a dispatch mode sees every operator, and for every range of memory it is known
-who touched it when. Two accesses race if they overlap, one of them writes, and no wait orders them.
-Memory that dies, or is emptied in its place, is checked against the stream that it was made on:
-the caching allocator gives it to that stream's next work.
+each stream counts what was issued on it and has a vector clock: how far into every stream's work it
+has waited (Mattern, 1989). A dispatch mode sees every operator, and for every range of memory it is
+known who touched it when. Two accesses race if they overlap, one of them writes, and no wait orders
+them. Memory that dies, or is emptied in its place, is checked against the stream that it was made
+on: the caching allocator gives it to that stream's next work. What the host waits for comes before
+all that is issued later, anywhere.
 
 What is captured into a host graph is checked twice: as it is recorded, on the streams of the
 program, and at each replay, as work of the stream that replays.
@@ -13,23 +15,23 @@ Not seen: collectives that run beside the stream that issued them (`async_op=Tru
 work of that stream; kernels that are given addresses; reads of Python (`numpy()`).
 """
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_core.device import opens_itself
-from fsdp_core.fsdp.pool import GRAD
-from fsdp_core.lending import Lending, is_collective
-from fsdp_core.stress.clocks import Clocks, ClockStream
+from fsdp_core.device import HostStreams
+from fsdp_core.dispatch import ObservingMode, opens_itself
+from fsdp_core.fsdp.pool import GRAD, Key
+from fsdp_core.memory_counter import Lending, is_collective
 
 _HERE = Path(__file__).parent
 _FOLDERS = (str(Path(torch.__file__).parent), str(_HERE), str(_HERE.parent / "graph"), "<")
@@ -39,6 +41,109 @@ _ALLOCATORS = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 _SIZED_BY_DATA = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2"})
+
+# --- clocks -----------------------------------------------------------------------------------
+
+Clock = dict[int, int]
+"""How far into the work of each stream, by its number."""
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for number, time in other.items():
+        if clock.get(number, 0) < time:
+            clock[number] = time
+
+
+class ClockEvent:
+    """A point in a stream's work."""
+
+    def __init__(self, clocks: "Clocks", clock: Clock) -> None:
+        self._clocks, self.clock = clocks, clock
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._clocks.host_waits(self.clock)
+
+
+class ClockStream:
+    """A stream that knows how far into each stream's work it has waited."""
+
+    def __init__(self, clocks: "Clocks", number: int, name: str) -> None:
+        self._clocks, self.number, self.name = clocks, number, name
+        self.clock: Clock = {number: 0}
+
+    @property
+    def time(self) -> int:
+        """How much was issued here."""
+        return self.clock[self.number]
+
+    def issue(self) -> None:
+        """Work is issued."""
+        self.clock[self.number] += 1
+
+    def wait_event(self, event: ClockEvent) -> None:
+        """Order what follows after the event."""
+        _join(self.clock, event.clock)
+
+    def wait_stream(self, stream: "ClockStream") -> None:
+        """Order what follows after the other stream's work so far."""
+        _join(self.clock, stream.clock)
+
+    def record_event(self) -> ClockEvent:
+        """Mark this point."""
+        return ClockEvent(self._clocks, dict(self.clock))
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._clocks.host_waits(self.clock)
+
+    def comes_after(self, stream: "ClockStream", time: int) -> bool:
+        """Whether work issued now runs after that of `stream` at `time`."""
+        return self.clock.get(stream.number, 0) >= time
+
+
+class Clocks(HostStreams):
+    """All streams of a rank; stands for the CPU's in `Device.modelling_streams`."""
+
+    def __init__(self) -> None:
+        self.streams: list[ClockStream] = []
+        self._host: Clock = {}
+        self._active = [self.new_stream("default")]
+
+    def new_stream(self, name: str) -> ClockStream:
+        """A side stream; without a name it gets its number."""
+        number = len(self.streams)
+        stream = ClockStream(self, number, name or f"side {number}")
+        _join(stream.clock, self._host)
+        self.streams.append(stream)
+        return stream
+
+    def current_stream(self) -> ClockStream:
+        """The stream that work is issued on now."""
+        return self._active[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: ClockStream) -> Iterator[None]:
+        """Issue work on `stream` inside the context."""
+        self._active.append(stream)
+        try:
+            yield
+        finally:
+            self._active.pop()
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        for stream in self.streams:
+            self.host_waits(stream.clock)
+
+    def host_waits(self, clock: Clock) -> None:
+        """Order all that is issued from now on, on any stream, after what a clock knows."""
+        _join(self._host, clock)
+        for stream in self.streams:
+            _join(stream.clock, self._host)
+
+
+# --- what is found ----------------------------------------------------------------------------
 
 
 class Named(NamedTuple):
@@ -50,13 +155,6 @@ class Named(NamedTuple):
     is_gradient: bool = False
 
 
-class Label(NamedTuple):
-    """What a buffer of a pool is held for: its key."""
-
-    owner: int
-    role: str
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """One operator's use of bytes `start` up to `stop` of a storage.
@@ -65,7 +163,6 @@ class Access:
         time: the stream's count when it was issued.
         operator: its name.
         place: `file:line` of the program.
-        label: what the memory was held for.
     """
 
     start: int
@@ -75,7 +172,6 @@ class Access:
     writes: bool
     operator: str
     place: str
-    label: Label | None
 
     def told(self) -> str:
         """Who did what, where."""
@@ -129,14 +225,13 @@ class _Memory:
     home: ClockStream
     reference: Any
     made_by: str
-    label: Label | None = None
-    source: Label | None = None
+    label: Key | None = None
+    source: Key | None = None
     accesses: list[Access] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What an operator does with its arguments, by its schema."""
+class _Kind(NamedTuple):
+    """What an operator does with its arguments, by its schema; of `is_awaited` the host waits."""
 
     name: str
     writes: frozenset[str]
@@ -144,11 +239,10 @@ class _Kind:
     is_view: bool
     is_fresh: bool
     is_awaited: bool
-    """The host waits for what it gives."""
     is_collective: bool
 
 
-class Races(TorchDispatchMode):
+class Races(ObservingMode):
     """Watches operators; `found` lists races, each pair of places once.
 
     Attributes:
@@ -171,16 +265,6 @@ class Races(TorchDispatchMode):
         self._place: str | None = None
         """Where the operator was called that is being looked at, once anybody asked."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No wrapper that keeps the compiler out: nothing here is compiled."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The compiler works as if nobody looked on; without this it steps aside."""
-        return True
-
     def require_none(self) -> None:
         """Raise what was found since the last time.
 
@@ -191,12 +275,10 @@ class Races(TorchDispatchMode):
         if found:
             raise RaceFound(found)
 
-    def label(self, tensor: torch.Tensor, label: Label) -> None:
-        """Say what a buffer of a pool is held for from now on."""
+    def label(self, key: Key, buffer: torch.Tensor) -> None:
+        """Say whose key holds a buffer of a pool from now on, and after that until the next."""
         self._place = None
-        self._memory_of(tensor.untyped_storage(), "the pool").label = label
-
-    # ---- operators
+        self._memory_of(buffer.untyped_storage(), "the pool").label = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then note what it read and wrote."""
@@ -243,22 +325,20 @@ class Races(TorchDispatchMode):
         self._touch_all(args[0], name, writes=name != "c10d::send", source=source)
 
     def _touch_all(
-        self, value: Any, operator: str, *, writes: bool, source: Label | None = None
-    ) -> Label | None:
+        self, value: Any, operator: str, *, writes: bool, source: Key | None = None
+    ) -> Key | None:
         """Note the accesses to the tensors in `value`; the pool's buffer that they come from."""
         found = None
-        leaves = tree_iter(value) if isinstance(value, list | tuple | dict) else (value,)
-        for leaf in leaves:
+        for leaf in tree_iter(value) if isinstance(value, list | tuple | dict) else (value,):
             if isinstance(leaf, torch.Tensor):
                 found = self._touch(leaf, operator, writes=writes, source=source) or found
         return found
 
     def _touch(
-        self, tensor: torch.Tensor, operator: str, *, writes: bool, source: Label | None
-    ) -> Label | None:
-        if tensor.numel() == 0 or tensor.is_meta or opens_itself(type(tensor)):
-            return None
-        if tensor.layout != torch.strided:
+        self, tensor: torch.Tensor, operator: str, *, writes: bool, source: Key | None
+    ) -> Key | None:
+        is_memory = tensor.layout == torch.strided and not tensor.is_meta
+        if not is_memory or tensor.numel() == 0 or opens_itself(type(tensor)):
             return None
         start = int(tensor.storage_offset()) * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -270,8 +350,6 @@ class Races(TorchDispatchMode):
         self._access(storage._cdata, memory, (start, stop), operator, writes=writes)
         return memory.label or memory.source
 
-    # ---- memory
-
     def _access(
         self, key: int, memory: _Memory, span: tuple[int, int], operator: str, *, writes: bool
     ) -> None:
@@ -279,7 +357,7 @@ class Races(TorchDispatchMode):
         start, stop = span
         if self._place is None:
             self._place = _calling_place()
-        now = Access(start, stop, stream, stream.time, writes, operator, self._place, memory.label)
+        now = Access(start, stop, stream, stream.time, writes, operator, self._place)
         kept = []
         for old in memory.accesses:
             if old.stop <= start or stop <= old.start:
@@ -306,20 +384,21 @@ class Races(TorchDispatchMode):
     def _name(self, key: int, memory: _Memory, now: Access) -> tuple[str, str, bool]:
         """Name and unit of what lies there, and whether it is gradients."""
         if memory.label is not None:
-            owner, role = memory.label
-            return f"{role} buffer", self.units.get(owner, f"number {owner}"), role == GRAD
+            return self._buffer(memory.label)
         for name, unit, tensor, is_gradient in self.named():
-            if tensor.untyped_storage()._cdata != key or not tensor.numel():
-                continue
-            start = int(tensor.storage_offset()) * tensor.element_size()
-            if start < now.stop and now.start < start + tensor.numel() * tensor.element_size():
-                return name, unit, is_gradient
+            if tensor.untyped_storage()._cdata == key and tensor.numel():
+                start = int(tensor.storage_offset()) * tensor.element_size()
+                if start < now.stop and now.start < start + tensor.numel() * tensor.element_size():
+                    return name, unit, is_gradient
         made = f"memory made by {memory.made_by}"
         if memory.source is None:
             return made, "", False
-        owner, role = memory.source
-        unit = self.units.get(owner, f"number {owner}")
-        return f"{made} for the {role} buffer", unit, role == GRAD
+        name, unit, is_gradient = self._buffer(memory.source)
+        return f"{made} for the {name}", unit, is_gradient
+
+    def _buffer(self, key: Key) -> tuple[str, str, bool]:
+        unit = self.units.get(key.owner, f"number {key.owner}")
+        return f"{key.role} buffer", unit, key.role == GRAD
 
     def _memory_of(self, storage: torch.UntypedStorage, operator: str) -> _Memory:
         key = storage._cdata
@@ -342,7 +421,7 @@ class Races(TorchDispatchMode):
     def _free(self, key: int, memory: _Memory) -> None:
         home, place = memory.home, _calling_place()
         for old in memory.accesses:
-            now = Access(old.start, old.stop, home, home.time, True, "reuse", place, memory.label)
+            now = Access(old.start, old.stop, home, home.time, True, "reuse", place)
             self._require_order(key, memory, old, now)
         memory.accesses = []
 
@@ -357,18 +436,14 @@ class Races(TorchDispatchMode):
 
 
 def _kind_of(func: Any) -> _Kind:
-    schema = func._schema
-    aliases = [returned.alias_info for returned in schema.returns]
+    schema, is_changed = func._schema, lambda alias: alias is not None and alias.is_write
+    returned = [each.alias_info for each in schema.returns]
     return _Kind(
         name=schema.name,
-        writes=frozenset(
-            argument.name
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-        arguments=tuple(argument.name for argument in schema.arguments),
-        is_view=bool(aliases) and all(a is not None and not a.is_write for a in aliases),
-        is_fresh=all(a is None for a in aliases),
+        writes=frozenset(each.name for each in schema.arguments if is_changed(each.alias_info)),
+        arguments=tuple(each.name for each in schema.arguments),
+        is_view=bool(returned) and all(a is not None and not a.is_write for a in returned),
+        is_fresh=all(a is None for a in returned),
         is_awaited=torch.Tag.data_dependent_output in func.tags or schema.name in _SIZED_BY_DATA,
         is_collective=is_collective(func),
     )

@@ -10,7 +10,6 @@
     engines    the step by torch's FSDP2 or DDP, or by megatron-fsdp
     stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
     memory     whose a trainer's memory is
-    rehearsal  how much it will be, on any layout, found out in one process
 
 `Trainer` runs any legal layout of any model; what it does not build yet is in `config.built`.
 """

@@ -39,7 +39,7 @@ class AtRest:
 
 
 def owned(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Owner, as in `fsdp_core.allocations`, and tensor of what a trainer holds now."""
+    """Owner, and tensor of what a trainer holds now."""
     for name, tensor in trainer.named_tensors().items():
         first, _, _ = name.partition(" of chunk ")
         owner = next((own for end, own in _ENDINGS.items() if _ends(first, end)), "")

@@ -2,7 +2,7 @@
 
 Layouts add in other orders, so their bits differ. How far rounding may take loss, gradients and
 weights of one step is measured on samples X_i: the same steps with no axis but that of the data,
-rounded at random (`fsdp_core.rounding`). Rounding to nearest errs at most s = sqrt(3/2 max
+rounded at random (`harness.recorder.rounding`). Rounding to nearest errs at most s = sqrt(3/2 max
 |X_i - mean X|^2 n / (n - 1)) in the mean square; a tensor is wrong, and so is a row of it, beyond
 BOUND sqrt(2) s and what samples cannot show: `FLOOR_ROUNDINGS` unit roundoffs a step, and of
 weights the flips of AdamW's sign where a gradient is nearly zero (`MOST_FLIPS` elements a step).

@@ -16,6 +16,7 @@ Without them a run under the harness is recorded all the same, by hooks of torch
     site         a folder for PYTHONPATH, whose sitecustomize starts the recorder in an interpreter
     session      one rank's recording, how the process begins and ends, what errors mean
     hooks        all that is hooked in torch, taps and random rounding included
+    rounding     arithmetic that rounds at random
     observer     when a step begins and ends; digests, written without waiting for the device
     rows         digests, times and contents as records have them, of the built-in trainer as well
     state        which tensors there are, by name; memory
@@ -24,7 +25,7 @@ Without them a run under the harness is recorded all the same, by hooks of torch
     collectives  which collective the rank is in, for whoever has to explain a hang
 
 Recording needs torch, these files, `harness.provenance` and `masking`, and of `fsdp_core` the
-digest; host graphs for a capture without a GPU, `rounding` to round at random.
+digest; host graphs for a capture without a GPU, `dispatch` to round at random.
 """
 
 import contextlib

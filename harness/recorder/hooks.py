@@ -487,7 +487,7 @@ class Rounding:
         self._thread: threading.Thread | None = None
         self._num_compiled = _num_compiled()
         if seed:
-            from fsdp_core.rounding import RandomRounding
+            from harness.recorder.rounding import RandomRounding
 
             self._mode = RandomRounding(seed * RANKS + rank)
 

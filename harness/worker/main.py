@@ -26,7 +26,6 @@ from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
 from fsdp_core.parallel.mesh import build_axes, init_ranks
-from fsdp_core.rounding import RandomRounding
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
@@ -39,6 +38,7 @@ from harness.program.launch import run_program
 from harness.program.spec import program_of
 from harness.provenance import package_version
 from harness.recorder import UNRECORDED, RecordFile, RecordsUnwritable
+from harness.recorder.rounding import RandomRounding
 from harness.recorder.session import age_s, failures_of
 from harness.records import (
     SCHEMA_VERSION,

@@ -27,7 +27,7 @@ from fsdp_core.fsdp.pool import SlotPool
 from fsdp_core.fsdp.schedule import in_backward
 from fsdp_core.model.moe.dispatcher import Dispatched
 from fsdp_core.parallel.pipeline import Microbatch
-from fsdp_core.stress.pools import WatchedPool
+from fsdp_core.stress.stressors import WatchedPool
 from fsdp_core.train import Trainer
 from harness.records import PlantSpec
 from harness.worker.plant import (

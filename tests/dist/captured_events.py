@@ -11,7 +11,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.host import HostGraph
 from fsdp_core.parallel.mesh import build_axes
-from fsdp_core.stress.clocks import ClockEvent, Clocks, ClockStream
+from fsdp_core.stress.races import ClockEvent, Clocks, ClockStream
 from fsdp_core.train import Trainer
 from tests.dist.scope_failures import whole_step
 from tests.dist.scope_programs import STEPS, Scoped, act

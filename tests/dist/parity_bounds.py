@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_core.rounding import WIDE as WIDE  # part of the interface
-from fsdp_core.rounding import unit_roundoff as unit_roundoff
+from harness.recorder.rounding import WIDE as WIDE  # part of the interface
+from harness.recorder.rounding import unit_roundoff as unit_roundoff
 
 Named = dict[str, torch.Tensor]
 Program = Callable[[Named], torch.Tensor]

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.rounding import RandomRounding, unit_roundoff
+from harness.recorder.rounding import RandomRounding, unit_roundoff
 from tests.dist import parity_kernels
 from tests.dist.parity_programs import DTYPES, Problem, Routes, run_whole
 from tests.dist.parity_watch import Found

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from fsdp_core.train.rehearsal import can_rehearse, predict_at_rest, rehearse
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.comparison import compare, small
+from tests.memory_table.rehearsal import can_rehearse, predict_at_rest, rehearse
 
 
 def test_prediction_is_what_ranks_measure(warm_ranks: RankPool) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from fsdp_core.config import TrainConfig, model_from_preset
 from fsdp_core.config.parallel import ParallelConfig
 from fsdp_core.config.sharding import FsdpConfig
-from fsdp_core.train.rehearsal import predict_at_rest, rehearse
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.programs import measure
+from tests.memory_table.rehearsal import predict_at_rest, rehearse
 
 SMALL = {"layers": 2, "vocab_size": 64, "hidden": 32, "ffn": 64, "seq": 16}
 EXPERTS = SMALL | {"expert_ffn": 16, "experts": 4}

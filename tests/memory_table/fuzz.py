@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 
 from fsdp_core.config import POOLS, ConfigError, TrainConfig
-from fsdp_core.train.rehearsal import can_rehearse
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.comparison import Row, compare
+from tests.memory_table.rehearsal import can_rehearse
 from tests.scope_fuzz.draw import Draw
 
 WORLDS = (1, 2, 2, 4)

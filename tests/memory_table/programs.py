@@ -8,11 +8,11 @@ import torch
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.memory_trace import MemoryTrace
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import make_trainer
 from fsdp_core.train.memory import at_rest, owned
-from fsdp_core.train.rehearsal import STEPS
+from tests.memory_table.rehearsal import STEPS
+from tests.memory_table.trace import MemoryTrace
 
 
 def measure(plain: dict[str, Any], kind: str = "cpu", steps: int = STEPS) -> dict[str, Any]:

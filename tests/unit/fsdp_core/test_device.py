@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_core.device import Device, HostEvent, HostStream, StorageCounter
-from fsdp_core.rounding import RandomRounding
+from fsdp_core.device import Device, HostEvent, HostStream
+from fsdp_core.memory_counter import StorageCounter
+from harness.recorder.rounding import RandomRounding
 
 
 def test_counts_a_storage_once_through_views_and_writes() -> None:

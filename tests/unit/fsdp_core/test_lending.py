@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_core.device import Device, StorageCounter
-from fsdp_core.lending import is_collective
+from fsdp_core.device import Device
+from fsdp_core.memory_counter import StorageCounter, is_collective
 
 pytestmark = pytest.mark.usefixtures("mesh")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.fsdp.pool import Key
 from fsdp_core.graph.host import HostGraph
-from fsdp_core.stress.clocks import Clocks
-from fsdp_core.stress.races import Label, Named, RaceFound, Races
+from fsdp_core.stress.races import Clocks, Named, RaceFound, Races
 
 CPU = Device("cpu")
 
@@ -280,7 +280,7 @@ def test_buffers_of_pools_are_named_by_who_holds_them() -> None:
     """And memory that was made from one by the operator and place that made it."""
     buffer = torch.zeros(8)
     with watching() as races:
-        races.label(buffer, Label(3, "grad"))
+        races.label(Key(3, "grad"), buffer)
         races.units = {3: "layers.1"}
         side = CPU.new_stream("reduce")
         side.wait_stream(CPU.current_stream())

@@ -8,8 +8,8 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.pool import Key
-from fsdp_core.stress import scramble as scrambling
-from fsdp_core.stress.scramble import Scramble
+from fsdp_core.stress import stressors as scrambling
+from fsdp_core.stress.stressors import Scramble
 
 CPU = Device("cpu")
 NUMEL, ROUNDS = 1500, 10
@@ -20,7 +20,7 @@ def moves(*, churns: bool) -> int:
     scramble = Scramble(CPU, 1)
     buffer = torch.zeros(NUMEL)
     for owner in range(4):
-        scramble.acquired(Key(owner, "gather"), buffer, None)
+        scramble.note(Key(owner, "gather"), buffer, None)
     moved = 0
     for _ in range(ROUNDS):
         before = buffer.data_ptr()
@@ -47,7 +47,7 @@ def test_a_block_that_is_freed_between_steps_moves() -> None:
 def test_what_is_taken_is_no_memory_of_the_programs() -> None:
     """The count of live bytes, default generators and modes see nothing of it."""
     scramble = Scramble(CPU, 1)
-    scramble.acquired(Key(0, "gather"), torch.zeros(4096), None)
+    scramble.note(Key(0, "gather"), torch.zeros(4096), None)
     with CPU.counting_memory():
         state = torch.get_rng_state()
         scramble.churn()
@@ -61,7 +61,7 @@ def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     scramble = Scramble(CPU, 1)
     for owner in range(5):
         buffer = torch.empty(1024, dtype=torch.uint8)
-        scramble.acquired(Key(owner, "gather"), buffer, None)
+        scramble.note(Key(owner, "gather"), buffer, None)
     scramble.churn()
     assert sum(block.numel() for block in scramble._held) == 2048
     scramble.release()
@@ -74,7 +74,7 @@ def test_churn_is_the_same_with_the_same_seed() -> None:
     def drawn(seed: int) -> list[int]:
         scramble = Scramble(CPU, seed)
         for owner in range(6):
-            scramble.acquired(Key(owner, "gather"), torch.zeros(owner + 1), None)
+            scramble.note(Key(owner, "gather"), torch.zeros(owner + 1), None)
         scramble.churn()
         return [block.numel() for block in scramble._held]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_core.config import ModelConfig, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.stress.clocks import ClockStream
+from fsdp_core.stress.races import ClockStream
 from fsdp_core.train import Trainer, make_trainer
 
 pytestmark = pytest.mark.usefixtures("mesh")

@@ -14,9 +14,9 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_core.rounding import RandomRounding
 from harness.recorder import record
 from harness.recorder.hooks import Rounding
+from harness.recorder.rounding import RandomRounding
 from tests.unit.harness.recorder.recorded import (
     all_digests,
     changed,

@@ -17,8 +17,7 @@ from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
-from fsdp_core.stress.clocks import Clocks
-from fsdp_core.stress.races import Access, Race, RaceFound
+from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.train.trainer import Trainer
 from harness.records import RaceEvidence, StreamUse
 from harness.worker.error_evidence import evidence_of
@@ -146,8 +145,8 @@ def test_a_race_keeps_both_uses() -> None:
     """Tensor with its unit, streams, and whether gradients are in it."""
     clocks = Clocks()
     main, reduce = clocks.new_stream("main"), clocks.new_stream("reduce")
-    earlier = Access(0, 4, reduce, 1, True, "c10d::_reduce_scatter_base_", "a.py:1", None)
-    later = Access(0, 4, main, 2, False, "aten::add", "b.py:2", None)
+    earlier = Access(0, 4, reduce, 1, True, "c10d::_reduce_scatter_base_", "a.py:1")
+    later = Access(0, 4, main, 2, False, "aten::add", "b.py:2")
     found = evidence_of(RaceFound([Race("grad buffer", "layers.1", earlier, later, True)]), [])
     assert found["race"] == RaceEvidence(
         tensor="grad buffer of unit layers.1", unit="layers.1", is_gradient=True,

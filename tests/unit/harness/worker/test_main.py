@@ -17,8 +17,7 @@ from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
-from fsdp_core.stress.clocks import Clocks
-from fsdp_core.stress.races import Access, Race, RaceFound
+from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from harness import provenance
 from harness.engine.outcome import FirstFailure, claim, find
@@ -171,7 +170,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
 
 
 _STREAM = Clocks().new_stream("gather")
-_ACCESS = Access(0, 4, _STREAM, 1, True, "aten::zero_", "a.py:1", None)
+_ACCESS = Access(0, 4, _STREAM, 1, True, "aten::zero_", "a.py:1")
 ABORTED = CaptureAborted("attn", {1: "CaptureRefused: cannot capture aten.item"})
 CLASSES: list[tuple[BaseException, str]] = [
     (StaleAddress(["w"], "moved"), "stale_address"),

@@ -1,4 +1,4 @@
-"""Follows every allocation of a device, for `fsdp_core.allocations` to say whose they were.
+"""Follows every allocation of a device, for `allocations` to say whose they were.
 
     CPU     storages that operators make, as `StorageCounter` sees them; stacks are read at once
     CUDA    the caching allocator's own history (`torch.cuda.memory._snapshot`), with its stacks;
@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
-from fsdp_core.allocations import Explanation, Ledger, explain
-from fsdp_core.device import Device, StorageCounter
+from fsdp_core.device import Device
+from fsdp_core.memory_counter import StorageCounter
+from tests.memory_table.allocations import Explanation, Ledger, explain
 
 MAX_EVENTS = 4_000_000
 """Of CUDA's history; some hundred bytes each, on the host. A longer one has lost its beginning."""
 _ROUND = 512
 """The caching allocator gives out whole multiples of so many bytes."""
-_COUNTING = ("fsdp_core/memory_trace.py", "fsdp_core/device.py", "fsdp_core/lending.py")
+_COUNTING = ("fsdp_core/device.py", "fsdp_core/memory_counter.py")
 BEFORE = "before the trace"
 """Where memory comes from that was in use when the history began; it has no other owner."""
-ROOT = f"{Path(__file__).parent.parent}/"
+ROOT = f"{Path(__file__).parents[2]}/"
 _OURS = ("fsdp_core/", "harness/")
 _SHORT: dict[str, str] = {}
 

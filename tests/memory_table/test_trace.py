@@ -1,14 +1,14 @@
-"""Contracts of fsdp_core.memory_trace: storages of the CPU, and histories as CUDA writes them."""
+"""Contracts of tests.memory_table.trace: storages of the CPU, and histories as CUDA writes them."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_core import memory_trace
-from fsdp_core.allocations import explain
 from fsdp_core.device import Device
-from fsdp_core.memory_trace import MemoryTrace, ledger_of
+from tests.memory_table import trace
+from tests.memory_table.allocations import explain
+from tests.memory_table.trace import MemoryTrace, ledger_of
 
 
 def test_cpu_storages_are_followed_to_the_byte() -> None:
@@ -30,7 +30,7 @@ def test_cpu_storages_are_followed_to_the_byte() -> None:
 
 def event(action: str, address: int, size: int, *places: str) -> dict[str, Any]:
     """An entry of the allocator's history."""
-    frames = [{"filename": f"{memory_trace.ROOT}{file}", "name": name, "line": 1}
+    frames = [{"filename": f"{trace.ROOT}{file}", "name": name, "line": 1}
               for file, _, name in (place.partition(":") for place in places)]  # fmt: skip
     return {"action": action, "addr": address, "size": size, "frames": frames}
 
@@ -94,6 +94,6 @@ def test_memory_from_before_the_history_counts_until_it_is_freed() -> None:
 
 def test_a_full_history_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that has lost its beginning would explain another peak."""
-    monkeypatch.setattr(memory_trace, "MAX_EVENTS", 1)
+    monkeypatch.setattr(trace, "MAX_EVENTS", 1)
     with pytest.raises(RuntimeError, match="history is full"):
         ledger_of(snapshot(event("alloc", 1, 1), blocks={}), 1)

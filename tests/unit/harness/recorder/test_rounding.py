@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.rounding import RandomRounding, unit_roundoff
+from harness.recorder.rounding import RandomRounding, unit_roundoff
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,10 +1,10 @@
-"""Contracts of fsdp_core.allocations."""
+"""Contracts of tests.memory_table.allocations."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_core.allocations import OWNERS, Ledger, explain, owner_of
+from tests.memory_table.allocations import OWNERS, Ledger, explain, owner_of
 
 MODEL = ("fsdp_core/model/attention.py:forward",)
 CHANGES = st.lists(

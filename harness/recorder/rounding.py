@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fsdp_core.device import is_fake, opens_itself
+from fsdp_core.dispatch import is_fake, opens_itself
 
 WIDE = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32,

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_core.allocations import Explanation
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.memory_trace import MemoryTrace
 from fsdp_core.model.backend import make_backend
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train.build import TORCH_DTYPES, build_meta_stages, make_streams, roots
 from fsdp_core.train.memory import AtRest, at_rest, owned
 from fsdp_core.train.stressed import make_trainer
+from tests.memory_table.allocations import Explanation
+from tests.memory_table.trace import MemoryTrace
 
 STEPS = 3
 """Of a rehearsal: pool `traced` plans after the first, and later ones find all there is."""
