@@ -1,4 +1,4 @@
-"""What crosses between pipeline stages: tensors of agreed shapes, posted early and waited for late.
+"""What crosses between pipeline stages: tensors of an agreed shape, posted early, waited for late.
 
     post    an exchange: every send and receive of it in one batch (`batch_isend_irecv`)
     take    waits for one received activation or gradient and hands it out
@@ -7,12 +7,12 @@
 A tensor that is sent is held until it is gone: on the CPU until the next exchange, which waits for
 it; on CUDA until the next exchange that finds it done, which asks and does not wait. Messages carry
 no header. What makes each one meet its receive is their order, which all ranks take from one
-program; that they do, and that they expect the same shapes, is compared once, before the first
+program; that they do, and that they expect the same shape, is compared once, before the first
 message, and links to both neighbours are opened then.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,52 +25,25 @@ from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype, and whether a gradient comes back, of one tensor between two stages."""
+    """Shape and dtype of what one stage gives the next; its gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool = True
 
     def __str__(self) -> str:
-        return describe(self.shape, self.dtype, requires_grad=self.requires_grad)
-
-
-Boundaries = Mapping[int, tuple[TensorSpec, ...]]
-"""What each stage but the last gives to the next, by the number of the stage."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 class TransferFailed(RuntimeError):
     """A neighbour's tensor did not come, or it did not take ours; the message says which."""
 
 
-def describe(shape: Sequence[int], dtype: torch.dtype, *, requires_grad: bool) -> str:
-    """A tensor in words, for messages."""
-    kind = str(dtype).removeprefix("torch.")
-    return f"{kind} {list(shape)} {'with' if requires_grad else 'without'} gradient"
-
-
-def check_tensors(
-    what: str, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], *, is_training: bool
-) -> None:
-    """Compare tensors with what was agreed.
-
-    Raises:
-        ValueError: another number of tensors, or another shape, dtype, or need of a gradient.
-    """
-    got = [describe(t.shape, t.dtype, requires_grad=t.requires_grad) for t in tensors]
-    expected = [
-        describe(s.shape, s.dtype, requires_grad=s.requires_grad and is_training) for s in specs
-    ]
-    if got != expected:
-        raise ValueError(f"Expected {what} to be {', '.join(expected)}, got {', '.join(got)}.")
-
-
 @dataclass
 class _Posted:
-    """One transfer under way; the tensors live as long as this does."""
+    """One transfer under way; the tensor lives as long as this does."""
 
     transfer: Transfer
-    tensors: tuple[torch.Tensor, ...]
+    tensor: torch.Tensor
     works: list[Any]
 
 
@@ -79,36 +52,43 @@ class Transfers:
 
     Args:
         axis: the pipeline axis; stage s is on its rank s % size.
-        boundaries: what is agreed to cross.
+        spec: what crosses every boundary, either way.
         device: where tensors are received.
     """
 
-    def __init__(self, axis: Axis, boundaries: Boundaries, device: torch.device) -> None:
-        self._axis, self._boundaries, self._device = axis, boundaries, device
+    def __init__(self, axis: Axis, spec: TensorSpec, device: torch.device) -> None:
+        self._axis, self._spec, self._device = axis, spec, device
         self._sent: list[_Posted] = []
         self._incoming: dict[Transfer, _Posted] = {}
 
-    def post(self, exchange: Exchange, outbox: dict[Transfer, tuple[torch.Tensor, ...]]) -> None:
+    def post(self, exchange: Exchange, outbox: dict[Transfer, torch.Tensor]) -> None:
         """Begin all sends and receives of `exchange`; what is sent is taken out of `outbox`.
 
         Raises:
             TransferFailed: a neighbour is gone, or did not take what was sent before.
         """
         self._let_go()
-        posted = [self._prepare(transfer, outbox) for transfer in exchange.transfers]
-        operations = [self._operations(each) for each in posted]
-        flat = [operation for each in operations for operation in each]
-        if not flat:
-            return
-        with _naming(self._axis, self._expected(exchange.transfers[0])):
-            works = dist.batch_isend_irecv(flat)
+        posted, operations = [], []
+        for transfer in exchange.transfers:
+            if self._is_ours(transfer):
+                each = _Posted(transfer, outbox.pop(transfer), [])
+                self._sent.append(each)
+            else:
+                memory = torch.empty(self._spec.shape, dtype=self._spec.dtype, device=self._device)
+                each = self._incoming[transfer] = _Posted(transfer, memory, [])
+            operation = dist.isend if self._is_ours(transfer) else dist.irecv
+            peer = self._peer(transfer) % self._axis.size
+            posted.append(each)
+            operations.append(
+                dist.P2POp(operation, each.tensor, group=self._axis.group, group_peer=peer)
+            )
+        with self._naming(exchange.transfers[0]):
+            works = dist.batch_isend_irecv(operations)
         # NCCL answers with one work for the whole batch, gloo with one for each operation.
-        is_whole, start = len(works) < len(flat), 0
-        for each, own in zip(posted, operations, strict=True):
-            each.works = works if is_whole else works[start : start + len(own)]
-            start += len(own)
+        for i, each in enumerate(posted):
+            each.works = [works[i]] if len(works) == len(posted) else works
 
-    def take(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
+    def take(self, transfer: Transfer) -> torch.Tensor:
         """What was received; waits for it.
 
         Raises:
@@ -116,7 +96,7 @@ class Transfers:
         """
         posted = self._incoming.pop(transfer)
         self._wait(posted)
-        return posted.tensors
+        return posted.tensor
 
     def finish(self) -> None:
         """Wait until everything is sent.
@@ -128,59 +108,52 @@ class Transfers:
         while self._sent:
             self._wait(self._sent.pop())
 
-    def _prepare(
-        self, transfer: Transfer, outbox: dict[Transfer, tuple[torch.Tensor, ...]]
-    ) -> _Posted:
-        if transfer.source % self._axis.size == self._axis.rank:
-            posted = _Posted(transfer, outbox.pop(transfer), [])
-            self._sent.append(posted)
-            return posted
-        specs = self._boundaries[min(transfer.source, transfer.target)]
-        empty = tuple(
-            torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            for spec in specs
-            if transfer.is_activation or spec.requires_grad
-        )
-        posted = self._incoming[transfer] = _Posted(transfer, empty, [])
-        return posted
-
-    def _operations(self, posted: _Posted) -> list[dist.P2POp]:
-        axis, transfer = self._axis, posted.transfer
-        is_ours = transfer.source % axis.size == axis.rank
-        peer = (transfer.target if is_ours else transfer.source) % axis.size
-        operation = dist.isend if is_ours else dist.irecv
-        return [
-            dist.P2POp(operation, tensor, group=axis.group, group_peer=peer)
-            for tensor in posted.tensors
-        ]
-
     def _let_go(self) -> None:
         """Release what is sent: what is known to be, or what is waited for where nobody can ask.
 
         That is on the CPU, where a send ends when the neighbour takes it, and inside a capture. The
         programs allow waits this early: they run where each exchange blocks as a whole.
         """
-        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            under_way = []
-            for posted in self._sent:
-                if all(work.is_completed() for work in posted.works):
-                    self._wait(posted)  # at once: NCCL calls a work that failed completed, too
-                else:
-                    under_way.append(posted)
-            self._sent = under_way
-            return
-        while self._sent:
-            self._wait(self._sent.pop(0))
+        asks = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        under_way = []
+        for posted in self._sent:
+            if asks and not all(work.is_completed() for work in posted.works):
+                under_way.append(posted)
+            else:
+                self._wait(posted)  # at once if done: NCCL calls a failed work completed, too
+        self._sent = under_way
 
     def _wait(self, posted: _Posted) -> None:
-        with _naming(self._axis, self._expected(posted.transfer)):
+        with self._naming(posted.transfer):
             for work in posted.works:
                 work.wait()
 
-    def _expected(self, transfer: Transfer) -> str:
-        is_ours = transfer.source % self._axis.size == self._axis.rank
-        peer = transfer.target if is_ours else transfer.source
-        return f"stage {peer} to {'take' if is_ours else 'send'} the {transfer}"
+    def _is_ours(self, transfer: Transfer) -> bool:
+        return transfer.source % self._axis.size == self._axis.rank
+
+    def _peer(self, transfer: Transfer) -> int:
+        return transfer.target if self._is_ours(transfer) else transfer.source
+
+    def _naming(self, transfer: Transfer) -> contextlib.AbstractContextManager[None]:
+        verb = "take" if self._is_ours(transfer) else "send"
+        return _naming(f"stage {self._peer(transfer)} to {verb} the {transfer}")
+
+
+def compare_facts(axis: Axis, facts: Mapping[str, str]) -> None:
+    """Meet all ranks of the axis and compare what they run; collective.
+
+    Raises:
+        ValueError: ranks differ in a fact; on every rank, with what each has.
+        TransferFailed: a rank did not take part within the timeout of the group.
+    """
+    gathered: list[Any] = [None] * axis.size
+    with _naming(f"all ranks of {axis.name} to compare what they run"):
+        dist.all_gather_object(gathered, dict(facts), group=axis.group)
+    for name in facts:
+        values = [their[name] for their in gathered]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(f"Expected equal {name} on all ranks of {axis.name}, got {listed}.")
 
 
 def open_links(axis: Axis, device: torch.device) -> None:
@@ -193,33 +166,15 @@ def open_links(axis: Axis, device: torch.device) -> None:
     Raises:
         TransferFailed: a neighbour did not take part within the timeout of the group.
     """
-    if axis.size == 1:
-        return
     neighbours = sorted({(axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size})
     operations = [
         dist.P2POp(operation, torch.zeros(1, device=device), group=axis.group, group_peer=peer)
         for peer in neighbours
         for operation in (dist.isend, dist.irecv)
     ]
-    with _naming(axis, f"both neighbours on {axis.name} to open links"):
+    with _naming(f"both neighbours on {axis.name} to open links"):
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-def swap(axis: Axis, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-    """The tensor that rank `peer` of the axis gives for ours; both call it, shapes are equal.
-
-    Raises:
-        TransferFailed: the peer did not take part within the timeout of the group.
-    """
-    other = torch.empty_like(tensor)
-    if tensor.numel():
-        ours = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=peer)
-        theirs = dist.P2POp(dist.irecv, other, group=axis.group, group_peer=peer)
-        with _naming(axis, f"rank {peer} of {axis.name} to swap a tensor of {list(tensor.shape)}"):
-            for work in dist.batch_isend_irecv([ours, theirs]):
-                work.wait()
-    return other
 
 
 def broadcast_from_last(axis: Axis, tensor: torch.Tensor) -> None:
@@ -228,38 +183,18 @@ def broadcast_from_last(axis: Axis, tensor: torch.Tensor) -> None:
     Raises:
         TransferFailed: a rank did not take part within the timeout of the group.
     """
-    with _naming(axis, f"all ranks of {axis.name} to take part in a broadcast from the last"):
+    with _naming(f"all ranks of {axis.name} to take part in a broadcast from the last"):
         source = dist.get_global_rank(axis.group, axis.size - 1)
         dist.broadcast(tensor, source, group=axis.group)
 
 
 @contextlib.contextmanager
-def _naming(axis: Axis, expected: str) -> Iterator[None]:
+def _naming(expected: str) -> Iterator[None]:
     """Say what was expected of whom, where a group only says that it timed out or lost a peer."""
     try:
         yield
     except RuntimeError as error:
-        if axis.size == 1:
-            raise  # there is no peer
         raise TransferFailed(
             f"Expected {expected}, but it did not: it failed, hangs, or runs another program; "
             f"look at its rank first. The group says: {error}"
         ) from error
-
-
-def compare_facts(axis: Axis, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of all ranks of the axis; collective. Those named `own ...` may differ.
-
-    Raises:
-        ValueError: ranks differ in a fact; on every rank, with what each has.
-        TransferFailed: a rank did not take part within the timeout of the group.
-    """
-    gathered: list[Any] = [None] * axis.size
-    with _naming(axis, f"all ranks of {axis.name} to compare what they run"):
-        dist.all_gather_object(gathered, dict(facts), group=axis.group)
-    for name in facts:
-        values = [their.get(name) for their in gathered]
-        if not name.startswith("own ") and len(set(values)) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ValueError(f"Expected equal {name} on all ranks of {axis.name}, got {listed}.")
-    return gathered

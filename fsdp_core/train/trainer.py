@@ -34,7 +34,7 @@ from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.parallel.rng import RandomStream
@@ -225,13 +225,10 @@ class Trainer:
             for stage in self.stages:
                 stage.eval()
             try:
-                losses = self._pipeline.forward_only(
-                    self._inputs.microbatches(), broadcast_loss=self.axes.pp.size > 1
-                )
+                losses = self._pipeline.forward_only(self._inputs.microbatches())
             finally:
                 for stage in self.stages:
                     stage.train()
-            assert losses is not None
             return mean_loss(losses, self.axes)
 
     def _iteration(self) -> None:
@@ -246,8 +243,7 @@ class Trainer:
         self.taps.begin()
         for root in self._roots:
             root.zero_main_grads()
-        losses = pipeline.forward_backward(microbatches, broadcast_loss=self.axes.pp.size > 1)
-        assert losses is not None
+        losses = pipeline.forward_backward(microbatches)
         outputs.losses[:number].copy_(losses)
         outputs.losses[number:].zero_()
         outputs.loss.copy_(mean_loss(losses, self.axes))
@@ -363,23 +359,18 @@ class Trainer:
     @property
     def _num_slots(self) -> int:
         """Microbatches between forward and backward at a time, on the rank that has most."""
-        schedule = make_schedule(self.axes.pp.size, len(self.stages), self.config.microbatches)
-        return max(slots_needed(schedule, rank) for rank in range(schedule.pp))
+        return slots_needed(
+            make_schedule(self.axes.pp.size, len(self.stages), self.config.microbatches)
+        )
 
     def _pipeline_of(self, rows: int) -> Pipeline:
         """The pipeline for microbatches of that many rows."""
         if rows not in self._pipelines:
-            # Gradients are reduced after each microbatch: kept whole until the last one they would
-            # take the memory that sharding them saves.
             # Graphs give memory that their next replay overwrites, while a send may be under way.
-            options = PipelineOptions(
-                gradient_sync="every",
-                num_slots=self._num_slots,
-                copy_sent=self.config.graph not in ((), ("full_iteration",)),
-            )
+            copy_sent = self.config.graph not in ((), ("full_iteration",))
             self._pipelines[rows] = Pipeline(
                 self.stages, self.axes.pp, self._activation(rows), self.device.torch_device,
-                options=options,
+                num_slots=self._num_slots, copy_sent=copy_sent,
             )  # fmt: skip
         return self._pipelines[rows]
 

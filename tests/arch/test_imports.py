@@ -8,7 +8,7 @@ import pytest
 
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
-TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts")  # with all that is in them
+TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipeline_schedule")
 PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required

@@ -37,7 +37,7 @@ def replayed(run: Run) -> set[tuple[int, int]]:
     source, sizes = SyntheticTokens(1), parallel.dynamic_cp
     documents = PackedDocuments(source, run.config.seed, sizes, 1, dict.fromkeys(sizes, 1), 1)
     schedule = make_schedule(parallel.pp, parallel.pp_chunks, run.microbatches)
-    slots = max(slots_needed(schedule, rank) for rank in range(parallel.pp))
+    slots = slots_needed(schedule)
     return {
         (documents.size(step, microbatch), microbatch % slots)
         for step in range(WARMUP, STEPS)

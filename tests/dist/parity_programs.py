@@ -271,7 +271,7 @@ def take_step(
     put_tapes(stages, routes, shares, tp, config.experts)
     rows, time = shares[0].numbers.shape
     spec = TensorSpec((rows, time // (tp.size if tp else 1), config.hidden), dtype)
-    pipeline = Pipeline(stages, axes.pp, spec, device)
+    pipeline = Pipeline(stages, axes.pp, spec, device, num_slots=len(shares))
     pipeline.forward_backward([
         Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
     ])  # fmt: skip

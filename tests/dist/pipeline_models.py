@@ -120,14 +120,9 @@ def fill(name: str, parameter: torch.Tensor) -> None:
             parameter.add_(1.0)
 
 
-def whole(tie: bool = False) -> Stage:
-    """The model in one piece; with `tie` embedding and head are one parameter."""
-    model = Stage(range(LAYERS), is_first=True, is_last=True)
-    if tie:
-        assert model.head is not None
-        assert model.embedding is not None
-        model.head.weight = model.embedding.weight
-    return model
+def whole() -> Stage:
+    """The model in one piece."""
+    return Stage(range(LAYERS), is_first=True, is_last=True)
 
 
 def batches(number: int, part: int = 0) -> list[Microbatch]:
@@ -140,13 +135,18 @@ def batches(number: int, part: int = 0) -> list[Microbatch]:
     return found
 
 
-def loop(model: nn.Module, microbatches: list[Microbatch]) -> torch.Tensor:
-    """The reference: one microbatch after another; losses [microbatches], gradients in `grad`."""
+def loop(
+    model: nn.Module, microbatches: list[Microbatch], number: int | None = None
+) -> torch.Tensor:
+    """The reference: one microbatch after another; losses [microbatches], gradients in `grad`.
+
+    Args:
+        number: microbatches of the whole pass, if more than these.
+    """
     losses = torch.zeros(len(microbatches))
     for i, batch in enumerate(microbatches):
         loss = model(batch.tokens, microbatch=i, **batch.keywords)
-        weight = 1.0 / len(microbatches) if batch.weight is None else batch.weight
-        (loss * weight).backward()
+        (loss * (1.0 / (number or len(microbatches)))).backward()
         losses[i].copy_(loss.detach())
     return losses
 

@@ -1,19 +1,25 @@
 """What the ranks of pipeline tests run."""
 
-import functools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
-from fsdp_core.parallel.pipeline_p2p import TensorSpec
-from fsdp_core.parallel.pipeline_schedule import split_layers
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline
+from fsdp_core.parallel.pipeline_p2p import TensorSpec, Transfers
+from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer, split_layers
 from tests.dist import fsdp_sides
 from tests.dist.pipeline_models import (
     HIDDEN,
@@ -31,23 +37,25 @@ from tests.dist.pipeline_models import (
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((ROWS, SEQ, HIDDEN), torch.float32)
+TIMEOUT_S = 1.0
 
 
 @dataclass
 class Seen:
-    """What one rank saw: bits of losses and gradients, and counts."""
+    """What one rank saw of a pass: bits of losses and gradients, and counts."""
 
-    losses: bytes | None
+    losses: bytes
     grads: dict[str, bytes]
     slots: list[list[int]]
-    peak_live: int
     graphs: int
     outputs: int
 
 
-def world_axis() -> Axis:
-    """All ranks as one pipeline."""
+def world_axis(timeout_s: float | None = None) -> Axis:
+    """All ranks as one pipeline, with a group of its own if messages are to time out soon."""
     group = dist.group.WORLD
+    if timeout_s is not None:
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     assert group is not None
     return Axis("pp", dist.get_world_size(), dist.get_rank(), group)
 
@@ -72,6 +80,11 @@ def watch_anew(stages: list[Stage]) -> None:
         stage.slots, stage.watch = [], watch
 
 
+def grads_of(stages: list[Stage]) -> dict[str, bytes]:
+    """Bits of the gradients by name."""
+    return {name: raw(grad) for name, grad in gradients(stages)}
+
+
 def one_process(number: int) -> tuple[bytes, dict[str, bytes]]:
     """The reference: bits of the losses and gradients of a loop over microbatches.
 
@@ -79,43 +92,34 @@ def one_process(number: int) -> tuple[bytes, dict[str, bytes]]:
     """
     model = whole()
     losses = loop(model, batches(number))
-    return raw(losses), {name: raw(grad) for name, grad in gradients([model])}
+    return raw(losses), grads_of([model])
 
 
-def train(chunks: int, counts: list[int], num_slots: int | None = None) -> list[Seen]:
+def train(chunks: int, counts: list[int], num_slots: int = 16) -> list[Seen]:
     """Training passes of some numbers of microbatches, each from fresh gradients."""
     axis = world_axis()
     stages = make_stages(axis, chunks)
-    pipeline = Pipeline(stages, axis, SPEC, CPU, options=PipelineOptions(num_slots=num_slots))
+    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=num_slots)
     found = []
     for number in counts:
-        losses = pipeline.forward_backward(batches(number))
-        found.append(
-            Seen(
-                None if losses is None else raw(losses),
-                {name: raw(grad) for name, grad in gradients(stages)},
-                [stage.slots for stage in stages],
-                pipeline.peak_live,
-                stages[0].watch.peak_graphs,
-                stages[0].watch.peak_outputs,
-            )
-        )
+        losses = raw(pipeline.forward_backward(batches(number)))
+        slots, watch = [stage.slots for stage in stages], stages[0].watch
+        found.append(Seen(losses, grads_of(stages), slots, watch.peak_graphs, watch.peak_outputs))
         for stage in stages:
             stage.zero_grad()
         watch_anew(stages)
     return found
 
 
-def two_parts(number: int, sync: str) -> dict[str, bytes]:
-    """Gradients of two data-parallel halves, summed and halved once or after every microbatch."""
+def two_parts(number: int, each: int) -> dict[str, bytes]:
+    """Gradients of two data-parallel halves, averaged after `each` microbatches."""
     models = [whole(), whole()]
     parts = [batches(number, part) for part in range(2)]
     total: dict[str, torch.Tensor] = {}
-    for i in range(number if sync == "every" else 1):
+    for first in range(0, number, each):
         for model, part in zip(models, parts, strict=True):
             model.zero_grad()
-            chosen = [part[i]] if sync == "every" else part
-            loop(model, [replace(batch, weight=1.0 / number) for batch in chosen])
+            loop(model, part[first : first + each], number)
         grads = [dict(gradients([model])) for model in models]
         for name, grad in grads[0].items():
             mean = (grad + grads[1][name]) * 0.5
@@ -124,60 +128,231 @@ def two_parts(number: int, sync: str) -> dict[str, bytes]:
 
 
 def train_sharded(
-    chunks: int, number: int, sync: str, options: dict[str, Any]
-) -> tuple[dict[str, bytes], int, int]:
-    """2 x 2 ranks: gradients of a pass, number of sharded groups and of reductions."""
+    chunks: int, number: int, by_torch: bool, options: dict[str, Any]
+) -> tuple[dict[str, bytes], list[list[bool]]]:
+    """2 x 2 ranks, second pass: gradients, and what each stage was told before its backwards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_coordinate() or (0, 0)
     axis = Axis("pp", 2, pp, mesh.get_group("pp"))
-    stages = make_stages(axis, chunks)
-    reductions: list[Any] = []
-    groups = 0
-    for stage in stages:
+    stages: list[Any] = make_stages(axis, chunks)
+    shard: Any = torch_fully_shard if by_torch else fully_shard
+    flags: list[list[bool]] = [[] for _ in stages]
+    for stage, seen in zip(stages, flags, strict=True):
         for block in stage.layers.values():
-            fully_shard(block, mesh=mesh["dp"], **options)
-        schedule = fully_shard(stage, mesh=mesh["dp"], **options).fsdp_schedule
-        groups += sum(len(unit.groups) for unit in schedule.units)
-        reduce = schedule.start_reduce
-        schedule.start_reduce = functools.partial(_counted, reductions, reduce)
-    pipeline = sharded_pipeline(stages, axis, sync)
+            shard(block, mesh=mesh["dp"], **options)
+        shard(stage, mesh=mesh["dp"], **options)
+        stage.set_is_last_backward = _noting(stage.set_is_last_backward, seen)
+    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=16)
     for _ in range(2):  # the second pass by what the first has recorded
-        for stage in stages:
+        for stage, seen in zip(stages, flags, strict=True):
             stage.zero_grad()
-        reductions.clear()
+            seen.clear()
         pipeline.forward_backward(batches(number, part=dp))
-    return whole_gradients(stages, mesh["dp"]), groups, len(reductions)
+    own = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    grads = fsdp_sides.whole(own, mesh["dp"])
+    return {name: raw(grad) for name, grad in grads.items() if grad is not None}, flags
 
 
-def sharded_pipeline(stages: list[Stage], axis: Axis, sync: str) -> Pipeline:
-    """A pipeline that reduces `sync`."""
-    return Pipeline(
-        stages, axis, SPEC, CPU, options=PipelineOptions(gradient_sync=cast("Any", sync))
-    )
+def _noting(function: Callable[[bool], None], seen: list[bool]) -> Callable[[bool], None]:
+    def noted(is_last: bool) -> None:
+        seen.append(is_last)
+        function(is_last)
+
+    return noted
 
 
-def train_sharded_by_torch(chunks: int, number: int, sync: str) -> dict[str, bytes]:
-    """The same with torch's own `fully_shard`."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pp, dp = mesh.get_coordinate() or (0, 0)
-    axis = Axis("pp", 2, pp, mesh.get_group("pp"))
+def evaluate(chunks: int) -> dict[str, Any]:
+    """Forward-only passes after a training pass; any number of microbatches."""
+    axis = world_axis()
     stages = make_stages(axis, chunks)
-    for stage in stages:
-        for block in stage.layers.values():
-            torch_fully_shard(block, mesh=mesh["dp"])
-        torch_fully_shard(stage, mesh=mesh["dp"])
-    sharded_pipeline(stages, axis, sync).forward_backward(batches(number, part=dp))
-    return whole_gradients(stages, mesh["dp"])
-
-
-def whole_gradients(stages: list[Stage], mesh: DeviceMesh) -> dict[str, bytes]:
-    """Gradients of all stages of a rank, put together over its data-parallel mesh."""
-    grads = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=16)
+    trained = pipeline.forward_backward(batches(4))
+    before = grads_of(stages)
+    watch_anew(stages)
+    pipeline.forward_only(batches(5))
+    losses = pipeline.forward_only(batches(4))
     return {
-        name: raw(grad) for name, grad in fsdp_sides.whole(grads, mesh).items() if grad is not None
-    }
+        "trained": raw(trained), "losses": raw(losses), "kept": before == grads_of(stages),
+        "needs grad": losses.requires_grad or trained.requires_grad,
+        "graphs": len(stages[0].watch._graphs),
+    }  # fmt: skip
 
 
-def _counted(calls: list[Any], function: Any, *args: Any, **kwargs: Any) -> None:
-    calls.append(args)
-    function(*args, **kwargs)
+class Static(nn.Module):
+    """A stage that returns the same memory at every call, as a graph does."""
+
+    def __init__(self, stage: Stage, ran: dist.Store | None) -> None:
+        super().__init__()
+        self.inner, self._ran = stage, ran
+        self._memory = torch.zeros(SPEC.shape)
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """The stage's output, in static memory."""
+        out: torch.Tensor = _Into.apply(self.inner(x, **keywords), self._memory)
+        if keywords["microbatch"] == 1 and self._ran is not None:
+            self._ran.set("second", "ran")
+        return out
+
+
+class _Into(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return memory.copy_(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grad, None
+
+
+def train_static(path: str, copy_sent: bool) -> bytes:
+    """Losses where the first stage runs twice before the second takes its first output."""
+    axis = world_axis()
+    (inner,) = make_stages(axis)
+    store = dist.FileStore(path, 2)
+    stage = Static(inner, store) if axis.rank == 0 else inner
+    pipeline = Pipeline([stage], axis, SPEC, CPU, num_slots=3, copy_sent=copy_sent)
+    pipeline.forward_backward(batches(3))  # ranks compare their programs, and must meet
+    store.set(f"rank {axis.rank}", "ready")
+    store.wait([f"rank {1 - axis.rank}"])
+    if axis.rank == 0:
+        store.delete_key("second")
+        store.set("cleared", "yes")
+    else:
+        store.wait(["cleared"])
+        store.wait(["second"])
+    return raw(pipeline.forward_backward(batches(3)))
+
+
+def train_captured(chunks: int) -> tuple[list[bytes], list[bytes]]:
+    """Losses and gradients of passes with new tokens, eager and replayed from one host graph."""
+    axis, device = world_axis(), Device("cpu")
+    stages = make_stages(axis, chunks)
+    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=4)
+    pipeline.forward_backward(batches(4))
+    static = batches(4)
+    grads = [grad for _, grad in gradients(stages)]
+    losses = torch.zeros(4)
+
+    def iteration() -> None:
+        torch._foreach_zero_(grads)
+        losses.copy_(pipeline.forward_backward(static))
+
+    def run(step: Any) -> list[bytes]:
+        seen = []
+        for part in range(3):
+            for batch, new in zip(static, batches(4, part), strict=True):
+                assert batch.tokens is not None
+                assert new.tokens is not None
+                batch.tokens.copy_(new.tokens)
+                batch.keywords["targets"].copy_(new.keywords["targets"])
+            step()
+            seen.append(b"".join(raw(tensor) for tensor in (losses, *grads)))
+        return seen
+
+    eager = run(iteration)
+    graph = CapturedFunction(GraphMaker(device), iteration, None)
+    return eager, run(graph)
+
+
+# ---- failures
+
+
+def caught(function: Callable[[], Any]) -> str:
+    """Type and text of what a call raises, notes included; empty if it returns."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001  (the test looks at whatever it is)
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return ""
+
+
+class Raising(Stage):
+    """Fails in the second microbatch."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor, *args: Any, microbatch: int, **keywords: Any) -> Any:
+        """As a stage, but for the second microbatch."""
+        out = super().forward(x, *args, microbatch=microbatch, **keywords)
+        if microbatch != 1:
+            return out
+        if self.where == "forward":
+            raise ArithmeticError("planted")
+        if self.where == "backward":
+            out.register_hook(_raise)
+        made = {"shape": out[:, :2], "dtype": out.double(), "gradient": out.detach(), "number": 1.0}
+        return made.get(self.where, out)
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ArithmeticError("planted")
+
+
+def fail(rank: int, where: str) -> tuple[str, float, str]:
+    """What a rank raises, how long it takes, and what it says to a second pass."""
+    axis = world_axis(TIMEOUT_S)
+    (stage,) = make_stages(axis)
+    if axis.rank == rank:
+        stage.__class__ = Raising
+        stage.where = where  # type: ignore[assignment]
+    pipeline = Pipeline([stage], axis, SPEC, CPU, num_slots=8)
+    began = time.monotonic()
+    text = caught(lambda: pipeline.forward_backward(batches(8)))
+    took = time.monotonic() - began
+    return text, took, caught(lambda: pipeline.forward_backward(batches(8)))
+
+
+def lose(lost: Transfer, microbatches: int, side: str) -> str:
+    """What a rank raises where one message is never sent, or never received."""
+    axis = world_axis(TIMEOUT_S)
+    (stage,) = make_stages(axis)
+    loser = (lost.source if side == "send" else lost.target) % axis.size
+
+    def post(self: Transfers, exchange: Exchange, outbox: Any) -> None:
+        if lost in exchange.transfers and loser == axis.rank:
+            outbox.pop(lost, None)
+            exchange = Exchange(tuple(t for t in exchange.transfers if t != lost))
+        if exchange.transfers:
+            original(self, exchange, outbox)
+
+    original, Transfers.post = Transfers.post, post  # type: ignore[method-assign]
+    try:
+        pipeline = Pipeline([stage], axis, SPEC, CPU, num_slots=microbatches)
+        return caught(lambda: pipeline.forward_backward(batches(microbatches)))
+    finally:
+        Transfers.post = original  # type: ignore[method-assign]
+
+
+def disagree(case: str) -> str:
+    """What ranks raise of which the last runs something else."""
+    axis = world_axis(TIMEOUT_S)
+    is_last = axis.rank == axis.size - 1
+    spec = replace(SPEC, dtype=torch.bfloat16) if is_last and case == "activation" else SPEC
+    stages = make_stages(axis, 2 if is_last and case == "chunks" else 1)
+    pipeline = Pipeline(stages, axis, spec, CPU, num_slots=4)
+    if case == "later":
+        pipeline.forward_backward(batches(4))
+    if case == "kind" and is_last:
+        return caught(lambda: pipeline.forward_only(batches(4)))
+    number = 3 if is_last and case in ("microbatches", "later") else 4
+    return caught(lambda: pipeline.forward_backward(batches(number)))
+
+
+def without_tokens() -> str:
+    """What a rank raises where the first has no tokens."""
+    axis = world_axis(TIMEOUT_S)
+    pipeline = Pipeline(make_stages(axis), axis, SPEC, CPU, num_slots=1)
+    return caught(lambda: pipeline.forward_backward([Microbatch()]))
+
+
+def loss_of_wrong_kind(kind: str) -> str:
+    """What a pipeline of one rank says of a last stage that returns no scalar loss."""
+
+    class Wrong(nn.Module):
+        def forward(self, x: torch.Tensor, **_: Any) -> Any:
+            return {"vector": F.one_hot(x).float(), "number": 1.0, "int": x.sum()}[kind]
+
+    pipeline = Pipeline([Wrong()], world_axis(), SPEC, CPU, num_slots=1)
+    return caught(lambda: pipeline.forward_only([Microbatch(torch.arange(3))]))

@@ -47,11 +47,9 @@ def take(problem: Problem, layout: Layout, place: Place, *, recomputes: bool) ->
     rows, time = shares[0].numbers.shape
     cut = axes.tp.size if axes.sequence_parallel else 1
     spec = TensorSpec((rows, time // cut, problem.model.hidden), torch.float32)
-    losses = Pipeline(stages, axes.pp, spec, CPU).forward_backward(
-        [Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares],
-        broadcast_loss=True,
+    losses = Pipeline(stages, axes.pp, spec, CPU, num_slots=len(shares)).forward_backward(
+        [Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares]
     )
-    assert losses is not None
     grads = gather_global_grads(stages, axes)
     return losses.tolist(), {} if dist.get_rank() else grads
 

@@ -47,9 +47,8 @@ def compare_with_one(kind: str, shapes: list[Shape]) -> dict[Shape, list[str]]:
         stages = make_stages(axis, chunks)
         for stage in stages:
             stage.to(device.torch_device)
-        pipeline = Pipeline(stages, axis, SPEC, device.torch_device)
-        got = pipeline.forward_backward(on(device, batches(number)), broadcast_loss=True)
-        assert got is not None
+        pipeline = Pipeline(stages, axis, SPEC, device.torch_device, num_slots=number)
+        got = pipeline.forward_backward(on(device, batches(number)))
         wrong = [] if torch.equal(got.cpu(), losses.cpu()) else ["loss"]
         pairs = dict(gradients(stages))
         assert pairs
@@ -67,24 +66,35 @@ def compare_sharded(kind: str, shapes: list[Shape]) -> dict[Shape, list[str]]:
     axis = Axis("pp", 2, pp, mesh.get_group("pp"))
     found = {}
     for chunks, number in shapes:
-        halves = []
-        for part in range(2):
-            model = whole().to(device.torch_device)
-            loop(model, on(device, batches(number, part)))
-            halves.append(dict(gradients([model])))
+        expected = averaged(device, number)
         stages = make_stages(axis, chunks)
         for stage in stages:
             shard(stage.to(device.torch_device), mesh["dp"])
-        pipeline = Pipeline(stages, axis, SPEC, device.torch_device)
+        pipeline = Pipeline(stages, axis, SPEC, device.torch_device, num_slots=number)
         pipeline.forward_backward(on(device, batches(number, part=dp)))
         own = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
         wrong = []
         for name, grad in fsdp_sides.whole(own, mesh["dp"]).items():
-            expected = (halves[0][name] + halves[1][name]) * 0.5
-            if grad is None or not torch.equal(grad.cpu(), expected.cpu()):
+            if grad is None or not torch.equal(grad.cpu(), expected[name].cpu()):
                 wrong.append(name)
         found[chunks, number] = wrong
     return found
+
+
+def averaged(device: Device, number: int) -> dict[str, torch.Tensor]:
+    """Gradients of two halves on one device, averaged after every microbatch."""
+    models = [whole().to(device.torch_device) for _ in range(2)]
+    parts = [on(device, batches(number, part)) for part in range(2)]
+    total: dict[str, torch.Tensor] = {}
+    for each in zip(*parts, strict=True):
+        for model, batch in zip(models, each, strict=True):
+            model.zero_grad()
+            loop(model, [batch], number)
+        grads = [dict(gradients([model])) for model in models]
+        for name, grad in grads[0].items():
+            mean = (grad + grads[1][name]) * 0.5
+            total[name] = total[name] + mean if name in total else mean
+    return total
 
 
 def shard(stage: Stage, mesh: Any) -> None:
@@ -111,18 +121,16 @@ def _compare_captured(device: Device, axis: Axis, maker: GraphMaker, shape: Shap
     stages = make_stages(axis, chunks)
     for stage in stages:
         stage.to(device.torch_device)
-    pipeline = Pipeline(stages, axis, SPEC, device.torch_device)
+    pipeline = Pipeline(stages, axis, SPEC, device.torch_device, num_slots=number)
     static = on(device, batches(number))
     for _ in range(3):  # also opens the communicators, which a capture must not
-        pipeline.forward_backward(static, broadcast_loss=True)
+        pipeline.forward_backward(static)
     grads = [grad for _, grad in gradients(stages)]
     losses = torch.zeros(number, device=device.torch_device)
 
     def iteration() -> None:
         torch._foreach_zero_(grads)
-        told = pipeline.forward_backward(static, broadcast_loss=True)
-        assert told is not None
-        losses.copy_(told)
+        losses.copy_(pipeline.forward_backward(static))
 
     def run(step: Any) -> list[list[torch.Tensor]]:
         seen = []

@@ -334,7 +334,8 @@ def _gradients(
     tp = axes.tp if axes.sequence_parallel else None
     rows, time = shares[0].numbers.shape
     shape = (rows, time // (tp.size if tp else 1), config.hidden)
-    pipeline = Pipeline(stages, axes.pp, TensorSpec(shape, torch.bfloat16), device)
+    spec = TensorSpec(shape, torch.bfloat16)
+    pipeline = Pipeline(stages, axes.pp, spec, device, num_slots=len(shares))
     for _ in range(3 if fp8 == "delayed" else 1):
         for stage in stages:
             cast("Any", stage).zero_main_grads()

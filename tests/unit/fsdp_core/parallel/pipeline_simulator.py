@@ -140,3 +140,15 @@ def _is_way(schedule: Schedule, transfer: Transfer, source: int, target: int) ->
 def exchange(*transfers: Transfer) -> Exchange:
     """An exchange, for programs written by hand."""
     return Exchange(transfers)
+
+
+def peak_live(pp: int, chunks: int, microbatches: int, rank: int) -> int:
+    """Forward passes through a chunk that a rank keeps at most for their backward: the theory.
+
+    1F1B: min(microbatches, pp - rank) (Narayanan et al., 2021, section 2.2.1). Interleaved: the
+    warm-up and one more, which is pp * chunks + pp - 1 on the first rank (Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.3).
+    """
+    later = pp - 1 - rank
+    warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * pp
+    return min(microbatches * chunks, warm_up + 1)

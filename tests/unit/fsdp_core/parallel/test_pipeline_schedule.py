@@ -2,11 +2,10 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.parallel.pipeline_schedule import (
@@ -15,17 +14,19 @@ from fsdp_core.parallel.pipeline_schedule import (
     Schedule,
     Step,
     Transfer,
-    bubble_fraction,
-    forward_only,
-    interleaved_1f1b,
     make_schedule,
-    one_f_one_b,
-    peak_live,
     programs,
     slots_needed,
+    split_layers,
     timeline,
 )
-from tests.unit.fsdp_core.parallel.pipeline_simulator import Stuck, Wrong, exchange, simulate
+from tests.unit.fsdp_core.parallel.pipeline_simulator import (
+    Stuck,
+    Wrong,
+    exchange,
+    peak_live,
+    simulate,
+)
 
 
 @st.composite
@@ -54,7 +55,7 @@ def words(actions: tuple[Action, ...]) -> str:
 
 def test_1f1b_of_the_paper() -> None:
     """Four ranks, eight microbatches: figure 4 of Narayanan et al., upper half's order."""
-    assert [words(actions) for actions in one_f_one_b(4, 8).actions] == [
+    assert [words(actions) for actions in make_schedule(4, 1, 8).actions] == [
         "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
         "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
         "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
@@ -64,14 +65,14 @@ def test_1f1b_of_the_paper() -> None:
 
 def test_1f1b_of_fewer_microbatches_than_ranks() -> None:
     """Warm-up ends where there is nothing left to warm up with."""
-    assert [words(actions) for actions in one_f_one_b(4, 2).actions] == [
+    assert [words(actions) for actions in make_schedule(4, 1, 2).actions] == [
         "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1",
     ]  # fmt: skip
 
 
 def test_interleaved_of_two_ranks() -> None:
     """Two ranks with two chunks: groups of two microbatches a chunk, backward last chunk first."""
-    assert [words(actions) for actions in interleaved_1f1b(2, 2, 4).actions] == [
+    assert [words(actions) for actions in make_schedule(2, 2, 4).actions] == [
         "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3",
         "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3",
     ]
@@ -79,14 +80,19 @@ def test_interleaved_of_two_ranks() -> None:
 
 def test_forward_only_keeps_groups() -> None:
     """One chunk takes microbatches as they come, more take them in groups of pp."""
-    assert [words(a) for a in forward_only(2, 1, 3).actions] == ["F0 F1 F2"] * 2
-    assert [words(a) for a in forward_only(2, 2, 4).actions] == ["F0 F1 F0' F1' F2 F3 F2' F3'"] * 2
-    assert [words(a) for a in forward_only(2, 2, 3).actions] == ["F0 F1 F0' F1' F2 F2'"] * 2
+    orders = {
+        (2, 1, 3): "F0 F1 F2",
+        (2, 2, 4): "F0 F1 F0' F1' F2 F3 F2' F3'",
+        (2, 2, 3): "F0 F1 F0' F1' F2 F2'",
+    }
+    for shape, order in orders.items():
+        schedule = make_schedule(*shape, is_training=False)
+        assert [words(actions) for actions in schedule.actions] == [order] * 2
 
 
 def test_exchanges_of_two_ranks() -> None:
     """In steady state an activation goes one way and a gradient the other in one exchange."""
-    first, last = programs(one_f_one_b(2, 3))
+    first, last = programs(make_schedule(2, 1, 3))
     act = [Transfer(0, 1, i) for i in range(3)]
     grad = [Transfer(1, 0, i) for i in range(3)]
     forward = [Action(True, 0, i) for i in range(3)]
@@ -140,39 +146,28 @@ def test_peak_of_live_passes(shape: tuple[int, int, int]) -> None:
     assert [rank.peak for rank in ranks] == [peak_live(*shape, rank) for rank in range(shape[0])]
 
 
-def test_peaks_of_the_papers() -> None:
-    """1F1B keeps pp - rank; interleaved on the first rank pp * chunks + pp - 1."""
-    assert [peak_live(4, 1, 100, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert peak_live(4, 2, 100, 0) == 4 * 2 + 4 - 1
-    assert peak_live(8, 3, 8, 0) == 8 * 3  # no more than there are
+@given(legal())
+def test_bubble(shape: tuple[int, int, int]) -> None:
+    """A rank is idle for (pp - 1) / (chunks * microbatches) of the time that it works.
 
-
-@given(legal(), st.integers(1, 3), st.integers(1, 3))
-def test_bubble(shape: tuple[int, int, int], forward: int, backward: int) -> None:
-    """A rank is idle for (pp - 1) / (chunks * microbatches) of the time that it works."""
-    schedule = make_schedule(*shape)
-    times = timeline(schedule, forward, backward)
+    Narayanan et al., 2021, sections 2.2.1 and 2.2.2.
+    """
+    pp, chunks, microbatches = shape
+    times = timeline(make_schedule(*shape))
     end = max(own[-1][1] for own in times)
-    work = shape[1] * shape[2] * (forward + backward)
+    work = chunks * microbatches * 3
     for own in times:
         assert sum(stop - start for start, stop in own) == work
-        assert Fraction(end - work, work) == bubble_fraction(*shape)
-
-
-def test_interleaving_shrinks_the_bubble() -> None:
-    """Narayanan et al.: by the number of chunks."""
-    assert bubble_fraction(4, 1, 8) == Fraction(3, 8)
-    assert bubble_fraction(4, 2, 8) == Fraction(3, 16)
+        assert Fraction(end - work, work) == Fraction(pp - 1, chunks * microbatches)
 
 
 @given(legal())
 def test_slots(shape: tuple[int, int, int]) -> None:
     """With as many slots as needed none is taken before its backward, with one less one is."""
     schedule = make_schedule(*shape)
-    for rank, actions in enumerate(schedule.actions):
-        needed = slots_needed(schedule, rank)
-        assert not reuses_a_slot(actions, needed)
-        assert needed == 1 or reuses_a_slot(actions, needed - 1)
+    needed = slots_needed(schedule)
+    assert not any(reuses_a_slot(actions, needed) for actions in schedule.actions)
+    assert needed == 1 or any(reuses_a_slot(actions, needed - 1) for actions in schedule.actions)
 
 
 def reuses_a_slot(actions: tuple[Action, ...], slots: int) -> bool:
@@ -188,39 +183,54 @@ def reuses_a_slot(actions: tuple[Action, ...], slots: int) -> bool:
 
 def test_slots_of_1f1b_are_its_peak() -> None:
     """One chunk needs a slot for each pass that waits; forwards alone need one."""
-    schedule = one_f_one_b(4, 8)
-    assert [slots_needed(schedule, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert slots_needed(forward_only(4, 1, 8), 0) == 1
-
-
-# ---- what is refused
+    assert slots_needed(make_schedule(4, 1, 8)) == 4
+    assert slots_needed(make_schedule(4, 1, 8, is_training=False)) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (lambda: one_f_one_b(0, 1), "pp >= 1, got 0"),
-        (lambda: one_f_one_b(2, 0), "microbatches >= 1, got 0"),
-        (lambda: make_schedule(2, 0, 1), "chunks >= 1, got 0"),
-        (lambda: make_schedule(2, 1, True), "microbatches >= 1, got True"),
-        (lambda: interleaved_1f1b(2, 1, 2), "at least 2 chunks"),
+        (lambda: make_schedule(2, 1, 0), "microbatches >= 1, got 0"),
         (lambda: make_schedule(4, 2, 6), "multiple of pp=4 microbatches.*got 6"),
         (lambda: make_schedule(4, 2, 2), "multiple of pp=4 microbatches.*got 2"),
-        (lambda: make_schedule(4, 2, 0, is_training=False), "microbatches >= 1, got 0"),
+        (lambda: split_layers(3, 4), "at least one layer for each of 4 stages, got 3"),
     ],
 )
-def test_illegal_shapes_name_the_rule(make: Callable[[], Schedule], rule: str) -> None:
+def test_illegal_shapes_name_the_rule(make: Callable[[], object], rule: str) -> None:
     """What a schedule cannot take is refused by the rule that it breaks."""
     with pytest.raises(ValueError, match=rule):
         make()
 
 
-def test_an_order_that_never_ends_is_refused() -> None:
-    """A backward before its forward cannot be put into a program."""
-    schedule = one_f_one_b(2, 2)
-    circle = replace(schedule, actions=(schedule.actions[0][::-1], schedule.actions[1]))
-    with pytest.raises(ValueError, match="got backward of microbatch 1 stuck on rank 0"):
-        programs(circle)
+# ---- layers over stages
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
+def test_layers_are_dealt_evenly(layers: int, pp: int, chunks: int) -> None:
+    """Stages in order hold all layers in order, and differ by one at most."""
+    assume(layers >= pp * chunks)
+    split = split_layers(layers, pp, chunks)
+    assert [len(rank) for rank in split] == [chunks] * pp
+    stages = [part for chunk in zip(*split, strict=True) for part in chunk]
+    assert list(itertools.chain.from_iterable(stages)) == list(range(layers))
+    sizes = [len(part) for part in stages]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((8, 4), [2, 2, 2, 2]),
+        ((10, 4), [2, 3, 3, 2]),
+        ((11, 4), [3, 3, 3, 2]),
+        ((9, 2, 2), [2, 2, 3, 2]),
+        ((1, 1), [1]),
+    ],
+)
+def test_who_gets_what_does_not_divide(shape: tuple[int, ...], sizes: list[int]) -> None:
+    """Later stages first, the last one at the end."""
+    split = split_layers(*shape)
+    assert [len(part) for chunk in zip(*split, strict=True) for part in chunk] == sizes
 
 
 # ---- the simulator finds what it is for
@@ -246,7 +256,7 @@ def naive(schedule: Schedule) -> list[list[Step]]:
 
 def test_simulator_sees_the_deadlock_of_naive_1f1b() -> None:
     """Two ranks that both send first wait for each other."""
-    schedule = one_f_one_b(2, 4)
+    schedule = make_schedule(2, 1, 4)
     with pytest.raises(Stuck):
         simulate(schedule, naive(schedule), batched=False)
 
@@ -258,12 +268,12 @@ def transfers_of(program: list[Step]) -> list[Transfer]:
 
 def test_simulator_sees_a_lost_send() -> None:
     """The next message is taken for one that is not sent; without a next one ranks are stuck."""
-    schedule = one_f_one_b(2, 3)
+    schedule = make_schedule(2, 1, 3)
     first, last = map(list, programs(schedule))
     first.remove(exchange(Transfer(0, 1, 0)))
     with pytest.raises(Wrong, match=r"takes the activation of microbatch 1 .* for .* microbatch 0"):
         simulate(schedule, [first, last], batched=True)
-    schedule = one_f_one_b(2, 1)
+    schedule = make_schedule(2, 1, 1)
     first, last = map(list, programs(schedule))
     alone = [first[0], exchange(Transfer(1, 0, 0)), first[2]]
     with pytest.raises(Stuck):
@@ -272,7 +282,7 @@ def test_simulator_sees_a_lost_send() -> None:
 
 def test_simulator_sees_a_message_taken_for_another() -> None:
     """Messages between two ranks are matched in order, whatever they mean."""
-    schedule = interleaved_1f1b(2, 2, 2)
+    schedule = make_schedule(2, 2, 2)
     first, last = map(list, programs(schedule))
     place = first.index(exchange(Transfer(0, 1, 1), Transfer(1, 2, 0)))
     swapped = exchange(Transfer(1, 2, 0), Transfer(0, 1, 1))
@@ -296,7 +306,7 @@ def _swap(transfer: Transfer, one: Transfer, other: Transfer) -> Transfer:
 
 def test_simulator_sees_what_is_used_before_it_came() -> None:
     """An action that runs before its input's exchange is wrong, not late."""
-    schedule = one_f_one_b(2, 1)
+    schedule = make_schedule(2, 1, 1)
     first, last = map(list, programs(schedule))
     with pytest.raises(Wrong, match="does not have it"):
         simulate(schedule, [first, [last[1], last[0], *last[2:]]], batched=True)
