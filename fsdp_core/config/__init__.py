@@ -45,6 +45,7 @@ from fsdp_core.config.rule import ConfigError, Rule, broken, divisors
 from fsdp_core.config.run import (
     BACKENDS,
     DATA_KINDS,
+    RECOMPUTE,
     RUN_RULES,
     DataConfig,
     OptimConfig,
@@ -61,7 +62,8 @@ __all__ = [
     "DENSE_DEGREES", "DISPATCHERS", "DROPS", "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES",
     "ENGINES", "ENGINE_RULES", "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES",
     "NOT_BUILT", "NO_COMPILE",
-    "NO_STRESS", "PARALLEL_RULES", "PARTS", "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES",
+    "NO_STRESS", "PARALLEL_RULES", "PARTS", "POOLS", "RECOMPUTE", "RULES", "RUN_RULES", "SCOPES",
+    "SCORES",
     "STRATEGIES", "STRESSORS", "STRESS_RULES", "TAP_KINDS", "TAP_RULES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
     "ParallelConfig", "Rule", "TapPattern", "TrainConfig", "broken", "divisors",

@@ -28,9 +28,9 @@ _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Of `fsdp`, what an engine takes beside ours, which takes all."""
 _EAGER = (
     "graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer", "compile",
-    "compile_backend", "backend", "stress",
+    "compile_backend", "backend", "stress", "recompute",
 )  # fmt: skip
-"""Options of graphs, compiled parts, layers and stressors."""
+"""Options of graphs, compiled parts, layers, stressors and of what is computed again."""
 
 
 class Sharded(Compiled, Protocol):

@@ -29,6 +29,7 @@ from fsdp_core.config.stressors import STRESS_RULES
 from fsdp_core.config.taps import TAP_RULES
 
 BACKENDS = ("torch", "te")
+RECOMPUTE = ("none", "full", "attn")
 DATA_KINDS = ("synthetic", "text")
 
 
@@ -78,6 +79,11 @@ class TrainConfig:
     are the first and the last layer of which partial scopes are captured; empty: all. `capture_by`
     says who captures these: this package, TransformerEngine or torch, by their
     `make_graphed_callables`.
+
+    `recompute` is what each layer computes again in its backward pass, in place of keeping it:
+    nothing, all of it, or its attention branch. `fused_experts` has one kernel compute both layers
+    of the experts, each of which is then an FSDP unit whose hooks run around the kernel; without it
+    the backend decides, and the experts are one unit.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -94,6 +100,8 @@ class TrainConfig:
     backend: str = "torch"
     dtype: str = "bf16"
     fp8: str = "none"
+    recompute: str = "none"
+    fused_experts: bool = False
     steps: int = 20
     microbatches: int = 1
     micro_batch_size: int = 1
@@ -120,7 +128,8 @@ class TrainConfig:
         one_of("compile_backend", self.compile_backend, COMPILERS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("fp8", self.fp8, EIGHT_BITS)
-        for key in ("graph_optimizer", "ledger"):
+        one_of("recompute", self.recompute, RECOMPUTE)
+        for key in ("graph_optimizer", "ledger", "fused_experts"):
             is_bool(key, getattr(self, key))
         for key in ("graph", "compile", "stress", "taps"):
             are_names(key, getattr(self, key))
@@ -193,6 +202,56 @@ def _text_fits_vocabulary(run: TrainConfig) -> ConfigError | None:
     )
 
 
+def _recompute_is_eager_or_captured_whole(run: TrainConfig) -> ConfigError | None:
+    """A layer that is computed again would enter the graphs of its parts twice."""
+    inside = [s for s in run.graph if s not in ("layer", "full_iteration")]
+    if run.recompute != "full" or not inside:
+        return None
+    return ConfigError(
+        "recompute", expected=f"none or attn, as graph scope {inside[0]} is a part of a layer",
+        got=run.recompute,
+    )  # fmt: skip
+
+
+def _recompute_draws_outside_of_graphs(run: TrainConfig) -> ConfigError | None:
+    captured = set(run.graph) & {"attn", "layer", "full_iteration"}
+    if run.recompute == "none" or not captured or not run.model.dropout:
+        return None
+    return ConfigError(
+        "recompute", got=run.recompute,
+        expected=f"none, as model.dropout is {run.model.dropout} and graph scope "
+        f"{min(captured)} cannot draw the same numbers twice",
+    )  # fmt: skip
+
+
+def _recompute_is_of_eager_torch(run: TrainConfig) -> ConfigError | None:
+    if run.recompute == "none":
+        return None
+    for key, plain in (("compile", ()), ("fp8", "none"), ("capture_by", "ours")):
+        if getattr(run, key) != plain:
+            return ConfigError(
+                "recompute", expected=f"none, as {key} is {getattr(run, key)}", got=run.recompute
+            )
+    return None
+
+
+def _fused_experts_have_a_kernel(run: TrainConfig) -> ConfigError | None:
+    if not run.fused_experts or (run.model.experts and run.fp8 != "block"):
+        return None
+    why = "the model has no experts" if not run.model.experts else "fp8 is block"
+    return ConfigError("fused_experts", expected=f"false, as {why}", got=True)
+
+
 RUN_RULES: tuple[Rule[TrainConfig], ...] = (
     Rule("text_fits_vocabulary", "Text is read byte by byte: 256 tokens.", _text_fits_vocabulary),
-)
+    Rule("recompute_is_eager_or_captured_whole",
+         "Graphs of parts of a layer are replayed once forward, so they hold no whole layer again.",
+         _recompute_is_eager_or_captured_whole),
+    Rule("recompute_draws_outside_of_graphs", "A graph cannot draw the same numbers twice.",
+         _recompute_draws_outside_of_graphs),
+    Rule("recompute_is_of_eager_torch",
+         "Compilers and others' captures decide what they keep; scales of fp8 would move twice.",
+         _recompute_is_of_eager_torch),
+    Rule("fused_experts_have_a_kernel", "Grouped products in blocks of fp8 have no fused kernel.",
+         _fused_experts_have_a_kernel),
+)  # fmt: skip

@@ -143,7 +143,8 @@ class Taps:
         original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() and module.training):
+            again = torch._C._current_graph_task_id() != -1  # recomputed in a backward pass
+            if again or not (torch.is_grad_enabled() and module.training):
                 return original(*args, **kwargs)
             if "input" in mine:
                 self._record(mine["input"], [*tensors_in((args, kwargs), open_records=False)])

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.backend import Backend
@@ -54,15 +55,42 @@ class Residual:
         return x + self.stream.dropout(out, self.p, training=training)
 
 
-class AttentionBranch(nn.Module):
-    """x + dropout(attention(norm(x))): graph scope `attn`."""
+Run = Callable[[torch.Tensor, Part], torch.Tensor]
+Recompute = Callable[[Run, torch.Tensor, Part], torch.Tensor]
+"""Runs a part of a layer, and once more in its backward pass."""
 
-    def __init__(self, norm: nn.Module, attention: nn.Module, residual: Residual) -> None:
+
+def recompute_with(streams: RandomStreams | None) -> Recompute:
+    """torch's checkpoint; `streams` are what the part draws from, None if it draws nothing."""
+    contexts = noop_context_fn if streams is None else streams.checkpoint_contexts
+
+    def recompute(run: Run, x: torch.Tensor, part: Part) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(
+            run, x, part, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+        return result
+
+    return recompute
+
+
+class AttentionBranch(nn.Module):
+    """x + dropout(attention(norm(x))): graph scope `attn`. `recompute`: see `Layer`."""
+
+    def __init__(
+        self, norm: nn.Module, attention: nn.Module, residual: Residual,
+        recompute: Recompute | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.norm, self.attention, self.residual = norm, attention, residual
+        self._recompute = recompute
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
+        return (
+            self._recompute(self._run, x_BTH, part) if self._recompute else self._run(x_BTH, part)
+        )
+
+    def _run(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         out = self.attention(self.norm(x_BTH), part)
         return self.residual.add(x_BTH, out, training=self.training)
 
@@ -137,14 +165,25 @@ class MoeBranch(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention branch, then a dense or an expert branch. The FSDP unit."""
+    """Attention branch, then a dense or an expert branch. The FSDP unit.
 
-    def __init__(self, attn: AttentionBranch, mlp: MlpBranch | MoeBranch) -> None:
+    What is computed again (`recompute`) lies inside of the unit's hooks, and inside of what a graph
+    captures of it: backward finds the weights gathered, and a graph holds both runs.
+    """
+
+    def __init__(
+        self, attn: AttentionBranch, mlp: MlpBranch | MoeBranch, recompute: Recompute | None = None
+    ) -> None:
         super().__init__()
-        self.attn, self.mlp = attn, mlp
+        self.attn, self.mlp, self._recompute = attn, mlp, recompute
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
+        return (
+            self._recompute(self._run, x_BTH, part) if self._recompute else self._run(x_BTH, part)
+        )
+
+    def _run(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         result: torch.Tensor = self.mlp(self.attn(x_BTH, part), part)
         return result
 
@@ -153,9 +192,12 @@ class LayerMaker:
     """Makes layers by number, with what all layers of a rank share."""
 
     def __init__(
-        self, config: ModelConfig, axes: Axes, backend: Backend, streams: RandomStreams
-    ) -> None:
+        self, config: ModelConfig, axes: Axes, backend: Backend, streams: RandomStreams,
+        recompute: str,
+    ) -> None:  # fmt: skip
         self._config, self._axes = config, axes
+        again = recompute_with(streams if config.dropout else None)
+        self._again = {name: again if recompute == name else None for name in ("full", "attn")}
         self._residual = Residual.of(
             config.dropout, streams, sequence_parallel=axes.sequence_parallel
         )
@@ -164,10 +206,10 @@ class LayerMaker:
 
     def layer(self, number: int) -> Layer:
         """The layer of that global number."""
-        attn = AttentionBranch(*self.parts.attention(), self._residual)
+        attn = AttentionBranch(*self.parts.attention(), self._residual, self._again["attn"])
         if self._config.has_experts(number):
-            return Layer(attn, self._moe_branch())
-        return Layer(attn, MlpBranch(*self.parts.mlp(), self._residual))
+            return Layer(attn, self._moe_branch(), self._again["full"])
+        return Layer(attn, MlpBranch(*self.parts.mlp(), self._residual), self._again["full"])
 
     def _moe_branch(self) -> MoeBranch:
         config, axes = self._config, MoeAxes.of(self._axes)
@@ -195,6 +237,7 @@ class DecoderStage(nn.Module):
     Args:
         layers: global numbers of its layers; None: all.
         streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
+        recompute: what of each layer is computed again in backward: `none`, `full` or `attn`.
 
     Attributes:
         around: what its layers compute in (fp8), see `model.around`.
@@ -214,11 +257,12 @@ class DecoderStage(nn.Module):
         layers: range | None = None,
         is_first: bool = True,
         is_last: bool = True,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         self.config, self.axes = config, axes
         self.on_microbatch: Callable[[Part, int], None] | None = None
-        make = LayerMaker(config, axes, backend, streams)
+        make = LayerMaker(config, axes, backend, streams, recompute)
         numbers = range(config.layers) if layers is None else layers
         cut = {"sequence_parallel": axes.sequence_parallel}
         self.rope = make.rope
@@ -305,6 +349,7 @@ def make_stages(
     streams: RandomStreams,
     *,
     chunks: int = 1,
+    recompute: str = "none",
 ) -> list[DecoderStage]:
     """This pipeline rank's stages in order: stages rank, rank + pp, ...
 
@@ -315,7 +360,7 @@ def make_stages(
     ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]
     return [
         DecoderStage(
-            config, axes, backend, streams, layers=numbers,
+            config, axes, backend, streams, layers=numbers, recompute=recompute,
             is_first=pp.rank == 0 and chunk == 0,
             is_last=pp.rank == pp.size - 1 and chunk == chunks - 1,
         )

@@ -38,6 +38,7 @@ class Sharding:
         policy: dtypes. Forward inputs must not be cast: positions and masks stay as they are.
         pool: of gathered buffers.
         keep_grads: see `fully_shard`.
+        splits_experts: each layer of fused experts is a unit of its own.
 
     Raises:
         ValueError: a policy that casts forward inputs.
@@ -47,6 +48,7 @@ class Sharding:
     policy: MixedPrecisionPolicy
     pool: Pool | str = "dynamic"
     keep_grads: bool = False
+    splits_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.policy.cast_forward_inputs:
@@ -64,10 +66,12 @@ def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
         mlp = layer.mlp
         reshard = fsdp.reshard_after_forward
         if isinstance(mlp, MoeBranch):
-            shard(
-                mlp.moe.experts, mesh=axes.expert_mesh, strategy=fsdp.strategy,
-                reshard_after_forward=reshard,
-            )  # fmt: skip
+            experts = mlp.moe.experts
+            for unit in experts.children() if how.splits_experts else (experts,):
+                shard(
+                    unit, mesh=axes.expert_mesh, strategy=fsdp.strategy,
+                    reshard_after_forward=reshard,
+                )  # fmt: skip
         shard(layer, mesh=dense, strategy=strategy, reshard_after_forward=reshard)
     # The root's own parameters are needed first and last, so it stays gathered in between.
     shard(stage, mesh=dense, strategy=strategy, reshard_after_forward=False)

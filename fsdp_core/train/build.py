@@ -39,7 +39,7 @@ def build_stages(
     config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
 ) -> list[DecoderStage]:
     """This rank's stages on `device`, FSDP roots; weights depend on the seed and names alone."""
-    stages = make_stages(config.model, axes, backend, streams, chunks=config.parallel.pp_chunks)
+    stages = _make(config, axes, backend, streams)
     model = config.model
     init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
     for stage in stages:
@@ -54,11 +54,19 @@ def build_meta_stages(
 ) -> list[DecoderStage]:
     """The same stages without memory: on the meta device, sharded."""
     with torch.device("meta"):
-        chunks = config.parallel.pp_chunks
-        stages = make_stages(config.model, axes, backend, streams, chunks=chunks)
+        stages = _make(config, axes, backend, streams)
         for stage in stages:
             shard_stage(stage, axes, _sharding(config, device))
     return stages
+
+
+def _make(
+    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams
+) -> list[DecoderStage]:
+    return make_stages(
+        config.model, axes, backend, streams,
+        chunks=config.parallel.pp_chunks, recompute=config.recompute,
+    )  # fmt: skip
 
 
 def _sharding(config: TrainConfig, device: Device) -> Sharding:
@@ -71,7 +79,9 @@ def _sharding(config: TrainConfig, device: Device) -> Sharding:
         cast_forward_inputs=False,
     )
     pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
-    return Sharding(fsdp=fsdp, policy=policy, pool=pool, keep_grads=True)
+    return Sharding(
+        fsdp=fsdp, policy=policy, pool=pool, keep_grads=True, splits_experts=config.fused_experts
+    )
 
 
 def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:

@@ -96,7 +96,10 @@ class Trainer:
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
-        backend = make_backend(config.backend, fp8=config.fp8, dtype=TORCH_DTYPES[config.dtype])
+        backend = make_backend(
+            config.backend, fp8=config.fp8, dtype=TORCH_DTYPES[config.dtype],
+            fused_experts=config.fused_experts or None,
+        )  # fmt: skip
         make_deterministic(config.seed)
         with device.on(self.stream):
             self.streams = make_streams(config, axes, device)

@@ -235,7 +235,7 @@ COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 """Sizes that are made smaller, in this order, after steps and ranks."""
 PLAIN = (
     "stress", "graph", "compile", "taps", "fsdp.", "optim.", "data.", "flush_every", "ledger",
-    "graph_optimizer", "stress_seed", "fp8", "model.dropout",
+    "graph_optimizer", "stress_seed", "fp8", "model.dropout", "recompute", "fused_experts",
 )  # fmt: skip
 """Settings that are put back to what they are by default, where both have them alike."""
 CAPTURED, RANKS, MAX_LAYOUTS = "graph_layers", "ranks", 12

@@ -33,7 +33,8 @@ BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
 """Taps of a forward pass; of its first microbatch, as contents take memory."""
 _MAY_DIFFER = ("parallel", "fsdp", "graph", "capture_by", "compile", "compile_backend", "stress",
                "stress_seed", "taps", "flush_every", "graph_warmup_steps", "graph_optimizer",
-               "ledger", "steps", "backend", "engine")  # fmt: skip
+               "ledger", "steps", "backend", "engine", "recompute",
+               "fused_experts")  # fmt: skip
 """Keys of a configuration that decide how a step is computed, and not what."""
 BOUND, LEAST_ROW, MOST_FLIPS = 7.0, 16, 8
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}

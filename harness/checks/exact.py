@@ -93,7 +93,9 @@ def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
     for key in ("strategy", "outer_strategy"):
         # All others deal out the optimizer's rows alike.
         held[f"fsdp.{key}"] = fsdp.get(key) == "no_shard"
-    return held | {"engine": config.get("engine", "ours")}
+    return held | {
+        "engine": config.get("engine", "ours"), "fused_experts": config.get("fused_experts", False)
+    }  # fmt: skip
 
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:

@@ -62,7 +62,8 @@ def predict_at_rest(config: TrainConfig, rank: int) -> AtRest:
     """What a rank keeps between steps, to the byte; nothing of the model is given memory."""
     device = Device("cpu")
     with alone(config, rank) as axes:
-        backend = make_backend("torch", fp8="none", dtype=TORCH_DTYPES[config.dtype])
+        fused = config.fused_experts or None
+        backend = make_backend("torch", fused_experts=fused, dtype=TORCH_DTYPES[config.dtype])
         streams = make_streams(config, axes, device)
         stages = build_meta_stages(config, axes, backend, streams, device)
         return at_rest(group for root in roots(stages) for group in root.fsdp_groups)

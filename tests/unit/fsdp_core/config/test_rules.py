@@ -199,6 +199,15 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "text_fits_vocabulary": ("model.vocab_size",
                              {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
                              {"model": {"vocab_size": 256}}),
+    "recompute_is_eager_or_captured_whole": (
+        "recompute", {"recompute": "full", "graph": ("attn",)}, {"recompute": "attn"}),
+    "recompute_draws_outside_of_graphs": (
+        "recompute", {"recompute": "full", "graph": ("layer",), "model": {"dropout": 0.1}},
+        {"model": {"dropout": 0.0}}),
+    "recompute_is_of_eager_torch": (
+        "recompute", {"recompute": "attn", "compile": ("attn",)}, {"compile": ()}),
+    "fused_experts_have_a_kernel": (
+        "fused_experts", {"fused_experts": True}, {"model": MOE}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
