@@ -146,7 +146,7 @@ class Graphed:
         return self._captured()
 
     def _capture(self) -> Step:
-        capture = importlib.import_module("fsdp_core.graph.capture")
+        capture = importlib.import_module("fsdp_core.graph.graph")
         self._schedule.quiesce()
         if self._schedule.device.is_cuda:
             torch.cuda.empty_cache()  # what the eager steps cached is of no use to the graph

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_order import CapturePlan, Order, Step, plan_capture
+from fsdp_core.graph.capture_session import Undo
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import CaptureHooks, canonical_hooks, require_no_hooks, run_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment, Tensors
-from fsdp_core.graph.undo import Undo
 
 
 class Replays(Protocol):

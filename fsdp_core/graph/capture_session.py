@@ -19,20 +19,33 @@ ends at once. Either way a rank that failed waits at the end for the others with
 own, far below the process groups' timeout: one that stands in a collective of the failed function
 never comes. Then it raises `CaptureLost` and has to end, which ends the others' waiting, too; they
 find in its notes why it left.
+
+What ranks tell each other of one capture where they cannot meet in a collective.
+
+A rank whose capture failed leaves a note in the store of the default process group, so that those
+who lose it inside of the capture learn why. It then waits for the others to reach the end of the
+capture: one that stands in a collective which the failed function never issued will not.
+
+Puts back what running a step's code for practice has changed.
+
+Warming up runs the real function: routers count tokens, scales of fp8 move, generators are drawn
+from. A run that then goes on from there differs from one that never warmed up.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture_notes import CaptureNotes
-from fsdp_core.graph.undo import Undo
+from fsdp_core.graph.recorder import OverCompiled
 
 # torch 2.13 renamed it; the old name warns there and the new one is absent before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,6 +54,77 @@ _NAME_BYTES = 96
 _MOST_NAMED = 8
 PATIENCE = timedelta(seconds=10)
 """How long a rank that failed waits for the others, unless told otherwise."""
+
+
+_POLL_S = 0.02
+
+
+_NOTE_CHARS = 1000
+
+
+class CaptureNotes:
+    """Notes of one capture; without a default process group there is nobody to write to.
+
+    Every rank makes as many of these as the others, in one order. A few messages to the store each.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        if not dist.is_initialized():
+            return
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._store = distributed_c10d._get_default_store()
+        number = self._store.add(f"captures of rank {self._rank}", 1)
+        self._prefix = f"capture {number}: "
+
+    def tell(self, refusal: str) -> None:
+        """Leave a note of why this rank failed, if the store is still there."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            number = self._store.add(self._prefix + "failures", 1)
+            note = f"{self._rank} {refusal[:_NOTE_CHARS]}"
+            self._store.set(f"{self._prefix}failure {number}", note)
+
+    def told(self) -> dict[int, str]:
+        """Why ranks failed, the first one first; empty if the store is gone, too."""
+        found: dict[int, str] = {}
+        if self._store is None:
+            return found
+        with contextlib.suppress(RuntimeError):
+            for number in range(1, self._store.add(self._prefix + "failures", 0) + 1):
+                key = f"{self._prefix}failure {number}"
+                if self._store.check([key]):
+                    rank, _, refusal = self._store.get(key).decode(errors="replace").partition(" ")
+                    found.setdefault(int(rank), refusal)
+        return found
+
+    def arrive(self) -> None:
+        """This rank is at the end of its capture, well or not."""
+        if self._store is not None:
+            self._store.set(f"{self._prefix}rank {self._rank}", "")
+            self._store.add(self._prefix + "arrived", 1)
+
+    def missing(self, patience: timedelta) -> tuple[int, ...]:
+        """Ranks that are not at the end after `patience`, or once another rank has left."""
+        if self._store is None:
+            return ()
+        until_s = time.monotonic() + patience.total_seconds()
+        while self._store.add(self._prefix + "arrived", 0) < self._world_size:
+            if time.monotonic() > until_s or self.someone_left():
+                keys = {rank: f"{self._prefix}rank {rank}" for rank in range(self._world_size)}
+                return tuple(rank for rank, key in keys.items() if not self._store.check([key]))
+            time.sleep(_POLL_S)
+        return ()
+
+    def leave(self) -> None:
+        """Tell that this rank waits for nobody any more."""
+        if self._store is not None:
+            self._store.set(self._prefix + "left", "")
+
+    def someone_left(self) -> bool:
+        """Whether a rank waits for nobody any more: no collective of all ranks will end."""
+        return self._store is not None and bool(self._store.check([self._prefix + "left"]))
 
 
 class CaptureAborted(RuntimeError):
@@ -263,3 +347,85 @@ def _in_words(error: Exception) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+class _Writes(OverCompiled):
+    """Sees operators, unless paused."""
+
+    is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the operator, unless paused."""
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Undo:
+    """What persistent tensors and generators held when it was made, or when they were written.
+
+    Args:
+        generators: beside the device's default ones.
+        state: tensors that may be changed by means that torch does not see: kernels of libraries
+            and of the compiler.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        generators: Sequence[torch.Generator],
+        state: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._device = device
+        self._rng_states = device.rng_states()
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # One for all that is watched: what was made in a forward is no trace of its backward's.
+        self._recorder = _Writes(
+            keep_operations=False, before_write=lambda number, tensor: self._save(tensor)
+        )
+        for tensor in state:
+            self._save(tensor)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Save every tensor from before that an operator inside writes, before it does."""
+        with self._device.watching_storages(self._recorder), self._recorder:
+            yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not watching inside: what gathers parameters writes where others will write next."""
+        kept, self._recorder.is_paused = self._recorder.is_paused, True
+        try:
+            yield
+        finally:
+            self._recorder.is_paused = kept
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._saved and storage.nbytes():
+            live = _bytes_of(storage)
+            self._saved[storage._cdata] = (live, live.clone())
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Give every saved tensor its old bytes, in place, and every generator its old state."""
+        for live, saved in self._saved.values():
+            # What was given back or grown meanwhile belongs to somebody else's bookkeeping.
+            if live.untyped_storage().nbytes() == saved.numel():
+                live.copy_(saved)
+        self._device.set_rng_states(self._rng_states)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as bytes, without a version that autograd counts."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

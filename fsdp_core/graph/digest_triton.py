@@ -1,4 +1,4 @@
-"""The digest of `fsdp_core.graph.digest_words` as one Triton kernel over many tensors.
+"""The digest of `fsdp_core.graph.digest` as one Triton kernel over many tensors.
 
     tensors -> chunks of up to 1 MiB, each with its address, in one table on the device
     program -> one chunk: loads words, mixes, sums lanes in registers, five atomics at the end
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_core.graph import digest_words as definition
-from fsdp_core.graph.digest_words import (
+from fsdp_core.graph import digest as definition
+from fsdp_core.graph.digest import (
     INT_OF_SIZE,
     NUM_COLUMNS,
     PATTERNS,

@@ -7,22 +7,30 @@ each operator with its arguments described by storage, so that it can be run aga
 A storage is *internal* if an operator inside the capture made it, else *external*. Tensors are kept
 as descriptions (storage number, offset, size, stride), never as tensors, so that an internal
 storage dies during the capture exactly when the program lets it die.
+
+Which part of a program an operator runs for, as a name for memory that nobody else names.
+
+A library keeps workspaces, tables and counters of its own. They are in no list of parameters or
+buffers, so what names them is who used them first: the module whose forward runs, else the autograd
+node, else the line of the program. Looked up on the stack, so it costs nothing where nobody asks.
 """
 
 import sys
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from fsdp_core.dispatch import opens_itself
-from fsdp_core.graph.places import Places, calling_line
 
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
                           "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
@@ -382,3 +390,58 @@ def _shape_depends_on_data(name: str, args: Any) -> bool:
         return True
     masks = (torch.bool, torch.uint8)
     return any(isinstance(i, torch.Tensor) and i.dtype in masks for i in args[1])
+
+
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+# What calls compiled code is no place either, where it is not in this folder.
+_OWN = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "train" / "compiled.py"))
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
+
+
+class Places:
+    """Names places; remembers the names of modules that it has met."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[nn.Module, dict[int, str]]] = {}
+
+    def now(self) -> str:
+        """Where the program is: `in layers.3.attn`, `of MmBackward0`, `at loss.py:12`, or ''."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return f"of {node.name()}"
+        modules = list(_modules(sys._getframe(1)))
+        if modules:
+            return f"in {self._path(modules[0], modules[-1])}"
+        line = calling_line(sys._getframe(1))
+        return f"at {line}" if line else ""
+
+    def _path(self, inner: nn.Module, outer: nn.Module) -> str:
+        """The name of `inner` under `outer`, or of its class."""
+        # The module is kept beside its names, so that its id stays its own.
+        known = self._names.get(id(outer))
+        if known is None:
+            names = {id(module): name for name, module in outer.named_modules()}
+            known = self._names[id(outer)] = (outer, names)
+        return known[1].get(id(inner), "") or type(inner).__name__
+
+
+def calling_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame outside torch, modes and this package, or ''."""
+    while frame is not None:
+        name, is_mode = frame.f_code.co_filename, frame.f_code.co_name in _OF_MODES
+        if not (is_mode or name.startswith((_TORCH_FOLDER, *_OWN, "<frozen"))):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _modules(frame: FrameType | None) -> Iterator[nn.Module]:
+    """Modules whose methods are on the stack, innermost first."""
+    while frame is not None:
+        code = frame.f_code
+        # `f_locals` copies every variable: only where the first argument may be a module.
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                yield owner
+        frame = frame.f_back

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from fsdp_core.graph.capture import GraphMaker, Spec
+from fsdp_core.graph.capture_session import Undo
+from fsdp_core.graph.graph import GraphMaker, Spec
 from fsdp_core.graph.hooks import tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
 from fsdp_core.graph.slot import Pending, Replay, Segment, Slot, Tensors
-from fsdp_core.graph.undo import Undo
 
 __all__ = ["GraphedSegment", "Segment", "Tensors"]
 

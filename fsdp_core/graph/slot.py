@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_core.dispatch import opens_itself
-from fsdp_core.graph.capture import GraphMaker, Spec
+from fsdp_core.graph.graph import GraphMaker, Spec
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.graph.recorder import CaptureRefused, Recording
 

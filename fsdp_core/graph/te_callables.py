@@ -25,15 +25,15 @@ import torch
 from torch import nn
 
 from fsdp_core.graph.callables import GraphedModule, check_request, parameters_of
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_order import CapturePlan, Order
-from fsdp_core.graph.cuda import end_refused
+from fsdp_core.graph.capture_session import Undo
+from fsdp_core.graph.cuda_graph import end_refused
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
 from fsdp_core.graph.slot import Tensors
 from fsdp_core.graph.te_replays import Library, Precision, Replays
-from fsdp_core.graph.undo import Undo
 
 _OPTIONS = ("enabled", "recipe", "amax_reduction_group")
 

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 
 from fsdp_core.graph.bank import GraphBank
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage

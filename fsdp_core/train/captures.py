@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
-from fsdp_core.graph.compiled import Compiler
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train.banks import Capturing, DynamicGraphs
 from fsdp_core.train.build import roots
+from fsdp_core.train.compiled import Compiler
 from fsdp_core.train.inputs import Inputs, PackInputs
 from fsdp_core.train.partial_graphs import PartialGraphs
 from fsdp_core.train.scopes import GraphCounts, GraphUse, refusal, sum_uses

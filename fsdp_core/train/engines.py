@@ -34,8 +34,8 @@ from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train.build import TORCH_DTYPES
-from fsdp_core.train.keeping import Keeping, Place
 from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss
+from fsdp_core.train.taps import Keeping, Place
 from fsdp_core.train.trainer import OF_GRADIENTS, Trainer
 
 
@@ -293,7 +293,10 @@ class EngineTrainer(Trainer):
         """See `Trainer`."""
         with self.device.on(self.stream):
             places = self._places()
-            return Keeping(names, max_bytes, digests=self._digests, taps=self.taps, places=places)
+            return Keeping(
+                names, max_bytes, digested=self._digests.digested, copies=self._digests.kept,
+                taps=self.taps, places=places,
+            )  # fmt: skip
 
     def _places(self) -> Iterator[tuple[str, tuple[Place, ...]]]:
         for name, parameter in self.stages[0].named_parameters():

@@ -7,11 +7,11 @@ from types import MappingProxyType
 import torch
 
 from fsdp_core.graph.digest import Digester, empty_rows
-from fsdp_core.graph.kept import Copies
 from fsdp_core.model.batch import num_averaged
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes
+from fsdp_core.train.taps import Copies
 
 Named = tuple[list[str], list[torch.Tensor]]
 
@@ -106,10 +106,6 @@ class Digests:
         self._digesters[group](self.digested[group][1], outputs.digests[group])
         if group in self.kept:
             self.kept[group].take()
-
-    def keep(self, group: str, copies: Copies) -> None:
-        """From now on take copies, too, whenever a group is digested."""
-        self.kept[group] = copies
 
     def scratch(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that digesting needs, by name."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage

@@ -26,13 +26,13 @@ import torch
 
 from fsdp_core.fsdp import FSDPModule
 from fsdp_core.fsdp.fsdp_module import units_in
-from fsdp_core.graph.capture import GraphMaker
-from fsdp_core.graph.compiled import Compiler, HeldGuards
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.around import Around, Begin
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.train.compiled import Compiler, HeldGuards
 from fsdp_core.train.scopes import GraphCounts, GraphUse, Outputs, Piece
 
 

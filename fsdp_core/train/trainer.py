@@ -26,7 +26,6 @@ from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.graph.compiled import Compilation
 from fsdp_core.graph.ledger import AddressBook
 from fsdp_core.model.backend import Backend, make_backend
 from fsdp_core.model.decoder import DecoderStage
@@ -47,9 +46,8 @@ from fsdp_core.train.build import (
     roots,
 )
 from fsdp_core.train.captures import Captures
-from fsdp_core.train.compiled_parts import compile_parts, parts_compiled
+from fsdp_core.train.compiled import Compilation, compile_parts, parts_compiled
 from fsdp_core.train.inputs import make_inputs
-from fsdp_core.train.keeping import Keeping, branch_places, places_of
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -58,7 +56,7 @@ from fsdp_core.train.names import (
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
-from fsdp_core.train.tapped import open_taps
+from fsdp_core.train.taps import Keeping, branch_places, open_taps, places_of
 
 OF_GRADIENTS = ("samples", "grads")
 """Groups that are digested once the gradients are there; all others follow the update."""
@@ -301,7 +299,8 @@ class Trainer:
         assert not self._whole_steps
         with self.device.on(self.stream):
             return Keeping(
-                names, max_bytes, digests=self._digests, taps=self.taps,
+                names, max_bytes, digested=self._digests.digested, copies=self._digests.kept,
+                taps=self.taps,
                 places=places_of(self.stages, self.groups),
                 row_places=branch_places(self.config, self.axes),
             )  # fmt: skip

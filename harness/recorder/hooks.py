@@ -308,7 +308,7 @@ INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 ROOT = "(root)"
 """Name of a module that is part of no other, where it is the only one."""
 _FOLD = 0x01000193
-"""Odd, so that what was folded stays in all bits; as in `fsdp_core.graph.taps`."""
+"""Odd, so that what was folded stays in all bits; as in `fsdp_core.train.taps`."""
 _PATTERN = re.compile(r"([\w*]+(?:\.[\w*]+)*)(?::(input|output|gradient))?")
 """As `fsdp_core.config.tap_pattern`, which takes more files than a script's environment has."""
 

@@ -18,7 +18,7 @@ from fsdp_core.fsdp.backward import UnitBackward
 from fsdp_core.fsdp.fsdp_module import FSDPModule
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.capture import CapturedFunction
+from fsdp_core.graph.graph import CapturedFunction
 from fsdp_core.graph.segment import GraphedSegment
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads

@@ -21,7 +21,6 @@ from fsdp_core import determinism
 from fsdp_core.config import ConfigError, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
-from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
@@ -29,6 +28,7 @@ from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.compiled import StaleGuards
 from harness import provenance
 from harness.engine.collective_log import place_path
 from harness.engine.outcome import FirstFailure, claim, find

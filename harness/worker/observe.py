@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex, empty_rows
-from fsdp_core.graph.digest_words import NUM_LANES
-from fsdp_core.graph.taps import PLACE_COLUMN
+from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_hex, empty_rows
 from fsdp_core.train import StepOutputs, Trainer
-from fsdp_core.train.keeping import Kept, fits
 from fsdp_core.train.memory import at_rest
 from fsdp_core.train.stressed import StressedTrainer
+from fsdp_core.train.taps import PLACE_COLUMN, Kept, fits
 from harness.recorder import RecordFile
 from harness.recorder.rows import hashed, seconds_between, write_kept
 from harness.records import (
@@ -272,7 +270,7 @@ def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable
         if step != keep.step:
             return
         with trainer.device.on(trainer.stream):
-            kept = list(copies.read(trainer.outputs))
+            kept = list(copies.read(trainer.outputs.digests))
             for name, state in trainer.rng_states().items():
                 if fits(keep.names, f"rng:{name}"):
                     # Records have a digest of the same bytes, from this very function.

@@ -38,8 +38,8 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.schedule import Schedule, in_backward
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.cuda import CudaGraph
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.cuda_graph import CudaGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
 from harness.faults.catalogue import CATALOGUE

@@ -12,7 +12,7 @@ from tests.bisect_history.history import Files
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fsdp_core", "harness")
-GRAPH, COMMANDS, NUMBER = "fsdp_core/graph/host.py", "harness/cli.py", "harness/change.txt"
+GRAPH, COMMANDS, NUMBER = "fsdp_core/graph/host_graph.py", "harness/cli.py", "harness/change.txt"
 BUG = """
 
 _as_it_was = HostGraph.replay

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.stress.races import ClockEvent, Clocks, ClockStream
 from fsdp_core.train import Trainer

@@ -18,7 +18,7 @@ from fsdp_core.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.dist.compiled_frames import Comparison, Run, fresh_compiler
 from tests.dist.fsdp_models import WIDTH, Net, loss_of, net, rows
 from tests.dist.fsdp_sides import plain_values, weights

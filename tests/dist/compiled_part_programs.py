@@ -9,9 +9,9 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
-from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.compiled import StaleGuards
 from tests.dist.scope_programs import STEPS, WARMUP, act
 from tests.dist.train_layout_programs import DEVICE, Run
 

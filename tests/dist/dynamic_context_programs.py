@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.model.batch import (
     Capacity,
     Document,

@@ -9,7 +9,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
-from fsdp_core.train.keeping import Kept
+from fsdp_core.train.taps import Kept
 from harness.worker.plants import act_before_step
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -60,7 +60,7 @@ def train(engined: Engined) -> Seen:
             act_before_step(engined.fault, trainer)
         steps.append(bits(trainer, step))
         taps.append(trainer.taps.rows.flatten().tolist())
-        kept = keeping.read(trainer.outputs)
+        kept = keeping.read(trainer.outputs.digests)
         assert all(each.as_digested for each in kept)
     names = {group: list(named) for group, (named, _) in trainer.digested.items()}
     trainer.close()

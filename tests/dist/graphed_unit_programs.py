@@ -13,7 +13,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.fsdp.pool import make_pool
 from fsdp_core.graph import callables, te_callables
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import hooks_off
 from tests.dist.fsdp_models import ROWS, WIDTH, Net
 from tests.unit.fsdp_core.graph.te_graph_stand_in import TeGraphStandIn

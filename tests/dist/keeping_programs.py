@@ -10,7 +10,7 @@ from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
-from fsdp_core.train.keeping import Kept
+from fsdp_core.train.taps import Kept
 
 DEVICE = Device("cpu")
 SMALL: dict[str, Any] = {"vocab_size": 48, "hidden": 32, "ffn": 48, "seq": 16}
@@ -49,7 +49,7 @@ def keep(run: Run) -> list[list[Kept]]:
     found = []
     for step in range(run.steps):
         outputs = trainer.step(step)
-        found.append(keeping.read(outputs))
+        found.append(keeping.read(outputs.digests))
     assert not trainer.counts.external_places
     trainer.close()
     return found
@@ -67,7 +67,7 @@ def initial(runs: list[Run]) -> list[list[Kept]]:
         trainer = Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
         keeping = trainer.keep(("weights:*",), run.max_bytes)
         trainer.redigest_state()
-        found.append(keeping.read(trainer.outputs))
+        found.append(keeping.read(trainer.outputs.digests))
         trainer.close()
     return found
 

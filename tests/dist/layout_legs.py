@@ -87,7 +87,7 @@ def train_leg(spec: RunSpec, fault: str = "") -> Answered:
             with rounding:
                 outputs = trainer.step(step)
             losses.append(int(outputs.loss.view(torch.int32)) & 0xFFFFFFFF)
-        kept = keeping.read(trainer.outputs)
+        kept = keeping.read(trainer.outputs.digests)
         trainer.close()
     return [entry_of(each) for each in kept], losses
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Plan
 from fsdp_core.model.moe.layer import MoeLayer, Routed
 from fsdp_core.model.moe.router import RouterRule

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec, Transfers

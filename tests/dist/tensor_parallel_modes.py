@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, fully_shard
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import cut_of

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost, CaptureSession
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from tests.dist.rank_pool import RankPool
 

@@ -7,9 +7,9 @@ import pytest
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
-from fsdp_core.graph.taps import NEVER, PLACE_COLUMN
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
+from fsdp_core.train.taps import NEVER, PLACE_COLUMN
 from tests.dist.rank_pool import RankError, RankPool
 
 STEPS, MICROBATCHES = 4, 2

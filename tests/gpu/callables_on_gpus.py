@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.graph import callables, te_callables
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_order import Order
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import PHASES
 from fsdp_core.model.backend import make_backend
 from tests.gpu.fsdp_on_gpus import device_here

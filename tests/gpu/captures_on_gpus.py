@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_session import CaptureAborted
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer

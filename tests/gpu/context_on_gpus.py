@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.model.batch import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for
 from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
 from fsdp_core.model.moe.router import RouterRule

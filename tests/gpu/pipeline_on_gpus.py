@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from tests.dist import fsdp_sides

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.graph import te_callables
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.model.backend import make_backend
 from fsdp_core.model.te import layers as experts
 from fsdp_core.parallel.mesh import Axes, build_axes

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.backend import make_backend
 from tests.gpu.fsdp_on_gpus import device_here
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.gpu.fsdp_on_gpus import device_here
 
 WIDTH, ROWS, STEPS, GRAPH_FROM = 96, 32, 6, 3

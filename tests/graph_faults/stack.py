@@ -28,13 +28,12 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.callables import GraphedModule, make_graphed_callables
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession, Undo
 from fsdp_core.graph.digest import Digester, empty_rows
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.hooks import hooks_off
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.graph.undo import Undo
 from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.experts import make_fused_experts
 from fsdp_core.parallel.mesh import Axis

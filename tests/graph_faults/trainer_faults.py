@@ -9,10 +9,10 @@ import torch
 
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.cuda import CudaGraph
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.capture_session import Undo
+from fsdp_core.graph.cuda_graph import CudaGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.slot import Slot
-from fsdp_core.graph.undo import Undo
 from fsdp_core.train.build import roots
 from harness.worker.plants import act_before_step
 from tests.graph_faults.programs import WARMUP, Moments, Planting

@@ -27,7 +27,7 @@ OWNERS = (
     "graph pools", "digests", "data", "building", "rest",
 )  # fmt: skip
 
-_CAPTURES = ("fsdp_core/graph/host.py", "fsdp_core/graph/cuda.py")
+_CAPTURES = ("fsdp_core/graph/host_graph.py", "fsdp_core/graph/cuda_graph.py")
 """Whatever is made inside of these is a graph's."""
 _INSIDE = (
     ("fsdp_core/train/build.py", "building"),
@@ -40,7 +40,7 @@ _BY_CODE = (
     ("fsdp_core/fsdp/clip.py", "optimizer"),
     ("fsdp_core/optim.py", "optimizer"),
     ("fsdp_core/graph/digest", "digests"),
-    ("fsdp_core/graph/taps.py", "digests"),
+    ("fsdp_core/train/taps.py", "digests"),
     ("fsdp_core/train/outputs.py", "digests"),
     ("fsdp_core/train/tapped.py", "digests"),
     ("harness/worker/observe.py", "digests"),

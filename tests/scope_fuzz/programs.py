@@ -12,9 +12,9 @@ import torch
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.taps import PLACE_COLUMN
 from tests.scope_fuzz.case import Case, Event
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 
 _KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph import callables, te_callables
-from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_order import Order
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, hooks_off
 from fsdp_core.graph.ledger import StaleAddress
 from tests.unit.fsdp_core.graph.te_graph_stand_in import TeGraphStandIn

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.segment import GraphedSegment, Segment

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.cuda import CudaGraph, MemoryPool
+from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool
 from fsdp_core.graph.recorder import CaptureRefused
 
 INVALID = "operation failed due to a previous error during capture"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import corruptions
 from benchmarks.digest import count_misses, digest_texts
-from fsdp_core.graph import digest_torch, digest_words
+from fsdp_core.graph import digest as definition
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
 
 MASK = 0xFFFF_FFFF
@@ -23,23 +23,23 @@ MASK = 0xFFFF_FFFF
 
 def reference(data: bytes) -> str:
     """The definition, word by word, in Python integers."""
-    lanes = [len(data) * factor for factor in digest_words.LENGTH]
+    lanes = [len(data) * factor for factor in definition.LENGTH]
     padded = data + b"\0" * (-len(data) % 4)
     for j, (word,) in enumerate(struct.iter_unpack("<I", padded)):
-        terms = mix_terms(word, j, digest_words.M2)
+        terms = mix_terms(word, j, definition.M2)
         lanes = [lane + term for lane, term in zip(lanes, terms, strict=True)]
     return "".join(f"{lane & MASK:08x}" for lane in lanes)
 
 
 def mix_terms(word: int, j: int, factor: int) -> tuple[int, int, int, int]:
     """What one word adds to the four lanes."""
-    key = j * digest_words.C1 + digest_words.S1 & MASK
+    key = j * definition.C1 + definition.S1 & MASK
     x = word ^ key
-    x = (x ^ x >> 16) * digest_words.M1 & MASK
+    x = (x ^ x >> 16) * definition.M1 & MASK
     x ^= x >> 15
     y = x * factor + key & MASK
     y ^= y >> 16
-    z = y * digest_words.M3 & MASK
+    z = y * definition.M3 & MASK
     z ^= z >> 15
     return z, x * z, x * y, y * z
 
@@ -65,9 +65,9 @@ def test_equals_definition(contents: list[bytes]) -> None:
 
 def test_equals_definition_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor longer than a page counts its word index on, and shares pages with others."""
-    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 1 << 14)
+    monkeypatch.setattr(definition, "PAGE_WORDS", 1 << 14)
     generator = torch.Generator().manual_seed(0)
-    long = torch.randint(0, 256, (digest_torch.PAGE_WORDS * 4 + 4099,), generator=generator)
+    long = torch.randint(0, 256, (definition.PAGE_WORDS * 4 + 4099,), generator=generator)
     tensors = [torch.ones(5), long.to(torch.uint8), torch.arange(70, dtype=torch.int16)]
     texts = digest_texts(tensors)
     assert texts == [reference(bytes_of(t)) for t in tensors]
@@ -79,7 +79,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     return bytes(flat.tolist())
 
 
-@pytest.mark.parametrize("dtype", digest_words.PATTERNS, ids=str)
+@pytest.mark.parametrize("dtype", definition.PATTERNS, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (5, 7), (2, 3, 65)], ids=str)
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Each supported dtype is read by its bytes: 0-d, empty, odd tails, several rows."""
@@ -106,34 +106,34 @@ def test_independent_of_grouping_and_page_size(monkeypatch: pytest.MonkeyPatch) 
     together = digest_texts(tensors)
     assert together == [digest_texts([t])[0] for t in tensors]
     assert together == digest_texts(tensors[::-1])[::-1]
-    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 128)
+    monkeypatch.setattr(definition, "PAGE_WORDS", 128)
     assert together == digest_texts(tensors)
 
 
 def test_index_counts_on_past_32_bits() -> None:
     """Words 2**32 apart share a key but not the second factor, and that stays odd."""
     far = [5 + (n << 32) for n in range(1000)]
-    assert len({digest_words.index_key(index) for index in far}) == 1
-    factors = {digest_words.second_factor(index) for index in far}
+    assert len({definition.index_key(index) for index in far}) == 1
+    factors = {definition.second_factor(index) for index in far}
     assert len(factors) == 1000
     assert all(factor % 2 for factor in factors)
 
 
 def test_reads_words_past_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan takes key and second factor from a piece's own index, next to pieces of others."""
-    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 64)
-    cut = digest_torch._cut
+    monkeypatch.setattr(definition, "PAGE_WORDS", 64)
+    cut = definition._cut
 
-    def far_cut(number: int, tensor: Tensor) -> Iterator[digest_torch._Piece]:
+    def far_cut(number: int, tensor: Tensor) -> Iterator[definition._Piece]:
         for i, piece in enumerate(cut(number, tensor)):
             yield dataclasses.replace(piece, word=piece.word + (i << 32))
 
     tensors = [torch.arange(150, dtype=torch.int32), torch.zeros(3)]
-    monkeypatch.setattr(digest_torch, "_cut", far_cut)
+    monkeypatch.setattr(definition, "_cut", far_cut)
     rows = rows_of(*tensors)
-    lanes = [tensors[0].nbytes * factor for factor in digest_words.LENGTH]
+    lanes = [tensors[0].nbytes * factor for factor in definition.LENGTH]
     for j, word in enumerate(tensors[0].tolist()):
-        terms = mix_terms(word, j, digest_words.second_factor((j // 64) << 32))
+        terms = mix_terms(word, j, definition.second_factor((j // 64) << 32))
         lanes = [lane + term for lane, term in zip(lanes, terms, strict=True)]
     assert [lane & MASK for lane in lanes] == [int(n) & MASK for n in rows[0, :4].tolist()]
     assert digest_hex(rows[1:])[0] == reference(bytes(12))

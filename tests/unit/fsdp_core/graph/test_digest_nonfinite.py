@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.graph import digest_words
+from fsdp_core.graph import digest as definition
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 
-FLOATS = [dtype for dtype, pattern in digest_words.PATTERNS.items() if pattern.fields]
+FLOATS = [dtype for dtype, pattern in definition.PATTERNS.items() if pattern.fields]
 
 
 def rows_of(*tensors: Tensor) -> Tensor:

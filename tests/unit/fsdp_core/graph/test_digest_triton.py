@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.graph import digest_words
+from fsdp_core.graph import digest as definition
 from fsdp_core.graph.digest import Digester, empty_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +48,7 @@ def samples() -> list[Tensor]:
         tensors += [halves, halves.half()]
     low_nan = torch.tensor([0x3FF000007FF80000]).repeat(1500).view(torch.float64)
     tensors += [low_nan, low_nan[1:]]
-    for dtype in digest_words.PATTERNS:
+    for dtype in definition.PATTERNS:
         data = torch.randint(0, 2, (1001 * dtype.itemsize,), generator=generator)
         scale = 1 if dtype == torch.bool else 127
         tensors.append((data * scale).to(torch.uint8).view(dtype))

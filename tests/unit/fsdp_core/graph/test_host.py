@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph, plan_arena
+from fsdp_core.graph.host_graph import HostGraph, plan_arena
 from fsdp_core.graph.ledger import Ledger, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 
 State = dict[str, torch.Tensor]
 Program = Callable[[State], Any]

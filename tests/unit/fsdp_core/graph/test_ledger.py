@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.ledger import AddressBook, AddressLog, Ledger, StaleAddress
 
 DEVICE = Device("cpu")

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from fsdp_core.graph import private_memory
-from fsdp_core.graph.private_memory import PrivateMemory
+from fsdp_core.graph import cuda_graph
+from fsdp_core.graph.cuda_graph import PrivateMemory
 from fsdp_core.graph.recorder import Recording, StorageEntry
 
 
@@ -16,7 +16,7 @@ class Pool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: list[tuple[int, int]] = []
         self.held: list[torch.UntypedStorage] = []
-        monkeypatch.setattr(private_memory, "blocks_of", lambda _: list(self.blocks))
+        monkeypatch.setattr(cuda_graph, "blocks_of", lambda _: list(self.blocks))
 
     def entry(self, address: int, *, internal: bool = False) -> StorageEntry:
         """A storage of 64 bytes at `address`, as a recorder met it; it lives until `drop`."""

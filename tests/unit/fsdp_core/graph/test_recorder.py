@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.recorder import CaptureRefused, Recorder
 
 HERE = Path(__file__).name

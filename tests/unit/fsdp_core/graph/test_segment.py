@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import PHASES
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.segment import GraphedSegment, Segment

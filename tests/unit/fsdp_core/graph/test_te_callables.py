@@ -8,7 +8,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph import te_callables
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.hooks import CaptureHooks
 from tests.unit.fsdp_core.graph.te_graph_stand_in import TeGraphStandIn
 from tests.unit.fsdp_core.graph.test_callables import Make, blocks, both, inputs, own, sample, te

@@ -3,7 +3,7 @@
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.undo import Undo
+from fsdp_core.graph.capture_session import Undo
 
 
 def test_generators_draw_what_they_would_have_drawn() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
 

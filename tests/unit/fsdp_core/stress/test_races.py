@@ -8,7 +8,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.pool import Key
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.stress.races import Clocks, Named, RaceFound, Races
 
 CPU = Device("cpu")

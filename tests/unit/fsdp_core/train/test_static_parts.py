@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.context import DynamicContext

@@ -262,10 +262,14 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     facts = {"harness", "harness.provenance", "harness.masking"}
     assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
     parts = ["capture", "collectives", "graphs", "hooks", "observer", "rows", "session", "state"]
-    digest = ("digest", "digest_torch", "digest_words")
-    expected = facts | {"harness.recorder", "fsdp_core", "fsdp_core.graph"}
+    expected = facts | {
+        "harness.recorder",
+        "fsdp_core",
+        "fsdp_core.graph",
+        "fsdp_core.graph.digest",
+    }
     expected |= {f"harness.recorder.{part}" for part in parts}
-    assert set(whole) == expected | {f"fsdp_core.graph.{part}" for part in digest}
+    assert set(whole) == expected
 
 
 def test_outside_of_the_harness_the_lines_do_nothing(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from fsdp_core.config import DataConfig, ModelConfig
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
-from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
+from fsdp_core.train.compiled import StaleGuards
 from harness import provenance
 from harness.engine.outcome import FirstFailure, claim, find
 from harness.recorder import UNRECORDED

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.cuda import CudaGraph, MemoryPool
-from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool
+from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
 

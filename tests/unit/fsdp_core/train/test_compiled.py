@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import GraphMaker
-from fsdp_core.graph.compiled import Compiler, StaleGuards
+from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.train.compiled import Compiler, StaleGuards
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 """Inductor's own, as it is imported."""

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.digest import digest_tensors, empty_rows
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
-from fsdp_core.graph.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
+from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
 
 DEVICE = Device("cpu")
 CPU = torch.device("cpu")

@@ -55,7 +55,7 @@ class HostGraph:
 
     Args:
         holds_compiled: compiled code runs compiled inside of a capture, as it does on CUDA; all of
-            it must be `fsdp_core.graph.compiled` parts. Otherwise it runs uncompiled there.
+            it must be `fsdp_core.train.compiled` parts. Otherwise it runs uncompiled there.
     """
 
     def __init__(self, device: Device, *, holds_compiled: bool = False) -> None:

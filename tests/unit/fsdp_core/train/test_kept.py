@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fsdp_core.graph.digest_words import INT_OF_SIZE, PATTERNS
-from fsdp_core.graph.kept import Calls, Copies, Room
+from fsdp_core.graph.digest import INT_OF_SIZE, PATTERNS
+from fsdp_core.train.taps import Calls, Copies, Room
 
 CPU = torch.device("cpu")
 
