@@ -17,12 +17,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdp_core.config import (
     LAYOUT_RULES,
     ConfigError,
+    Layout,
     ModelConfig,
     ParallelConfig,
     broken,
@@ -198,15 +198,6 @@ def _mesh_of(
 MAX_RANKS = 2**20
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """What `LAYOUT_RULES` look at."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    microbatches: int = 1
-
-
 def legal_layouts(
     world_size: int,
     model: ModelConfig,
@@ -258,7 +249,7 @@ def _legal(
                 )
             except ConfigError:
                 continue
-            if broken(LAYOUT_RULES, _Candidate(model, parallel, microbatches)) is None:
+            if broken(LAYOUT_RULES, Layout(model, parallel, microbatches)) is None:
                 yield parallel
 
 
@@ -305,5 +296,5 @@ def _fits(model: ModelConfig, axis: str, degree: int) -> bool:
     """Whether a layout that has no other degree keeps the rules that look at this one alone."""
     room = degree if axis in ("ep", "etp") else 1  # expert degrees cut ranks that are there
     chosen: dict[str, Any] = {"dp": room, axis: degree}
-    candidate = _Candidate(model, ParallelConfig(**chosen))
+    candidate = Layout(model, ParallelConfig(**chosen))
     return broken((rule for rule in LAYOUT_RULES if axis in rule.alone), candidate) is None

@@ -21,13 +21,13 @@ from typing import Any
 from fsdp_core.config.rule import (
     ConfigError,
     Rule,
-    at_least,
-    fraction,
-    is_bool,
-    not_negative,
+    bools,
+    integers,
+    keep_defaults,
+    numbers,
     obey,
-    one_of,
-    positive,
+    refuse,
+    word,
 )
 
 ATTENTIONS = ("gqa", "mla")
@@ -112,26 +112,21 @@ class ModelConfig:
         object.__setattr__(self, "head_dim", _head_dim(self))
 
     def _check_values(self) -> None:
-        for key in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq"):
-            at_least(key, getattr(self, key), 1)
-        for key in ("head_dim", "experts", "top_k", "expert_ffn", "shared_expert_ffn",
-                    "first_dense_layers", *_MLA_WIDTHS):  # fmt: skip
-            at_least(key, getattr(self, key), 0)
+        integers(self, 1, "vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq")
+        integers(self, 0, "head_dim", "experts", "top_k", "expert_ffn", "shared_expert_ffn",
+                 "first_dense_layers", *_MLA_WIDTHS)  # fmt: skip
         if self.q_lora_rank is not None:
-            at_least("q_lora_rank", self.q_lora_rank, 1)
-        for key in ("rope_theta", "norm_eps", "init_std", "route_scale"):
-            positive(key, getattr(self, key))
-        for key in ("aux_loss", "z_loss", "expert_bias_rate"):
-            not_negative(key, getattr(self, key))
+            integers(self, 1, "q_lora_rank")
         if self.capacity_factor is not None:
-            positive("capacity_factor", self.capacity_factor)
-        for key in ("qk_norm", "normalise_top_k", "expert_bias"):
-            is_bool(key, getattr(self, key))
-        fraction("dropout", self.dropout, below=1.0)
-        one_of("attention", self.attention, ATTENTIONS)
-        one_of("score", self.score, SCORES)
-        one_of("drop", self.drop, DROPS)
-        one_of("dispatcher", self.dispatcher, DISPATCHERS)
+            numbers(self, "> 0", "capacity_factor")
+        numbers(self, "> 0", "rope_theta", "norm_eps", "init_std", "route_scale")
+        numbers(self, ">= 0", "aux_loss", "z_loss", "expert_bias_rate")
+        numbers(self, "in [0, 1)", "dropout")
+        bools(self, "qk_norm", "normalise_top_k", "expert_bias")
+        word(self, "attention", ATTENTIONS)
+        word(self, "score", SCORES)
+        word(self, "drop", DROPS)
+        word(self, "dispatcher", DISPATCHERS)
 
     @property
     def v_dim(self) -> int:
@@ -162,158 +157,71 @@ def _head_dim(model: ModelConfig) -> int:
 # --- rules ------------------------------------------------------------------------------------
 
 
-def _heads_divide_hidden(model: ModelConfig) -> ConfigError | None:
-    if model.attention == "mla" or model.head_dim or model.hidden % model.heads == 0:
-        return None
-    return ConfigError("heads", expected=f"a divisor of hidden={model.hidden}", got=model.heads)
+def _rope_turns_pairs(model: ModelConfig) -> None:
+    if _rope_key(model) == "heads":
+        if _head_dim(model) % 2:
+            refuse(model, "heads", f"hidden/heads even (RoPE), hidden={model.hidden}")
+    elif getattr(model, _rope_key(model)) % 2:
+        refuse(model, _rope_key(model), "an even number (RoPE)")
 
 
-def _rope_turns_pairs(model: ModelConfig) -> ConfigError | None:
+def _rope_key(model: ModelConfig) -> str:
     if model.attention == "mla":
-        if model.qk_rope_head_dim % 2 == 0:
-            return None
-        return ConfigError(
-            "qk_rope_head_dim", expected="an even number (RoPE)", got=model.qk_rope_head_dim
-        )
-    if _head_dim(model) % 2 == 0:
-        return None
-    if model.head_dim:
-        return ConfigError("head_dim", expected="an even number (RoPE)", got=model.head_dim)
-    expected = f"hidden/heads even (RoPE), hidden={model.hidden}"
-    return ConfigError("heads", expected=expected, got=model.heads)
+        return "qk_rope_head_dim"
+    return "head_dim" if model.head_dim else "heads"
 
 
-def _kv_heads_divide_heads(model: ModelConfig) -> ConfigError | None:
-    if model.heads % model.kv_heads == 0:
-        return None
-    return ConfigError("kv_heads", expected=f"a divisor of heads={model.heads}", got=model.kv_heads)
-
-
-def _mla_has_widths(model: ModelConfig) -> ConfigError | None:
+def _mla_has_widths(model: ModelConfig) -> None:
     missing = [key for key in _MLA_WIDTHS if not getattr(model, key)]
-    if model.attention != "mla" or not missing:
-        return None
-    return ConfigError(missing[0], expected="an integer >= 1, as attention is mla", got=0)
+    if model.attention == "mla" and missing:
+        refuse(model, missing[0], "an integer >= 1, as attention is mla")
 
 
-def _mla_keys_need_mla(model: ModelConfig) -> ConfigError | None:
-    if model.attention == "mla":
-        return None
-    return _left_alone(model, _MLA_KEYS, "attention is mla")
+def _mla_keys_need_mla(model: ModelConfig) -> None:
+    if model.attention != "mla":
+        keep_defaults(model, _MLA_KEYS, "unless attention is mla")
 
 
-def _mla_has_all_kv_heads(model: ModelConfig) -> ConfigError | None:
-    if model.attention != "mla" or model.kv_heads == model.heads:
-        return None
-    return ConfigError(
-        "kv_heads", expected=f"heads={model.heads}, as attention is mla", got=model.kv_heads
-    )
-
-
-def _mla_decides_head_dim(model: ModelConfig) -> ConfigError | None:
-    if model.attention != "mla" or model.head_dim in (0, _head_dim(model)):
-        return None
-    return ConfigError(
-        "head_dim",
-        expected=f"qk_nope_head_dim + qk_rope_head_dim = {_head_dim(model)}, or nothing",
-        got=model.head_dim,
-    )
-
-
-def _qk_norm_needs_gqa(model: ModelConfig) -> ConfigError | None:
-    if not model.qk_norm or model.attention == "gqa":
-        return None
-    return ConfigError(
-        "qk_norm", expected="false, as MLA normalises its latents", got=True, legal=(False,)
-    )
-
-
-def _expert_keys_need_experts(model: ModelConfig) -> ConfigError | None:
-    return None if model.experts else _left_alone(model, _EXPERT_KEYS, "experts > 0")
-
-
-def _left_alone(model: ModelConfig, keys: tuple[str, ...], unless: str) -> ConfigError | None:
-    for key in keys:
-        value, default = getattr(model, key), ModelConfig.__dataclass_fields__[key].default
-        if value != default:
-            return ConfigError(key, expected=f"{default!r}, unless {unless}", got=value)
-    return None
-
-
-def _top_k_within_experts(model: ModelConfig) -> ConfigError | None:
-    if not model.experts or 1 <= model.top_k <= model.experts:
-        return None
-    return ConfigError(
-        "top_k", expected=f"an integer from 1 to experts={model.experts}", got=model.top_k
-    )
-
-
-def _experts_have_width(model: ModelConfig) -> ConfigError | None:
-    if not model.experts or model.expert_ffn:
-        return None
-    return ConfigError("expert_ffn", expected="an integer >= 1, as there are experts", got=0)
-
-
-def _some_layer_has_experts(model: ModelConfig) -> ConfigError | None:
-    if not model.experts or model.first_dense_layers < model.layers:
-        return None
-    return ConfigError(
-        "first_dense_layers",
-        expected=f"less than layers={model.layers}, so that a layer has experts",
-        got=model.first_dense_layers,
-    )
-
-
-def _dropping_needs_capacity(model: ModelConfig) -> ConfigError | None:
-    if model.drop == "position" or model.capacity_factor is not None:
-        return None
-    expected = "position, as there is no capacity_factor to drop by"
-    return ConfigError("drop", expected=expected, got=model.drop, legal=("position",))
+def _expert_keys_need_experts(model: ModelConfig) -> None:
+    if not model.experts:
+        keep_defaults(model, _EXPERT_KEYS, "unless experts > 0")
 
 
 MODEL_RULES: tuple[Rule[ModelConfig], ...] = (
-    Rule(
-        "heads_divide_hidden",
-        "Without head_dim, heads share hidden evenly.",
-        _heads_divide_hidden,
-    ),
+    Rule("heads_divide_hidden", "Without head_dim, heads share hidden evenly.",
+         lambda m: m.attention != "mla" and not m.head_dim and m.hidden % m.heads,
+         "heads", "a divisor of hidden={0.hidden}"),
     Rule("rope_turns_pairs", "What RoPE turns is of even width.", _rope_turns_pairs),
-    Rule(
-        "kv_heads_divide_heads",
-        "Each key-value head serves equally many query heads.",
-        _kv_heads_divide_heads,
-    ),
+    Rule("kv_heads_divide_heads", "Each key-value head serves equally many query heads.",
+         lambda m: m.heads % m.kv_heads, "kv_heads", "a divisor of heads={0.heads}"),
     Rule("mla_has_widths", "MLA is given all its widths.", _mla_has_widths),
-    Rule(
-        "mla_keys_need_mla",
-        "Keys of MLA are left alone without it: they would change nothing.",
-        _mla_keys_need_mla,
-    ),
-    Rule(
-        "mla_has_all_kv_heads",
-        "MLA has a key and a value for each query head.",
-        _mla_has_all_kv_heads,
-    ),
-    Rule("mla_decides_head_dim", "MLA's two parts make up head_dim.", _mla_decides_head_dim),
-    Rule("qk_norm_needs_gqa", "Norms of query and key heads are of GQA.", _qk_norm_needs_gqa),
-    Rule(
-        "expert_keys_need_experts",
-        "Keys of experts are left alone without experts: they would change nothing.",
-        _expert_keys_need_experts,
-    ),
-    Rule("top_k_within_experts", "A token goes to 1 to E experts.", _top_k_within_experts),
-    Rule("experts_have_width", "Experts are given a width.", _experts_have_width),
-    Rule(
-        "some_layer_has_experts",
-        "A model with experts has a layer that uses them.",
-        _some_layer_has_experts,
-    ),
-    Rule(
-        "dropping_needs_capacity",
-        "Dropless experts drop nothing, in no order.",
-        _dropping_needs_capacity,
-    ),
-)
+    Rule("mla_keys_need_mla", "Keys of MLA are left alone without it: they would change nothing.",
+         _mla_keys_need_mla),
+    Rule("mla_has_all_kv_heads", "MLA has a key and a value for each query head.",
+         lambda m: m.attention == "mla" and m.kv_heads != m.heads,
+         "kv_heads", "heads={0.heads}, as attention is mla"),
+    Rule("mla_decides_head_dim", "MLA's two parts make up head_dim.",
+         lambda m: m.attention == "mla" and m.head_dim not in (0, _head_dim(m)),
+         "head_dim", "qk_nope_head_dim + qk_rope_head_dim, or nothing"),
+    Rule("qk_norm_needs_gqa", "Norms of query and key heads are of GQA.",
+         lambda m: m.qk_norm and m.attention != "gqa",
+         "qk_norm", "false, as MLA normalises its latents", (False,)),
+    Rule("expert_keys_need_experts",
+         "Keys of experts are left alone without experts: they would change nothing.",
+         _expert_keys_need_experts),
+    Rule("top_k_within_experts", "A token goes to 1 to E experts.",
+         lambda m: m.experts and not 1 <= m.top_k <= m.experts,
+         "top_k", "an integer from 1 to experts={0.experts}"),
+    Rule("experts_have_width", "Experts are given a width.",
+         lambda m: m.experts and not m.expert_ffn,
+         "expert_ffn", "an integer >= 1, as there are experts"),
+    Rule("some_layer_has_experts", "A model with experts has a layer that uses them.",
+         lambda m: m.experts and m.first_dense_layers >= m.layers,
+         "first_dense_layers", "less than layers={0.layers}, so that a layer has experts"),
+    Rule("dropping_needs_capacity", "Dropless experts drop nothing, in no order.",
+         lambda m: m.drop != "position" and m.capacity_factor is None,
+         "drop", "position, as there is no capacity_factor to drop by", ("position",)),
+)  # fmt: skip
 
 
 # --- presets ----------------------------------------------------------------------------------
@@ -371,7 +279,9 @@ def model_from_preset(preset: str, overrides: Mapping[str, Any] | None = None) -
     Raises:
         ConfigError: unknown preset, unknown field, or a shape rule broken.
     """
-    one_of("preset", preset, tuple(MODEL_PRESETS))
+    if preset not in MODEL_PRESETS:
+        legal = tuple(MODEL_PRESETS)
+        raise ConfigError("preset", expected="one of the legal values", got=preset, legal=legal)
     names = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name != "preset")
     for name in overrides or {}:
         if name not in names:

@@ -8,13 +8,13 @@ The world is the product of the dense degrees; the expert degrees cut the same r
 `fsdp_core.layouts` has the coordinates of ranks and lists the legal layouts.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from fsdp_core.config.model import ModelConfig
-from fsdp_core.config.rule import ConfigError, Rule, at_least, divisors, is_bool, obey
+from fsdp_core.config.rule import Rule, bools, divisors, integer_tuples, integers, obey, refuse
 
 DENSE_DEGREES = ("dp", "dp_outer", "tp", "cp", "pp")
 """Their product is the world size."""
@@ -51,13 +51,9 @@ class ParallelConfig:
     dynamic_cp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in (*DEGREES, "pp_chunks"):
-            at_least(key, getattr(self, key), 1)
-        is_bool("sequence_parallel", self.sequence_parallel)
-        if not isinstance(self.dynamic_cp, tuple):
-            raise ConfigError("dynamic_cp", expected="a tuple of sizes", got=self.dynamic_cp)
-        for size in self.dynamic_cp:
-            at_least("dynamic_cp", size, 1)
+        integers(self, 1, *DEGREES, "pp_chunks")
+        bools(self, "sequence_parallel")
+        integer_tuples(self, 1, "dynamic_cp")
         obey(PARALLEL_RULES, self)
 
     @property
@@ -76,77 +72,43 @@ class ParallelConfig:
         return self.stage_size // (self.ep * self.etp)
 
 
-class Layout(Protocol):
-    """What the rules of layouts look at: `TrainConfig` is one."""
+class Layout(NamedTuple):
+    """What joins degrees and a model: what is trained, over what, and in how many microbatches."""
 
-    @property
-    def model(self) -> ModelConfig:
-        """Shapes."""
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """Degrees."""
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches a step."""
+    model: ModelConfig
+    parallel: ParallelConfig
+    microbatches: int = 1
 
 
 # --- rules of degrees alone -------------------------------------------------------------------
 
 
-def _edp_is_whole(parallel: ParallelConfig) -> ConfigError | None:
-    cut = parallel.ep * parallel.etp
-    if parallel.stage_size % cut == 0:
-        return None
-    key = "ep" if parallel.stage_size % parallel.ep else "etp"
-    expected = f"ep * etp = {cut} to divide dp_outer * dp * cp * tp = {parallel.stage_size}"
-    return ConfigError(key, expected=expected, got=getattr(parallel, key))
+def _edp_is_whole(parallel: ParallelConfig) -> None:
+    cut, ranks = parallel.ep * parallel.etp, parallel.stage_size
+    if ranks % cut:
+        key = "ep" if ranks % parallel.ep else "etp"
+        refuse(parallel, key, f"ep * etp = {cut} to divide dp_outer * dp * cp * tp = {ranks}")
 
 
-def _sequence_parallel_needs_tp(parallel: ParallelConfig) -> ConfigError | None:
-    if not parallel.sequence_parallel or parallel.tp > 1:
-        return None
-    return ConfigError("sequence_parallel", expected="false, as tp is 1", got=True, legal=(False,))
-
-
-def _chunks_need_stages(parallel: ParallelConfig) -> ConfigError | None:
-    if parallel.pp_chunks == 1 or parallel.pp > 1:
-        return None
-    return ConfigError("pp_chunks", expected="1, as pp is 1", got=parallel.pp_chunks, legal=(1,))
-
-
-def _dynamic_cp_ascends(parallel: ParallelConfig) -> ConfigError | None:
-    sizes = parallel.dynamic_cp
-    if all(low < high for low, high in itertools.pairwise(sizes)):
-        return None
-    return ConfigError("dynamic_cp", expected="ascending sizes, each once", got=sizes)
-
-
-def _dynamic_cp_fits(parallel: ParallelConfig) -> ConfigError | None:
+def _dynamic_cp_fits(parallel: ParallelConfig) -> None:
     ranks = parallel.dp * parallel.cp
     # Powers of two up to the largest that divides: its lowest bit that is set.
     legal = tuple(1 << power for power in range((ranks & -ranks).bit_length()))
-    if set(parallel.dynamic_cp) <= set(legal):
-        return None
-    expected = f"powers of two that divide dp * cp = {ranks}"
-    return ConfigError("dynamic_cp", expected=expected, got=parallel.dynamic_cp, legal=legal)
+    if not set(parallel.dynamic_cp) <= set(legal):
+        refuse(parallel, "dynamic_cp", f"powers of two that divide dp * cp = {ranks}", legal)
 
 
 PARALLEL_RULES: tuple[Rule[ParallelConfig], ...] = (
-    Rule(
-        "edp_is_whole",
-        "ep * etp divides the ranks of a pipeline stage, dp_outer * dp * cp * tp.",
-        _edp_is_whole,
-    ),
-    Rule(
-        "sequence_parallel_needs_tp",
-        "Sequence parallel cuts over tp: tp is at least 2.",
-        _sequence_parallel_needs_tp,
-    ),
+    Rule("edp_is_whole", "ep * etp divides the ranks of a pipeline stage, dp_outer * dp * cp * tp.",
+         _edp_is_whole),
+    Rule("sequence_parallel_needs_tp", "Sequence parallel cuts over tp: tp is at least 2.",
+         lambda p: p.sequence_parallel and p.tp == 1,
+         "sequence_parallel", "false, as tp is 1", (False,)),
     Rule("chunks_need_stages", "Interleaving needs a pipeline: pp is at least 2.",
-         _chunks_need_stages),
-    Rule("dynamic_cp_ascends", "Dynamic cp sizes ascend, each once.", _dynamic_cp_ascends),
+         lambda p: p.pp_chunks > 1 and p.pp == 1, "pp_chunks", "1, as pp is 1", (1,)),
+    Rule("dynamic_cp_ascends", "Dynamic cp sizes ascend, each once.",
+         lambda p: any(low >= high for low, high in itertools.pairwise(p.dynamic_cp)),
+         "dynamic_cp", "ascending sizes, each once"),
     Rule("dynamic_cp_fits", "Dynamic cp sizes are powers of two that divide dp * cp.",
          _dynamic_cp_fits),
 )  # fmt: skip
@@ -154,115 +116,80 @@ PARALLEL_RULES: tuple[Rule[ParallelConfig], ...] = (
 
 # --- rules that join degrees and a model ------------------------------------------------------
 
-
-def _divides(
-    axis: str, length: str, unless: Callable[[ModelConfig], bool] = lambda model: False
-) -> Callable[[Layout], ConfigError | None]:
-    """A check that the degree of `axis` divides the model's `length`."""
-
-    def check(layout: Layout) -> ConfigError | None:
-        degree, total = getattr(layout.parallel, axis), getattr(layout.model, length)
-        if total % degree == 0 or unless(layout.model):
-            return None
-        return ConfigError(
-            f"parallel.{axis}",
-            expected=f"a divisor of {length}={total}",
-            got=degree,
-            legal=divisors(total),
-        )
-
-    return check
+_EVEN = (
+    ("tp", "heads", "Each tp rank has whole query heads, equally many."),
+    ("tp", "kv_heads",
+     "Each tp rank has whole key-value heads, equally many; they are not replicated."),
+    ("tp", "ffn", "Dense feed-forwards are cut evenly over tp."),
+    ("tp", "shared_expert_ffn", "Shared experts are cut evenly over tp."),
+    ("tp", "vocab_size", "The vocabulary is cut evenly over tp, embedding and head."),
+    ("ep", "experts", "Each ep rank has equally many experts."),
+    ("etp", "expert_ffn", "The width of an expert is cut evenly over etp."),
+)  # fmt: skip
+"""Axes whose degree divides a length of the model."""
 
 
-def _expert_axes_need_experts(layout: Layout) -> ConfigError | None:
-    parallel = layout.parallel
-    if layout.model.experts or parallel.ep == parallel.etp == 1:
-        return None
-    axis = "ep" if parallel.ep > 1 else "etp"
-    expected = "1, as the model has no experts"
-    return ConfigError(
-        f"parallel.{axis}", expected=expected, got=getattr(parallel, axis), legal=(1,)
-    )
+def _divides(layout: Layout, *, axis: str, length: str) -> None:
+    total = getattr(layout.model, length)
+    if length == "ffn" and not layout.model.has_dense_ffn:
+        return
+    if total % getattr(layout.parallel, axis):
+        expected = f"a divisor of {length}={total}"
+        refuse(layout, f"parallel.{axis}", expected, divisors(total))
 
 
-def _experts_under_tp_need_sequence_parallel(layout: Layout) -> ConfigError | None:
-    parallel = layout.parallel
-    if not layout.model.experts or parallel.sequence_parallel or parallel.tp in (1, parallel.etp):
-        return None
-    return ConfigError(
-        "parallel.sequence_parallel",
-        expected=f"true, as there are experts and tp={parallel.tp} is not etp={parallel.etp}",
-        got=False,
-    )
-
-
-def _seq_multiple(parallel: ParallelConfig, cp: int) -> int:
-    return 2 * cp * (parallel.tp if parallel.sequence_parallel else 1)
-
-
-def _cp_cuts_seq(layout: Layout) -> ConfigError | None:
+def _sequence_parallel_cuts_seq(layout: Layout) -> None:
     parallel, seq = layout.parallel, layout.model.seq
-    if parallel.cp == 1 or seq % _seq_multiple(parallel, parallel.cp) == 0:
-        return None
-    unit = "2 * cp * tp" if parallel.sequence_parallel else "2 * cp"
-    expected = f"{unit} = {_seq_multiple(parallel, parallel.cp)} to divide seq={seq}"
-    return ConfigError("parallel.cp", expected=expected, got=parallel.cp)
+    if parallel.sequence_parallel and seq % parallel.tp:
+        expected = f"a divisor of seq={seq}, as sequence_parallel is true"
+        refuse(layout, "parallel.tp", expected, divisors(seq))
 
 
-def _sequence_parallel_cuts_seq(layout: Layout) -> ConfigError | None:
-    parallel, seq = layout.parallel, layout.model.seq
-    if not parallel.sequence_parallel or seq % parallel.tp == 0:
-        return None
-    return ConfigError(
-        "parallel.tp",
-        expected=f"a divisor of seq={seq}, as sequence_parallel is true",
-        got=parallel.tp,
-        legal=divisors(seq),
-    )
+def _cuts_seq(layout: Layout, key: str, size: int, unit: str) -> None:
+    cut, seq = layout.parallel, layout.model.seq
+    multiple = 2 * size * (cut.tp if cut.sequence_parallel else 1)
+    if seq % multiple:
+        unit += " * tp" if cut.sequence_parallel else ""
+        refuse(layout, f"parallel.{key}", f"{unit} = {multiple} to divide seq={seq}")
 
 
-def _dynamic_cp_cuts_seq(layout: Layout) -> ConfigError | None:
-    parallel, seq = layout.parallel, layout.model.seq
-    for size in parallel.dynamic_cp:
-        # Of size 1, too: packed sequences are padded to it where one rank has them whole.
-        multiple = _seq_multiple(parallel, size)
-        if seq % multiple:
-            unit = "2 * size * tp" if parallel.sequence_parallel else "2 * size"
-            expected = f"{unit} = {multiple} to divide seq={seq} for each size"
-            return ConfigError("parallel.dynamic_cp", expected=expected, got=parallel.dynamic_cp)
-    return None
+def _cp_cuts_seq(layout: Layout) -> None:
+    if layout.parallel.cp > 1:
+        _cuts_seq(layout, "cp", layout.parallel.cp, "2 * cp")
 
 
-def _stages_have_layers(layout: Layout) -> ConfigError | None:
-    parallel, layers = layout.parallel, layout.model.layers
-    stretches = parallel.pp * parallel.pp_chunks
-    if stretches <= layers:
-        return None
-    key = "pp_chunks" if parallel.pp <= layers else "pp"
-    expected = f"pp * pp_chunks = {stretches} to be at most layers={layers}"
-    return ConfigError(f"parallel.{key}", expected=expected, got=getattr(parallel, key))
+def _dynamic_cp_cuts_seq(layout: Layout) -> None:
+    """Of size 1, too: packed sequences are padded to it where one rank has them whole."""
+    for size in layout.parallel.dynamic_cp:
+        _cuts_seq(layout, "dynamic_cp", size, "2 * size")
 
 
-def _interleaving_fills_rounds(layout: Layout) -> ConfigError | None:
-    parallel, number = layout.parallel, layout.microbatches
-    if parallel.pp_chunks == 1 or number % parallel.pp == 0:
-        return None
-    expected = f"a multiple of pp={parallel.pp}, as pp_chunks is {parallel.pp_chunks}"
-    return ConfigError("microbatches", expected=expected, got=number)
+def _expert_axes_need_experts(layout: Layout) -> None:
+    for axis in ("ep", "etp"):
+        if not layout.model.experts and getattr(layout.parallel, axis) > 1:
+            refuse(layout, f"parallel.{axis}", "1, as the model has no experts", (1,))
+
+
+def _experts_under_tp_need_sequence_parallel(layout: Layout) -> bool:
+    cut = layout.parallel
+    has_copies = not cut.sequence_parallel and cut.tp not in (1, cut.etp)
+    return layout.model.experts > 0 and has_copies
+
+
+def _stages_have_layers(layout: Layout) -> None:
+    cut, layers = layout.parallel, layout.model.layers
+    if (stretches := cut.pp * cut.pp_chunks) > layers:
+        key = "pp_chunks" if cut.pp <= layers else "pp"
+        expected = f"pp * pp_chunks = {stretches} to be at most layers={layers}"
+        refuse(layout, f"parallel.{key}", expected)
 
 
 LAYOUT_RULES: tuple[Rule[Layout], ...] = (
-    Rule("tp_divides_heads", "Each tp rank has whole query heads, equally many.",
-         _divides("tp", "heads"), alone=("tp",)),
-    Rule("tp_divides_kv_heads",
-         "Each tp rank has whole key-value heads, equally many; they are not replicated.",
-         _divides("tp", "kv_heads"), alone=("tp",)),
-    Rule("tp_divides_ffn", "Dense feed-forwards are cut evenly over tp.",
-         _divides("tp", "ffn", unless=lambda model: not model.has_dense_ffn), alone=("tp",)),
-    Rule("tp_divides_shared_expert_ffn", "Shared experts are cut evenly over tp.",
-         _divides("tp", "shared_expert_ffn"), alone=("tp",)),
-    Rule("tp_divides_vocab_size", "The vocabulary is cut evenly over tp, embedding and head.",
-         _divides("tp", "vocab_size"), alone=("tp",)),
+    *(
+        Rule(f"{axis}_divides_{length}", message,
+             functools.partial(_divides, axis=axis, length=length), alone=(axis,))
+        for axis, length, message in _EVEN
+    ),
     Rule("sequence_parallel_cuts_seq", "Sequence parallel cuts sequences evenly over tp.",
          _sequence_parallel_cuts_seq),
     Rule("cp_cuts_seq",
@@ -272,16 +199,14 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
          _dynamic_cp_cuts_seq),
     Rule("expert_axes_need_experts", "ep and etp cut experts: a dense model has none.",
          _expert_axes_need_experts, alone=("ep", "etp")),
-    Rule("ep_divides_experts", "Each ep rank has equally many experts.",
-         _divides("ep", "experts"), alone=("ep",)),
-    Rule("etp_divides_expert_ffn", "The width of an expert is cut evenly over etp.",
-         _divides("etp", "expert_ffn"), alone=("etp",)),
     Rule("experts_under_tp_need_sequence_parallel",
          "Experts count a token that all tp ranks have once only if etp is tp.",
-         _experts_under_tp_need_sequence_parallel),
+         _experts_under_tp_need_sequence_parallel, "parallel.sequence_parallel",
+         "true, as there are experts and tp={0.parallel.tp} is not etp={0.parallel.etp}"),
     Rule("stages_have_layers", "Each pipeline rank has a layer in each of its pp_chunks.",
          _stages_have_layers, alone=("pp",)),
     Rule("interleaving_fills_rounds",
          "Interleaved 1F1B works in rounds of pp microbatches (Narayanan et al., 2021).",
-         _interleaving_fills_rounds),
+         lambda at: at.parallel.pp_chunks > 1 and at.microbatches % at.parallel.pp, "microbatches",
+         "a multiple of pp={0.parallel.pp}, as pp_chunks is {0.parallel.pp_chunks}"),
 )  # fmt: skip

@@ -1,14 +1,15 @@
-"""What a broken rule says, and rules as data.
+"""Rules as data, and what a broken one says.
 
-A rule has a name, one line for people, and a check that gives the error or None. The tables of
-rules (`MODEL_RULES`, `PARALLEL_RULES`, `LAYOUT_RULES`, `GRAPH_RULES`) are in the modules of the
-things that they are about; `fsdp_core.config.RULES` has them all.
+The tables are `MODEL_RULES`, `PARALLEL_RULES`, `LAYOUT_RULES` and `RUN_RULES`, each in the order in
+which it is checked; `fsdp_core.config.RULES` has all of them by what they are about.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -33,11 +34,8 @@ class ConfigError(ValueError):
         legal: tuple[object, ...] = (),
         rule: str = "",
     ) -> None:
-        self.key = key
-        self.expected = expected
-        self.got = got
-        self.legal = legal
-        self.rule = rule
+        self.key, self.expected, self.got = key, expected, got
+        self.legal, self.rule = legal, rule
         super().__init__(key, expected, got)
 
     def __str__(self) -> str:
@@ -48,13 +46,8 @@ class ConfigError(ValueError):
 
     def within(self, part: str) -> "ConfigError":
         """The same error with its key seen from the configuration that holds `part`."""
-        return ConfigError(
-            f"{part}.{self.key}",
-            expected=self.expected,
-            got=self.got,
-            legal=self.legal,
-            rule=self.rule,
-        )
+        key, expected, got = f"{part}.{self.key}", self.expected, self.got
+        return ConfigError(key, expected=expected, got=got, legal=self.legal, rule=self.rule)
 
 
 @dataclass(frozen=True)
@@ -64,92 +57,123 @@ class Rule(Generic[T]):
     Attributes:
         name: unique among all rules; error messages end with it.
         message: one line that says what is asked, and why where that is not plain.
-        check: the error that `T` deserves, or None.
+        breaks: whether a subject breaks it; it may raise the `ConfigError` itself.
+        key: dotted key of the value at fault.
+        expected: what is asked for, in words; `{0.heads}` stands for the subject's `heads`.
+        legal: the legal values, if they can be listed.
         alone: axes whose degree breaks the rule whatever the others are, if it breaks it in a
             layout that has no other; whoever lists layouts need not try these further.
     """
 
     name: str
     message: str
-    check: Callable[[T], ConfigError | None]
+    breaks: Callable[[T], object]
+    key: str = ""
+    expected: str = ""
+    legal: tuple[object, ...] = ()
     alone: tuple[str, ...] = ()
+
+    def check(self, subject: T) -> None:
+        """Refuse a subject that breaks the rule (`ConfigError`)."""
+        try:
+            if self.breaks(subject):
+                refuse(subject, self.key, self.expected.format(subject), self.legal)
+        except ConfigError as error:
+            error.rule = self.name
+            raise
 
 
 def broken(rules: Iterable[Rule[T]], subject: T) -> ConfigError | None:
     """The error of the first rule that `subject` breaks, or None."""
-    for rule in rules:
-        error = rule.check(subject)
-        if error is not None:
-            error.rule = rule.name
-            return error
+    try:
+        obey(rules, subject)
+    except ConfigError as error:
+        return error
     return None
 
 
 def obey(rules: Iterable[Rule[T]], subject: T) -> None:
-    """Check all rules.
+    """Check all rules (`ConfigError`: of the first rule that `subject` breaks)."""
+    for each in rules:
+        each.check(subject)
 
-    Raises:
-        ConfigError: of the first rule that `subject` breaks.
-    """
-    error = broken(rules, subject)
-    if error is not None:
-        raise error
+
+def refuse(subject: object, key: str, expected: str, legal: tuple[object, ...] = ()) -> NoReturn:
+    """Raise the `ConfigError` of what `subject` has at a dotted key."""
+    got: Any = functools.reduce(getattr, key.split("."), subject)
+    got = list(got) if isinstance(got, tuple) else got
+    raise ConfigError(key, expected=expected, got=got, legal=legal)
+
+
+def keep_defaults(subject: Any, keys: Iterable[str], why: str, part: str = "") -> None:
+    """See that keys that would mean nothing were left alone, in `subject` or a part of it."""
+    owner = getattr(subject, part) if part else subject
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    for key in keys:
+        if getattr(owner, key) != defaults[key]:
+            shown = "none" if defaults[key] in ((), None) else str(defaults[key])
+            shown = "eager" if key == "graph" else shown
+            refuse(subject, f"{part}.{key}" if part else key, f"{shown.lower()}, {why}")
 
 
 # --- types and ranges of single values --------------------------------------------------------
-
-
-def one_of(key: str, value: object, legal: tuple[str, ...]) -> None:
-    """`value` is one of the words in `legal`."""
-    if value not in legal:
-        raise ConfigError(key, expected="one of the legal values", got=value, legal=legal)
-
 
 MOST = 2**31 - 1
 """Of whatever counts: larger ones no machine has, and listing their divisors takes for ever."""
 
 
-def at_least(key: str, value: object, minimum: int, most: float = MOST) -> None:
-    """`value` is an integer, not a bool, not below `minimum` and not above `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(key, expected=f"an integer >= {minimum}", got=value)
+def word(owner: object, key: str, legal: Iterable[str]) -> None:
+    """One of the words in `legal`."""
+    if getattr(owner, key) not in (legal := tuple(legal)):
+        refuse(owner, key, "one of the legal values", legal)
+
+
+def integers(owner: object, least: int, *keys: str, most: int = MOST) -> None:
+    """Integers, not bools, from `least` to `most`."""
+    for key in keys:
+        _integer(key, getattr(owner, key), least, most)
+
+
+def _integer(key: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(key, expected=f"an integer >= {least}", got=value)
     if value > most:
         raise ConfigError(key, expected=f"an integer <= {most}", got=value)
 
 
-def are_names(key: str, value: object) -> None:
-    """`value` is a tuple of strings: a list would be equal to no tuple of the same names."""
-    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(key, expected="a tuple of names", got=value)
+def integer_tuples(owner: object, least: int, *keys: str) -> None:
+    """Tuples of integers: a list would be equal to no tuple of the same ones."""
+    for key in keys:
+        value = getattr(owner, key)
+        if not isinstance(value, tuple):
+            raise ConfigError(key, expected="a tuple of integers", got=value)
+        for each in value:
+            _integer(key, each, least, MOST)
 
 
-def is_bool(key: str, value: object) -> None:
-    """`value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(key, expected="a bool", got=value, legal=(True, False))
+def name_tuples(owner: object, *keys: str) -> None:
+    """Tuples of strings."""
+    for key in keys:
+        value = getattr(owner, key)
+        if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(key, expected="a tuple of names", got=value)
 
 
-def not_negative(key: str, value: object) -> None:
-    """`value` is a finite number >= 0."""
-    if not _is_number(value) or not value >= 0:  # type: ignore[operator]
-        raise ConfigError(key, expected="a number >= 0", got=value)
+def bools(owner: object, *keys: str) -> None:
+    """Each is True or False."""
+    for key in keys:
+        if not isinstance(getattr(owner, key), bool):
+            refuse(owner, key, "a bool", (True, False))
 
 
-def positive(key: str, value: object) -> None:
-    """`value` is a finite number > 0."""
-    if not _is_number(value) or not value > 0:  # type: ignore[operator]
-        raise ConfigError(key, expected="a number > 0", got=value)
-
-
-def fraction(key: str, value: object, *, below: float) -> None:
-    """`value` is a number in [0, below); NaN is not."""
-    if not _is_number(value) or not 0.0 <= value < below:  # type: ignore[operator]
-        raise ConfigError(key, expected=f"a number in [0, {below:g})", got=value)
-
-
-def _is_number(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+def numbers(owner: object, legal: str, *keys: str) -> None:
+    """Finite numbers that are `>= 0`, `> 0` or `in [0, 1)`."""
+    for key in keys:
+        value = getattr(owner, key)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        good = good and math.isfinite(value) and value >= 0
+        if not good or (legal == "> 0" and value == 0) or (legal == "in [0, 1)" and value >= 1):
+            refuse(owner, key, f"a number {legal}")
 
 
 def divisors(number: int) -> tuple[int, ...]:

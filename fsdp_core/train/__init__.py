@@ -11,7 +11,7 @@
     stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
     memory     whose a trainer's memory is
 
-`Trainer` runs any legal layout of any model; what it does not build yet is in `config.built`.
+`Trainer` runs any legal layout of any model.
 """
 
 from fsdp_core.train.outputs import StepOutputs

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fsdp_core.config.scopes import BEGINS_AT
+from fsdp_core.config import BEGINS_AT
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.hooks import PHASES, ExtractedHooks

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdp_core.config import TrainConfig, refuse_not_built
+from fsdp_core.config import TrainConfig
 from fsdp_core.data import mix
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
@@ -77,14 +77,12 @@ class Trainer:
         taps: digests of what went through modules in the last step.
 
     Raises:
-        ConfigError: the configuration asks for what is not built yet.
         ValueError: axes of another layout; stressors, which a `StressedTrainer` takes.
     """
 
     takes_stress: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
-        refuse_not_built(config)
         if config.stress and not self.takes_stress:
             raise ValueError(
                 f"Expected no stressors for a plain trainer, got {', '.join(config.stress)}; "

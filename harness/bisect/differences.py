@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
+from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig
 from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
@@ -187,11 +187,9 @@ def why_illegal(spec: RunSpec) -> str:
     try:
         if program_of(spec.config) is not None:
             return ""
-        config = TrainConfig.from_dict(spec.config)
+        TrainConfig.from_dict(spec.config)
     except (ConfigError, TypeError, ValueError, KeyError, AttributeError) as error:
         return one_line(str(error))
-    if (missing := not_built(config)) is not None:
-        return one_line(str(missing))
     return next(filter(None, (_why_not_planted(plant, spec) for plant in each_of(spec.plant))), "")
 
 

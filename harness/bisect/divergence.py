@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdp_core.config.scopes import BEGINS_AT
+from fsdp_core.config import BEGINS_AT
 from harness.bisect.found import Location, listed, module_of, stem_of, unit_of
 from harness.checks.evidence import (
     BEFORE,

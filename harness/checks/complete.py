@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_core.config import TrainConfig
-from fsdp_core.config.scopes import captured_layers, layers_with
+from fsdp_core.config import TrainConfig, captured_layers, layers_with
 from fsdp_core.parallel.pipeline_schedule import split_layers
 from harness.checks import Option, check
 from harness.checks.evidence import (

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_core.config import TrainConfig, built, not_built
 from harness.errors import NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.provenance import package_version
@@ -262,9 +261,6 @@ def _lacks_for_builtin(config: Mapping[str, Any], memory_bytes: int | None) -> I
     path = config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         yield f"data.path {path} is not on this machine"
-    # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
-    if built.NOT_BUILT and (error := not_built(TrainConfig.from_dict(config))):
-        yield str(error)
 
 
 # ---- shards, for machines that know nothing of each other: `--shard 2/4`

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_core.config import TrainConfig, model_from_preset
+from fsdp_core.config import FsdpConfig, TrainConfig, model_from_preset
 from fsdp_core.config.parallel import ParallelConfig
-from fsdp_core.config.sharding import FsdpConfig
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.programs import measure
 from tests.memory_table.rehearsal import predict_at_rest, rehearse

@@ -11,16 +11,13 @@ import torch
 from fsdp_core.config import (
     POOLS,
     STRATEGIES,
-    ConfigError,
     DataConfig,
     FsdpConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
-    built,
 )
-from fsdp_core.config.rule import Rule
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
@@ -242,24 +239,6 @@ def test_a_dropped_model_is_gone(axes: Axes, graph: tuple[str, ...]) -> None:
     del trainer, model
     gc.collect()
     assert [each() for each in held if each() is not None] == []
-
-
-def test_what_is_not_built_is_not_trained_as_something_else(
-    axes: Axes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A configuration that the trainer would silently make less of is refused first thing."""
-
-    def odd(config: TrainConfig) -> ConfigError | None:
-        return (
-            ConfigError("seed", expected="an even seed", got=config.seed)
-            if config.seed % 2
-            else None
-        )
-
-    monkeypatch.setattr(built, "NOT_BUILT", (Rule("odd_seeds_are_not_built", "No odd.", odd),))
-    with pytest.raises(ConfigError, match="an even seed"):
-        Trainer(config(seed=3), axes, Device("cpu"))
-    Trainer(config(seed=4), axes, Device("cpu")).close()
 
 
 @pytest.mark.parametrize("size", [(3, 1), (2, 2), (0, 1), (1, 0)])

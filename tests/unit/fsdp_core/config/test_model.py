@@ -62,7 +62,7 @@ REFUSALS: list[Refusal] = [
     (ModelConfig, {"kv_heads": 3}, "kv_heads", "a divisor of heads=4", 3, ()),
     (ModelConfig, {"kv_heads": 8}, "kv_heads", "a divisor of heads=4", 8, ()),
     (ModelConfig, {"top_k": 2}, "top_k", "0, unless experts > 0", 2, ()),
-    (ModelConfig, {"q_lora_rank": 8}, "q_lora_rank", "None, unless attention is mla", 8, ()),
+    (ModelConfig, {"q_lora_rank": 8}, "q_lora_rank", "none, unless attention is mla", 8, ()),
 ]  # fmt: skip
 
 

@@ -7,22 +7,17 @@ import pytest
 
 from fsdp_core.config import (
     MODEL_PRESETS,
-    NOT_BUILT,
     RULES,
     ConfigError,
     DataConfig,
     FsdpConfig,
-    Layout,
     ModelConfig,
     ParallelConfig,
     TrainConfig,
-    built,
+    broken,
     divisors,
     model_from_preset,
-    not_built,
-    refuse_not_built,
 )
-from fsdp_core.config.rule import Rule
 
 MLA: dict[str, Any] = {
     "attention": "mla", "kv_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
@@ -249,22 +244,20 @@ def test_an_example_breaks_its_rule_alone(rule: str) -> None:
     values = EXAMPLES[rule][1]
     parts = {key: unchecked(kind, values.get(key, {})) for key, kind in KINDS.items()}
     run = unchecked(TrainConfig, values | parts)
-    broken = {
+    found = {
         each.name
         for about, rules in RULES.items()
-        if about != "not built"
         for each in rules
-        if each.check(parts.get(about, run)) is not None
+        if broken([each], parts.get(about, run)) is not None
     }
-    assert broken == {rule} | IMPLIED.get(rule, set())
+    assert found == {rule} | IMPLIED.get(rule, set())
 
 
 def test_the_examples_are_the_rules() -> None:
     """Each rule has an example and each example a rule; names are unique."""
-    names = [rule.name for about, rules in RULES.items() if about != "not built" for rule in rules]
+    names = [rule.name for rules in RULES.values() for rule in rules]
     assert len(set(names)) == len(names)
     assert set(names) == set(EXAMPLES)
-    assert NOT_BUILT == (), "and a rule of what is not built has one"
 
 
 @pytest.mark.parametrize("rule", EXAMPLES)
@@ -278,24 +271,9 @@ def test_a_broken_rule_is_named(rule: str) -> None:
     build(changed(values, change))
 
 
-def test_what_is_not_built_is_refused_by_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration that is legal may not be built yet: `refuse_not_built` names the rule."""
-
-    def no_te(run: TrainConfig) -> ConfigError | None:
-        return ConfigError("backend", expected="torch, so far", got="te") if run.graph else None
-
-    rule = Rule("te_is_not_built", "Nothing of it is built.", no_te)
-    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
-    asked = build({"graph": ("attn",)})
-    with pytest.raises(ConfigError) as caught:
-        refuse_not_built(asked)
-    assert (caught.value.rule, caught.value.key) == ("te_is_not_built", "backend")
-    assert not_built(build({})) is None
-
-
-def test_what_is_built_is_not_refused() -> None:
-    """Every preset on every axis is trained, eagerly and as one graph; attn but for pipelines."""
-    built: tuple[Values, ...] = (
+def test_every_preset_is_legal_on_every_axis() -> None:
+    """Eagerly and as one graph; attn but for pipelines."""
+    legal: tuple[Values, ...] = (
         {"parallel": {"dp": 4, "dp_outer": 2}, "graph": ("attn",)},
         {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": True}, "graph": ("attn",)},
         {"parallel": {"pp": 2, "tp": 2}, "graph": ("full_iteration",)},
@@ -305,10 +283,10 @@ def test_what_is_built_is_not_refused() -> None:
         {"backend": "te", "fp8": "delayed", "graph": ("attn",)},
         {"model": MOE, "parallel": {"dp": 4, "ep": 2, "etp": 2}, "graph": ("attn",)},
     )
-    for values in built:
-        assert not_built(build(values)) is None
+    for values in legal:
+        build(values)
     for preset in MODEL_PRESETS:
-        assert not_built(TrainConfig(model=model_from_preset(preset))) is None
+        TrainConfig(model=model_from_preset(preset))
 
 
 def test_packs_are_padded_where_one_rank_has_them_whole() -> None:
@@ -326,12 +304,6 @@ def test_messages_are_for_people() -> None:
             assert rule.message.endswith(".")
             assert "\n" not in rule.message
             assert len(rule.message) <= 90, rule
-
-
-def test_a_run_is_what_layout_rules_look_at() -> None:
-    """`TrainConfig` has what the protocol asks for."""
-    run: Layout = TrainConfig()
-    assert (run.model, run.parallel, run.microbatches) == (ModelConfig(), ParallelConfig(), 1)
 
 
 def test_an_error_moves_into_its_part() -> None:

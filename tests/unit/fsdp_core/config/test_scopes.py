@@ -1,6 +1,6 @@
-"""Contracts of fsdp_core.config.scopes."""
+"""Contracts of fsdp_core.config: graph scopes."""
 
-from fsdp_core.config.scopes import BEGINS_AT, SCOPES
+from fsdp_core.config import BEGINS_AT, SCOPES
 
 
 def test_every_partial_scope_begins_somewhere() -> None:

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import (
-    ConfigError,
     ParallelConfig,
     TrainConfig,
-    built,
     model_from_preset,
     to_plain,
 )
-from fsdp_core.config.rule import Rule
 from harness.errors import NothingSelected, UsageError
 from harness.history import History
 from harness.history.entries import work_of
@@ -191,22 +188,6 @@ def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
     weights = 2 * num_parameters(TINY["model"])  # exact: two bytes a weight fit, a byte less not
     for memory, fits in ((weights, True), (weights - 1, False)):
         assert bool(make_plan([case("a", 1)], slots=4, memory_bytes=memory).runs) == fits
-
-
-def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: Patch) -> None:
-    """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
-
-    def odd(run: TrainConfig) -> ConfigError | None:
-        expected = "an even seed (others are not built so far)"
-        return ConfigError("seed", expected=expected, got=run.seed) if run.seed % 2 else None
-
-    rule = Rule("odd_seeds_are_not_built", "Odd seeds are not built so far.", odd)
-    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
-    cases = [case(str(seed), 2, config=TINY | {"seed": seed}) for seed in (7, 8)]
-    (skipped,) = make_plan(cases, slots=4).skipped
-    assert skipped.id == "7"
-    assert skipped.skip_reason.startswith("seed: expected an even seed")
-    assert skipped.skip_reason.endswith("rule: odd_seeds_are_not_built")
 
 
 # ---- order
