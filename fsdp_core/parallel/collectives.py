@@ -4,18 +4,17 @@ function             forward                  backward
 copy_to              identity                 all-reduce
 reduce_from          all-reduce               identity
 gather_from          all-gather               reduce-scatter
-scatter_to           this rank's chunk        all-gather
 reduce_scatter_to    reduce-scatter           all-gather
 all_to_all           all-to-all               all-to-all, the other way
 
 `copy_to` and `reduce_from` are the pair that Shoeybi et al. (2019) call f and g; the pair of the
-sequence-parallel region is from Korthikanti et al. (2022). `scatter_to` takes its input to be the
-same on every rank, and to be used by each rank in its own chunk alone.
+sequence-parallel region is from Korthikanti et al. (2022).
 
 Sums are in the tensor's dtype. On an axis of one rank every function returns its input: callers
 need no case of their own, and the group of one is never asked. The operators are torch's functional
-collectives, which the compiler and graphs of both makers take as they are, without host sync. A
-second derivative is refused.
+collectives, which the compiler and graphs of both makers take as they are, without host sync; not
+their differentiable variants, which accept a second derivative. Here it is refused, as it would
+leave out what other ranks contribute.
 """
 
 from collections.abc import Sequence
@@ -41,25 +40,12 @@ def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's `x`, joined along `dim` in rank order, for computation that differs by rank."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, _whole_dim(x, dim))
-
-
-def scatter_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's chunk along `dim` of `x`, which is the same on every rank.
-
-    Raises:
-        ValueError: the dim is not a multiple of the ranks.
-    """
-    return x if axis.size == 1 else _Scatter.apply(x, axis, _cut_dim(x, axis, dim))
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's chunk along `dim` of the sum of every rank's `x`.
-
-    Raises:
-        ValueError: the dim is not a multiple of the ranks.
-    """
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, _cut_dim(x, axis, dim))
+    """This rank's chunk along `dim`, a multiple of the ranks, of the sum of every rank's `x`."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
 def all_to_all(
@@ -74,21 +60,15 @@ def all_to_all(
         input_splits: rows that go to each rank, in the order in which they lie in `x`.
         output_splits: rows that come from each rank, in rank order. Without splits every rank
             gets, and gives, equal parts.
-
-    Raises:
-        ValueError: splits that do not fit the rows or the ranks, or only one kind of them.
     """
-    rows = x.shape[0]
-    if (input_splits is None) != (output_splits is None):
-        raise ValueError(
-            f"Expected input and output splits or neither, got {input_splits} and {output_splits}."
-        )
-    outgoing, incoming = _splits(input_splits, rows, axis), _splits(output_splits, rows, axis)
-    if sum(outgoing) != rows:
-        raise ValueError(f"Expected input splits that sum to {rows} rows, got {outgoing}.")
-    if axis.size == 1 and incoming != outgoing:
-        raise ValueError(f"Expected {rows} rows to come from this rank, got {incoming}.")
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, outgoing, incoming)
+    if axis.size == 1:
+        return x
+    equal = [x.shape[0] // axis.size] * axis.size
+    outgoing, incoming = list(input_splits or equal), list(output_splits or equal)
+    # Rows that nobody sends would be waited for without end.
+    assert sum(outgoing) == x.shape[0], f"splits {outgoing} of {x.shape[0]} rows"
+    assert len(outgoing) == len(incoming) == axis.size, f"{outgoing}, {incoming} on {axis}"
+    return _AllToAll.apply(x, axis, outgoing, incoming)
 
 
 # ---- without gradients
@@ -96,9 +76,7 @@ def all_to_all(
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's `x`, as a new tensor. Not differentiable."""
-    if axis.size == 1:
-        return x
-    return _OPS.wait_tensor(start_all_reduce(x, axis))
+    return x if axis.size == 1 else finish(start_all_reduce(x, axis))
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -121,11 +99,8 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return gathered if dim == 0 else torch.cat(gathered.chunk(axis.size), dim)
 
 
-def _chunk(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    return x.chunk(axis.size, dim)[axis.rank].contiguous()
-
-
 def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} over {axis.size} ranks"
     if dim != 0:
         x = torch.cat(x.chunk(axis.size, dim))
     return _OPS.wait_tensor(
@@ -139,41 +114,6 @@ def _exchange(
     return _OPS.wait_tensor(
         _OPS.all_to_all_single(x.contiguous(), incoming, outgoing, axis.group.group_name)
     )
-
-
-# ---- arguments
-
-
-def _whole_dim(x: torch.Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"Expected a dim of a tensor of shape {tuple(x.shape)}, got {dim}.")
-    return dim % x.dim()
-
-
-def _cut_dim(x: torch.Tensor, axis: Axis, dim: int) -> int:
-    dim = _whole_dim(x, dim)
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"Expected dim {dim} to be a multiple of the {axis.size} ranks of axis {axis.name}, "
-            f"got shape {tuple(x.shape)}."
-        )
-    return dim
-
-
-def _splits(splits: Sequence[int] | None, rows: int, axis: Axis) -> list[int]:
-    if splits is None:
-        if rows % axis.size:
-            raise ValueError(
-                f"Expected rows to be a multiple of the {axis.size} ranks of axis {axis.name} "
-                f"where no splits are given, got {rows}."
-            )
-        return [rows // axis.size] * axis.size
-    if len(splits) != axis.size:
-        raise ValueError(
-            f"Expected a split for each of the {axis.size} ranks of axis {axis.name}, "
-            f"got {list(splits)}."
-        )
-    return list(splits)
 
 
 # ---- autograd
@@ -212,18 +152,6 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _chunk(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -1,18 +1,24 @@
-"""Which part of a global tensor a rank's parameter is.
+"""Which part of which global tensors a rank's parameter is.
 
     global [6, 4]  --Cut("tp", dim=0, axis_size=2, index=1)-->  rows 3, 4, 5
                    --then Cut("etp", dim=1, axis_size=2, index=0)-->  of those, columns 0 and 1
 
 Cuts are applied in order, also where two cut the same dim: the second cuts what the first left. A
-parameter carries its cuts as the attribute `cuts`; without one it is replicated. Torch drops such
-attributes when it makes a parameter anew (`copy.deepcopy`, `Module.to_empty` from the meta device),
-after which a part would pass for the whole, so modules set them through `CutModule`, which sets
-them again.
+parameter without any is replicated.
+
+A checkpoint, a seed and a comparison know the names and shapes of the whole model as torch has it,
+`layers.7.attn.attention.wq.weight`. Some parameters of libraries are made of several such tensors:
+
+    te.LayerNormMLP     fc1_weight [2 F / tp, H]     rows 0 to F / tp       part of gate.weight
+                                                     the other rows         part of up.weight
+    fused experts       gate_up.weight [L, 2 F, H]   likewise, along dim 1
+
+Modules remember cuts and `Stretch`es by the names of their parameters, not the parameters: FSDP,
+`copy.deepcopy` and `Module.to_empty` put others in their place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,9 +30,6 @@ class Cut:
 
     Attributes:
         axis: name of the parallel axis that has a chunk a rank.
-
-    Raises:
-        ValueError: an index outside the axis, or a negative dim.
     """
 
     axis: str
@@ -34,83 +37,8 @@ class Cut:
     axis_size: int
     index: int
 
-    def __post_init__(self) -> None:
-        if self.dim < 0:
-            raise ValueError(f"Expected a dim >= 0 to cut over {self.axis}, got {self.dim}.")
-        if not 0 <= self.index < self.axis_size:
-            raise ValueError(
-                f"Expected an index in 0..{self.axis_size - 1} on axis {self.axis}, "
-                f"got {self.index}."
-            )
 
-
-def cut_of(parameter: torch.Tensor) -> tuple[Cut, ...]:
-    """The cuts of a parameter, in the order in which they apply; () if it is replicated."""
-    cuts: tuple[Cut, ...] = getattr(parameter, "cuts", ())
-    return cuts
-
-
-def set_cuts(parameter: torch.Tensor, *cuts: Cut) -> None:
-    """Declare `parameter` to be the part of a global tensor that `cuts` leave.
-
-    Raises:
-        ValueError: a cut of a dim that the parameter does not have, or two over the same axis.
-    """
-    for cut in cuts:
-        if cut.dim >= parameter.dim():
-            raise ValueError(
-                f"Expected a dim below {parameter.dim()} for a parameter of shape "
-                f"{tuple(parameter.shape)}, got {cut}."
-            )
-    axes = [cut.axis for cut in cuts]
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"Expected one cut an axis, got {', '.join(axes)}.")
-    parameter.cuts = cuts  # type: ignore[attr-defined]
-
-
-def global_shape(parameter: torch.Tensor) -> torch.Size:
-    """Shape of the tensor that `parameter` is a part of."""
-    shape = list(parameter.shape)
-    for cut in cut_of(parameter):
-        shape[cut.dim] *= cut.axis_size
-    return torch.Size(shape)
-
-
-def take(whole: torch.Tensor, cuts: tuple[Cut, ...]) -> torch.Tensor:
-    """This rank's part of a global tensor, as a contiguous copy.
-
-    Raises:
-        ValueError: a dim is not a multiple of the ranks that it is cut over.
-    """
-    return _part(whole, cuts).clone(memory_format=torch.contiguous_format)
-
-
-def place(part: torch.Tensor, whole: torch.Tensor, cuts: tuple[Cut, ...]) -> None:
-    """Write `part` where it belongs in the global tensor `whole`: the inverse of `take`.
-
-    Raises:
-        ValueError: as `take`, or `part` has not the shape that the cuts leave.
-    """
-    target = _part(whole, cuts)
-    if target.shape != part.shape:
-        raise ValueError(
-            f"Expected a part of shape {tuple(target.shape)} of {tuple(whole.shape)}, "
-            f"got {tuple(part.shape)}."
-        )
-    target.copy_(part)
-
-
-def _part(whole: torch.Tensor, cuts: tuple[Cut, ...]) -> torch.Tensor:
-    part = whole
-    for cut in cuts:
-        if cut.dim >= part.dim() or part.shape[cut.dim] % cut.axis_size:
-            raise ValueError(
-                f"Expected dim {cut.dim} to be a multiple of the {cut.axis_size} ranks of axis "
-                f"{cut.axis}, got shape {tuple(part.shape)}."
-            )
-        length = part.shape[cut.dim] // cut.axis_size
-        part = part.narrow(cut.dim, cut.index * length, length)
-    return part
+Cuts = tuple[Cut, ...]
 
 
 def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
@@ -127,52 +55,57 @@ def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
     return total // axis_size
 
 
+def take(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """This rank's part of a global tensor, as a contiguous copy.
+
+    Raises:
+        ValueError: a dim is not a multiple of the ranks that it is cut over.
+    """
+    return _part(whole, cuts).clone(memory_format=torch.contiguous_format)
+
+
+def place(part: torch.Tensor, whole: torch.Tensor, cuts: Cuts) -> None:
+    """Write `part` where it belongs in the global tensor `whole`: the inverse of `take`."""
+    target = _part(whole, cuts)
+    assert target.shape == part.shape, (target.shape, part.shape)
+    target.copy_(part)
+
+
+def _part(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    part = whole
+    for cut in cuts:
+        what = f"dim {cut.dim} of {tuple(whole.shape)}"
+        length = chunk_of(part.shape[cut.dim], what, cut.axis, cut.axis_size)
+        part = part.narrow(cut.dim, cut.index * length, length)
+    return part
+
+
 class CutModule(nn.Module):
-    """A module whose own parameters keep their cuts when torch makes them anew."""
+    """A module whose own parameters are parts of global tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._cuts: dict[str, tuple[Cut, ...]] = {}
+        self._cuts: dict[str, Cuts] = {}
 
     def register_cut(self, name: str, parameter: nn.Parameter, *cuts: Cut) -> None:
         """Register `parameter` as attribute `name`, with its cuts."""
         self.register_parameter(name, parameter)
-        set_cuts(parameter, *cuts)
         self._cuts[name] = cuts
 
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  (torch's signature)
-        super()._apply(fn, recurse)
-        self._mark()
-        return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """For `copy.deepcopy`, which copies parameters without their attributes."""
-        super().__setstate__(state)
-        self._mark()
-
-    def _mark(self) -> None:
-        for name, cuts in self._cuts.items():
-            parameter = self._parameters[name]
-            if parameter is not None:
-                set_cuts(parameter, *cuts)
-
-
-def named_cuts(model: nn.Module) -> dict[str, tuple[Cut, ...]]:
-    """The cuts of every parameter by each of its names; () for one that is replicated.
-
-    Asked of the modules, which remember them: FSDP puts parameters of its own in place of theirs.
-    """
-    found: dict[str, tuple[Cut, ...]] = {}
+def named_cuts(model: nn.Module) -> dict[str, Cuts]:
+    """The cuts of every parameter by each of its names; () for one that is replicated."""
+    found: dict[str, Cuts] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        # Modules of other libraries have the attribute from `global_names`.
-        cuts: dict[str, tuple[Cut, ...]] = getattr(module, "_cuts", {})
+        # Modules of other libraries have the attribute from `set_stretches`.
+        cuts: dict[str, Cuts] = getattr(module, "_cuts", {})
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found[f"{prefix}.{name}".lstrip(".")] = cuts.get(name, ())
+                found[_join(prefix, name)] = cuts.get(name, ())
     return found
 
 
-_TABLE = "_stretches"
+# ---- parameters that are made of other global tensors
 
 
 @dataclass(frozen=True)
@@ -187,7 +120,7 @@ class Stretch:
     """
 
     name: str
-    cuts: tuple[Cut, ...] = ()
+    cuts: Cuts = ()
     dim: int = 0
     start: int = 0
     length: int | None = None
@@ -202,7 +135,7 @@ class Stretch:
 Stretches = tuple[Stretch, ...]
 
 
-def consecutive(named: Mapping[str, int], cuts: tuple[Cut, ...], dim: int = 0) -> Stretches:
+def consecutive(named: Mapping[str, int], cuts: Cuts, dim: int = 0) -> Stretches:
     """Stretches one after another along `dim`: names and lengths on this rank, cut alike."""
     found, start = [], 0
     for name, length in named.items():
@@ -215,48 +148,35 @@ def set_stretches(module: nn.Module, table: Mapping[str, Stretch | Stretches]) -
     """Say what the parameters inside `module` are made of, by their names in it.
 
     Raises:
-        ValueError: a name of no parameter; stretches that leave some of it out, overlap, or are cut
-            over different axes.
+        ValueError: a name of no parameter, or stretches that are not the whole of one.
     """
     parameters = dict(module.named_parameters())
     checked: dict[str, Stretches] = {}
     for name, stretches in table.items():
-        if name not in parameters:
-            raise ValueError(f"Expected a parameter of {type(module).__name__}, got {name!r}.")
-        checked[name] = (stretches,) if isinstance(stretches, Stretch) else stretches
-        _check(name, parameters[name], checked[name])
+        checked[name] = made_of = (stretches,) if isinstance(stretches, Stretch) else stretches
+        got = tuple(parameters[name].shape) if name in parameters else None
+        lengths = {each.name: each.length for each in made_of if each.length is not None}
+        due = consecutive(lengths, made_of[0].cuts, made_of[0].dim)
+        is_whole = len(made_of) == 1 and not lengths
+        if got is None or not (
+            is_whole or (due == made_of and sum(lengths.values()) == got[due[0].dim])
+        ):
+            raise ValueError(
+                f"Expected {type(module).__name__} to have a parameter {name} that consists of "
+                f"{made_of}, got shape {got}."
+            )
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
-        # What `named_cuts` looks for: of several stretches all are cut over the same axes.
-        owner.__dict__.setdefault("_cuts", {})[attribute] = checked[name][0].cuts
-    setattr(module, _TABLE, checked)
-
-
-def _check(name: str, parameter: torch.Tensor, stretches: Stretches) -> None:
-    if len({frozenset(cut.axis for cut in stretch.cuts) for stretch in stretches}) != 1:
-        raise ValueError(
-            f"Expected stretches of {name} that are cut over the same axes, got others."
-        )
-    if len(stretches) == 1 and stretches[0].length is None:
-        return
-    end = 0
-    for stretch in stretches:
-        if stretch.length is None or stretch.dim != stretches[0].dim or stretch.start != end:
-            raise ValueError(f"Expected stretches of {name} one after another, got {stretch}.")
-        end += stretch.length
-    if end != parameter.shape[stretches[0].dim]:
-        size = parameter.shape[stretches[0].dim]
-        raise ValueError(f"Expected stretches of {name} of {size} together, got {end}.")
+        owner.__dict__.setdefault("_cuts", {})[attribute] = made_of[0].cuts  # for `named_cuts`
+    module._stretches = checked  # type: ignore[assignment]
 
 
 def named_stretches(stage: nn.Module) -> dict[str, Stretches]:
-    """The stretches of every parameter, by its name in `stage`; their names are global.
-
-    Asked of the modules, which remember them: FSDP puts parameters of its own in place of theirs.
-    """
+    """The stretches of every parameter, by its name in `stage`; their names are global."""
     tables: dict[str, Stretches] = {}
     for prefix, module in stage.named_modules():
-        for name, stretches in getattr(module, _TABLE, {}).items():
+        table: Mapping[str, Stretches] = getattr(module, "_stretches", {})
+        for name, stretches in table.items():
             tables[_join(prefix, name)] = tuple(
                 replace(stretch, name=_join(prefix, stretch.name)) for stretch in stretches
             )

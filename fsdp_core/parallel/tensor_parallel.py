@@ -1,12 +1,15 @@
-"""Linear layers that are cut over the tensor-parallel axis, with or without sequence parallel.
+"""Layers that are cut over the tensor-parallel axis, with or without sequence parallel.
 
                  input                weight            output
     column       [B, T, in]           [out / tp, in]    [B, T, out / tp]
     row          [B, T, in / tp]      [out, in / tp]    [B, T, out]
+    embedding    int64 [B, T]         [V / tp, H]       [B, T, H]
+    loss         [B, T, V / tp]                         float32 [B, T], the same on every rank
 
 and under sequence parallel what is whole between the pairs is cut along T: a column layer's input
 is [B, T / tp, in], gathered before the product, a row layer's output is [B, T / tp, out], summed
-and scattered after it. B batch, T time. (Shoeybi et al., 2019; Korthikanti et al., 2022.)
+and scattered after it. B batch, T time, H hidden, V vocabulary. (Shoeybi et al., 2019; Korthikanti
+et al., 2022.) No rank ever has more than its V / tp columns of the logits.
 
 Several column layers of one input (q, k and v; gate and up) share what comes before the product:
 
@@ -43,6 +46,12 @@ from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of
 SEQUENCE_DIM = 1
 """Dim of [B, T, H] that sequence parallel cuts."""
 
+IGNORED = -100
+"""The target of a token that has no loss, as in `F.cross_entropy`."""
+
+BLOCK_NUMEL = 2**22
+"""Elements of logits that are widened to float32 at a time: 16 MiB, enough to keep a GPU busy."""
+
 
 def enter(x: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torch.Tensor:
     """What a column layer multiplies: [B, T, H] whole, out of [B, T / tp, H] or [B, T, H]."""
@@ -56,74 +65,101 @@ def leave(partial: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torc
     return reduce_from(partial, axis)
 
 
-class ColumnLinear(CutModule):
+class _CutLayer(CutModule):
+    """A layer of one weight, of which each rank of `axis` has a chunk along `dim`."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, sizes: tuple[int, int], dim: int, what: str, axis: Axis, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        local = list(sizes)
+        local[dim] = chunk_of(sizes[dim], what, axis.name, axis.size)
+        weight = nn.Parameter(torch.full(local, torch.nan))
+        self.register_cut("weight", weight, Cut(axis.name, dim, axis.size, axis.rank))
+
+    def extra_repr(self) -> str:
+        """The local weight and the axis."""
+        name, size = self.axis.name, self.axis.size
+        shape, cut = list(self.weight.shape), self.sequence_parallel
+        return f"weight={shape}, {name}={size}, sequence_parallel={cut}"
+
+
+class ColumnLinear(_CutLayer):
     """A linear layer without bias whose outputs are cut over `axis`.
 
     Raises:
         ValueError: `out_features` is not a multiple of the ranks.
     """
 
-    weight: nn.Parameter
-
     def __init__(
         self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        local = chunk_of(out_features, "out_features", axis.name, axis.size)
-        weight = nn.Parameter(torch.full((local, in_features), torch.nan))
-        self.register_cut("weight", weight, Cut(axis.name, 0, axis.size, axis.rank))
+        sizes = (out_features, in_features)
+        super().__init__(sizes, 0, "out_features", axis, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor, *, entered: bool = False) -> torch.Tensor:
-        """[..., in] -> [..., out / tp].
-
-        Args:
-            entered: `x` is what `enter` returned.
-        """
+        """[..., in] -> [..., out / tp]; with `entered`, of what `enter` returned."""
         if not entered:
             x = enter(x, self.axis, sequence_parallel=self.sequence_parallel)
         return F.linear(x, self.weight)
 
-    def extra_repr(self) -> str:
-        """Global sizes and the axis."""
-        return _describe(self)
 
-
-class RowLinear(CutModule):
+class RowLinear(_CutLayer):
     """A linear layer without bias whose inputs are cut over `axis`; outputs are summed over it.
 
     Raises:
         ValueError: `in_features` is not a multiple of the ranks.
     """
 
-    weight: nn.Parameter
-
     def __init__(
         self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        local = chunk_of(in_features, "in_features", axis.name, axis.size)
-        weight = nn.Parameter(torch.full((out_features, local), torch.nan))
-        self.register_cut("weight", weight, Cut(axis.name, 1, axis.size, axis.rank))
+        sizes = (out_features, in_features)
+        super().__init__(sizes, 1, "in_features", axis, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in / tp] -> [..., out]."""
         partial = F.linear(x, self.weight)
         return leave(partial, self.axis, sequence_parallel=self.sequence_parallel)
 
-    def extra_repr(self) -> str:
-        """Global sizes and the axis."""
-        return _describe(self)
+
+class VocabEmbedding(_CutLayer):
+    """An embedding whose rows are cut over `axis`.
+
+    Equal in every bit to the embedding that is whole: all ranks but one add a negative zero, which
+    alone changes no number. A token outside the vocabulary is the error that `F.embedding` makes
+    of it.
+
+    Raises:
+        ValueError: the vocabulary is not a multiple of the ranks.
+    """
+
+    def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
+        sizes = (vocab, hidden)
+        super().__init__(sizes, 0, "the vocabulary", axis, sequence_parallel=sequence_parallel)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [B, T] -> [B, T, H], or [B, T / tp, H] under sequence parallel."""
+        if self.axis.size == 1:
+            return F.embedding(tokens, self.weight)
+        row, is_here = _local(tokens, self.weight.shape[0], self.axis)
+        partial = F.embedding(row, self.weight).masked_fill(~is_here[..., None], -0.0)
+        return leave(partial, self.axis, sequence_parallel=self.sequence_parallel)
 
 
-def _describe(layer: ColumnLinear | RowLinear) -> str:
-    return (
-        f"{layer.in_features}, {layer.out_features}, {layer.axis.name}={layer.axis.size}, "
-        f"sequence_parallel={layer.sequence_parallel}"
-    )
+def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row of this rank, of `rows` a rank, for each global `index`, and whether the rank has it.
+
+    Others read row 0; an index outside the vocabulary reads past the end on every rank, so that the
+    operator that reads complains, on a GPU too, where nothing could be checked without a sync.
+    """
+    row = index - axis.rank * rows
+    is_here = (row >= 0) & (row < rows)
+    is_legal = (index >= 0) & (index < rows * axis.size)
+    return row.masked_fill(~is_here, 0).masked_fill(~is_legal, rows), is_here
 
 
 # ---- replicated parameters that see only a part of what they act on
@@ -199,63 +235,7 @@ class _Replicated(torch.autograd.Function):
         return None, *(finish(total) for total in pending)
 
 
-IGNORED = -100
-"""The target of a token that has no loss, as in `F.cross_entropy`."""
-
-BLOCK_NUMEL = 2**22
-"""Elements of logits that are widened to float32 at a time: 16 MiB, enough to keep a GPU busy."""
-
-
-class VocabEmbedding(CutModule):
-    """An embedding whose rows are cut over `axis`.
-
-    Equal in every bit to the embedding that is whole: all ranks but one add a negative zero, which
-    alone changes no number. A token outside the vocabulary is the error that `F.embedding` makes
-    of it. Weights are NaN until they are initialised or loaded.
-
-    Raises:
-        ValueError: the vocabulary is not a multiple of the ranks.
-    """
-
-    weight: nn.Parameter
-
-    def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.vocab, self.hidden = vocab, hidden
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        local = chunk_of(vocab, "the vocabulary", axis.name, axis.size)
-        weight = nn.Parameter(torch.full((local, hidden), torch.nan))
-        self.register_cut("weight", weight, Cut(axis.name, 0, axis.size, axis.rank))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [B, T] -> [B, T, H], or [B, T / tp, H] under sequence parallel."""
-        if self.axis.size == 1:
-            return F.embedding(tokens, self.weight)
-        rows = self.weight.shape[0]
-        row, is_here = _local(tokens, self.axis.rank * rows, rows, self.vocab)
-        partial = F.embedding(row, self.weight).masked_fill(~is_here[..., None], -0.0)
-        return leave(partial, self.axis, sequence_parallel=self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        """Global sizes and the axis."""
-        return (
-            f"{self.vocab}, {self.hidden}, {self.axis.name}={self.axis.size}, "
-            f"sequence_parallel={self.sequence_parallel}"
-        )
-
-
-def _local(
-    index: torch.Tensor, first: int, rows: int, vocab: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row of this rank for each global `index`, and whether the rank has it.
-
-    Others read row 0; an index outside the vocabulary reads past the end on every rank, so that the
-    operator that reads complains, on a GPU too, where nothing could be checked without a sync.
-    """
-    row = index - first
-    is_here = (row >= 0) & (row < rows)
-    is_legal = (index >= 0) & (index < vocab)
-    return row.masked_fill(~is_here, 0).masked_fill(~is_legal, rows), is_here
+# ---- loss
 
 
 def vocab_cross_entropy(
@@ -285,30 +265,15 @@ def vocab_cross_entropy(
         float32 [...] (float64 for float64 logits), the same on every rank. The mean over the tokens
         that count is the caller's, who knows how many there are on the other ranks.
 
-    Raises:
-        ValueError: shapes or dtypes that do not fit. A target outside the vocabulary is the error
-            that `torch.gather` makes of it.
+    A target outside the vocabulary is the error that `torch.gather` makes of it.
     """
-    _check(logits, targets, loss_mask)
+    shape = logits.shape[:-1]
+    assert (targets.shape, targets.dtype) == (shape, torch.int64), (targets.shape, shape)
     if loss_mask is not None:
+        assert (loss_mask.shape, loss_mask.dtype) == (shape, torch.bool), (loss_mask.shape, shape)
         targets = targets.masked_fill(~loss_mask, IGNORED)
     flat = logits.reshape(-1, logits.shape[-1])
     return _CrossEntropy.apply(flat, targets.reshape(-1), axis).view(targets.shape)
-
-
-def _check(logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-    if logits.shape[:-1] != targets.shape or targets.dtype != torch.int64:
-        raise ValueError(
-            f"Expected int64 targets of shape {tuple(logits.shape[:-1])}, got {targets.dtype} "
-            f"{tuple(targets.shape)}."
-        )
-    if loss_mask is not None and (
-        loss_mask.shape != targets.shape or loss_mask.dtype != torch.bool
-    ):
-        raise ValueError(
-            f"Expected a bool mask of shape {tuple(targets.shape)}, got {loss_mask.dtype} "
-            f"{tuple(loss_mask.shape)}."
-        )
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
@@ -326,7 +291,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns = logits.shape[1]
         counts = targets != IGNORED
         legal = targets.masked_fill(~counts, 0)
-        column, is_here = _local(legal, axis.rank * columns, columns, columns * axis.size)
+        column, is_here = _local(legal, columns, axis)
         top = logits.amax(dim=1).to(wide)
         total = torch.empty_like(top)
         for rows in _blocks(logits):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
 from fsdp_core.model.moe.router import RouterRule
-from fsdp_core.parallel.param_sharding import Cut, cut_of, place, take
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
 from tests.dist.moe_layouts import axis
 from tests.dist.moe_reference import draw
 
@@ -165,8 +165,9 @@ def _run(spec: Spec, axes: MoeAxes) -> Seen:
             HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=spec.sp, gated=spec.shared == "gated"
         )
     layer = MoeLayer(HIDDEN, FFN, spec.rule, axes, delivery=spec.delivery, shared=shared)
+    cuts = named_cuts(layer)
     for name, parameter in layer.double().named_parameters():
-        parameter.data = take(data.weights[name], cut_of(parameter))
+        parameter.data = take(data.weights[name], cuts[name])
     router = layer.router
     if router.expert_bias is not None:
         router.expert_bias.copy_(data.bias)
@@ -189,7 +190,7 @@ def _run(spec: Spec, axes: MoeAxes) -> Seen:
     named = {}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
-        named[name] = (parameter.grad, cut_of(parameter))
+        named[name] = (parameter.grad, cuts[name])
     return Seen(ys, grads, losses, named, bias)
 
 

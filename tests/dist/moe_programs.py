@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.parallel.param_sharding import Cut, cut_of, place, set_cuts, take
+from fsdp_core.parallel.param_sharding import Cut, CutModule, named_cuts, place, take
 from tests.dist.moe_layouts import Layout, make_axes, whole_shape
 from tests.dist.moe_reference import FFN, HIDDEN, SHARED_FFN, Problem
 
@@ -68,9 +69,9 @@ def build_layer(case: Case, axes: MoeAxes) -> MoeLayer:
         HIDDEN, FFN, case.task.rule, axes, delivery=case.delivery, path=case.path, shared=shared
     )
     if case.fault == "down slices swapped":
-        down = layer.get_parameter("experts.down.weight")
-        ep, etp = cut_of(down)
-        set_cuts(down, ep, replace(etp, index=etp.axis_size - 1 - etp.index))
+        cuts = cast("CutModule", layer.get_submodule("experts.down"))._cuts
+        ep, etp = cuts["weight"]
+        cuts["weight"] = (ep, replace(etp, index=etp.axis_size - 1 - etp.index))
     load(layer, case.task, case.dtype)
     if case.task.bias is not None:
         assert layer.router.expert_bias is not None
@@ -80,8 +81,9 @@ def build_layer(case: Case, axes: MoeAxes) -> MoeLayer:
 
 def load(layer: nn.Module, task: Problem, dtype: torch.dtype) -> None:
     """Give every parameter its part of the global weights."""
+    cuts_of = named_cuts(layer)
     for name, parameter in layer.named_parameters():
-        cuts = cut_of(parameter)
+        cuts = cuts_of[name]
         parameter.data = take(task.weights[name], cuts).to(dtype)
         assert whole_shape(parameter, cuts) == list(task.weights[name].shape), name
 
@@ -121,10 +123,10 @@ def run_case(layout: Layout, axes: MoeAxes, case: Case) -> Part:
         y.backward(cotangent * layout.dp)
     assert x.grad is not None
     assert y.dtype == case.dtype
-    grads = {}
+    grads, cuts = {}, named_cuts(layer)
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
-        grads[name] = (parameter.grad.double(), cut_of(parameter))
+        grads[name] = (parameter.grad.double(), cuts[name])
     router = layer.router
     losses, slots = (router.balance_loss.item(), router.z_loss.item()), router.slots_per_expert
     slots, bias = slots.clone(), []

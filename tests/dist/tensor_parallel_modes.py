@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, fully_shard
+from fsdp_core.fsdp import fully_shard
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import cut_of
+from fsdp_core.parallel.param_sharding import named_cuts
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.parallel.tensor_parallel import (
     ColumnLinear,
@@ -263,20 +263,11 @@ def sharded_and_averaged(sequence_parallel: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     dp, tp = axes_of(mesh)
     plain, sharded = (net_on(tp, sequence_parallel, (dp,)) for _ in range(2))
-    due = {name: cut_of(p) for name, p in sharded.named_parameters()}
+    due = named_cuts(sharded)
     for layer in sharded.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(sharded, mesh=mesh["dp"], reshard_after_forward=False)
-    root = cast("FSDPModule", sharded)
-    wrong = [f"cuts of {n}" for n, p in sharded.named_parameters() if cut_of(p) != due[n]]
-    wrong += [
-        f"cuts of the gathered {name}"
-        for group in root.fsdp_groups
-        for name, sharded_p, whole_p in zip(
-            group.names, group.sharded, group.unsharded, strict=True
-        )
-        if cut_of(sharded_p) != cut_of(whole_p)
-    ]
+    wrong = [] if named_cuts(sharded) == due else ["cuts"]
     for step in range(STEPS):
         tokens, targets = batch(step * 2 + dp.rank)
         for model in (plain, sharded):

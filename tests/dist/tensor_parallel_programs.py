@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_core.parallel import tensor_parallel as tensor_module
 from fsdp_core.parallel.collectives import gather_from, reduce_from, reduce_scatter_to
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, cut_of, place, take
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, enter
 from tests.dist.parity_bounds import Named, Roundings, product
 
@@ -113,9 +113,10 @@ def chain_roundings(ranks: int) -> Roundings:
 
 def load(model: nn.Module, weights: Named) -> None:
     """Give each parameter its part of its global weight."""
+    cuts = named_cuts(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(take(weights[name], cut_of(parameter)))
+            parameter.copy_(take(weights[name], cuts[name]))
 
 
 def chain_on(axis: Axis, dtype: torch.dtype, *, sequence_parallel: bool) -> Chain:
@@ -143,10 +144,10 @@ def run_chain(dtype: torch.dtype, sequence_parallel: bool, plant: str = "") -> P
 
 def gradient_parts(model: nn.Module) -> Parts:
     """Every parameter's gradient."""
-    found = {}
+    found, cuts = {}, named_cuts(model)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = (parameter.grad, cut_of(parameter))
+        found[name] = (parameter.grad, cuts[name])
     return found
 
 

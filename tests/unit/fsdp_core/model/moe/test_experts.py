@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
-from fsdp_core.parallel.param_sharding import Cut, cut_of, global_shape
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
 
 EXPERTS, IN, OUT = 4, 16, 24
 
@@ -121,9 +121,10 @@ def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
         assert weight.shape == shape
         assert weight.isnan().all()
         dim = 2 if name == "down" else 1
-        assert cut_of(weight) == (Cut("ep", 0, 2, 1), Cut("etp", dim, 4, 3))
+        cuts = (Cut("ep", 0, 2, 1), Cut("etp", dim, 4, 3))
+        assert named_cuts(experts)[f"{name}.weight"] == cuts
         whole = (EXPERTS, IN, OUT) if name == "down" else (EXPERTS, OUT, IN)
-        assert tuple(global_shape(weight)) == whole
+        assert take(torch.empty(whole), cuts).shape == shape
     with pytest.raises(ValueError, match="multiple of the 4 ranks of axis etp, got 6"):
         Experts(EXPERTS, IN, 6, axes)
 
