@@ -95,7 +95,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         positions = part.plan.positions
         q, k = self.rope(q, positions), self.rope(k, positions)
-        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp, way=part.way)
+        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp)
         result: torch.Tensor = self.wo(out.flatten(2))
         return result
 
@@ -172,7 +172,7 @@ class LatentAttention(nn.Module):
         k_rope = enter(self.wk_rope(x_BTH), self.tp, sequence_parallel=self.sequence_parallel)
         k_rope = self.rope(k_rope.unsqueeze(2), positions).expand(-1, -1, k_nope.shape[2], -1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp, way=part.way)
+        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp)
         result: torch.Tensor = self.wo(out.flatten(2))
         return result
 

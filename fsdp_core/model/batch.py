@@ -1,24 +1,17 @@
-"""Packed sequences: several of them in one row of tokens of fixed capacity.
+"""What one rank has of a microbatch: packed sequences, its part of them, and the loss's weight.
 
-Each sequence is padded to a multiple that context (and sequence) parallelism can cut, the rest of
-the row is the tail. Two rows of offsets, of all ranks together, tell tokens from padding:
+Several sequences are packed in one row of tokens of fixed capacity. Each is padded to a multiple
+that context (and sequence) parallelism can cut, the rest of the row is the tail. Two rows of
+offsets, of all ranks together, tell tokens from padding:
 
     tokens            a a a a a . . . b b b . . . . . . . . .      capacity 20, multiple 4
     padded offsets    0               8       12              20   20   20
     valid offsets     0               5       8               8    8    8
                       a               b       tail            unused slots
 
-Number of tokens and of slots never change, so a graph can hold what works on them: offsets and
-masks are tensors, copied into from microbatch to microbatch (`PackedBatch.copy_from`), and the
-longest sequence is taken to be the capacity, a constant. What does not fit is refused: a sequence
-is never cut short, and a slot never used twice.
-
-The tail is a sequence of its own, whose slot is always kept free, with no valid token
-(`Tail.EMPTY`). Two other readings of it are in use elsewhere: its tokens count as valid tokens of
-that sequence (`Tail.COUNTED`), or as padding of the last one (`Tail.EXTEND_LAST`). None of them
-adds to the loss, and no other token looks at them.
-
-What one rank has of a microbatch, and what its loss is multiplied by.
+Numbers of tokens and of slots never change, and the longest sequence is taken to be the capacity,
+so a graph can hold what works on them. What does not fit is refused: a sequence is never cut short.
+The tail is a sequence of its own without a valid token, whose slot is always kept free.
 
 The loss of a step is the mean over all tokens that count, N of them, in all M microbatches on all
 R = dp_outer * dp * cp ranks that hold different tokens. It is put together so:
@@ -27,18 +20,15 @@ R = dp_outer * dp * cp ranks that hold different tokens. It is put together so:
     trainer     mean over microbatches: 1 / M before backward                     `Pipeline`
     FSDP        mean over ranks: sums over the mesh are divided by R              `sharding`
 
-so a rank's loss is the plain mean of its own tokens where each rank has equally many, and in any
-case the mean over ranks and microbatches of what stages return is the loss of the step. FSDP
-divides by R on the expert mesh too, whatever its size: an expert's gradient is already summed over
-the tokens that came to it from other ranks. Tensor-parallel ranks have the same loss, and their
-part of its gradient: nothing is divided by tp.
+FSDP divides by R on the expert mesh too, whatever its size: an expert's gradient is already summed
+over the tokens that came to it from other ranks. Tensor-parallel ranks have the same loss, and
+their part of its gradient: nothing is divided by tp.
 
-B batch, T local tokens of the context axis (before sequence parallel cuts them).
+B batch, T local tokens of the context axis (before sequence parallel cuts them), S slots.
 """
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -47,13 +37,10 @@ from fsdp_core.parallel.context import ContextPlan, dense_plan, packed_plan, spl
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.tensor_parallel import SEQUENCE_DIM
 
+Weight = float | torch.Tensor
 
-class Tail(enum.Enum):
-    """What the tokens behind the last sequence belong to. See the module's docstring."""
 
-    EMPTY = "empty"
-    COUNTED = "counted"
-    EXTEND_LAST = "extend_last"
+# ---- packs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +51,6 @@ class Capacity:
         tokens: padding and tail included.
         slots: for sequences; one is kept for the tail.
         multiple: that each sequence is padded to. See `padding_multiple`.
-        tail: what the tail belongs to.
         longest: tokens of the longest sequence that the model has positions for; None: any. A
             position past the end of a table is an error that a GPU does not survive.
 
@@ -75,7 +61,6 @@ class Capacity:
     tokens: int
     slots: int
     multiple: int
-    tail: Tail = Tail.EMPTY
     longest: int | None = None
 
     def __post_init__(self) -> None:
@@ -136,8 +121,7 @@ class PackedBatch:
     """A row of packed sequences, whole: before it is cut over context ranks.
 
     Attributes:
-        tokens: int64 [T], 0 in padding.
-        targets: int64 [T], 0 in padding.
+        tokens, targets: int64 [T], 0 in padding.
         loss_mask: float32 [T], 1 where a prediction counts.
         offsets: int32 [S + 1], first valid token of each slot, padding not counted.
         padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T.
@@ -151,40 +135,13 @@ class PackedBatch:
     padded_offsets: torch.Tensor
     multiple: int
 
-    @property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-
-    @property
-    def max_len(self) -> int:
-        """No sequence is longer: the capacity, the same constant for all that is packed."""
-        return self.tokens.shape[0]
-
     def to(self, device: torch.device) -> "PackedBatch":
         """The batch on a device."""
-        return replace(self, **{name: t.to(device) for name, t in self._tensors.items()})  # type: ignore[arg-type]
+        tokens, targets, mask = (t.to(device) for t in (self.tokens, self.targets, self.loss_mask))
+        offsets, padded = self.offsets.to(device), self.padded_offsets.to(device)
+        return PackedBatch(tokens, targets, mask, offsets, padded, self.multiple)
 
-    def copy_from(self, other: "PackedBatch") -> None:
-        """Take over the contents of another batch of the same capacity; tensors stay the same.
-
-        Raises:
-            ValueError: another capacity, or one padded for fewer context ranks.
-        """
-        if other.multiple % self.multiple:
-            raise ValueError(
-                f"Expected sequences padded to a multiple of {self.multiple}, got {other.multiple}."
-            )
-        theirs = other._tensors
-        for name, mine in self._tensors.items():
-            if mine.shape != theirs[name].shape:
-                raise ValueError(
-                    f"Expected {name} of {tuple(mine.shape)}, got {tuple(theirs[name].shape)}."
-                )
-        for name, mine in self._tensors.items():
-            mine.copy_(theirs[name])
-
-    def plan(self, size: int, rank: int, *, prefixes: bool = False) -> ContextPlan:
+    def plan(self, size: int, rank: int) -> ContextPlan:
         """What attention needs to know of the part of context rank `rank` of `size`.
 
         Operators only, which a graph can hold.
@@ -198,27 +155,7 @@ class PackedBatch:
                 f"{self.multiple}: pack them for that context size."
             )
         lengths = self.offsets[1:] - self.offsets[:-1]
-        return packed_plan(
-            lengths, self.padded_offsets, self.max_len, size, rank, prefixes=prefixes
-        )
-
-    def part(self, plan: ContextPlan) -> "PackedPart":
-        """The tokens of the rank that `plan` is for."""
-        return PackedPart(*(t[plan.rows] for t in (self.tokens, self.targets, self.loss_mask)))
-
-
-@dataclass(frozen=True)
-class PackedPart:
-    """A context rank's part of a `PackedBatch`, as it goes through the model.
-
-    Attributes:
-        tokens, targets: int64 [T].
-        loss_mask: float32 [T], 1 where a prediction counts.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    loss_mask: torch.Tensor
+        return packed_plan(lengths, self.padded_offsets, self.tokens.shape[0], size, rank)
 
 
 def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
@@ -227,14 +164,14 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
     Raises:
         ValueError: more sequences or more tokens than fit, or a sequence that is too long.
     """
+    lengths = [len(document.tokens) for document in documents]
+    padded = [capacity.padded(length) for length in lengths]
     if len(documents) > capacity.max_sequences:
         raise ValueError(
             f"Expected at most {capacity.max_sequences} sequences in a pack of {capacity.slots} "
             f"slots, of which one is kept for the tail, got {len(documents)}; give it more slots "
             "or pack fewer."
         )
-    lengths = [len(document.tokens) for document in documents]
-    padded = [capacity.padded(length) for length in lengths]
     if capacity.longest is not None and max(lengths, default=0) > capacity.longest:
         raise ValueError(
             f"Expected sequences of at most {capacity.longest} tokens, as many as the model has "
@@ -245,11 +182,6 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
             f"Expected at most {capacity.tokens} tokens in a pack, got {sum(padded)}: lengths "
             f"{lengths}, each padded to a multiple of {capacity.multiple}."
         )
-    tail = capacity.tokens - sum(padded)
-    if capacity.tail is Tail.EXTEND_LAST and documents:
-        padded[-1] += tail
-    elif capacity.tail is Tail.COUNTED:
-        lengths.append(tail)
     batch = PackedBatch(
         tokens=torch.zeros(capacity.tokens, dtype=torch.int64),
         targets=torch.zeros(capacity.tokens, dtype=torch.int64),
@@ -277,18 +209,7 @@ def _offsets(lengths: Sequence[int], end: int, slots: int) -> torch.Tensor:
     return offsets
 
 
-def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses that count, in their dtype, and their number, in float32: two scalars.
-
-    A rank may have none that counts, so the mean is for the caller to take: the sums of all ranks
-    over the numbers of all ranks. Losses that do not count may be anything, NaN too.
-    """
-    counts = loss_mask > 0
-    kept = torch.where(counts, losses, torch.zeros((), dtype=losses.dtype, device=losses.device))
-    return (kept * loss_mask).sum(), loss_mask.sum()
-
-
-Weight = float | torch.Tensor
+# ---- a rank's part
 
 
 @dataclass(frozen=True)
@@ -301,7 +222,6 @@ class Part:
         targets: int64 [B, T].
         counted: bool [B, T], the tokens whose loss counts; None: all.
         weight: what the sum of this rank's token losses is multiplied by, see the module.
-        way: how attention brings keys together, "ring" or "gather".
         packed: of packed sequences the logical and the padded offsets of the whole pack, int32
             [slots + 1], before it is cut over cp; None where rows are one sequence each.
     """
@@ -311,7 +231,6 @@ class Part:
     targets: torch.Tensor
     counted: torch.Tensor | None
     weight: Weight
-    way: str = "ring"
     packed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -338,9 +257,7 @@ class LocalTokens:
     part: Part
 
 
-def dense_part(
-    tokens_BT: torch.Tensor, targets_BT: torch.Tensor, cp: Axis, way: str = "ring"
-) -> LocalTokens:
+def dense_part(tokens_BT: torch.Tensor, targets_BT: torch.Tensor, cp: Axis) -> LocalTokens:
     """This context rank's part of rows that are one sequence each, all of whose tokens count.
 
     Args:
@@ -349,14 +266,12 @@ def dense_part(
     Raises:
         ValueError: the sequence cannot be cut evenly.
     """
-    plan = dense_plan(
-        tokens_BT.shape[1], cp.size, cp.rank, tokens_BT.device, prefixes=way == "gather"
-    )
+    plan = dense_plan(tokens_BT.shape[1], cp.size, cp.rank, tokens_BT.device)
     tokens, targets = (split(t, 1, cp.size, cp.rank) for t in (tokens_BT, targets_BT))
-    return LocalTokens(tokens, Part(plan, cp, targets, None, 1.0 / targets.numel(), way))
+    return LocalTokens(tokens, Part(plan, cp, targets, None, 1.0 / targets.numel()))
 
 
-def packed_part(batch: PackedBatch, cp: Axis, weight: Weight, way: str = "ring") -> LocalTokens:
+def packed_part(batch: PackedBatch, cp: Axis, weight: Weight) -> LocalTokens:
     """This context rank's part of packed sequences; `weight` is that of `loss_weight`.
 
     Operators only: a graph can hold it, and follows the contents of `batch`.
@@ -364,12 +279,11 @@ def packed_part(batch: PackedBatch, cp: Axis, weight: Weight, way: str = "ring")
     Raises:
         ValueError: the capacity cannot be cut evenly.
     """
-    plan = batch.plan(cp.size, cp.rank, prefixes=way == "gather")
-    mine = batch.part(plan)
-    counted = mine.loss_mask[None] > 0
+    plan = batch.plan(cp.size, cp.rank)
+    whole = batch.tokens, batch.targets, batch.loss_mask
+    tokens, targets, mask = (t[plan.rows][None] for t in whole)
     offsets = (batch.offsets, batch.padded_offsets)
-    part = Part(plan, cp, mine.targets[None], counted, weight, way, offsets)
-    return LocalTokens(mine.tokens[None], part)
+    return LocalTokens(tokens, Part(plan, cp, targets, mask > 0, weight, offsets))
 
 
 def loss_weight(num_counted: torch.Tensor, num_microbatches: int, axes: Axes) -> torch.Tensor:

@@ -1,44 +1,28 @@
-"""Attention in blocks: queries that look at some keys, and how blocks join to causal attention.
+"""Causal attention over a context axis: blocks of it by a kernel, joined as keys travel round.
 
 A kernel gives, for its keys alone, the output and the log of the sum of exponentials. Outputs over
 disjoint keys join exactly (Rabe and Staats, 2021; Dao et al., 2022):
 
     lse = log(exp(lse_a) + exp(lse_b))      out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Backward needs no joining: with the joined `lse` and `out` every block gives its own share of the
-gradients. Joins and sums are in float32, in float64 for float64.
-
-Two ways bring a rank's queries and the keys of all ranks together: `ring` and `gather_attention`.
-
-B batch, T local tokens, N query heads, K key-value heads, D width of queries and keys, E of values.
-
-Causal attention over a context axis, keys and values travelling from rank to rank.
-
     step       0            1              2            ...
     rank r     own keys     those of r-1   those of r-2
 
 At each step a rank sends on the keys and values that it works with and receives the next ones
-meanwhile; outputs are joined as they come (Liu, Zaharia and Abbeel, 2023). In backward keys and
-values make the same round, and their gradients follow one step behind, gathering a share on every
-rank, until the last hop brings them home.
-
-A hop is one all-to-all with a single neighbour to send to and one to receive from: on NCCL a
-grouped send and receive, which a graph can hold, and no order of two calls to deadlock on.
-
-Causal attention as the model calls it: kernels of blocks, and the choice between them.
+meanwhile (Liu, Zaharia and Abbeel, 2023). Backward needs no joining: with the joined `lse` and
+`out` every block gives its own share of the gradients. Keys and values make the same round, and
+their gradients follow one step behind, until the last hop brings them home. Joins and sums are in
+float32, in float64 for float64.
 
     TorchKernel     any device and dtype; scores of a block in memory, in float32 or float64
     FlashKernel     CUDA, bf16 or fp16: FlashAttention 2 (Dao, 2023) as torch carries it
 
-Both are `fsdp_core.model.cp_attention.BlockKernel`s. A kernel has no state and waits for
-nothing, so that a graph can hold it.
-
-B batch, T local tokens, N query heads, K key-value heads, D width of queries and keys, E of values.
+Kernels have no state and wait for nothing, so a graph can hold them. B batch, T local tokens, N
+query heads, K key-value heads, D width of queries and keys, E of values.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -49,6 +33,10 @@ from torch.autograd.function import once_differentiable
 from fsdp_core.parallel.context import Block, ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axis
 
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_MAX_WIDTH = 256
+FLASH_WIDTH_MULTIPLE = 8
+
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -58,354 +46,25 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class BlockKernel(Protocol):
     """Attention of queries [B, T, N, D] to keys [B, S, K, D] and values [B, S, K, E].
 
-    `out` is [B, T, N, E] and `lse` [B, T, N], the logarithm of what the softmax divides by. With
-    spans that have offsets B is 1. Neither pass waits for the device. Every query has a key.
+    `out` is [B, T, N, E], in the inputs' dtype or wider, and `lse` [B, T, N], the logarithm of what
+    the softmax divides by, in float32 or wider. With spans that have offsets B is 1. Every query
+    has a key. With `causal` queries and keys of a sequence end together, and a query sees none
+    after it; `scale` is that of the products of queries and keys.
     """
 
     def forward(
         self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
     ) -> Pair:
-        """`out`, in the inputs' dtype or a wider one, and `lse`, in float32 or wider.
-
-        Args:
-            spans: where sequences lie in the queries and in the keys.
-            causal: queries and keys of a sequence end together, and a query sees none after it.
-            scale: of the products of queries and keys.
-        """
+        """`out` and `lse`; `spans` say where sequences lie in the queries and in the keys."""
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        qkv: Three,
-        out_lse: Pair,
-        spans: tuple[Spans, Spans],
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Three:
+        self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
+        *, causal: bool, scale: float,
+    ) -> Three:  # fmt: skip
         """Gradients of q, k and v through this block, given the joined `out` and `lse`."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to accumulate in."""
-    # Not `torch.promote_types`: it is an operator, which every dispatch mode is asked about.
-    return dtype if dtype == torch.float64 else torch.float32
-
-
-def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in another dtype, for results of an `autograd.Function`.
-
-    Compiled by torch 2.11, one that ends in a `to` that changes nothing has gradients of zero: the
-    tensor that comes back is also among the intermediates, which are marked to have none.
-    """
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def merge(one: Pair, other: Pair) -> Pair:
-    """Join attention over disjoint keys; a query keeps its bits where the other `lse` is -inf."""
-    total = torch.logaddexp(one[1], other[1])
-    weights = [torch.exp(lse - total)[..., None] for _, lse in (one, other)]
-    return one[0] * weights[0] + other[0] * weights[1], total
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one attention call is made of, besides its tensors."""
-
-    plan: ContextPlan
-    axis: Axis
-    kernel: BlockKernel
-    scale: float
-
-    def block_forward(self, block: Block, qkv: Three) -> Pair:
-        """A block's output for all queries, wide; queries outside the block have 0 and -inf."""
-        spans = (block.query_spans, block.key_spans)
-        out, lse = self.kernel.forward(
-            _taken(block, qkv), spans, causal=block.causal, scale=self.scale
-        )
-        out = as_dtype(out, wide(out.dtype))
-        if block.queries is None:
-            return out, lse
-        return block.queries.spread(out), block.queries.spread(lse, -math.inf)
-
-    def block_backward(
-        self, block: Block, grad_out: torch.Tensor, qkv: Three, out_lse: Pair
-    ) -> Three:
-        """A block's share of the gradients of all queries, keys and values, wide."""
-        rows, spans = block.queries, (block.query_spans, block.key_spans)
-        if rows is not None:
-            grad_out, out_lse = rows.take(grad_out), (rows.take(out_lse[0]), rows.take(out_lse[1]))
-        grads = self.kernel.backward(
-            grad_out, _taken(block, qkv), out_lse, spans, causal=block.causal, scale=self.scale
-        )
-        dq, dk, dv = (grad.to(wide(grad.dtype)) for grad in grads)
-        if rows is not None:
-            dq = rows.spread(dq)
-        if block.keys is not None:
-            dk, dv = block.keys.spread(dk), block.keys.spread(dv)
-        return dq, dk, dv
-
-
-def _taken(block: Block, qkv: Three) -> Three:
-    q, k, v = qkv
-    if block.queries is not None:
-        q = block.queries.take(q)
-    if block.keys is not None:
-        k, v = block.keys.take(k), block.keys.take(v)
-    return q, k, v
-
-
-class Way(Protocol):
-    """A way to bring a rank's queries and the keys of all ranks together."""
-
-    def forward(self, qkv: Three, task: Task) -> Pair:
-        """Joined output and log-sum-exp of this rank's queries."""
-
-    def backward(self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, task: Task) -> Three:
-        """Gradients of this rank's queries, keys and values, summed over all ranks."""
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, task: Task
-    ) -> torch.Tensor:
-        plan = task.plan
-        # What lies in rows of padding may be anything, NaN too, and 0 times NaN is NaN.
-        qkv = (plan.blank(q), plan.blank(k), plan.blank(v))
-        out, lse = way.forward(qkv, task)
-        # A kernel leaves rows of padding as they come.
-        out, lse = as_dtype(plan.blank(out), q.dtype), plan.blank(lse)
-        ctx.save_for_backward(*qkv, out, lse)
-        ctx.way, ctx.task = way, task
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        task: Task = ctx.task
-        blanked = task.plan.blank(grad_out)
-        grads = ctx.way.backward(blanked, (q, k, v), (out, lse), task)
-        return *(task.plan.blank(grad).to(q.dtype) for grad in grads), None, None
-
-
-def attend(qkv: Three, way: Way, task: Task) -> torch.Tensor:
-    """Causal attention [B, T, N, E] of this rank's queries to the keys of all ranks.
-
-    Rows of padding are zero, and so are their gradients.
-
-    Raises:
-        ValueError: shapes or dtypes that no attention has, or a plan for other tokens or ranks.
-    """
-    _check_tensors(*qkv)
-    plan, axis, q = task.plan, task.axis, qkv[0]
-    if (plan.size, plan.rank) != (axis.size, axis.rank):
-        raise ValueError(
-            f"Expected a plan for rank {axis.rank} of {axis.size}, got one for rank {plan.rank} "
-            f"of {plan.size}."
-        )
-    if q.shape[1] != plan.rows.shape[0]:
-        raise ValueError(f"Expected {plan.rows.shape[0]} local tokens, got {q.shape[1]}.")
-    if plan.spans.offsets is not None and q.shape[0] != 1:
-        raise ValueError(f"Expected a batch of 1 for packed sequences, got {q.shape[0]}.")
-    return cast("torch.Tensor", _Attention.apply(*qkv, way, task))
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-    if any(t.dim() != 4 for t in (q, k, v)):
-        raise ValueError(f"Expected q, k and v of [B, T, heads, width], got {shapes}.")
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"Expected q, k and v of the same batch and tokens, got {shapes}.")
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"Expected as many heads in v as in k, and a multiple in q, got {shapes}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"Expected q and k of equal width, got {shapes}.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"Expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
-
-
-def pack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Several tensors of one dtype as one flat one, so that they travel together."""
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def unpack_tensors(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat` [..., n] in the shapes of `like` behind its leading dims: the inverse."""
-    parts = flat.split([t.numel() for t in like], dim=-1)
-    return [part.unflatten(-1, t.shape) for part, t in zip(parts, like, strict=True)]
-
-
-class Hop:
-    """A tensor on its way to the next rank of an axis, while that of the rank before arrives."""
-
-    def __init__(self, sent: torch.Tensor, axis: Axis) -> None:
-        to_ranks, from_ranks = [0] * axis.size, [0] * axis.size
-        to_ranks[(axis.rank + 1) % axis.size] = sent.numel()
-        from_ranks[(axis.rank - 1) % axis.size] = sent.numel()
-        # Kept until the hop is over: its memory must not be given out again before.
-        self._sent = sent
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(
-            self._received, sent, from_ranks, to_ranks, group=axis.group, async_op=True
-        )
-
-    def wait(self) -> torch.Tensor:
-        """What has arrived; on a GPU the stream waits, not the host."""
-        assert self._work is not None
-        self._work.wait()
-        return self._received
-
-
-def source_of(axis: Axis, step: int) -> int:
-    """Whose keys this rank works with at a step."""
-    return (axis.rank - step) % axis.size
-
-
-class _Ring:
-    """See the module's docstring."""
-
-    def forward(self, qkv: Three, task: Task) -> Pair:
-        q, k, v = qkv
-        plan, axis = task.plan, task.axis
-        joined = None
-        travelling = pack_tensors((k, v)) if axis.size > 1 else None
-        for step in range(axis.size):
-            hop = Hop(travelling, axis) if travelling is not None and step + 1 < axis.size else None
-            part = task.block_forward(plan.ring_block(source_of(axis, step)), (q, k, v))
-            joined = part if joined is None else merge(joined, part)
-            if hop is not None:
-                travelling = hop.wait()
-                k, v = unpack_tensors(travelling, (k, v))
-        assert joined is not None
-        return joined
-
-    def backward(self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, task: Task) -> Three:
-        q, k, v = qkv
-        plan, axis = task.plan, task.axis
-        dq, dk, dv = task.block_backward(plan.ring_block(axis.rank), grad_out, qkv, out_lse)
-        if axis.size == 1:
-            return dq, dk, dv
-        travelling = pack_tensors((k, v))
-        gathering = pack_tensors((dk, dv))
-        for step in range(1, axis.size):
-            hop, grad_hop = Hop(travelling, axis), Hop(gathering, axis)
-            travelling = hop.wait()
-            k, v = unpack_tensors(travelling, (k, v))
-            block = plan.ring_block(source_of(axis, step))
-            more_dq, dk, dv = task.block_backward(block, grad_out, (q, k, v), out_lse)
-            dq = dq + more_dq
-            gathering = grad_hop.wait() + pack_tensors((dk, dv))
-        dk, dv = unpack_tensors(Hop(gathering, axis).wait(), (dk, dv))
-        return dq, dk, dv
-
-
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    plan: ContextPlan,
-    axis: Axis,
-    kernel: BlockKernel,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention with keys and values sent round the axis. `attend` says more.
-
-    Args:
-        q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
-
-    Returns:
-        [B, T, N, E].
-
-    Raises:
-        ValueError: shapes or dtypes that no attention has, or a plan for other tokens or ranks.
-    """
-    return attend((q, k, v), _Ring(), Task(plan, axis, kernel, scale))
-
-
-# torch 2.13 renamed both; the old names warn there and the new ones are absent before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def gather_rows(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """[B, T, ...] of each rank -> [B, size * T, ...], rank after rank."""
-    if axis.size == 1:
-        return [k, v]
-    mine = pack_tensors((k, v))
-    everyone = mine.new_empty(axis.size * mine.numel())
-    _all_gather(everyone, mine, group=axis.group)
-    by_rank = unpack_tensors(everyone.view(axis.size, -1), (k, v))
-    return [t.transpose(0, 1).flatten(1, 2) for t in by_rank]
-
-
-def scatter_sum(dk: torch.Tensor, dv: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """[B, size * T, ...], rank after rank -> this rank's [B, T, ...], summed over the ranks."""
-    if axis.size == 1:
-        return [dk, dv]
-    parts = [t.unflatten(1, (axis.size, -1)).transpose(0, 1) for t in (dk, dv)]
-    everyone = torch.cat([part.flatten(1) for part in parts], dim=1)
-    mine = everyone.new_empty(everyone.shape[1])
-    _reduce_scatter(mine, everyone.flatten(), group=axis.group)
-    return unpack_tensors(mine, [part[0] for part in parts])
-
-
-class _Gather:
-    """See the module's docstring."""
-
-    def forward(self, qkv: Three, task: Task) -> Pair:
-        q, k, v = qkv
-        k, v = gather_rows(k, v, task.axis)
-        first, *rest = (task.block_forward(b, (q, k, v)) for b in task.plan.gather_blocks())
-        for part in rest:
-            first = merge(first, part)
-        return first
-
-    def backward(self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, task: Task) -> Three:
-        q, k, v = qkv
-        k, v = gather_rows(k, v, task.axis)
-        shares = (
-            task.block_backward(block, grad_out, (q, k, v), out_lse)
-            for block in task.plan.gather_blocks()
-        )
-        dq, dk, dv = next(shares)
-        for more_dq, more_dk, more_dv in shares:
-            dq, dk, dv = dq + more_dq, dk + more_dk, dv + more_dv
-        dk, dv = scatter_sum(dk, dv, task.axis)
-        return dq, dk, dv
-
-
-def gather_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    plan: ContextPlan,
-    axis: Axis,
-    kernel: BlockKernel,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention with keys and values gathered; `plan` must be made with `prefixes=True`.
-
-    Args:
-        q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
-
-    Returns:
-        [B, T, N, E].
-
-    Raises:
-        ValueError: shapes or dtypes that no attention has, or a plan for other tokens or ranks.
-    """
-    return attend((q, k, v), _Gather(), Task(plan, axis, kernel, scale))
-
-
-WAYS = ("ring", "gather")
-"""How keys and values reach the ranks of a context axis."""
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_MAX_WIDTH = 256
-FLASH_WIDTH_MULTIPLE = 8
+# ---- kernels
 
 
 class TorchKernel:
@@ -423,15 +82,9 @@ class TorchKernel:
         return _by_token(out, time), _by_token(lse, time)[..., 0]
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        qkv: Three,
-        out_lse: Pair,
-        spans: tuple[Spans, Spans],
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Three:
+        self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
+        *, causal: bool, scale: float,
+    ) -> Three:  # fmt: skip
         """See `BlockKernel.backward`; gradients are wide."""
         time, kv_heads = qkv[0].shape[1], qkv[1].shape[2]
         q, k, v = (_by_head(t, kv_heads) for t in qkv)
@@ -459,14 +112,9 @@ def _by_token(x: torch.Tensor, time: int) -> torch.Tensor:
 
 
 def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    time: int,
-    spans: tuple[Spans, Spans],
-    *,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, time: int, spans: tuple[Spans, Spans],
+    *, causal: bool, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """[B, K, N / K * T, S], -inf where a query does not see a key."""
     scores = q @ k.transpose(-1, -2) * scale
     if not causal and spans[0].offsets is None:
@@ -516,21 +164,14 @@ class FlashKernel:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_flash_spans(spans), 0.0, causal, False, scale=scale
         )
-        # [B, N, T], or [N, T] of packed sequences.
-        lse = lse[None] if packed else lse
-        out = out[None] if packed else out
+        if packed:  # [T, N, E] and [N, T]
+            out, lse = out[None], lse[None]
         return out[..., : qkv[2].shape[-1]], lse.transpose(1, 2)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        qkv: Three,
-        out_lse: Pair,
-        spans: tuple[Spans, Spans],
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Three:
+        self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
+        *, causal: bool, scale: float,
+    ) -> Three:  # fmt: skip
         """See `BlockKernel.backward`."""
         width, packed = _flash_width(qkv), spans[0].offsets is not None
         grad, q, k, v, out = (
@@ -575,40 +216,205 @@ def kernel_for(q: torch.Tensor, v: torch.Tensor) -> BlockKernel:
     return TorchKernel()
 
 
-def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    plan: ContextPlan,
-    axis: Axis,
-    way: str = "ring",
-    scale: float | None = None,
+# ---- joined over the ranks of an axis
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to accumulate in."""
+    # Not `torch.promote_types`: it is an operator, which every dispatch mode is asked about.
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in another dtype, for results of an `autograd.Function`.
+
+    Compiled by torch 2.11, one that ends in a `to` that changes nothing has gradients of zero: the
+    tensor that comes back is also among the intermediates, which are marked to have none.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def merge(one: Pair, other: Pair) -> Pair:
+    """Join attention over disjoint keys; a query keeps its bits where the other `lse` is -inf."""
+    total = torch.logaddexp(one[1], other[1])
+    weights = [torch.exp(lse - total)[..., None] for _, lse in (one, other)]
+    return one[0] * weights[0] + other[0] * weights[1], total
+
+
+def _block_forward(block: Block, qkv: Three, kernel: BlockKernel, scale: float) -> Pair:
+    """A block's output for all queries, wide; queries outside the block have 0 and -inf."""
+    spans = (block.query_spans, block.key_spans)
+    out, lse = kernel.forward(_taken(block, qkv), spans, causal=block.causal, scale=scale)
+    out = as_dtype(out, wide(out.dtype))
+    if block.queries is None:
+        return out, lse
+    return block.queries.spread(out), block.queries.spread(lse, -math.inf)
+
+
+def _block_backward(
+    block: Block, grad_out: torch.Tensor, qkv: Three, out_lse: Pair,
+    kernel: BlockKernel, scale: float,
+) -> Three:  # fmt: skip
+    """A block's share of the gradients of all queries, keys and values, wide."""
+    rows, spans = block.queries, (block.query_spans, block.key_spans)
+    if rows is not None:
+        grad_out, out_lse = rows.take(grad_out), (rows.take(out_lse[0]), rows.take(out_lse[1]))
+    grads = kernel.backward(
+        grad_out, _taken(block, qkv), out_lse, spans, causal=block.causal, scale=scale
+    )
+    dq, dk, dv = (grad.to(wide(grad.dtype)) for grad in grads)
+    if rows is not None:
+        dq = rows.spread(dq)
+    if block.keys is not None:
+        dk, dv = block.keys.spread(dk), block.keys.spread(dv)
+    return dq, dk, dv
+
+
+def _taken(block: Block, qkv: Three) -> Three:
+    q, k, v = qkv
+    if block.queries is not None:
+        q = block.queries.take(q)
+    if block.keys is not None:
+        k, v = block.keys.take(k), block.keys.take(v)
+    return q, k, v
+
+
+def pack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Several tensors of one dtype as one flat one, so that they travel together."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unpack_tensors(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of `flat` [..., n] in the shapes of `like` behind its leading dims: the inverse."""
+    parts = flat.split([t.numel() for t in like], dim=-1)
+    return [part.unflatten(-1, t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+class Hop:
+    """A tensor on its way to the next rank of an axis, while that of the rank before arrives."""
+
+    def __init__(self, sent: torch.Tensor, axis: Axis) -> None:
+        to_ranks, from_ranks = [0] * axis.size, [0] * axis.size
+        to_ranks[(axis.rank + 1) % axis.size] = sent.numel()
+        from_ranks[(axis.rank - 1) % axis.size] = sent.numel()
+        # Kept until the hop is over: its memory must not be given out again before.
+        self._sent = sent
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(
+            self._received, sent, from_ranks, to_ranks, group=axis.group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """What has arrived; on a GPU the stream waits, not the host."""
+        assert self._work is not None
+        self._work.wait()
+        return self._received
+
+
+def source_of(axis: Axis, step: int) -> int:
+    """Whose keys this rank works with at a step."""
+    return (axis.rank - step) % axis.size
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        plan: ContextPlan, axis: Axis, kernel: BlockKernel, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        # What lies in rows of padding may be anything, NaN too, and 0 times NaN is NaN.
+        qkv = q, k, v = plan.blank(q), plan.blank(k), plan.blank(v)
+        joined = None
+        travelling = pack_tensors((k, v)) if axis.size > 1 else None
+        for step in range(axis.size):
+            hop = Hop(travelling, axis) if travelling is not None and step + 1 < axis.size else None
+            block = plan.ring_block(source_of(axis, step))
+            part = _block_forward(block, (q, k, v), kernel, scale)
+            joined = part if joined is None else merge(joined, part)
+            if hop is not None:
+                travelling = hop.wait()
+                k, v = unpack_tensors(travelling, (k, v))
+        assert joined is not None
+        # A kernel leaves rows of padding as they come.
+        out, lse = as_dtype(plan.blank(joined[0]), q.dtype), plan.blank(joined[1])
+        ctx.save_for_backward(*qkv, out, lse)
+        ctx.how = plan, axis, kernel, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, axis, kernel, scale = ctx.how
+        grad_out = plan.blank(grad_out)
+        block = plan.ring_block(axis.rank)
+        dq, dk, dv = _block_backward(block, grad_out, (q, k, v), (out, lse), kernel, scale)
+        if axis.size > 1:
+            travelling, gathering = pack_tensors((k, v)), pack_tensors((dk, dv))
+            for step in range(1, axis.size):
+                hop, grad_hop = Hop(travelling, axis), Hop(gathering, axis)
+                travelling = hop.wait()
+                k, v = unpack_tensors(travelling, (k, v))
+                block = plan.ring_block(source_of(axis, step))
+                more_dq, dk, dv = _block_backward(
+                    block, grad_out, (q, k, v), (out, lse), kernel, scale
+                )
+                dq = dq + more_dq
+                gathering = grad_hop.wait() + pack_tensors((dk, dv))
+            dk, dv = unpack_tensors(Hop(gathering, axis).wait(), (dk, dv))
+        grads = (plan.blank(grad).to(q.dtype) for grad in (dq, dk, dv))
+        return *grads, None, None, None, None
+
+
+def ring_attention(
+    qkv: Three, *, plan: ContextPlan, axis: Axis, kernel: BlockKernel, scale: float
 ) -> torch.Tensor:
+    """`causal_attention` by a kernel, of tensors that fit."""
+    return cast("torch.Tensor", _RingAttention.apply(*qkv, plan, axis, kernel, scale))
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, plan: ContextPlan, axis: Axis, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of this rank's queries to the keys of all ranks of a context axis.
 
     Args:
         q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
-        plan: which tokens these are; `way` "gather" needs one made with `prefixes=True`.
-        way: "ring" or "gather".
+        plan: which tokens these are.
         scale: of the products of queries and keys, 1 / sqrt(D) unless given.
 
     Returns:
-        [B, T, N, E]; rows of padding are zero.
+        [B, T, N, E]; rows of padding are zero, and so are their gradients.
 
     Raises:
-        ValueError: an unknown way, shapes or dtypes that no attention has, or a plan for other
-            tokens or ranks.
+        ValueError: shapes or dtypes that no attention has, or a plan for other tokens or ranks.
     """
-    if way not in WAYS:
-        raise ValueError(f"Expected way to be one of {', '.join(WAYS)}, got {way!r}.")
-    attention = ring_attention if way == "ring" else gather_attention
-    return attention(
-        q,
-        k,
-        v,
-        plan=plan,
-        axis=axis,
-        kernel=kernel_for(q, v),
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-    )
+    _check(q, k, v, plan, axis)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return ring_attention((q, k, v), plan=plan, axis=axis, kernel=kernel_for(q, v), scale=scale)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, axis: Axis
+) -> None:
+    shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+    if any(t.dim() != 4 for t in (q, k, v)):
+        raise ValueError(f"Expected q, k and v of [B, T, heads, width], got {shapes}.")
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(f"Expected q, k and v of the same batch and tokens, got {shapes}.")
+    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"Expected as many heads in v as in k, and a multiple in q, got {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"Expected q and k of equal width, got {shapes}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"Expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if (plan.size, plan.rank) != (axis.size, axis.rank):
+        raise ValueError(
+            f"Expected a plan for rank {axis.rank} of {axis.size}, got one for rank {plan.rank} "
+            f"of {plan.size}."
+        )
+    if q.shape[1] != plan.rows.shape[0]:
+        raise ValueError(f"Expected {plan.rows.shape[0]} local tokens, got {q.shape[1]}.")
+    if plan.spans.offsets is not None and q.shape[0] != 1:
+        raise ValueError(f"Expected a batch of 1 for packed sequences, got {q.shape[0]}.")

@@ -137,8 +137,6 @@ class ContextPlan:
         spans: where sequences lie in the local tokens.
         half_spans: where they lie in the early, or the late, halves alone.
         halves: the local tokens of the early and of the late chunks; None for size 1.
-        prefixes: for either half, the keys up to its chunk's end among the gathered tokens of all
-            ranks, rank after rank, and where sequences lie in them; None unless asked for.
     """
 
     size: int
@@ -149,7 +147,6 @@ class ContextPlan:
     spans: Spans
     half_spans: Spans
     halves: tuple[Rows, Rows] | None
-    prefixes: tuple[tuple[Rows, Spans], tuple[Rows, Spans]] | None
 
     def ring_block(self, source: int) -> Block:
         """What this rank's queries see of the keys of rank `source`.
@@ -164,21 +161,6 @@ class ContextPlan:
         if source < self.rank:
             return Block(None, early, self.spans, self.half_spans, causal=False)
         return Block(late, None, self.half_spans, self.spans, causal=False)
-
-    def gather_blocks(self) -> tuple[Block, ...]:
-        """What this rank's queries see of the keys of all ranks: a block for either half.
-
-        Raises:
-            ValueError: the plan was made without `prefixes`.
-        """
-        if self.size == 1:
-            return (self.ring_block(self.rank),)
-        if self.prefixes is None or self.halves is None:
-            raise ValueError("Expected a plan made with prefixes=True, got one without.")
-        return tuple(
-            Block(half, keys, self.half_spans, spans, causal=True)
-            for half, (keys, spans) in zip(self.halves, self.prefixes, strict=True)
-        )
 
     def blank(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] with zeros in the rows of padding, whatever was in them."""
@@ -234,22 +216,6 @@ class _Cut:
             Rows(early + _lengths(starts)[sequence], torch.where(self.late, place, num)),
         )
 
-    def prefix(self, num_chunks: int) -> Rows:
-        """First `num_chunks` chunks of each sequence, among the tokens of rank 0, rank 1, ..."""
-        size, local = self.size, self.total // self.size
-        starts = self.starts // (2 * size)
-        num = self.total // (2 * size) * num_chunks
-        sequence, inside = _place(starts * num_chunks, num)
-        length = _lengths(starts)[sequence]
-        chunk = inside // length
-        late = chunk >= size
-        owner = torch.where(late, 2 * size - 1 - chunk, chunk)
-        index = owner * local + starts[sequence] * 2 + inside % length + late * length
-        ranks = torch.arange(size, device=self.starts.device)[:, None]
-        held = torch.where(self.late, 2 * size - 1 - ranks, ranks)
-        place = starts[self.sequence] * num_chunks + held * self.chunk + self.within
-        return Rows(index, torch.where(held < num_chunks, place, num).flatten())
-
 
 def _lengths(starts: torch.Tensor) -> torch.Tensor:
     return starts[1:] - starts[:-1]
@@ -262,9 +228,7 @@ def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return sequence, token - starts[sequence]
 
 
-def dense_plan(
-    length: int, size: int, rank: int, device: torch.device, *, prefixes: bool = False
-) -> ContextPlan:
+def dense_plan(length: int, size: int, rank: int, device: torch.device) -> ContextPlan:
     """The plan of a batch whose rows are one sequence of `length` tokens each.
 
     Raises:
@@ -273,7 +237,7 @@ def dense_plan(
     if size == 1:
         rows = torch.arange(length, device=device)
         spans = Spans(None, length)
-        return ContextPlan(1, 0, rows, rows, None, spans, spans, None, None)
+        return ContextPlan(1, 0, rows, rows, None, spans, spans, None)
     chunk = chunk_length(length, size)
     cut = _Cut.of(torch.arange(2, device=device) * length, length, size)
     rows = _rows(cut, rank)
@@ -286,18 +250,11 @@ def dense_plan(
         spans=Spans(None, 2 * chunk),
         half_spans=Spans(None, chunk),
         halves=cut.halves(),
-        prefixes=_prefixes(cut, rank, packed=False) if prefixes else None,
     )
 
 
 def packed_plan(
-    lengths: torch.Tensor,
-    padded_offsets: torch.Tensor,
-    total: int,
-    size: int,
-    rank: int,
-    *,
-    prefixes: bool = False,
+    lengths: torch.Tensor, padded_offsets: torch.Tensor, total: int, size: int, rank: int
 ) -> ContextPlan:
     """The plan of one row of packed sequences.
 
@@ -329,7 +286,6 @@ def packed_plan(
         spans=cut.spans(2),
         half_spans=cut.spans(1),
         halves=cut.halves() if size > 1 else None,
-        prefixes=_prefixes(cut, rank, packed=True) if prefixes and size > 1 else None,
     )
 
 
@@ -338,17 +294,6 @@ def _rows(cut: _Cut, rank: int) -> torch.Tensor:
     early, late = chunks_of(cut.size, rank)
     chunk = torch.where(cut.late, late, early)
     return cut.starts[cut.sequence] + chunk * cut.chunk + cut.within
-
-
-def _prefixes(
-    cut: _Cut, rank: int, *, packed: bool
-) -> tuple[tuple[Rows, Spans], tuple[Rows, Spans]]:
-    def prefix(chunk: int) -> tuple[Rows, Spans]:
-        spans = cut.spans(chunk + 1)
-        return cut.prefix(chunk + 1), spans if packed else Spans(None, spans.max_len)
-
-    early, late = chunks_of(cut.size, rank)
-    return prefix(early), prefix(late)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,6 @@ def _leaves_of(part: Part) -> Iterator[Leaf]:
     yield from _leaves("plan", part.plan)
     yield from _leaves("packed", part.packed)
     yield "context group", part.cp.group
-    yield "way", part.way
     yield "tokens", tuple(part.targets.shape)
 
 

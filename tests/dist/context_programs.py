@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp_core.model import cp_attention as gather_attention
 from fsdp_core.model import cp_attention as ring
-from fsdp_core.model.batch import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
+from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding_multiple
 from fsdp_core.model.cp_attention import Pair, causal_attention, unpack_tensors
 from fsdp_core.parallel.context import ContextPlan, dense_plan
 from fsdp_core.parallel.mesh import Axis
@@ -87,11 +86,11 @@ def plain_order(length: int, axis: Axis) -> list[int]:
 
 
 def run_attention(
-    inputs: Inputs, way: str, plan: ContextPlan, axis: Axis, scale: float | None = None
+    inputs: Inputs, plan: ContextPlan, axis: Axis, scale: float | None = None
 ) -> dict[str, torch.Tensor]:
     """Attention and its gradients, of this rank's inputs."""
     q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
-    out = causal_attention(q, k, v, plan=plan, axis=axis, way=way, scale=scale)
+    out = causal_attention(q, k, v, plan=plan, axis=axis, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs[3])
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
@@ -112,15 +111,15 @@ def largest(errors: list[Errors]) -> Errors:
 
 
 def dense_errors(
-    way: str, shape: Shape, dtype: torch.dtype, order: Callable[[int, Axis], list[int]] = zigzag
+    shape: Shape, dtype: torch.dtype, order: Callable[[int, Axis], list[int]] = zigzag
 ) -> Errors:
     """Worst errors of a batch of whole sequences."""
     axis = world_axis()
     inputs = draw(shape, BATCH, LENGTH, dtype)
     rows = order(LENGTH, axis)
-    plan = dense_plan(LENGTH, axis.size, axis.rank, CPU, prefixes=way == "gather")
+    plan = dense_plan(LENGTH, axis.size, axis.rank, CPU)
     q, k, v, grad = (t[:, rows] for t in inputs)
-    got = run_attention((q, k, v, grad), way, plan, axis)
+    got = run_attention((q, k, v, grad), plan, axis)
     found = []
     for b in range(BATCH):
         q, k, v, grad = (t[b].double() for t in inputs)
@@ -132,11 +131,10 @@ def dense_errors(
     return largest(found)
 
 
-def all_dense_errors() -> dict[tuple[str, str, str], Errors]:
-    """Worst errors of every way, shape and dtype."""
+def all_dense_errors() -> dict[tuple[str, str], Errors]:
+    """Worst errors of every shape and dtype."""
     return {
-        (way, name, dtype): dense_errors(way, shape, DTYPES[dtype])
-        for way in ("ring", "gather")
+        (name, dtype): dense_errors(shape, DTYPES[dtype])
         for name, shape in SHAPES.items()
         for dtype in DTYPES
     }
@@ -156,23 +154,6 @@ def swapped_step(axis: Axis, step: int) -> int:
     return (axis.rank + step) % axis.size
 
 
-def swapped_halves(plan: ContextPlan) -> tuple[object, ...]:
-    """The early half looks at what the late one should see, and the other way round."""
-    early, late = ContextPlan_gather_blocks(plan)
-    return (
-        type(early)(late.queries, early.keys, early.query_spans, early.key_spans, causal=True),
-        type(late)(early.queries, late.keys, late.query_spans, late.key_spans, causal=True),
-    )
-
-
-ContextPlan_gather_blocks = ContextPlan.gather_blocks
-
-
-def own_share(dk: torch.Tensor, dv: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """This rank's rows of its own gradients, those of the other ranks forgotten."""
-    return [t.unflatten(1, (axis.size, -1))[:, axis.rank] for t in (dk, dv)]
-
-
 class LostHome:
     """A hop that brings back what was sent: gradients do not get home."""
 
@@ -190,8 +171,6 @@ def planted(fault: str) -> Iterator[None]:
     patches: dict[str, contextlib.AbstractContextManager[Any]] = {
         "merge weight": mock.patch.object(ring, "merge", merge_without_weight),
         "swapped step": mock.patch.object(ring, "source_of", swapped_step),
-        "swapped halves": mock.patch.object(ContextPlan, "gather_blocks", swapped_halves),
-        "own share": mock.patch.object(gather_attention, "scatter_sum", own_share),
         "no travel": mock.patch.object(ring, "Hop", LostHome),
         "plain order": contextlib.nullcontext(),
         "swapped keys and values": mock.patch.object(
@@ -202,11 +181,11 @@ def planted(fault: str) -> Iterator[None]:
         yield
 
 
-def errors_under(fault: str, way: str) -> dict[str, Errors]:
+def errors_under(fault: str) -> dict[str, Errors]:
     """Worst errors with a planted fault, of every dtype."""
     order = plain_order if fault == "plain order" else zigzag
     with planted(fault):
-        return {name: dense_errors(way, SHAPES["mla"], dtype, order)
+        return {name: dense_errors(SHAPES["mla"], dtype, order)
                 for name, dtype in DTYPES.items()}  # fmt: skip
 
 
@@ -216,36 +195,33 @@ DOCUMENTS = (5, 1, 16, 9, 23)
 SLOTS = 8
 
 
-def packed_batch(lengths: tuple[int, ...], tokens: int, size: int, tail: Tail) -> PackedBatch:
+def packed_batch(lengths: tuple[int, ...], tokens: int, size: int) -> PackedBatch:
     """Documents of these lengths; what their tokens are does not matter here."""
     multiple = padding_multiple(size, 1, sequence_parallel=False)
     documents = [Document(torch.arange(n) + 1, torch.arange(n) + 2) for n in lengths]
-    return pack(documents, Capacity(tokens=tokens, slots=SLOTS, multiple=multiple, tail=tail))
+    return pack(documents, Capacity(tokens=tokens, slots=SLOTS, multiple=multiple))
 
 
-def packed_errors(
-    way: str, lengths: tuple[int, ...], tail_name: str, dtype_name: str, tokens: int
-) -> Errors:
+def packed_errors(lengths: tuple[int, ...], dtype_name: str, tokens: int) -> Errors:
     """Worst errors over sequences packed together, each against itself alone.
 
     Rows of padding hold NaN, in inputs and in the gradient of the output; they must come out as
-    zeros. The tokens of a counted tail are noise that no loss looks at.
+    zeros.
     """
-    axis, tail, dtype = world_axis(), Tail(tail_name), DTYPES[dtype_name]
+    axis, dtype = world_axis(), DTYPES[dtype_name]
     shape = SHAPES["mla"]
-    batch = packed_batch(lengths, tokens, axis.size, tail)
-    plan = batch.plan(axis.size, axis.rank, prefixes=way == "gather")
+    batch = packed_batch(lengths, tokens, axis.size)
+    plan = batch.plan(axis.size, axis.rank)
     whole = draw(shape, 1, tokens, dtype)
     starts = batch.padded_offsets.tolist()
     real = {starts[d] + i: (d, i) for d, n in enumerate(lengths) for i in range(n)}
     padding = [row for row in range(tokens) if row not in real]
-    for tensor in whole[:3] if tail is not Tail.COUNTED else ():
+    for tensor in whole:
         tensor[:, padding] = math.nan
-    whole[3][:, padding] = 0.0 if tail is Tail.COUNTED else math.nan
 
     rows = plan.rows.tolist()
     q, k, v, grad = (t[:, rows] for t in whole)
-    got = {n: t[0] for n, t in run_attention((q, k, v, grad), way, plan, axis).items()}
+    got = {n: t[0] for n, t in run_attention((q, k, v, grad), plan, axis).items()}
     found = []
     for d, length in enumerate(lengths):
         inside = slice(starts[d], starts[d] + length)
@@ -257,26 +233,15 @@ def packed_errors(
         found.append(compare(got, expected, mine, [real[rows[i]][1] for i in mine]))
     blank = [i for i, row in enumerate(rows) if row not in real]
     for name in RESULTS:
-        if name != "out" or tail is not Tail.COUNTED:
-            assert not got[name][blank].any(), (name, "padding is not zero")
+        assert not got[name][blank].any(), (name, "padding is not zero")
     return largest([*found, dict.fromkeys(RESULTS, 0.0)])
 
 
-def all_packed_errors(tokens: int) -> dict[tuple[str, str, str], Errors]:
-    """Worst errors of every way, tail and of two dtypes."""
-    return {
-        (way, tail.value, dtype): packed_errors(way, DOCUMENTS, tail.value, dtype, tokens)
-        for way in ("ring", "gather")
-        for tail in Tail
-        for dtype in ("float64", "bfloat16")
-    }
+def all_packed_errors(tokens: int) -> dict[str, Errors]:
+    """Worst errors of two dtypes."""
+    return {dtype: packed_errors(DOCUMENTS, dtype, tokens) for dtype in ("float64", "bfloat16")}
 
 
-def sparse_packs_errors(tokens: int) -> dict[tuple[str, str, tuple[int, ...]], Errors]:
+def sparse_packs_errors(tokens: int) -> dict[tuple[int, ...], Errors]:
     """The same of packs that leave ranks without a valid token, of some sequences or of all."""
-    return {
-        (way, tail.value, lengths): packed_errors(way, lengths, tail.value, "float64", tokens)
-        for way in ("ring", "gather")
-        for tail in Tail
-        for lengths in ((), (1,), (3, 2))
-    }
+    return {lengths: packed_errors(lengths, "float64", tokens) for lengths in ((), (1,), (3, 2))}

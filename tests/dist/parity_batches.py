@@ -118,15 +118,15 @@ def whole_share(batch: Batch, microbatch: int, cp: Axis, weight: float) -> Share
     """All of a microbatch, for one process."""
     packs = batch.packs(microbatch)
     if not batch.is_packed:
-        return _dense(packs, cp, "ring")
+        return _dense(packs, cp)
     documents = [document for each in packs for document in each]
     room = sum(-(-len(d.tokens) // 2) * 2 for d in documents)
     return _packed([documents], numbered([documents]), Capacity(
-        tokens=room, slots=len(documents) + 1, multiple=2), cp, weight, "ring")  # fmt: skip
+        tokens=room, slots=len(documents) + 1, multiple=2), cp, weight)  # fmt: skip
 
 
 def rank_share(
-    batch: Batch, microbatch: int, place: tuple[int, int], cp: Axis, weight: float, way: str,
+    batch: Batch, microbatch: int, place: tuple[int, int], cp: Axis, weight: float,
     multiple: tuple[int, bool] = (1, False), *, device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     """The part of the data-parallel rank `place` = (rank, ranks), and of the rank of `cp`.
@@ -139,7 +139,7 @@ def rank_share(
     rank, ranks = place
     mine = slice(rank * len(packs) // ranks, (rank + 1) * len(packs) // ranks)
     if not batch.is_packed:
-        return _dense(packs, cp, way, numbers, mine, device)
+        return _dense(packs, cp, numbers, mine, device)
     tp, sequence_parallel = multiple
     merged = [[d for each in part[mine] for d in each] for part in (packs, numbers)]
     capacity = Capacity(
@@ -147,11 +147,11 @@ def rank_share(
         slots=len(merged[0]) + 2,
         multiple=padding_multiple(cp.size, tp, sequence_parallel=sequence_parallel),
     )
-    return _packed([merged[0]], [merged[1]], capacity, cp, weight, way, device)
+    return _packed([merged[0]], [merged[1]], capacity, cp, weight, device)
 
 
 def _dense(
-    packs: list[list[Document]], cp: Axis, way: str,
+    packs: list[list[Document]], cp: Axis,
     numbers: list[list[Document]] | None = None, mine: slice = slice(None),
     device: torch.device = CPU,
 ) -> Share:  # fmt: skip
@@ -161,16 +161,16 @@ def _dense(
         for key in ("tokens", "targets")
     )
     ids = torch.stack([p[0].tokens for p in numbers[mine]])
-    return Share(dense_part(tokens, targets, cp, way), dense_part(ids, ids, cp, way).tokens)
+    return Share(dense_part(tokens, targets, cp), dense_part(ids, ids, cp).tokens)
 
 
 def _packed(
     packs: list[list[Document]], numbers: list[list[Document]], capacity: Capacity, cp: Axis,
-    weight: float, way: str, device: torch.device = CPU,
+    weight: float, device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     batch, ids = pack(packs[0], capacity), pack(numbers[0], capacity)
-    local = packed_part(batch.to(device), cp, weight, way)
-    there = packed_part(_like(ids, batch), cp, weight, way)
+    local = packed_part(batch.to(device), cp, weight)
+    there = packed_part(_like(ids, batch), cp, weight)
     own, valid = there.tokens, there.part.plan.valid
     return Share(local, own if valid is None else own.masked_fill(~valid[None], -1))
 

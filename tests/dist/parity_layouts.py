@@ -14,7 +14,7 @@ EIGHTH_INIT_STD = 0.02
 """Of weights that are multiplied in eight bits: larger ones multiply their rounding errors too."""
 
 Degrees = dict[str, Any]
-"""Of `ParallelConfig`, and `way` and `packed` of `Layout` and `packs_of`."""
+"""Of `ParallelConfig`, and `packed` of `packs_of`."""
 
 SP: Degrees = {"sequence_parallel": True}
 LAYOUTS: dict[str, Degrees] = {
@@ -29,7 +29,6 @@ LAYOUTS: dict[str, Degrees] = {
     "DP2xCP2xTP2 ETP2": {"dp": 2, "cp": 2, "tp": 2, "etp": 2},
     "DP2xCP2xTP2 SP": {"dp": 2, "cp": 2, "tp": 2} | SP,
     "CP4": {"cp": 4},
-    "CP4 gather": {"cp": 4, "way": "gather"},
     "CP4 packed": {"cp": 4, "packed": True},
     "EP4": {"dp": 4, "ep": 4},
     "EP4 CP2 packed": {"dp": 2, "cp": 2, "ep": 4, "packed": True},
@@ -55,7 +54,6 @@ LAYOUTS_OF_4: dict[str, Degrees] = {
     "CP2xTP2 SP": {"cp": 2, "tp": 2} | SP,
     "CP2xTP2 ETP2": {"cp": 2, "tp": 2, "etp": 2},
     "CP4": LAYOUTS["CP4"],
-    "CP4 gather": LAYOUTS["CP4 gather"],
     "CP4 packed": LAYOUTS["CP4 packed"],
     "EP4": LAYOUTS["EP4"],
     "EP4 CP2 packed": LAYOUTS["EP4 CP2 packed"],
@@ -83,9 +81,9 @@ def layout_of(
 ) -> tuple[Layout, tuple[int, ...]]:
     """A layout of the matrix, and which ranks share its packs."""
     degrees = dict(ALL[name])
-    packed, way = degrees.pop("packed", False), degrees.pop("way", "ring")
+    packed = degrees.pop("packed", False)
     parallel = ParallelConfig(**degrees)
-    layout = Layout(parallel, dtype, way, fault=fault, backend=backend, device=device)
+    layout = Layout(parallel, dtype, fault=fault, backend=backend, device=device)
     return layout, packs_of(parallel, packed=packed)
 
 

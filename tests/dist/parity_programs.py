@@ -72,14 +72,12 @@ class Layout:
     """How it is trained.
 
     Attributes:
-        way: of context parallelism.
         fault: planted.
         backend, device: of the ranks; what they are compared with is torch on the CPU.
     """
 
     parallel: ParallelConfig
     dtype: str = "fp64"
-    way: str = "ring"
     strategy: str = "optim_grads_params"
     fault: str = ""
     backend: str = "torch"
@@ -303,9 +301,7 @@ def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:
         else:
             at = place.context.layout(batch.sizes[number])
             where, cp = (at.pack, at.num_packs), place.context.axis(at.size)
-        shares.append(
-            rank_share(batch, number, where, cp, weight, layout.way, multiple, device=device)
-        )
+        shares.append(rank_share(batch, number, where, cp, weight, multiple, device=device))
     return shares
 
 

@@ -19,7 +19,7 @@ PACK_TOKENS = 112
 
 @pytest.mark.parametrize("size", SIZES)
 def test_attention_is_that_of_one_process(warm_ranks: RankPool, size: int) -> None:
-    """Outputs and all gradients, both ways, GQA and MLA shapes, are off by rounding alone."""
+    """Outputs and all gradients, GQA and MLA shapes, are off by rounding alone."""
     for rank, cases in enumerate(warm_ranks.run(all_dense_errors, world_size=size)):
         for case, errors in cases.items():
             assert max(errors.values()) <= 1.0, (rank, case, errors)
@@ -27,7 +27,7 @@ def test_attention_is_that_of_one_process(warm_ranks: RankPool, size: int) -> No
 
 @pytest.mark.parametrize("size", SIZES)
 def test_packed_sequences_are_as_if_alone(warm_ranks: RankPool, size: int) -> None:
-    """Each packed sequence has the attention it has by itself, whatever the tail is taken for."""
+    """Each packed sequence has the attention it has by itself."""
     for rank, cases in enumerate(warm_ranks.run(all_packed_errors, PACK_TOKENS, world_size=size)):
         for case, errors in cases.items():
             assert max(errors.values()) <= 1.0, (rank, case, errors)
@@ -36,28 +36,25 @@ def test_packed_sequences_are_as_if_alone(warm_ranks: RankPool, size: int) -> No
 def test_ranks_without_a_valid_token(warm_ranks: RankPool) -> None:
     """An empty pack, or one of a single token, is right on the ranks that have none of it too."""
     for cases in warm_ranks.run(sparse_packs_errors, PACK_TOKENS, world_size=4):
-        assert len(cases) == 18
+        assert len(cases) == 3
         for case, errors in cases.items():
             assert max(errors.values()) <= 1.0, (case, errors)
 
 
 @pytest.mark.parametrize(
-    ("fault", "way", "wrong"),
+    ("fault", "wrong"),
     [
-        ("plain order", "ring", ("out", "dq", "dk", "dv")),
-        ("merge weight", "ring", ("out", "dq", "dk")),
-        ("swapped step", "ring", ("out", "dq", "dk", "dv")),
-        ("no travel", "ring", ("out", "dq", "dk", "dv")),
-        ("plain order", "gather", ("out", "dq", "dk", "dv")),
-        ("swapped halves", "gather", ("out", "dq", "dk", "dv")),
-        ("own share", "gather", ("dk", "dv")),
+        ("plain order", ("out", "dq", "dk", "dv")),
+        ("merge weight", ("out", "dq", "dk")),
+        ("swapped step", ("out", "dq", "dk", "dv")),
+        ("no travel", ("out", "dq", "dk", "dv")),
     ],
 )
 def test_a_fault_exceeds_the_bound_tenfold(
-    warm_ranks: RankPool, fault: str, way: str, wrong: tuple[str, ...]
+    warm_ranks: RankPool, fault: str, wrong: tuple[str, ...]
 ) -> None:
     """With every dtype each result that the fault touches is far out, and the others are not."""
-    ranks = warm_ranks.run(errors_under, fault, way, world_size=4)
+    ranks = warm_ranks.run(errors_under, fault, world_size=4)
     for dtype in DTYPES:
         for name in RESULTS:
             worst = max(errors[dtype][name] for errors in ranks)

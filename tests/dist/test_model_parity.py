@@ -18,7 +18,7 @@ from tests.dist.rank_pool import RankError, RankPool
 
 DENSE, MOE, MLA, QWEN = "dense_tiny", "moe_tiny", "mla_moe_tiny", "qwen_tiny"
 COVERING = [
-    (DENSE, "DP8"), (DENSE, "DP2xCP2xTP2 SP"), (DENSE, "CP4 gather"), (DENSE, "TP2xPP2"),
+    (DENSE, "DP8"), (DENSE, "DP2xCP2xTP2 SP"), (DENSE, "CP4"), (DENSE, "TP2xPP2"),
     (DENSE, "HSDP 2x4"), (MLA, "DP2xEP2xETP2"), (MLA, "DP2xEP2xETP2 of TP2"),
     (MLA, "DP2xCP2xTP2 ETP2"), (MLA, "EP8"), (MLA, "EP2xPP2xTP2 SP"),
     (MOE, "dynamic CP 1/2/4/8 EP8"), (QWEN, "DP4xTP2"), (QWEN, "DP2xPP2 interleaved"),

@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cp2 tp2 sp, packed": (
         "dense_tiny", {"cp": 2, "tp": 2, "sequence_parallel": True}, {"packed": True},
     ),
-    "cp4 gathered": ("dense_tiny", {"cp": 4}, {"way": "gather"}),
+    "cp4": ("dense_tiny", {"cp": 4}, {}),
     "dynamic cp": ("dense_tiny", {"dp": 4, "dynamic_cp": (1, 2, 4)}, {"asked": 1 / 3}),
     "ep2 etp2 tp2, experts fused": ("moe_tiny", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
     "ep2 tp2 sp, experts called": (
@@ -36,7 +36,7 @@ def test_parts_agree_with_one_process(case: str, warm_ranks: RankPool) -> None:
     parallel = ParallelConfig(**degrees)
     problem = problem_of(preset, packs_of(parallel, packed=options.get("packed", False)))
     _, routes = reference(problem)
-    layout = Layout(parallel, way=options.get("way", "ring"))
+    layout = Layout(parallel)
     found = warm_ranks.run(
         run_te_case, problem, layout, routes, options.get("fused", True),
         world_size=parallel.world_size,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.model.batch import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
+from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding_multiple
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for
 from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan
 from fsdp_core.parallel.mesh import Axis
@@ -25,6 +25,7 @@ from tests.dist.context_programs import (
     world_axis,
     zigzag,
 )
+from tests.dist.dynamic_context_programs import copy_contents
 
 SHAPES = {
     "gqa": Shape(8, 2, 64, 64),
@@ -50,13 +51,13 @@ def reference(inputs: Inputs, shape: Shape, batch: int, rows: slice, joins: int)
     )
 
 
-def dense_errors(way: str, shape: Shape, dtype: torch.dtype, axis: Axis) -> Errors:
+def dense_errors(shape: Shape, dtype: torch.dtype, axis: Axis) -> Errors:
     """Worst errors of a batch of whole sequences."""
     inputs = draw(shape, BATCH, LENGTH, dtype)
     rows = zigzag(LENGTH, axis)
-    plan = dense_plan(LENGTH, axis.size, axis.rank, device_here(), prefixes=way == "gather")
+    plan = dense_plan(LENGTH, axis.size, axis.rank, device_here())
     q, k, v, grad = (t[:, rows].to(device_here()) for t in inputs)
-    got = {n: t.cpu() for n, t in run_attention((q, k, v, grad), way, plan, axis).items()}
+    got = {n: t.cpu() for n, t in run_attention((q, k, v, grad), plan, axis).items()}
     found = []
     for b in range(BATCH):
         expected = reference(inputs, shape, b, slice(None), 2 * axis.size)
@@ -65,27 +66,26 @@ def dense_errors(way: str, shape: Shape, dtype: torch.dtype, axis: Axis) -> Erro
     return largest(found)
 
 
-def packed(tail: Tail, size: int) -> PackedBatch:
+def packed(size: int) -> PackedBatch:
     """Documents whose tokens do not matter here."""
     multiple = padding_multiple(size, 1, sequence_parallel=False)
     documents = [Document(torch.arange(n), torch.arange(n)) for n in DOCUMENTS]
-    return pack(documents, Capacity(tokens=LENGTH, slots=SLOTS, multiple=multiple, tail=tail))
+    return pack(documents, Capacity(tokens=LENGTH, slots=SLOTS, multiple=multiple))
 
 
-def packed_errors(way: str, shape: Shape, dtype: torch.dtype, axis: Axis, tail: Tail) -> Errors:
+def packed_errors(shape: Shape, dtype: torch.dtype, axis: Axis) -> Errors:
     """Worst errors over packed sequences, each against itself alone; NaN in rows of padding."""
-    batch = packed(tail, axis.size)
-    plan = batch.to(device_here()).plan(axis.size, axis.rank, prefixes=way == "gather")
+    batch = packed(axis.size)
+    plan = batch.to(device_here()).plan(axis.size, axis.rank)
     inputs = draw(shape, 1, LENGTH, dtype)
     starts = batch.padded_offsets.tolist()
     real = {starts[d] + i: (d, i) for d, n in enumerate(DOCUMENTS) for i in range(n)}
     padding = [row for row in range(LENGTH) if row not in real]
-    filler = 0.0 if tail is Tail.COUNTED else torch.nan
     for tensor in inputs:
-        tensor[:, padding] = filler
+        tensor[:, padding] = torch.nan
     rows = plan.rows.tolist()
     q, k, v, grad = (t[:, rows].to(device_here()) for t in inputs)
-    got = {n: t[0].cpu() for n, t in run_attention((q, k, v, grad), way, plan, axis).items()}
+    got = {n: t[0].cpu() for n, t in run_attention((q, k, v, grad), plan, axis).items()}
     found = []
     for d, length in enumerate(DOCUMENTS):
         inside = slice(starts[d], starts[d] + length)
@@ -98,20 +98,17 @@ def packed_errors(way: str, shape: Shape, dtype: torch.dtype, axis: Axis, tail: 
 
 
 def all_errors() -> dict[str, Errors]:
-    """Worst errors of every way, shape and dtype, dense and packed; and which kernel ran."""
+    """Worst errors of every shape and dtype, dense and packed; and which kernel ran."""
     make_deterministic(0)
     axis = world_axis()
     found = {}
-    for way in ("ring", "gather"):
-        for name, shape in SHAPES.items():
-            for label, dtype in DTYPES.items():
-                probe = torch.empty(1, shape.width, dtype=dtype, device=device_here())
-                kind = type(kernel_for(probe, probe))
-                assert kind is (FlashKernel if label == "bf16" else TorchKernel)
-                found[f"{way} {name} {label}"] = dense_errors(way, shape, dtype, axis)
-                for tail in Tail:
-                    key = f"{way} {name} {label} {tail.value}"
-                    found[key] = packed_errors(way, shape, dtype, axis, tail)
+    for name, shape in SHAPES.items():
+        for label, dtype in DTYPES.items():
+            probe = torch.empty(1, shape.width, dtype=dtype, device=device_here())
+            kind = type(kernel_for(probe, probe))
+            assert kind is (FlashKernel if label == "bf16" else TorchKernel)
+            found[f"{name} {label}"] = dense_errors(shape, dtype, axis)
+            found[f"{name} {label} packed"] = packed_errors(shape, dtype, axis)
     return found
 
 
@@ -137,35 +134,31 @@ def graphs_and_eager(order: tuple[int, ...]) -> int:
         )
         return pack(documents, capacity).to(device), (q, k, v, grad)
 
-    def run(batch: PackedBatch, inputs: Inputs, size: int, way: str) -> list[torch.Tensor]:
+    def run(batch: PackedBatch, inputs: Inputs, size: int) -> list[torch.Tensor]:
         rank = dynamic.layout(size).cp_rank
-        plan: ContextPlan = batch.plan(size, rank, prefixes=way == "gather")
-        return list(run_attention(inputs, way, plan, dynamic.axis(size)).values())
+        plan: ContextPlan = batch.plan(size, rank)
+        return list(run_attention(inputs, plan, dynamic.axis(size)).values())
 
     maker, agreed = GraphMaker(Device("cuda", torch.cuda.current_device())), 0
-    for way in ("ring", "gather"):
-        static = {size: contents(0, size) for size in sizes}
-        graphs, results = {}, {}
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for size in reversed(sizes):
-                run(*static[size], size, way)  # communicators start outside of the capture
-                torch.cuda.synchronize()
-                graphs[size] = maker.new()
-                body = functools.partial(run, *static[size], size, way)
-                results[size] = graphs[size].capture(body)
-            for seed, size in enumerate(order):
-                batch, inputs = contents(seed + 1, size)
-                eager = run(batch, inputs, size, way)
-                static[size][0].copy_from(batch)
-                for kept, new in zip(static[size][1], inputs, strict=True):
-                    kept.copy_(new)
-                graphs[size].replay()
-                for ours, theirs in zip(results[size], eager, strict=True):
-                    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16)), (
-                        way,
-                        size,
-                    )
-                agreed += 1
-        torch.cuda.synchronize()
+    static = {size: contents(0, size) for size in sizes}
+    graphs, results = {}, {}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for size in reversed(sizes):
+            run(*static[size], size)  # communicators start outside of the capture
+            torch.cuda.synchronize()
+            graphs[size] = maker.new()
+            body = functools.partial(run, *static[size], size)
+            results[size] = graphs[size].capture(body)
+        for seed, size in enumerate(order):
+            batch, inputs = contents(seed + 1, size)
+            eager = run(batch, inputs, size)
+            copy_contents(static[size][0], batch)
+            for kept, new in zip(static[size][1], inputs, strict=True):
+                kept.copy_(new)
+            graphs[size].replay()
+            for ours, theirs in zip(results[size], eager, strict=True):
+                assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16)), size
+            agreed += 1
+    torch.cuda.synchronize()
     return agreed

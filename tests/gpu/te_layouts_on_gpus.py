@@ -178,12 +178,12 @@ def ratios(exact: Tensors, torchs: Tensors, tes: Tensors) -> Found:
 # ---- attention alone, over ranks
 
 
-def compare_core(way: str, packed: bool, heads: int = 8, kv_heads: int = 4) -> Found:
+def compare_core(packed: bool, heads: int = 8, kv_heads: int = 4) -> Found:
     """The same for attention of sequences over all ranks; NaN in rows of padding."""
     axes = axes_of(cp=dist.get_world_size())
     te: Any = cast("Any", make_backend("te"))._te
     core = Core(te, heads, kv_heads, (64, 64), axes.cp)
-    local = _tokens(axes, way, packed)
+    local = _tokens(axes, packed)
     part, size = local.part, axes.cp.size
     assert core.why_ours(part, torch.bfloat16) is None
     generator = torch.Generator().manual_seed(8)
@@ -202,7 +202,7 @@ def compare_core(way: str, packed: bool, heads: int = 8, kv_heads: int = 4) -> F
     q, k, v, slope = (t.to(here().torch_device) for t in mine)
 
     def ours(*qkv: torch.Tensor) -> torch.Tensor:
-        return causal_attention(*qkv, plan=part.plan, axis=part.cp, way=part.way)
+        return causal_attention(*qkv, plan=part.plan, axis=part.cp)
 
     def theirs(*qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv
@@ -223,16 +223,16 @@ def compare_core(way: str, packed: bool, heads: int = 8, kv_heads: int = 4) -> F
     return ratios(*results)
 
 
-def _tokens(axes: Axes, way: str, packed: bool) -> LocalTokens:
+def _tokens(axes: Axes, packed: bool) -> LocalTokens:
     device = here().torch_device
     if not packed:
         tokens = torch.zeros(BATCH, 4 * SEQ, dtype=torch.int64, device=device)
-        return dense_part(tokens, tokens, axes.cp, way)
+        return dense_part(tokens, tokens, axes.cp)
     multiple = padding_multiple(axes.cp.size, 1, sequence_parallel=False)
     lengths = (100, 3, 211, 64, 1)
     documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
     capacity = Capacity(tokens=512, slots=8, multiple=multiple)
-    return packed_part(pack(documents, capacity).to(device), axes.cp, 1.0, way)
+    return packed_part(pack(documents, capacity).to(device), axes.cp, 1.0)
 
 
 # ---- fused experts whose layers are units

@@ -28,11 +28,10 @@ def test_parts_err_as_torchs(part: str, gpu_ranks: RankPool) -> None:
 
 
 @pytest.mark.gpu(4)
-@pytest.mark.parametrize("way", ["ring", "gather"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_over_ranks_errs_as_ours(way: str, packed: bool, gpu_ranks: RankPool) -> None:
+def test_attention_over_ranks_errs_as_ours(packed: bool, gpu_ranks: RankPool) -> None:
     """Context parallel over four ranks in our order of chunks, documents packed and padded."""
-    for found in gpu_ranks.run(programs.compare_core, way, packed, world_size=4):
+    for found in gpu_ranks.run(programs.compare_core, packed, world_size=4):
         assert {name: error for name, error in found.items() if not error < ALIKE} == {}
 
 

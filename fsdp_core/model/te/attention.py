@@ -3,7 +3,7 @@
 | microbatch | by | why |
 | --- | --- | --- |
 | no context parallel | TransformerEngine | |
-| the layout's cp, 16 bits, GQA | TransformerEngine: p2p, all_gather | its order of chunks is ours |
+| the layout's cp, 16 bits, GQA | TransformerEngine: p2p | its order of chunks is ours |
 | another cp than the layout's (dynamic cp) | ours | its modules hold one context group |
 | cp and float32 | ours | none of its kernels with cp takes float32 |
 | MLA with cp, or packed | ours | few of its kernels take values of another width |
@@ -81,7 +81,6 @@ def rows(tp: Axis) -> tuple[Cut, ...]:
     return (Cut(tp.name, 1, tp.size, tp.rank),)
 
 
-_WAYS = {"ring": "p2p", "gather": "all_gather"}
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_SCORES = 1 << 30
 """Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
@@ -168,7 +167,7 @@ class Core(nn.Module):
         """-> [B, T, N * E]."""
         plan = part.plan
         if self.why_ours(part, q.dtype) is not None:
-            return causal_attention(q, k, v, plan=plan, axis=part.cp, way=part.way).flatten(2)
+            return causal_attention(q, k, v, plan=plan, axis=part.cp).flatten(2)
         self._set_context(part)
         if part.packed is None:
             _require_capturable(plan.rows.shape[0] * plan.size)
@@ -179,7 +178,7 @@ class Core(nn.Module):
     def _set_context(self, part: Part) -> None:
         if part.cp.size > 1:
             self.attention.set_context_parallel_group(
-                part.cp.group, self._ranks, self._stream, _WAYS[part.way]
+                part.cp.group, self._ranks, self._stream, "p2p"
             )
         elif self._cp.size > 1:
             self.attention.set_context_parallel_group(None, None, None)

@@ -1,7 +1,5 @@
 """Packed sequences: where tokens and padding lie, what is refused, what stays the same."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +9,6 @@ from fsdp_core.model.batch import (
     Capacity,
     Document,
     PackedBatch,
-    Tail,
-    masked_sum,
     pack,
     padding_multiple,
 )
@@ -36,27 +32,18 @@ def contents(draw: st.DrawFn) -> tuple[list[Document], Capacity]:
         tokens=multiple * (needed + spare),
         slots=max(len(lengths) + 1, 2) + draw(st.integers(0, 2)),
         multiple=multiple,
-        tail=draw(st.sampled_from(Tail)),
     )
     return [document(n, 10 * i + 1) for i, n in enumerate(lengths)], capacity
 
 
 def test_offsets_of_a_pack() -> None:
-    """Valid and padded offsets of two sequences, for each reading of the tail."""
-    expected = {
-        Tail.EMPTY: ([0, 5, 8, 8, 8, 8], [0, 8, 12, 20, 20, 20]),
-        Tail.COUNTED: ([0, 5, 8, 16, 16, 16], [0, 8, 12, 20, 20, 20]),
-        Tail.EXTEND_LAST: ([0, 5, 8, 8, 8, 8], [0, 8, 20, 20, 20, 20]),
-    }
-    for tail, (offsets, padded) in expected.items():
-        batch = pack(
-            [document(5), document(3)], Capacity(tokens=20, slots=5, multiple=4, tail=tail)
-        )
-        assert batch.offsets.tolist() == offsets, tail
-        assert batch.padded_offsets.tolist() == padded, tail
-        assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3, *[0] * 9]
-        assert batch.targets.tolist() == [2, 3, 4, 5, 6, 0, 0, 0, 2, 3, 4, *[0] * 9]
-        assert batch.loss_mask.tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 3 + [0.0] * 9
+    """Valid and padded offsets of two sequences, of the tail, and of a slot that nothing is in."""
+    batch = pack([document(5), document(3)], Capacity(tokens=20, slots=5, multiple=4))
+    assert batch.offsets.tolist() == [0, 5, 8, 8, 8, 8]
+    assert batch.padded_offsets.tolist() == [0, 8, 12, 20, 20, 20]
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3, *[0] * 9]
+    assert batch.targets.tolist() == [2, 3, 4, 5, 6, 0, 0, 0, 2, 3, 4, *[0] * 9]
+    assert batch.loss_mask.tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 3 + [0.0] * 9
 
 
 @QUICK
@@ -87,18 +74,14 @@ def test_offsets_are_in_step(case: tuple[list[Document], Capacity]) -> None:
     room = (batch.padded_offsets[1:] - batch.padded_offsets[:-1]).tolist()
     assert len(lengths) == len(room) == capacity.slots
     assert batch.offsets[0] == batch.padded_offsets[0] == 0
-    assert sum(room) == capacity.tokens == batch.max_len
+    assert sum(room) == capacity.tokens
     assert all(
         0 <= n <= r and r % capacity.multiple == 0 for n, r in zip(lengths, room, strict=True)
     )
     assert lengths[: len(documents)] == [len(d.tokens) for d in documents]
     tail = capacity.tokens - sum(capacity.padded(len(d.tokens)) for d in documents)
-    if capacity.tail is Tail.EMPTY:
-        assert not any(lengths[len(documents) :])
-        assert room[len(documents)] == tail
-    if capacity.tail is Tail.COUNTED:
-        assert lengths[len(documents)] == room[len(documents)] == tail
-    assert not any(lengths[len(documents) + 1 :])
+    assert not any(lengths[len(documents) :])
+    assert room[len(documents)] == tail
 
 
 @QUICK
@@ -112,7 +95,6 @@ def test_shapes_depend_on_the_capacity_alone(
         a, b, c = (getattr(x, name) for x in (full, empty, pack(*other)))
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.dtype == c.dtype
-    assert full.max_len == empty.max_len
 
 
 @QUICK
@@ -127,21 +109,10 @@ def test_parts_of_all_ranks_are_the_batch(case: tuple[list[Document], Capacity],
     rows = torch.cat([plan.rows for plan in plans])
     assert torch.equal(rows.sort().values, torch.arange(capacity.tokens))
     for name in ("tokens", "targets", "loss_mask"):
-        parts = torch.cat([getattr(batch.part(plan), name) for plan in plans])
+        parts = torch.cat([getattr(batch, name)[plan.rows] for plan in plans])
         assert torch.equal(parts, getattr(batch, name)[rows])
-    assert all(bool(plan.valid[batch.part(plan).loss_mask > 0].all())
+    assert all(bool(plan.valid[batch.loss_mask[plan.rows] > 0].all())
                for plan in plans if plan.valid is not None)  # fmt: skip
-
-
-def test_a_tail_that_extends_the_last_sequence_is_cut_with_it() -> None:
-    """The last sequence is cut into chunks with its tail, so its tokens lie on other ranks."""
-    found = {}
-    for tail in (Tail.EMPTY, Tail.EXTEND_LAST):
-        capacity = Capacity(tokens=16, slots=3, multiple=4, tail=tail)
-        plan = pack([document(4)], capacity).plan(2, 0)
-        assert plan.valid is not None
-        found[tail] = plan.rows[plan.valid].tolist()
-    assert found == {Tail.EMPTY: [0, 3], Tail.EXTEND_LAST: [0, 1, 2, 3]}
 
 
 def test_predictions_that_do_not_count() -> None:
@@ -203,29 +174,6 @@ def test_masks_of_another_length_are_refused(length: int) -> None:
         Document(three[:0], three[:0])
 
 
-def test_contents_are_copied_not_rebound() -> None:
-    """Tensors of a batch stay where they are and take over another batch's contents."""
-    capacity = Capacity(tokens=12, slots=4, multiple=4)
-    kept, other = pack([document(5)], capacity), pack([document(2), document(4)], capacity)
-    names = ("tokens", "targets", "loss_mask", "offsets", "padded_offsets")
-    places = [getattr(kept, name).data_ptr() for name in names]
-    kept.copy_from(other)
-    assert [getattr(kept, name).data_ptr() for name in names] == places
-    for name in names:
-        assert torch.equal(getattr(kept, name), getattr(other, name))
-
-
-@pytest.mark.parametrize(("tokens", "slots"), [(16, 4), (12, 5)])
-def test_another_capacity_is_not_copied(tokens: int, slots: int) -> None:
-    """A batch of more tokens or more slots is refused, and nothing is changed."""
-    kept = pack([document(5)], Capacity(tokens=12, slots=4, multiple=4))
-    before = [t.clone() for t in (kept.tokens, kept.loss_mask, kept.offsets)]
-    with pytest.raises(ValueError, match=r"Expected .* got"):
-        kept.copy_from(pack([document(3)], Capacity(tokens=tokens, slots=slots, multiple=4)))
-    after = (kept.tokens, kept.loss_mask, kept.offsets)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_moved_batches_keep_their_contents() -> None:
     """`to` gives a batch with the same tensors."""
     batch = pack([document(5)], Capacity(tokens=12, slots=4, multiple=4))
@@ -251,17 +199,6 @@ def test_packs_for_more_ranks_may_be_cut_over_fewer(size: int) -> None:
     assert rows.sort().values.tolist() == list(range(48))
 
 
-def test_contents_padded_for_fewer_ranks_are_not_copied() -> None:
-    """A graph for 4 context ranks does not take a pack for 2, but one for 8."""
-    static, few, many = (
-        pack([document(3)], Capacity(tokens=48, slots=3, multiple=n)) for n in (8, 4, 16)
-    )
-    with pytest.raises(ValueError, match="padded to a multiple of 8, got 4"):
-        static.copy_from(few)
-    static.copy_from(many)
-    assert torch.equal(static.padded_offsets, many.padded_offsets)
-
-
 def test_sequences_without_positions_are_refused() -> None:
     """A sequence of as many tokens as there are positions fits, one more does not."""
     capacity = Capacity(tokens=48, slots=4, multiple=4, longest=9)
@@ -271,18 +208,3 @@ def test_sequences_without_positions_are_refused() -> None:
         pack([document(1), document(10)], capacity)
     with pytest.raises(ValueError, match="longest to be None or at least 1, got 0"):
         Capacity(tokens=48, slots=4, multiple=4, longest=0)
-
-
-def test_losses_that_do_not_count_may_be_anything() -> None:
-    """NaN and infinity under the mask change neither sum nor number, nor any gradient."""
-    losses = torch.tensor([1.0, math.nan, 2.5, math.inf], requires_grad=True)
-    total, count = masked_sum(losses, torch.tensor([1.0, 0.0, 1.0, 0.0]))
-    assert (total.item(), count.item()) == (3.5, 2.0)
-    (grad,) = torch.autograd.grad(total, losses)
-    assert grad.tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_a_rank_with_nothing_that_counts() -> None:
-    """It has a sum of 0, not NaN, and a number of 0."""
-    total, count = masked_sum(torch.full((3,), math.nan), torch.zeros(3))
-    assert (total.item(), count.item()) == (0.0, 0.0)

@@ -128,8 +128,7 @@ def test_joining_nothing_keeps_the_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("way", ["ring", "gather"])
-def test_one_rank_has_the_bits_of_the_kernel(axis: Axis, way: str, dtype: torch.dtype) -> None:
+def test_one_rank_has_the_bits_of_the_kernel(axis: Axis, dtype: torch.dtype) -> None:
     """On an axis of one rank outputs and gradients are the plain kernel's, dense and packed."""
     shape = SHAPES["gqa"]
     packed = pack(
@@ -137,13 +136,13 @@ def test_one_rank_has_the_bits_of_the_kernel(axis: Axis, way: str, dtype: torch.
         Capacity(tokens=TIME, slots=4, multiple=2),
     )
     cases: list[tuple[ContextPlan, tuple[Spans, Spans], int]] = [
-        (dense_plan(TIME, 1, 0, CPU, prefixes=True), one_sequence(), 2),
+        (dense_plan(TIME, 1, 0, CPU), one_sequence(), 2),
         (packed.plan(1, 0), (Spans(packed.padded_offsets, TIME),) * 2, 1),
     ]
     for plan, spans, batch in cases:
         inputs = draw(shape, batch, TIME, dtype)
         expected = run_kernel(TorchKernel(), inputs, spans, 1 / math.sqrt(shape.width))
-        got = run_attention(inputs, way, plan, axis)
+        got = run_attention(inputs, plan, axis)
         for name, tensor in zip(RESULTS, expected, strict=True):
             assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
@@ -152,11 +151,11 @@ def test_scale_is_taken_as_given(axis: Axis) -> None:
     """A scale of 0 gives every key up to a query's own the same weight."""
     q, k, v, grad = draw(SHAPES["mha"], 1, 4, torch.float64)
     plan = dense_plan(4, 1, 0, CPU)
-    out = run_attention((q, k, torch.ones_like(v), grad), "ring", plan, axis, scale=0.0)["out"]
-    default = run_attention((q, k, v, grad), "ring", plan, axis)["out"]
-    given = run_attention((q, k, v, grad), "ring", plan, axis, scale=1 / math.sqrt(8))["out"]
+    out = run_attention((q, k, torch.ones_like(v), grad), plan, axis, scale=0.0)["out"]
+    default = run_attention((q, k, v, grad), plan, axis)["out"]
+    given = run_attention((q, k, v, grad), plan, axis, scale=1 / math.sqrt(8))["out"]
     means = v.cumsum(1) / torch.arange(1, 5)[:, None, None]
-    flat = run_attention((q, k, v, grad), "ring", plan, axis, scale=0.0)["out"]
+    flat = run_attention((q, k, v, grad), plan, axis, scale=0.0)["out"]
     assert ((out - 1.0).abs() <= 8 * 2.0**-53).all()
     assert ((flat - means).abs() <= 16 * 2.0**-53 * v.abs().cumsum(1)).all()
     assert torch.equal(default, given)
@@ -299,8 +298,6 @@ def test_other_refusals(axis: Axis) -> None:
     x, plan = torch.zeros(1, 4, 2, 8), dense_plan(4, 1, 0, CPU)
     with pytest.raises(ValueError, match=r"one dtype, got .*float32.*float64"):
         causal_attention(x, x.double(), x, plan=plan, axis=axis)
-    with pytest.raises(ValueError, match="ring, gather, got 'round'"):
-        causal_attention(x, x, x, plan=plan, axis=axis, way="round")
     with pytest.raises(ValueError, match="plan for rank 0 of 1, got one for rank 1 of 2"):
         causal_attention(x, x, x, plan=dense_plan(8, 2, 1, CPU), axis=axis)
     packed = pack(
@@ -320,7 +317,7 @@ def test_compiled_attention_has_the_gradients_of_eager_attention(
     torch.compiler.reset()
     plan = dense_plan(TIME, 1, 0, CPU)
     inputs = draw(SHAPES["gqa"], 1, TIME, dtype)
-    eager = run_attention(inputs, "ring", plan, axis)
+    eager = run_attention(inputs, plan, axis)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return causal_attention(q, k, v, plan=plan, axis=axis)

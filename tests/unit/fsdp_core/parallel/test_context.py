@@ -49,7 +49,7 @@ def plans(size: int, valid: list[int], padded: list[int], behind: int) -> list[C
     offsets = torch.tensor([0, *itertools.accumulate(padded)], dtype=torch.int32)
     lengths = torch.tensor(valid, dtype=torch.int32)
     total = sum(padded) + behind
-    return [packed_plan(lengths, offsets, total, size, rank, prefixes=True) for rank in range(size)]
+    return [packed_plan(lengths, offsets, total, size, rank) for rank in range(size)]
 
 
 def sequences(valid: list[int], padded: list[int], behind: int) -> list[tuple[int, int, int]]:
@@ -193,51 +193,18 @@ def test_halves_of_packed_parts(pack: tuple[int, list[int], list[int], int]) -> 
 
 
 @QUICK
-@given(packs())
-def test_prefixes_of_gathered_parts(pack: tuple[int, list[int], list[int], int]) -> None:
-    """A prefix picks, out of all ranks' tokens, each sequence up to the end of a chunk in order."""
-    size, valid, padded, behind = pack
-    if size == 1:
-        return
-    every = plans(*pack)
-    gathered = [row for plan in every for row in plan.rows.tolist()]
-    place = {row: number for number, row in enumerate(gathered)}
-    for rank, plan in enumerate(every):
-        assert plan.prefixes is not None
-        for (keys, spans), last in zip(plan.prefixes, chunks_of(size, rank), strict=True):
-            per_sequence = [
-                [
-                    place[row]
-                    for chunk in range(last + 1)
-                    for row in chunk_rows(start, length, size, chunk)
-                ]
-                for start, length, _ in sequences(valid, padded, behind)
-            ]
-            check_rows(keys, list(itertools.chain(*per_sequence)), len(gathered))
-            assert spans.offsets is not None
-            ends = itertools.accumulate(map(len, per_sequence))
-            assert spans.offsets.tolist() == [0, *ends]
-
-
-@QUICK
 @given(st.sampled_from((2, 3, 4, 8)), st.integers(1, 3))
 def test_a_dense_plan_is_that_of_one_packed_sequence(size: int, chunk: int) -> None:
     """Every row choice is the same; only the spans have no offsets."""
     length = 2 * size * chunk
     for rank, packed in enumerate(plans(size, [length], [length], 0)):
-        dense = dense_plan(length, size, rank, CPU, prefixes=True)
+        dense = dense_plan(length, size, rank, CPU)
         assert dense.halves is not None
-        assert dense.prefixes is not None
         assert packed.halves is not None
-        assert packed.prefixes is not None
-        pairs = [
-            *zip(dense.halves, packed.halves, strict=True),
-            *((d[0], p[0]) for d, p in zip(dense.prefixes, packed.prefixes, strict=True)),
-        ]
-        for ours, theirs in pairs:
+        for ours, theirs in zip(dense.halves, packed.halves, strict=True):
             assert torch.equal(ours.index, theirs.index)
             assert torch.equal(ours.inverse, theirs.inverse)
-        for spans in (dense.spans, dense.half_spans, *(s for _, s in dense.prefixes)):
+        for spans in (dense.spans, dense.half_spans):
             assert spans.offsets is None
 
 
@@ -259,20 +226,17 @@ def seen(plan: ContextPlan, block: Block, keys: list[int]) -> set[tuple[int, int
 @QUICK
 @given(SIZES, st.integers(1, 3))
 def test_blocks_cover_the_causal_triangle_once(size: int, chunk: int) -> None:
-    """Over the ring's steps, and over gathered keys, each query sees each key up to its own."""
+    """Over the ring's steps each query sees each key up to its own."""
     length = 2 * size * chunk
-    every = [dense_plan(length, size, rank, CPU, prefixes=True) for rank in range(size)]
-    gathered = [row for plan in every for row in plan.rows.tolist()]
+    every = [dense_plan(length, size, rank, CPU) for rank in range(size)]
     for plan in every:
         ring = [
             seen(plan, plan.ring_block(source), every[source].rows.tolist())
             for source in range(size)
         ]
-        gather = [seen(plan, block, gathered) for block in plan.gather_blocks()]
         triangle = {(q, k) for q in plan.rows.tolist() for k in range(q + 1)}
-        for parts in (ring, gather):
-            assert sum(map(len, parts)) == len(triangle)
-            assert set().union(*parts) == triangle
+        assert sum(map(len, ring)) == len(triangle)
+        assert set().union(*ring) == triangle
 
 
 def test_blank_clears_whatever_is_in_padding() -> None:
@@ -297,19 +261,11 @@ def test_uneven_lengths_are_refused(length: int) -> None:
             call()
 
 
-def test_gathering_needs_prefixes() -> None:
-    """A plan made for the ring is refused where keys are gathered."""
-    with pytest.raises(ValueError, match="prefixes=True"):
-        dense_plan(8, 2, 0, CPU).gather_blocks()
-
-
 def tensors_of(plan: ContextPlan) -> list[torch.Tensor]:
     """All tensors of a packed plan."""
     assert plan.valid is not None
     assert plan.halves is not None
-    assert plan.prefixes is not None
-    rows = [*plan.halves, *(keys for keys, _ in plan.prefixes)]
-    spans = [plan.spans, plan.half_spans, *(span for _, span in plan.prefixes)]
+    rows, spans = plan.halves, (plan.spans, plan.half_spans)
     found = [plan.rows, plan.positions, plan.valid, *(s.offsets for s in spans)]
     return [t for t in found if t is not None] + [t for r in rows for t in (r.index, r.inverse)]
 
@@ -318,11 +274,11 @@ def test_a_graph_follows_new_offsets() -> None:
     """Captured once, a plan's tensors are those of the offsets copied in before each replay."""
     lengths, offsets = torch.tensor([3, 0, 4]), torch.tensor([0, 4, 4, 8], dtype=torch.int32)
     graph = HostGraph(Device("cpu"))
-    plan = graph.capture(lambda: packed_plan(lengths, offsets, 16, 2, 1, prefixes=True))
+    plan = graph.capture(lambda: packed_plan(lengths, offsets, 16, 2, 1))
     for new_lengths, new_offsets in (([4, 7, 1], [0, 4, 12, 16]), ([0, 0, 0], [0, 0, 0, 16])):
         lengths.copy_(torch.tensor(new_lengths))
         offsets.copy_(torch.tensor(new_offsets))
         graph.replay()
-        fresh = packed_plan(lengths, offsets, 16, 2, 1, prefixes=True)
+        fresh = packed_plan(lengths, offsets, 16, 2, 1)
         for ours, theirs in zip(tensors_of(plan), tensors_of(fresh), strict=True):
             assert torch.equal(ours, theirs)
