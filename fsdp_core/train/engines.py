@@ -35,7 +35,7 @@ from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train.build import TORCH_DTYPES
 from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss
-from fsdp_core.train.taps import Keeping, Place
+from fsdp_core.train.taps import GlobalBox, Snapshots
 from fsdp_core.train.trainer import OF_GRADIENTS, Trainer
 
 
@@ -289,20 +289,20 @@ class EngineTrainer(Trainer):
         """Of our engine alone (`NotImplementedError`)."""
         raise NotImplementedError(f"Expected engine ours to evaluate, got {self.config.engine}.")
 
-    def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
+    def keep(self, names: Sequence[str], max_bytes: int) -> Snapshots:
         """See `Trainer`."""
         with self.device.on(self.stream):
             places = self._places()
-            return Keeping(
+            return Snapshots(
                 names, max_bytes, digested=self._digests.digested, copies=self._digests.kept,
                 taps=self.taps, places=places,
             )  # fmt: skip
 
-    def _places(self) -> Iterator[tuple[str, tuple[Place, ...]]]:
+    def _places(self) -> Iterator[tuple[str, tuple[GlobalBox, ...]]]:
         for name, parameter in self.stages[0].named_parameters():
             shape, zeros = tuple(parameter.shape), (0,) * parameter.dim()
             boxes = [(zeros, shape)]
             if isinstance(parameter, DTensor):
                 chunks = parameter.__create_chunk_list__()
                 boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-            yield name, tuple(Place(name, shape, start, zeros, sizes) for start, sizes in boxes)
+            yield name, tuple(GlobalBox(name, shape, start, zeros, sizes) for start, sizes in boxes)

@@ -11,7 +11,7 @@ from fsdp_core.model.batch import num_averaged
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.train.taps import Copies
+from fsdp_core.train.taps import TensorCopies
 
 Named = tuple[list[str], list[torch.Tensor]]
 
@@ -95,7 +95,7 @@ class Digests:
         self._digesters = {
             group: Digester(tensors, named) for group, (named, tensors) in self.digested.items()
         }
-        self.kept: dict[str, Copies] = {}
+        self.kept: dict[str, TensorCopies] = {}
 
     def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Rows for the digests of each group."""

@@ -1,36 +1,32 @@
-"""Taps: digests of what goes through modules, taken where it is computed, in graphs and outside.
+"""Taps: digests of what goes through modules, and snapshots of tensors that a run names.
 
     input      tensors in the arguments of a call, together
     output     tensors in what it returns, together
     gradient   of its first output that gets one, as the backward pass brings it
 
 A call's digest is written into the next free row of its tap, with the tap's place in the order of
-all that ran in the step. Which row is next, and the place, are counted on the device: a graph that
-holds a tap counts on at each replay, as a call does. So rows are the same whoever issues the work,
-also where one graph serves several microbatches. A module that is called more often than a tap has
-rows, as one that layers share, folds further calls into its last row.
+all that ran in the step. Both are counted on the device: a graph that holds a tap counts on at each
+replay. So rows are the same whoever issues the work. Calls beyond the rows of a tap, as of a module
+that layers share, are folded into its last row. Calls are watched at `Module._call_impl`: a module
+is seen once a call, be it captured, replaced by a replay, or eager, where hooks would be taken away
+for captures. Only training passes are seen.
 
-Calls are watched at `Module._call_impl`, around hooks and around whatever stands in for `forward`:
-a module is seen once a call, be it captured, replaced by a replay, or eager. Hooks would be taken
-away while graphs are captured. Only training passes are seen, not those without gradients.
+A tap reads its tensors once (on CUDA it copies them first) and launches some 15 small kernels; it
+needs no sync. Nothing is computed with a digest, so no bit of the run changes.
 
-**Cost** of a tap: its tensors are read once, or copied and read once on CUDA, plus some 15 launches
-of small kernels. It needs no sync. Nothing is computed with a digest, so no bit of the run changes.
-
-**Copies** of what is digested, on the same stream right after it, for tensors that a run names:
+**Snapshots** are copies, taken right after the digest on the same stream, of
 
     grads:layers.0.attn.qkv.weight    a tensor of a digest group, by the name in its records
-    grads:*                           every one whose name fits; a star stands for any text
+    grads:*                           every one whose name matches; a star stands for any text
     layers.1.attn:output[1]           a row of taps
 
-A copy is of bits: elements travel as integers of their size. Buffers never move and are made before
-anything is captured, so a graph may hold the copying, and each replay overwrites them. On CUDA they
-lie in a memory pool of their own: the program's tensors get the addresses that they get without.
+Buffers never move and are made before anything is captured, so a graph may hold the copying. On
+CUDA they lie in a memory pool of their own: the program's tensors keep their addresses.
 
     rank's tensor [4, 6] --a box of it [2, 6] at (2, 0)--> of the whole [16, 6], at (10, 0)
 
 What branches of layers return (`layers.1.attn:output[1]`) is a box of all tokens of the microbatch
-over the ranks of the data, [B * dp, T, H]; other rows lie nowhere: they are the rank's own.
+over the ranks of the data, [B * dp, T, H]; other rows are the rank's own.
 """
 
 import contextlib
@@ -38,7 +34,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -68,42 +64,42 @@ _FOLD = 0x01000193
 MOST_KINDS = 64
 """Shapes whose plans are kept; the longest unused goes. What a graph has captured stays."""
 
+# ---- copies
 
-class Room:
-    """Memory for copies, up to a number of bytes."""
+
+class SnapshotArena:
+    """Memory for snapshots, up to a number of bytes."""
 
     def __init__(self, max_bytes: int, device: torch.device) -> None:
-        self.max_bytes, self.used_bytes, self.device = max_bytes, 0, device
+        self._max_bytes, self._used_bytes, self._device = max_bytes, 0, device
         self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
 
-    def bytes_for(self, name: str, num_bytes: int) -> Tensor:
-        """A buffer of zero bytes; `ValueError` if there is no room for it."""
-        self.used_bytes += num_bytes
-        if self.used_bytes > self.max_bytes:
+    def zeros(self, name: str, num_bytes: int) -> Tensor:
+        """A buffer of bytes; `ValueError` if there is no room for it."""
+        self._used_bytes += num_bytes
+        if self._used_bytes > self._max_bytes:
             raise ValueError(
-                f"Expected copies of at most {self.max_bytes} bytes on a rank, got "
-                f"{self.used_bytes} with {name}; name fewer tensors, or allow more."
+                f"Expected copies of at most {self._max_bytes} bytes on a rank, got "
+                f"{self._used_bytes} with {name}; name fewer tensors, or allow more."
             )
-        with self._inside():
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def like(self, name: str, tensor: Tensor) -> Tensor:
-        """A contiguous buffer of the shape of `tensor`, of integers of the size of its elements."""
-        flat = self.bytes_for(name, tensor.nbytes)
-        return flat.view(INT_OF_SIZE[tensor.itemsize]).view(tensor.shape)
-
-    def _inside(self) -> contextlib.AbstractContextManager[Any]:
-        if self._pool is None:
-            return contextlib.nullcontext()
-        return torch.cuda.use_mem_pool(self._pool, self.device)
+        inside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._pool is not None:
+            inside = torch.cuda.use_mem_pool(self._pool, self._device)
+        with inside:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-class Copies:
+def _bits_like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The first bytes of `memory` in the shape of `tensor`, as integers of its elements' size."""
+    return memory[: tensor.nbytes].view(INT_OF_SIZE[tensor.itemsize]).view(tensor.shape)
+
+
+class TensorCopies:
     """Copies of tensors of a fixed shape, and of a fixed place unless `follow` says otherwise."""
 
-    def __init__(self, named: Mapping[str, Tensor], room: Room) -> None:
+    def __init__(self, named: Mapping[str, Tensor], arena: SnapshotArena) -> None:
         self._tensors = dict(named)
-        self.buffers = {name: room.like(name, tensor) for name, tensor in named.items()}
+        self.buffers = {n: _bits_like(t, arena.zeros(n, t.nbytes)) for n, t in named.items()}
 
     def follow(self, named: Mapping[str, Tensor]) -> None:
         """Copy from these from now on: the same names, shapes and dtypes elsewhere."""
@@ -122,41 +118,28 @@ class Copies:
             yield name, self.buffers[name].view(tensor.dtype)
 
 
-class _Kind:
-    """The tensors of one call, of certain shapes, in the memory of its row."""
+@dataclass(frozen=True)
+class _CallBuffers:
+    """Copies of the tensors of one call of certain shapes; `written` says, on the device, if so."""
 
-    def __init__(self, tensors: Sequence[Tensor], memory: Sequence[Tensor], written: Tensor):
-        self.dtypes = [tensor.dtype for tensor in tensors]
-        self.written = written
-        self.buffers = [
-            room[: tensor.nbytes].view(INT_OF_SIZE[tensor.itemsize]).view(tensor.shape)
-            for room, tensor in zip(memory, tensors, strict=True)
-        ]
-
-    def take(self, tensors: Sequence[Tensor], hit: Tensor) -> None:
-        for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            buffer.copy_(torch.where(hit, tensor.view(buffer.dtype), buffer))
-        self.written.logical_or_(hit)
+    dtypes: list[torch.dtype]
+    buffers: list[Tensor]
+    written: Tensor
 
 
-class Calls:
+class CallCopies:
     """Copies of the tensors of certain calls in a step.
 
-    Shapes may change from call to call: those of a row share its memory, which grows by doubling.
+    Calls of other shapes share the memory of their row, which at least doubles when it grows.
 
     Args:
         wanted: names of rows, by the number of the tap and of the call.
     """
 
-    def __init__(self, wanted: Mapping[tuple[int, int], str], room: Room) -> None:
-        self._room = room
-        self._calls: dict[int, list[int]] = {}
-        for tap, call in wanted:
-            self._calls.setdefault(tap, []).append(call)
-        self._names = dict(wanted)
-        self._memory: dict[tuple[tuple[int, int], int], Tensor] = {}
-        self._outgrown: list[Tensor] = []
-        self._kinds: dict[tuple[int, int], dict[Any, _Kind]] = {row: {} for row in wanted}
+    def __init__(self, wanted: Mapping[tuple[int, int], str], arena: SnapshotArena) -> None:
+        self._names, self._arena = dict(wanted), arena
+        self._kinds: dict[tuple[int, int], dict[Any, _CallBuffers]] = {row: {} for row in wanted}
+        self._memory: dict[tuple[tuple[int, int], int], list[Tensor]] = {}
 
     def begin(self) -> None:
         """A step begins: nothing is written."""
@@ -171,32 +154,31 @@ class Calls:
             seen: calls of the tap before this one: integer scalar on the device.
         """
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        for call in self._calls.get(tap, ()):
-            kinds = self._kinds[tap, call]
+        for row, kinds in self._kinds.items():
+            if row[0] != tap:
+                continue
             if signature not in kinds:
-                kinds[signature] = self._new_kind((tap, call), tensors)
-            kinds[signature].take(tensors, seen == call)
+                kinds[signature] = self._new_kind(row, tensors)
+            hit = seen == row[1]
+            for buffer, tensor in zip(kinds[signature].buffers, tensors, strict=True):
+                buffer.copy_(torch.where(hit, tensor.view(buffer.dtype), buffer))
+            kinds[signature].written.logical_or_(hit)
 
-    def _new_kind(self, row: tuple[int, int], tensors: Sequence[Tensor]) -> _Kind:
-        memory = [self._memory_of(row, i, tensor.nbytes) for i, tensor in enumerate(tensors)]
-        written = self._room.bytes_for(self._names[row], 1).view(torch.bool)[0]
-        return _Kind(tensors, memory, written)
+    def _new_kind(self, row: tuple[int, int], tensors: Sequence[Tensor]) -> _CallBuffers:
+        buffers = [_bits_like(t, self._memory_of(row, i, t.nbytes)) for i, t in enumerate(tensors)]
+        written = self._arena.zeros(self._names[row], 1).view(torch.bool)[0]
+        return _CallBuffers([tensor.dtype for tensor in tensors], buffers, written)
 
     def _memory_of(self, row: tuple[int, int], part: int, num_bytes: int) -> Tensor:
-        have = self._memory.get((row, part))
-        if have is not None and have.numel() >= num_bytes:
-            return have
-        size = num_bytes if have is None else max(num_bytes, 2 * have.numel())
-        if have is not None:
-            self._outgrown.append(have)  # a graph may write there
-        made = self._memory[row, part] = self._room.bytes_for(self._names[row], size)
-        return made
+        made = self._memory.setdefault((row, part), [])
+        if not made or made[-1].numel() < num_bytes:
+            # The old one stays: a graph may write there.
+            size = max(num_bytes, 2 * made[-1].numel()) if made else num_bytes
+            made.append(self._arena.zeros(self._names[row], size))
+        return made[-1]
 
     def read(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Names of rows that were written in this step, with their tensors. Waits for the device.
-
-        Of a row that no call has written there is nothing.
-        """
+        """Names and tensors of rows that were written in this step; waits for the device."""
         for row, kinds in self._kinds.items():
             for kind in kinds.values():
                 if bool(kind.written):
@@ -205,11 +187,13 @@ class Calls:
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that a captured call reads or writes beside its arguments."""
-        yield from self._memory.values()
-        yield from self._outgrown
+        for made in self._memory.values():
+            yield from made
         for kinds in self._kinds.values():
-            for kind in kinds.values():
-                yield kind.written
+            yield from (kind.written for kind in kinds.values())
+
+
+# ---- taps
 
 
 @dataclass(frozen=True)
@@ -229,7 +213,6 @@ class Taps:
     """Watches modules until `close`.
 
     Args:
-        taps: what to watch.
         calls: rows of each tap: how often its module is called in a step, and one more for calls
             past those.
         device: of the tensors; they are digested on the stream that computes them, one for all.
@@ -239,17 +222,17 @@ class Taps:
         stages: of the rows.
         rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
         calls_seen: int32 [taps], calls since `begin`.
-        kept: copies of what went through some of them.
+        copies: of what goes through some of the taps.
     """
 
     def __init__(self, taps: Sequence[Tap], calls: int, device: torch.device) -> None:
         self._taps, self.calls, self.device = tuple(taps), calls, device
-        self.kept: Calls | None = None
+        self.copies: CallCopies | None = None
         self.names = [f"{t.name}:{t.kind}[{i}]" for t in self._taps for i in range(calls)]
         self.stages = [t.stage for t in self._taps for _ in range(calls)]
-        self._blank = torch.zeros(len(self.names), NUM_COLUMNS + 1, dtype=torch.int32)
-        self._blank[:, PLACE_COLUMN] = NEVER
-        self._blank = self._blank.to(device)
+        blank = torch.zeros(len(self.names), NUM_COLUMNS + 1, dtype=torch.int32)
+        blank[:, PLACE_COLUMN] = NEVER
+        self._blank = blank.to(device)
         self.rows = self._blank.clone()
         self.calls_seen = torch.zeros(len(self._taps), dtype=torch.int32, device=device)
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)
@@ -257,10 +240,9 @@ class Taps:
         self._is_last = self._numbers == calls - 1
         fold = [[_FOLD] * NUM_LANES + [0, 1], [1] * NUM_COLUMNS + [0]]
         self._keep, self._add = torch.tensor(fold, dtype=torch.int32).to(device)[:, None].unbind()
-        self._digests: dict[tuple[Any, ...], _Digest] = {}
-        modules = dict.fromkeys(tap.module for tap in self._taps)
-        self._watched = list(modules)
-        for module in modules:
+        self._digests: dict[tuple[Any, ...], _CallDigest] = {}
+        self._watched = list(dict.fromkeys(tap.module for tap in self._taps))
+        for module in self._watched:
             self._watch(module)
 
     @property
@@ -274,8 +256,8 @@ class Taps:
             self.rows.copy_(self._blank)
             self.calls_seen.zero_()
             self._clock.zero_()
-        if self.kept is not None:
-            self.kept.begin()
+        if self.copies is not None:
+            self.copies.begin()
 
     def close(self) -> None:
         """Watch no more; graphs that were captured still do."""
@@ -287,29 +269,16 @@ class Taps:
         """Tensors that live on and that a captured tap reads or writes, by name."""
         if not self._taps:
             return
-        yield "taps", self.rows
-        yield "taps blank", self._blank
-        yield "taps calls seen", self.calls_seen
-        yield "taps clock", self._clock
-        yield "taps numbers", self._numbers
-        yield "taps last", self._is_last
-        yield "taps fold", self._keep
+        yield from {
+            "taps": self.rows, "taps blank": self._blank, "taps calls seen": self.calls_seen,
+            "taps clock": self._clock, "taps numbers": self._numbers, "taps last": self._is_last,
+            "taps fold": self._keep,
+        }.items()  # fmt: skip
         for number, digest in enumerate(self._digests.values()):
             for index, tensor in enumerate(digest.tensors()):
                 yield f"taps scratch {index} of kind {number}", tensor
-        for index, tensor in enumerate(() if self.kept is None else self.kept.tensors()):
+        for index, tensor in enumerate(() if self.copies is None else self.copies.tensors()):
             yield f"taps copy {index}", tensor
-
-    def keep(self, calls: Calls) -> None:
-        """From now on copy, too, what goes through some of the taps."""
-        self.kept = calls
-
-    def is_digest_of(self, row: Tensor, tensors: Sequence[Tensor]) -> bool:
-        """Whether a row, on the host, is the digest of one call with these tensors, on the host."""
-        digest = _Digest(tensors, torch.device("cpu"))(tensors)
-        return torch.equal(digest[0], row[:NUM_COLUMNS])
-
-    # ---- watching
 
     def _watch(self, module: nn.Module) -> None:
         mine = {tap.kind: i for i, tap in enumerate(self._taps) if tap.module is module}
@@ -325,21 +294,13 @@ class Taps:
             if "output" in mine:
                 self._record(mine["output"], [*tensors_in(result)])
             if "gradient" in mine:
-                self._watch_gradient(mine["gradient"], result)
+                first = next((t for t in tensors_in(result) if t.requires_grad), None)
+                if first is not None:
+                    first.register_hook(lambda grad: self._record(mine["gradient"], [grad]))
             return result
 
         # The instance's own, which `Module.__call__` finds first.
         module._call_impl = call  # type: ignore[method-assign]
-
-    def _watch_gradient(self, tap: int, result: Any) -> None:
-        first = next((t for t in tensors_in(result) if t.requires_grad), None)
-        if first is not None:
-            first.register_hook(functools.partial(self._gradient, tap))
-
-    def _gradient(self, tap: int, grad: Tensor) -> None:
-        self._record(tap, [grad])
-
-    # ---- recording
 
     def _record(self, tap: int, tensors: list[Tensor]) -> None:
         """Write the digest of one call into its row, by operators that a graph can hold."""
@@ -352,12 +313,12 @@ class Taps:
             again = self._is_last & (seen >= self.calls)
             folded = own * self._keep + line * self._add
             own.copy_(torch.where(self._numbers == seen, line, torch.where(again, folded, own)))
-            if self.kept is not None:
-                self.kept.record(tap, seen[0], tensors)
+            if self.copies is not None:
+                self.copies.record(tap, seen[0], tensors)
             seen.add_(1)
             self._clock.add_(1)
 
-    def _digest_of(self, tap: int, tensors: list[Tensor]) -> "_Digest":
+    def _digest_of(self, tap: int, tensors: list[Tensor]) -> "_CallDigest":
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         digest = self._digests.pop(signature, None)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -368,24 +329,21 @@ class Taps:
                     "the capture, got it first inside: run a step of these shapes eagerly first."
                 )
             try:
-                digest = _Digest(tensors, self.device)
+                digest = _CallDigest(tensors, self.device)
             except ValueError as error:
                 raise ValueError(
                     f"Expected plain tensors in {self.tap_names[tap]}, got others; leave it out of "
                     f"taps: {error}"
                 ) from error
-            self._forget_oldest()
+            if len(self._digests) >= MOST_KINDS:
+                loose = (key for key, other in self._digests.items() if not other.is_captured)
+                self._digests.pop(next(loose, ()), None)
         digest.is_captured |= capturing
         self._digests[signature] = digest  # the latest used is last
         return digest
 
-    def _forget_oldest(self) -> None:
-        if len(self._digests) >= MOST_KINDS:
-            loose = (key for key, digest in self._digests.items() if not digest.is_captured)
-            self._digests.pop(next(loose, ()), None)
 
-
-class _Digest:
+class _CallDigest:
     """The digest of a list of tensors of fixed shapes as one row; on CUDA by way of a copy.
 
     A graph's activations lie where no table can be prepared for, the copies stay where they are.
@@ -420,10 +378,8 @@ class _Digest:
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that a call reads or writes beside its arguments."""
-        yield from self._copies
-        yield from (self._each, self._row)
-        yield from self._digester.scratch()
-        yield from self._together.scratch()
+        yield from (*self._copies, self._each, self._row)
+        yield from (*self._digester.scratch(), *self._together.scratch())
 
 
 def tensors_in(value: Any, *, open_records: bool = True) -> Iterator[Tensor]:
@@ -456,29 +412,22 @@ def open_taps(
         ConfigError: a pattern that means no module on any rank.
     """
     patterns = [tap_pattern(text) for text in config.taps]
+    modules = [
+        (name, module, chunk * pp.size + pp.rank)
+        for chunk, stage in enumerate(stages)
+        for name, module in stage.named_modules()
+        if name and not isinstance(module, nn.ModuleDict | nn.ModuleList)
+    ]
     chosen = [
-        [
-            Tap(name, module, pattern.kind, chunk * pp.size + pp.rank)
-            for chunk, stage in enumerate(stages)
-            for name, module in _callable(stage)
-            if pattern.matches(name)
-        ]
-        for pattern in patterns
+        [Tap(name, module, each.kind, at) for name, module, at in modules if each.matches(name)]
+        for each in patterns
     ]
     if patterns:
-        names = [name for stage in stages for name, _ in _callable(stage)]
-        _require_found(patterns, chosen, names, device)
+        _require_found(patterns, chosen, [name for name, _, _ in modules], device)
     # Two patterns may mean one module; it is looked into once.
     taps = {(tap.name, tap.kind): tap for each in chosen for tap in each}
     # A row more than a module is called by itself: calls of one that others share go on into it.
     return Taps(list(taps.values()), config.microbatches + 1, device)
-
-
-def _callable(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are called, by the names that they have in the whole model."""
-    for name, module in stage.named_modules():
-        if name and not isinstance(module, nn.ModuleDict | nn.ModuleList):
-            yield name, module
 
 
 def _require_found(
@@ -499,13 +448,15 @@ def _require_found(
             raise ConfigError("taps", expected=expected, got=f"{pattern.modules}:{pattern.kind}")
 
 
+# ---- snapshots, and where they lie in the whole model
+
+
 @dataclass(frozen=True)
-class Place:
+class GlobalBox:
     """A box of a rank's tensor, and where it lies in a tensor of the whole model.
 
     Attributes:
-        name: of the whole tensor.
-        shape: of the whole tensor.
+        name, shape: of the whole tensor.
         offsets: of the box in the whole tensor.
         local_offsets: of the box in the rank's tensor.
         sizes: of the box.
@@ -519,8 +470,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One tensor of a rank as it was digested, on the host.
+class Snapshot:
+    """One tensor of a rank as it was digested.
 
     Attributes:
         name: as it was asked for, without stars.
@@ -528,33 +479,29 @@ class Kept:
         tensor: on the CPU.
         places: where it lies in the whole model; of parameters and what has their shape.
         as_digested: whether the copy gives the digest that the step recorded. It does not where
-            something else wrote the tensor between the two, or where a row of taps is of several
-            calls.
+            something else wrote the tensor between the two, or where a row is of several calls.
     """
 
     name: str
     part: int
     tensor: torch.Tensor
-    places: tuple[Place, ...]
+    places: tuple[GlobalBox, ...]
     as_digested: bool
 
 
-RowPlaces = Callable[[str, torch.Tensor], tuple[Place, ...]]
+RowPlaces = Callable[[str, torch.Tensor], tuple[GlobalBox, ...]]
 
 
-class Keeping:
-    """Copies of the tensors that fit `names`, overwritten by every step.
+class Snapshots:
+    """Copies of the tensors that match `names`, overwritten by every step.
 
     Args:
         names: as in the module's docstring; those that this rank does not have are passed over.
-        max_bytes: of all copies on this rank.
+        max_bytes: of all copies on this rank; `ValueError` if they would take more.
         digested: names and tensors of each group.
         copies: what is taken with the digests of a group; entered here.
         places: of every parameter by its name; `places_of` gives them.
         row_places: of a tensor of a row of taps, by the row's name.
-
-    Raises:
-        ValueError: they would take more.
     """
 
     def __init__(
@@ -563,57 +510,49 @@ class Keeping:
         max_bytes: int,
         *,
         digested: Mapping[str, tuple[list[str], list[torch.Tensor]]],
-        copies: dict[str, Copies],
+        copies: dict[str, TensorCopies],
         taps: Taps,
-        places: Iterable[tuple[str, tuple[Place, ...]]],
+        places: Iterable[tuple[str, tuple[GlobalBox, ...]]],
         row_places: RowPlaces = lambda name, tensor: (),
     ) -> None:
-        self._digested, self._copies = digested, copies
-        self._taps, self._row_places = taps, row_places
-        room = Room(max_bytes, taps.device)
-        self._places = dict(places)
+        self._digested, self._copies, self._taps = digested, copies, taps
+        self._places, self._row_places = dict(places), row_places
+        arena = SnapshotArena(max_bytes, taps.device)
         for group, (known, tensors) in digested.items():
-            wanted = {
-                name: tensor
-                for name, tensor in zip(known, tensors, strict=True)
-                if fits(names, f"{group}:{name}")
-            }
+            named = zip(known, tensors, strict=True)
+            wanted = {n: tensor for n, tensor in named if matches(names, f"{group}:{n}")}
             if wanted:
-                copies[group] = Copies(wanted, room)
-        rows = {
-            divmod(number, taps.calls): name
-            for number, name in enumerate(taps.names)
-            if fits(names, name)
-        }
-        if rows:
-            taps.keep(Calls(rows, room))
+                copies[group] = TensorCopies(wanted, arena)
+        rows = enumerate(taps.names)
+        wanted_rows = {divmod(i, taps.calls): name for i, name in rows if matches(names, name)}
+        if wanted_rows:
+            taps.copies = CallCopies(wanted_rows, arena)
 
-    def read(self, digests: Mapping[str, torch.Tensor]) -> list[Kept]:
-        """What was kept of the step that has just been issued; `digests` are its own. It waits."""
+    def read(self, digests: Mapping[str, torch.Tensor]) -> list[Snapshot]:
+        """Those of the step that has just been issued; `digests` are its own. It waits."""
         return [*self._read_state(digests), *self._read_rows()]
 
-    def _read_state(self, digests: Mapping[str, torch.Tensor]) -> Iterator[Kept]:
+    def _read_state(self, digests: Mapping[str, torch.Tensor]) -> Iterator[Snapshot]:
         for group, copies in self._copies.items():
-            rows = digests[group].cpu()
-            numbers = {name: i for i, name in enumerate(self._digested[group][0])}
+            rows = dict(zip(self._digested[group][0], digests[group].cpu(), strict=True))
             for name, copy in copies.read():
-                tensor = copy.cpu()
-                again = empty_rows(1, "cpu")
+                tensor, again = copy.cpu(), empty_rows(1, "cpu")
                 digest_tensors([tensor], again)
-                same = torch.equal(again[0], rows[numbers[name]])
-                yield Kept(f"{group}:{name}", 0, tensor, self._places_of(name, tensor), same)
+                same = torch.equal(again[0], rows[name])
+                yield Snapshot(f"{group}:{name}", 0, tensor, self._places_of(name, tensor), same)
 
-    def _read_rows(self) -> Iterator[Kept]:
-        if self._taps.kept is None:
+    def _read_rows(self) -> Iterator[Snapshot]:
+        if self._taps.copies is None:
             return
         rows = dict(zip(self._taps.names, self._taps.rows.cpu(), strict=True))
-        for name, parts in self._taps.kept.read():
+        for name, parts in self._taps.copies.read():
             tensors = [part.cpu() for part in parts]
-            same = self._taps.is_digest_of(rows[name], tensors)
+            row = _CallDigest(tensors, torch.device("cpu"))(tensors)[0]
+            same = torch.equal(row, rows[name][:NUM_COLUMNS])
             for number, tensor in enumerate(tensors):
-                yield Kept(name, number, tensor, self._row_places(name, tensor), same)
+                yield Snapshot(name, number, tensor, self._row_places(name, tensor), same)
 
-    def _places_of(self, name: str, tensor: torch.Tensor) -> tuple[Place, ...]:
+    def _places_of(self, name: str, tensor: torch.Tensor) -> tuple[GlobalBox, ...]:
         stem, suffix = name, ""
         if name not in self._places:
             stem, dot, last = name.rpartition(".")
@@ -621,11 +560,8 @@ class Keeping:
         if stem not in self._places:
             # Of no parameter: experts' biases and counters are the same on every rank.
             zeros = (0,) * tensor.dim()
-            return (Place(name, tuple(tensor.shape), zeros, zeros, tuple(tensor.shape)),)
-        return tuple(
-            Place(each.name + suffix, each.shape, each.offsets, each.local_offsets, each.sizes)
-            for each in self._places[stem]
-        )
+            return (GlobalBox(name, tuple(tensor.shape), zeros, zeros, tuple(tensor.shape)),)
+        return tuple(replace(each, name=each.name + suffix) for each in self._places[stem])
 
 
 def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
@@ -641,7 +577,7 @@ def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
     runs = list(zip(starts, [*starts[1:], len(positions)], strict=True))
     rank = axes.dp_outer.rank * axes.dp.size + axes.dp.rank
 
-    def places(name: str, tensor: torch.Tensor) -> tuple[Place, ...]:
+    def places(name: str, tensor: torch.Tensor) -> tuple[GlobalBox, ...]:
         layer, _, branch = name.partition("[")[0].removeprefix("layers.").partition(".")
         if not layer.isdecimal() or branch not in ("attn:output", "mlp:output"):
             return ()
@@ -650,7 +586,7 @@ def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
         rows, _, width = tensor.shape
         whole = (rows * axes.dp_outer.size * axes.dp.size, seq, width)
         return tuple(
-            Place(
+            GlobalBox(
                 name, whole, (rank * rows, positions[begin], 0), (0, begin, 0),
                 (rows, end - begin, width),
             )
@@ -660,7 +596,7 @@ def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
     return places
 
 
-def fits(names: Iterable[str], name: str) -> bool:
+def matches(names: Iterable[str], name: str) -> bool:
     """Whether a name is one of `names`, whose stars stand for any text."""
     return any(_pattern(each).fullmatch(name) for each in names)
 
@@ -672,7 +608,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def places_of(
     stages: Sequence[nn.Module], groups: Iterable[ParamGroup]
-) -> Iterator[tuple[str, tuple[Place, ...]]]:
+) -> Iterator[tuple[str, tuple[GlobalBox, ...]]]:
     """Of every parameter by its name, of which this rank may have no row at all."""
     stretches = {
         plain_name(name): each for stage in stages for name, each in named_stretches(stage).items()
@@ -683,7 +619,7 @@ def places_of(
             yield name, tuple(p for each in made_of for p in _place(parameter, each))
 
 
-def _place(parameter: torch.Tensor, stretch: Stretch) -> Iterator[Place]:
+def _place(parameter: torch.Tensor, stretch: Stretch) -> Iterator[GlobalBox]:
     piece = Piece.of(parameter, stretch)
     local = Piece.of(parameter, Stretch("")).local
     box = piece.local
@@ -693,4 +629,4 @@ def _place(parameter: torch.Tensor, stretch: Stretch) -> Iterator[Place]:
             index, start = divmod(start, stride)
             at.append(index)
         sizes, whole = tuple(chunk.sizes), tuple(piece.shape)
-        yield Place(plain_name(stretch.name), whole, tuple(chunk.offsets), tuple(at), sizes)
+        yield GlobalBox(plain_name(stretch.name), whole, tuple(chunk.offsets), tuple(at), sizes)

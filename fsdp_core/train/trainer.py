@@ -56,7 +56,7 @@ from fsdp_core.train.names import (
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
-from fsdp_core.train.taps import Keeping, branch_places, open_taps, places_of
+from fsdp_core.train.taps import Snapshots, branch_places, open_taps, places_of
 
 OF_GRADIENTS = ("samples", "grads")
 """Groups that are digested once the gradients are there; all others follow the update."""
@@ -292,11 +292,11 @@ class Trainer:
                 self._digests.update(group, self.outputs)
             return {group: self.outputs.digests[group].cpu() for group in STATE}
 
-    def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
-        """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
+    def keep(self, names: Sequence[str], max_bytes: int) -> Snapshots:
+        """Copy tensors as they are digested: see `taps.Snapshots`. Before the first step."""
         assert not self._whole_steps
         with self.device.on(self.stream):
-            return Keeping(
+            return Snapshots(
                 names, max_bytes, digested=self._digests.digested, copies=self._digests.kept,
                 taps=self.taps,
                 places=places_of(self.stages, self.groups),

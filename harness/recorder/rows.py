@@ -37,7 +37,7 @@ def write_kept(folder: Path, run: str, rank: int, step: int, kept: Iterable[Any]
 
 
 def entry_of(kept: Any) -> tuple[Any, bytes]:
-    """A `fsdp_core.train.taps.Kept`, or its like, as `harness.store.contents` has it."""
+    """A `fsdp_core.train.taps.Snapshot`, or its like, as `harness.store.contents` has it."""
     from harness.store.contents import KeptTensor, Place
 
     about = KeptTensor(

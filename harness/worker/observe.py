@@ -20,7 +20,7 @@ from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_hex,
 from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.memory import at_rest
 from fsdp_core.train.stressed import StressedTrainer
-from fsdp_core.train.taps import PLACE_COLUMN, Kept, fits
+from fsdp_core.train.taps import PLACE_COLUMN, Snapshot, matches
 from harness.recorder import RecordFile
 from harness.recorder.rows import hashed, seconds_between, write_kept
 from harness.records import (
@@ -272,9 +272,9 @@ def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable
         with trainer.device.on(trainer.stream):
             kept = list(copies.read(trainer.outputs.digests))
             for name, state in trainer.rng_states().items():
-                if fits(keep.names, f"rng:{name}"):
+                if matches(keep.names, f"rng:{name}"):
                     # Records have a digest of the same bytes, from this very function.
-                    kept.append(Kept(f"rng:{name}", 0, state, (), as_digested=True))
+                    kept.append(Snapshot(f"rng:{name}", 0, state, (), as_digested=True))
         write_kept(folder, spec.key, rank, step, kept)
 
     return observe

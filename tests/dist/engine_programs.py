@@ -9,7 +9,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
-from fsdp_core.train.taps import Kept
+from fsdp_core.train.taps import Snapshot
 from harness.worker.plants import act_before_step
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -47,14 +47,14 @@ class Seen:
     steps: Steps
     taps: list[Taps]
     names: dict[str, list[str]]
-    kept: list[Kept]
+    kept: list[Snapshot]
 
 
 def train(engined: Engined) -> Seen:
     """All steps of a run."""
     trainer = _made(engined)
     keeping = trainer.keep(("grads:*", "weights:*", "optim:*"), 1 << 24)
-    steps, taps, kept = [], [], list[Kept]()
+    steps, taps, kept = [], [], list[Snapshot]()
     for step in range(STEPS):
         if engined.fault and step == 2 and trainer.axes.dp.rank == trainer.axes.dp.size - 1:
             act_before_step(engined.fault, trainer)

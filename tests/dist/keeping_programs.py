@@ -10,7 +10,7 @@ from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
-from fsdp_core.train.taps import Kept
+from fsdp_core.train.taps import Snapshot
 
 DEVICE = Device("cpu")
 SMALL: dict[str, Any] = {"vocab_size": 48, "hidden": 32, "ffn": 48, "seq": 16}
@@ -42,7 +42,7 @@ class Run:
         )  # fmt: skip
 
 
-def keep(run: Run) -> list[list[Kept]]:
+def keep(run: Run) -> list[list[Snapshot]]:
     """What a rank has kept of every step."""
     trainer = Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
     keeping = trainer.keep(run.names, run.max_bytes)
@@ -55,12 +55,12 @@ def keep(run: Run) -> list[list[Kept]]:
     return found
 
 
-def keep_all(runs: list[Run]) -> list[list[list[Kept]]]:
+def keep_all(runs: list[Run]) -> list[list[list[Snapshot]]]:
     """The same of runs one after another."""
     return [keep(run) for run in runs]
 
 
-def initial(runs: list[Run]) -> list[list[Kept]]:
+def initial(runs: list[Run]) -> list[list[Snapshot]]:
     """The weights that each of some runs begins with."""
     found = []
     for run in runs:
@@ -77,7 +77,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def whole(ranks: Iterable[list[Kept]]) -> dict[str, torch.Tensor]:
+def whole(ranks: Iterable[list[Snapshot]]) -> dict[str, torch.Tensor]:
     """Whole tensors of float32 out of every rank's pieces, by group and global name.
 
     Where two ranks have the same element they must agree; every element must be had by some rank.

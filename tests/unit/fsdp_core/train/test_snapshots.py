@@ -1,10 +1,10 @@
-"""Kept copies: the bits of the call that was asked for, whatever shapes calls have."""
+"""Snapshot copies: the bits of the call that was asked for, whatever shapes calls have."""
 
 import pytest
 import torch
 
 from fsdp_core.graph.digest import INT_OF_SIZE, PATTERNS
-from fsdp_core.train.taps import Calls, Copies, Room
+from fsdp_core.train.taps import CallCopies, SnapshotArena, TensorCopies
 
 CPU = torch.device("cpu")
 
@@ -14,7 +14,7 @@ def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
     """All patterns of bytes, NaN payloads among them, of a tensor that is not contiguous."""
     raw = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
     tensor = raw.view(dtype).view(8, -1).t()
-    copies = Copies({"x": tensor}, Room(1 << 12, CPU))
+    copies = TensorCopies({"x": tensor}, SnapshotArena(1 << 12, CPU))
     copies.take()
     ((name, copy),) = copies.read()
     assert (name, copy.dtype, copy.shape) == ("x", dtype, tensor.shape)
@@ -26,7 +26,7 @@ def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
 def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
     """Calls of growing, shrinking and equal shapes, step after step: each row has its own call."""
     wanted = {(0, 0): "x:output[0]", (0, 1): "x:output[1]"}
-    calls, seen = Calls(wanted, Room(1 << 12, CPU)), torch.zeros(2).int()
+    calls, seen = CallCopies(wanted, SnapshotArena(1 << 12, CPU)), torch.zeros(2).int()
     for sizes in ((4, 7), (7, 4), (9, 2), (3, 3), (2, 9)):
         calls.begin()
         seen.zero_()
@@ -44,7 +44,7 @@ def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
 
 def test_a_row_without_a_call_in_this_step_has_nothing() -> None:
     """What a step before has written is not passed off as this step's."""
-    calls, seen = Calls({(0, 0): "x:output[0]"}, Room(64, CPU)), torch.zeros(1).int()
+    calls, seen = CallCopies({(0, 0): "x:output[0]"}, SnapshotArena(64, CPU)), torch.zeros(1).int()
     calls.begin()
     calls.record(0, seen[0], [torch.ones(2)])
     assert len(list(calls.read())) == 1
@@ -54,7 +54,7 @@ def test_a_row_without_a_call_in_this_step_has_nothing() -> None:
 
 def test_there_is_room_for_so_many_bytes_and_no_more() -> None:
     """The last byte fits; one more is refused with both numbers and the name."""
-    room = Room(8, CPU)
-    Copies({"a": torch.zeros(2)}, room)
+    room = SnapshotArena(8, CPU)
+    TensorCopies({"a": torch.zeros(2)}, room)
     with pytest.raises(ValueError, match="at most 8 bytes on a rank, got 9 with b"):
-        Copies({"b": torch.zeros(1, dtype=torch.bool)}, room)
+        TensorCopies({"b": torch.zeros(1, dtype=torch.bool)}, room)
