@@ -16,40 +16,28 @@ Integer sums have no order, so threads, pages and devices may add as they like: 
 and CUDA (one Triton kernel, each byte read once) give the same bits. A fifth number, from the same
 pass, is 1 if any element is not finite, else 0.
 
-What is known of it. Within 2**32 words (w, j) -> (x, z) is one to one: z gives y, y and x give the
-key, the key gives j and w. For one j, z is one to one in w: so a change confined to one word, or
-another number of bytes, is always seen. Any other change is missed only if its four lane sums all
-cancel. `python -m benchmarks.lanes` counts how often two changes cancel in a lane: any single bit,
-and sign bits in every direction (exchanged between rows, say), the worst case, as a top bit passes
-a multiplication by an odd number unchanged; hence the shift before the first one. Lanes cancel as
-often as random 32-bit integers would, within a tenth (y*z a little more often, as a product is
-oftener even than odd), and so does a number made of eight bits of each lane. If lanes cancel
-independently, which that joint count supports and does not prove, a miss has odds of about 2**-128.
-It is no cryptographic hash: a miss can be constructed.
+A change confined to one word, or another number of bytes, is always seen: within 2**32 words
+(w, j) -> (x, z) is one to one, and for one j so is w -> z. Any other change is missed only if its
+four lane sums all cancel. `python -m benchmarks.lanes` counts how often two changes do so in a lane
+(sign bits are the worst case: a top bit passes a multiplication by an odd number unchanged, hence
+the shift before the first one): as often as in random 32-bit integers, within a tenth. If lanes
+cancel independently, which its joint count supports and does not prove, a miss has odds of about
+2**-128. It is no cryptographic hash: a miss can be constructed.
 
-The digest in plain torch operators, for any device; on the CPU, the one that counts.
+**In torch operators**, for any device:
 
     tensors -> pieces of at most a page -> pages of one dtype, every row of a page one tensor's
     page    -> copy in, mix and multiply in place, sum rows -> add row sums to their tensors' rows
 
 Only ATen operators on tensors made at construction, none of which reads a value on the host or
 makes a constant: a recorder can replay a call into the same storages.
-
-A 128-bit digest of every tensor, position-sensitive, computed where the tensor lives.
-
-    digest_words    what the bits are: the definition, and what is known of its misses
-    digest_torch    plain torch operators, every device
-    digest_triton   one CUDA kernel over many tensors, each byte read once
-    digest          this file: a planned digest of a fixed list of tensors, and its text
-
-Both makers give the same bits. A call reads no value on the host and allocates nothing by value, so
-it can be captured into a graph.
 """
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -270,30 +258,10 @@ def _cut(number: int, tensor: Tensor) -> Iterator[_Piece]:
     for start in range(0, tensor.numel(), most):
         stop = min(start + most, tensor.numel())
         yield _Piece(
-            tensor=number,
-            start=start,
-            stop=stop,
-            word=start * tensor.itemsize // WORD_BYTES,
+            number, start, stop, word=start * tensor.itemsize // WORD_BYTES,
             num_words=-(-(stop - start) * tensor.itemsize // WORD_BYTES),
             shape=tensor.shape if stop - start == tensor.numel() else None,
-        )
-
-
-__all__ = ["NUM_COLUMNS", "Digester", "Read", "digest_hex", "digest_tensors", "empty_rows"]
-
-
-@dataclass(frozen=True)
-class Read:
-    """A storage range that the digest reads: whose, where, how many bytes."""
-
-    name: str
-    address: int
-    num_bytes: int
-
-
-class _Plan(Protocol):
-    def update(self, tensors: Sequence[Tensor], out: Tensor) -> None: ...
-    def scratch(self) -> tuple[Tensor, ...]: ...
+        )  # fmt: skip
 
 
 class Digester:
@@ -306,7 +274,7 @@ class Digester:
 
     Args:
         tensors: plain strided tensors on one device; a DTensor's `to_local()`, not the DTensor.
-        names: one a tensor, for messages and `reads`; by default their position.
+        names: one a tensor, for messages; by default their position.
         kernel: `auto` is `triton` on CUDA where Triton is installed, else `torch`.
 
     Raises:
@@ -353,12 +321,8 @@ class Digester:
                     f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}."
                 )
         expected = (len(self.names), NUM_COLUMNS)
-        if (
-            out.shape != expected
-            or out.dtype != torch.int32
-            or out.device != self.device
-            or not out.is_contiguous()
-        ):
+        got = (out.shape, out.dtype, out.device, out.is_contiguous())
+        if got != (expected, torch.int32, self.device, True):
             raise ValueError(
                 f"Expected out to be contiguous int32 {list(expected)} on {self.device}, "
                 f"got {out.dtype} {list(out.shape)} on {out.device}."
@@ -366,17 +330,9 @@ class Digester:
         with torch.no_grad():
             self._plan.update(tensors, out)
 
-    def reads(self, tensors: Sequence[Tensor]) -> tuple[Read, ...]:
-        """The storage of each non-empty tensor, for an address ledger to watch."""
-        return tuple(
-            Read(name, tensor.data_ptr(), tensor.untyped_storage().nbytes())
-            for name, tensor in zip(self.names, tensors, strict=True)
-            if tensor.numel()
-        )
-
     def scratch(self) -> tuple[Tensor, ...]:
         """Tensors that this object owns and a captured call reads or writes; they never move."""
-        return self._plan.scratch()
+        return tuple(self._plan.scratch())
 
 
 def digest_tensors(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -412,22 +368,15 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         raise ValueError(f"Expected {name} to be one of {legal}; got {tensor.dtype}.")
 
 
-def _make_plan(tensors: Sequence[Tensor], device: torch.device, kernel: str) -> _Plan:
+def _make_plan(tensors: Sequence[Tensor], device: torch.device, kernel: str) -> Any:
     if sys.byteorder != "little":
         raise NotImplementedError("Expected a little-endian machine.")
     if kernel == "auto":
-        kernel = "triton" if device.type == "cuda" and _has_triton() else "torch"
-    if kernel == "triton":
-        # Imported late: the CPU build of torch comes without Triton.
-        from fsdp_core.graph.digest_triton import TritonPlan
+        installed = importlib.util.find_spec("triton") is not None
+        kernel = "triton" if device.type == "cuda" and installed else "torch"
+    if kernel == "torch":
+        return TorchPlan(tensors, device)
+    # Imported late: the CPU build of torch comes without Triton.
+    from fsdp_core.graph.digest_triton import TritonPlan
 
-        return TritonPlan(tensors, device)
-    return TorchPlan(tensors, device)
-
-
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401  (asking whether it is there)
-    except ImportError:
-        return False
-    return True
+    return TritonPlan(tensors, device)

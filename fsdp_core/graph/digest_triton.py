@@ -39,16 +39,9 @@ INDEX_SPAN = 1 << 32  # words that share the high half of their index
 TABLE_COLUMNS = 5  # address, first word index, whole words, bytes after them, row of out
 
 # Triton reads a module's globals only as constexpr.
-_C1, _S1, _HIGH = (
-    tl.constexpr(definition.C1),
-    tl.constexpr(definition.S1),
-    tl.constexpr(definition.HIGH),
-)
-_M1, _M2, _M3 = (
-    tl.constexpr(definition.M1),
-    tl.constexpr(definition.M2),
-    tl.constexpr(definition.M3),
-)
+_C1, _S1 = tl.constexpr(definition.C1), tl.constexpr(definition.S1)
+_M1, _M2, _M3 = map(tl.constexpr, (definition.M1, definition.M2, definition.M3))
+_HIGH = tl.constexpr(definition.HIGH)
 _TABLE_COLUMNS, _OUT_COLUMNS = tl.constexpr(TABLE_COLUMNS), tl.constexpr(NUM_COLUMNS)
 _VECTOR = tl.constexpr(VECTOR_BYTES // WORD_BYTES)
 
@@ -87,14 +80,9 @@ def _mix(word, key, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nonfinite(  # type: ignore[no-untyped-def]
-    word,
-    index,
-    FIELDS: tl.constexpr,
-    MASK: tl.constexpr,
-    VALUE: tl.constexpr,
-    HIGH_WORD_ONLY: tl.constexpr,
-    AS_FLOAT: tl.constexpr,
-):
+    word, index, FIELDS: tl.constexpr, MASK: tl.constexpr, VALUE: tl.constexpr,
+    HIGH_WORD_ONLY: tl.constexpr, AS_FLOAT: tl.constexpr,
+):  # fmt: skip
     """Sums over the last dim: zero if all fields of the words are finite; else more, or NaN."""
     if AS_FLOAT:
         found = tl.sum(word.to(tl.float32, bitcast=True) * 0.0, -1)
@@ -140,17 +128,10 @@ def _add_row(target, sum0, sum1, sum2, sum3, found):  # type: ignore[no-untyped-
 
 @triton.jit
 def _digest_chunks(  # type: ignore[no-untyped-def]
-    table,
-    out,
-    FIELDS: tl.constexpr,
-    MASK: tl.constexpr,
-    VALUE: tl.constexpr,
-    HIGH_WORD_ONLY: tl.constexpr,
-    AS_FLOAT: tl.constexpr,
-    TILE: tl.constexpr,
-    REST: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    table, out, FIELDS: tl.constexpr, MASK: tl.constexpr, VALUE: tl.constexpr,
+    HIGH_WORD_ONLY: tl.constexpr, AS_FLOAT: tl.constexpr, TILE: tl.constexpr,
+    REST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One chunk a program: whole tiles in a loop, five atomics, then what is left, if any."""
     entry = table + tl.program_id(0) * _TABLE_COLUMNS
     address = tl.load(entry)
@@ -212,11 +193,7 @@ class TritonPlan:
         self._device = device
         self._launch = launch
         self._start = length_rows(tensors, device)
-        self._staged = {
-            i: torch.empty_like(_as_integers(tensor), memory_format=torch.contiguous_format)
-            for i, tensor in enumerate(tensors)
-            if _needs_staging(tensor)
-        }
+        self._staged: dict[int, Tensor] = {}
         self._addresses: tuple[int, ...] = ()
         self._tables: dict[Pattern, Tensor] = {}
         self._captured: list[dict[Pattern, Tensor]] = []
@@ -237,31 +214,21 @@ class TritonPlan:
         for i, buffer in self._staged.items():
             buffer.copy_(_as_integers(tensors[i]))
         out.copy_(self._start)
+        launch = self._launch
         for pattern, table in self._tables.items():
             _digest_chunks[(table.shape[0],)](
-                table,
-                out,
-                FIELDS=pattern.fields,
-                MASK=pattern.mask,
-                VALUE=pattern.value,
-                HIGH_WORD_ONLY=pattern.high_word_only,
-                AS_FLOAT=pattern in _AS_FLOAT,
-                TILE=self._launch.tile_words,
-                REST=REST_WORDS,
-                STAGES=self._launch.num_stages,
-                num_warps=self._launch.num_warps,
-            )
+                table, out, FIELDS=pattern.fields, MASK=pattern.mask, VALUE=pattern.value,
+                HIGH_WORD_ONLY=pattern.high_word_only, AS_FLOAT=pattern in _AS_FLOAT,
+                TILE=launch.tile_words, REST=REST_WORDS, STAGES=launch.num_stages,
+                num_warps=launch.num_warps,
+            )  # fmt: skip
 
     def scratch(self) -> tuple[Tensor, ...]:
         """Everything that a captured call touches besides its arguments."""
         return (self._start, *self._tables.values(), *self._staged.values())
 
     def _locate(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Where the kernel reads each tensor.
-
-        A tensor that lay in place at construction and does not now gets a staging buffer; outside
-        a capture only, as its address then differs from the prepared one.
-        """
+        """Where the kernel reads each tensor; -1 of one that needs a buffer and has none yet."""
         addresses = []
         for i, tensor in enumerate(tensors):
             if i in self._staged:

@@ -337,15 +337,6 @@ def test_moved_and_grad_requiring_tensors_are_read_where_they_are() -> None:
     assert not rows.requires_grad
 
 
-def test_reads_names_storages() -> None:
-    """The ledger learns the name, address and size of each storage; empty tensors have none."""
-    base = torch.zeros(10)
-    tensors = [base[2:4], torch.zeros(0), torch.zeros(3)]
-    reads = Digester(tensors, ["view", "none", "whole"]).reads(tensors)
-    assert [(r.name, r.num_bytes) for r in reads] == [("view", 40), ("whole", 12)]
-    assert reads[0].address == base.data_ptr() + 8
-
-
 # --- misuse -----------------------------------------------------------------------------------
 
 
