@@ -4,28 +4,20 @@
     CompiledPart   one of them; its guards are held for graphs that captured it
     HeldGuards     checked before a replay: what the compiled code took for constant still is
 
-A graph holds compiled code as it was at the capture. The compiler itself would notice that a value
-which it built in has changed: it checks its guards at each call, and compiles anew. A replay calls
-nothing. So the guards of what was captured are kept and checked before each replay.
+A graph holds compiled code as it was at the capture. The compiler checks its guards at each call,
+and compiles anew where a value that it built in has changed; a replay calls nothing. So the guards
+of what was captured are kept and checked before each replay.
 
-**One program.** Steps before the capture have compiled what is captured. If a warm-up or a capture
-makes the compiler compile once more, the graph would hold other code than eager steps run: refused,
-with the compiler's reason. What is compiled after the capture (an evaluation, a batch of other
-shape) is other code for other work; it is listed.
+If a warm-up or a capture makes the compiler compile once more, the graph would hold other code than
+eager steps run: refused, with the compiler's reason. What is compiled after the capture (an
+evaluation, a batch of other shape) is other code for other work; it is listed. CUDA graphs of its
+own the compiler makes none: they would be captures inside of captures.
 
-**Graphs of its own** the compiler makes none: they would be captures inside of captures.
-
-What a compiled function reads is told to recorders (`Recorder.uses`), since kernels that the
-compiler made are no operators. On the CPU such kernels are recorded as calls.
-
-The parts of a rank's layers that torch.compile compiles, each in place of its Python.
+Parts are compiled in place of their Python, so replays and eager steps find them:
 
     attn, mlp, layer, experts    the module's `forward`: hooks, FSDP's too, run around it
     moe_router                   the branch's `front`; its `forward` is the front and its rest
     moe_preprocess               with it
-
-What captures layers finds compiled parts where it finds their Python, and so do eager steps: both
-run one program.
 """
 
 import contextlib
@@ -115,43 +107,46 @@ class Compiler:
     Attributes:
         compilations: in the order in which they happened.
         has_graphs: whether there are graphs of compiled code; for their owner to say.
+        part: that is called now.
+        held: guards of what the capture that is under way holds.
     """
 
     def __init__(self, backend: str = "") -> None:
-        self.backend = backend
+        self.backend, self.has_graphs = backend, False
         self.compilations: list[Compilation] = []
-        self._part = ""
+        self.part = ""
+        self._parts: dict[str, tuple[str, ...]] = {}
         self._settled: str | None = None
-        self._held: list[HeldGuards] | None = None
-        self.has_graphs = False
-        self._restore: Callable[[], None] | None = None
+        self.held: list[HeldGuards] | None = None
+        self._options = contextlib.ExitStack()
         if backend:
-            self._open()
-
-    def _open(self) -> None:
-        """Forget what other models left: its variants count, and its guards cost."""
-        from torch._dynamo import config
-
-        torch._dynamo.reset()
-        before = config.fail_on_recompile_limit_hit, config.recompile_limit
-        config.fail_on_recompile_limit_hit, config.recompile_limit = True, MOST_VARIANTS
-
-        def restore() -> None:
-            config.fail_on_recompile_limit_hit, config.recompile_limit = before
-
-        self._restore = restore
+            # Forget what other models left: its variants count, and its guards cost.
+            torch._dynamo.reset()
+            self._options.callback(torch._dynamo.reset)
+            options = {"fail_on_recompile_limit_hit": True, "recompile_limit": MOST_VARIANTS}
+            self._options.enter_context(torch._dynamo.config.patch(options))
 
     def close(self) -> None:
         """Drop all compiled code; parts that are called again are compiled again."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-            torch._dynamo.reset()
-            self.compilations.clear()
+        self._options.close()
+        self.compilations.clear()
 
-    def compile(self, name: str, function: Callable[..., Any]) -> "CompiledPart":
-        """The function, compiled at its first call; `name` is for messages, `layers.3.attn`."""
+    def compile(
+        self, name: str, function: Callable[..., Any], parts: tuple[str, ...] = ()
+    ) -> "CompiledPart":
+        """The function, compiled at its first call.
+
+        Args:
+            name: for messages, `layers.3.attn`.
+            parts: what of a configuration's `compile` it is.
+        """
+        self._parts[name] = parts
         return CompiledPart(self, name, function)
+
+    @property
+    def parts(self) -> set[str]:
+        """Of a configuration, of any layer, that there is compiled code of."""
+        return {part for made in self.compilations for part in self._parts[made.part]}
 
     def written_unseen(self, modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...]:
         """Buffers that kernels which are no operators may write."""
@@ -173,24 +168,12 @@ class Compiler:
     @contextlib.contextmanager
     def captured(self) -> Iterator[list[HeldGuards]]:
         """A capture: gives the guards of what is captured inside."""
-        before, self._held = self._held, []
+        before, self.held = self.held, []
         try:
             with self.settled("the capture"):
-                yield self._held
+                yield self.held
         finally:
-            self._held = before
-
-    @contextlib.contextmanager
-    def _calling(self, part: "CompiledPart", values: dict[str, Any]) -> Iterator[None]:
-        before, self._part = self._part, part.name
-        try:
-            yield
-            if self._held is not None:
-                self._held.append(part.guards(values))
-        finally:
-            self._part = before
-
-    # ---- the compiler's backend
+            self.held = before
 
     def make(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph, as torch.compile asks its backend to.
@@ -198,7 +181,7 @@ class Compiler:
         Raises:
             CaptureRefused: nothing may be compiled now.
         """
-        found = Compilation(self._part, _code(graph), _reason(), self.has_graphs)
+        found = Compilation(self.part, _code(graph), _reason(), self.has_graphs)
         if self._settled is not None:
             why = found.reason or "it was not compiled before"
             raise CaptureRefused(
@@ -207,43 +190,45 @@ class Compiler:
                 f"{why}"
             )
         self.compilations.append(found)
-        return _told(_BACKENDS[self.backend](graph, examples))
+        if self.backend == "inductor":
+            return _shown(_inductor(graph, examples))
+        return _shown(torch._dynamo.lookup_backend(self.backend)(graph, list(examples)))
 
 
 class CompiledPart:
-    """A compiled function of a part of a model; call it as the function.
-
-    Attributes:
-        function: what is compiled, a bound method.
-    """
+    """A compiled function of a part of a model, a bound method; call it as the function."""
 
     def __init__(self, compiler: Compiler, name: str, function: Callable[..., Any]) -> None:
-        self.name = name
+        self.name, self._compiler = name, compiler
         self.function: Any = function
-        self._compiler = compiler
         # Shapes are constants: another one is another program, compiled for itself.
         self._compiled = torch.compile(function, backend=compiler.make, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compile if need be, and run."""
-        values = self._values(args, kwargs)
-        with self._compiler._calling(self, values), _reads_unguarded():
-            try:
-                return self._compiled(*args, **kwargs)
-            except RuntimeError as error:
-                # The compiler wraps what its backend raises.
-                refused = getattr(error, "inner_exception", None)
-                if isinstance(refused, CaptureRefused):
-                    raise refused from None
-                raise
+        compiler, values = self._compiler, self._values(args, kwargs)
+        outer, compiler.part = compiler.part, self.name
+        try:
+            with _reads_unguarded():
+                result = self._compiled(*args, **kwargs)
+            if compiler.held is not None:
+                compiler.held.append(self._guards(values))
+        except RuntimeError as error:
+            # The compiler wraps what its backend raises.
+            refused = getattr(error, "inner_exception", None)
+            if isinstance(refused, CaptureRefused):
+                raise refused from None
+            raise
+        finally:
+            compiler.part = outer
+        return result
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         code: Any = self.function.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        owner = self.function.__self__
-        return dict(zip(names, (owner, *args), strict=False)) | kwargs
+        return dict(zip(names, (self.function.__self__, *args), strict=False)) | kwargs
 
-    def guards(self, values: dict[str, Any]) -> HeldGuards:
+    def _guards(self, values: dict[str, Any]) -> HeldGuards:
         """Those of the code that a call with `values` has just run."""
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -266,8 +251,7 @@ class CompiledPart:
 
 def _recorders() -> list[Recorder]:
     """Recorders that look on, innermost last."""
-    stack = _get_current_dispatch_mode_stack()
-    return [mode for mode in stack if isinstance(mode, Recorder)]
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
 
 
 @contextlib.contextmanager
@@ -280,13 +264,6 @@ def _reads_unguarded() -> Iterator[None]:
 
 
 # ---- backends
-
-
-def _aot_eager(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager
-
-    made: Callable[..., Any] = aot_eager(graph, list(examples))
-    return made
 
 
 def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -310,11 +287,6 @@ def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[
     return made
 
 
-_BACKENDS: dict[str, Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]] = {
-    "aot_eager": _aot_eager, "inductor": _inductor,
-}  # fmt: skip
-
-
 class _Kernels:
     """A graph of inductor's kernels: on the CPU recorders that keep operators keep it as a call."""
 
@@ -329,8 +301,7 @@ class _Kernels:
         if keeping is None:
             return self._function(inputs)
         args = tuple(inputs)
-        if isinstance(inputs, list):
-            inputs.clear()
+        inputs.clear()
         return keeping.record_call(self.run, args, self._writes)
 
     def run(self, *args: Any) -> Any:
@@ -339,8 +310,8 @@ class _Kernels:
             return self._function(list(args))
 
 
-def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tells recorders what a compiled function is given: weights, buffers, inputs."""
+def _shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows recorders what a compiled function is given; kernels of its own are no operators."""
 
     def run(*args: Any) -> Any:
         for recorder in _recorders():
@@ -389,41 +360,19 @@ def _brief(reason: str) -> str:
 
 
 def compile_parts(config: TrainConfig, stages: Sequence[DecoderStage]) -> Compiler:
-    """Put compiled parts in place of those that `config.compile` names.
-
-    Call it after everything that watches modules (taps) is in place.
+    """Put compiled parts in place of those that `config.compile` names, after taps are.
 
     Returns:
-        The compiler of all, to be closed after the graphs that hold its code; one that has nothing
-        to do where nothing is compiled.
+        The compiler of all, to be closed after the graphs that hold its code.
 
     Raises:
         ConfigError: taps watch modules inside of compiled parts.
     """
-    if not config.compile:
-        return Compiler()
-    compiler = Compiler(config.compile_backend)
+    compiler = Compiler(config.compile_backend if config.compile else "")
     for stage in stages:
         for number, layer in stage.numbered_layers.items():
             _compile_layer(compiler, f"layers.{number}", layer, config.compile)
     return compiler
-
-
-def parts_compiled(
-    config: TrainConfig, stages: Sequence[DecoderStage], compilations: Sequence[Compilation]
-) -> tuple[str, ...]:
-    """Those of `config.compile` for which the compiler made code, of any layer of the stages."""
-    made = {found.part for found in compilations}
-    found = set()
-    for stage in stages:
-        for number, layer in stage.numbered_layers.items():
-            name = f"layers.{number}"
-            found |= {part for part, path, _ in _whole_modules(layer) if name + path in made}
-            if f"{name}.mlp router" in made:
-                found.add("moe_router")
-            if f"{name}.mlp router and preprocess" in made:
-                found |= {"moe_router", "moe_preprocess"}
-    return tuple(part for part in config.compile if part in found)
 
 
 def _compile_layer(compiler: Compiler, name: str, layer: Layer, parts: Sequence[str]) -> None:
@@ -431,7 +380,7 @@ def _compile_layer(compiler: Compiler, name: str, layer: Layer, parts: Sequence[
         if part in parts:
             where = f"{name}{path}"
             _require_unwatched(where, *(inner for inner in module.modules() if inner is not module))
-            module.forward = compiler.compile(where, module.forward)
+            module.forward = compiler.compile(where, module.forward, (part,))
     branch = layer.mlp
     if isinstance(branch, MoeBranch) and "moe_router" in parts:
         _compile_front(compiler, f"{name}.mlp", branch, plans="moe_preprocess" in parts)
@@ -451,8 +400,9 @@ def _compile_front(compiler: Compiler, name: str, branch: MoeBranch, *, plans: b
     moe = branch.moe
     inside = [branch.norm, moe.router, moe.preprocess, *([moe.shared] if moe.shared else [])]
     _require_unwatched(name, moe, *(each for module in inside for each in module.modules()))
-    front = compiler.compile(f"{name} {'router and preprocess' if plans else 'router'}",
-                             branch.front)  # fmt: skip
+    what = "router and preprocess" if plans else "router"
+    parts = ("moe_router", "moe_preprocess") if plans else ("moe_router",)
+    front = compiler.compile(f"{name} {what}", branch.front, parts)
 
     def forward(x: torch.Tensor, part: Part) -> torch.Tensor:
         crossing: Crossing = front(x, part, plans=plans)

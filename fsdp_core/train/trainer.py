@@ -46,7 +46,7 @@ from fsdp_core.train.build import (
     roots,
 )
 from fsdp_core.train.captures import Captures
-from fsdp_core.train.compiled import Compilation, compile_parts, parts_compiled
+from fsdp_core.train.compiled import Compilation, compile_parts
 from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.names import (
     PointerChanges,
@@ -133,7 +133,7 @@ class Trainer:
     @property
     def parts_compiled(self) -> tuple[str, ...]:
         """Parts of the configuration that the compiler made code of; until `close`."""
-        return parts_compiled(self.config, self.stages, self.compilations)
+        return tuple(part for part in self.config.compile if part in self._compiler.parts)
 
     @property
     def data_checksum(self) -> str:
