@@ -15,8 +15,7 @@ of the coordinate. Example, dp 2, cp 2, tp 2, ep 2, etp 2:
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fsdp_core.config import (
@@ -54,143 +53,50 @@ AXES = ("tp", "cp", "pp", "dp", "dp_outer", "ep", "etp", "edp")
 
 def dense_sizes(parallel: ParallelConfig) -> Dense:
     """Sizes of the dense mesh."""
-    return Dense(parallel.pp, parallel.dp_outer, parallel.dp, parallel.cp, parallel.tp)
+    return Dense(*(getattr(parallel, axis) for axis in Dense._fields))
 
 
 def expert_sizes(parallel: ParallelConfig) -> Expert:
     """Sizes of the expert mesh."""
-    return Expert(parallel.pp, parallel.edp, parallel.ep, parallel.etp)
-
-
-def axis_size(parallel: ParallelConfig, axis: str) -> int:
-    """Number of ranks along `axis`.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-    if axis not in AXES:
-        raise ValueError(f"Expected one of the axes {AXES}, got {axis!r}.")
-    size: int = getattr(parallel, axis)
-    return size
+    return Expert(*(getattr(parallel, axis) for axis in Expert._fields))
 
 
 def dense_coordinates(parallel: ParallelConfig, rank: int) -> Dense:
-    """Where `rank` stands in the dense mesh.
-
-    Raises:
-        ValueError: there is no such rank.
-    """
+    """Where `rank` is in the dense mesh."""
     return Dense(*_unravel(rank, dense_sizes(parallel)))
-
-
-def expert_coordinates(parallel: ParallelConfig, rank: int) -> Expert:
-    """Where `rank` stands in the expert mesh.
-
-    Raises:
-        ValueError: there is no such rank.
-    """
-    return Expert(*_unravel(rank, expert_sizes(parallel)))
-
-
-def rank_at(parallel: ParallelConfig, place: Dense | Expert) -> int:
-    """The rank that stands at `place`: the inverse of both kinds of coordinates.
-
-    Raises:
-        ValueError: the place is outside the mesh.
-    """
-    sizes = dense_sizes(parallel) if isinstance(place, Dense) else expert_sizes(parallel)
-    rank = 0
-    for coordinate, size in zip(place, sizes, strict=True):
-        if not 0 <= coordinate < size:
-            raise ValueError(f"Expected a place within {sizes}, got {place}.")
-        rank = rank * size + coordinate
-    return rank
 
 
 def axis_rank(parallel: ParallelConfig, axis: str, rank: int) -> int:
     """The coordinate of `rank` on `axis`."""
-    axis_size(parallel, axis)
-    dense = dense_coordinates(parallel, rank)
-    place = dense if axis in Dense._fields else expert_coordinates(parallel, rank)
-    coordinate: int = getattr(place, axis)
-    return coordinate
+    sizes = dense_sizes(parallel) if axis in Dense._fields else expert_sizes(parallel)
+    return _unravel(rank, sizes)[sizes._fields.index(axis)]
 
 
-def group_of(parallel: ParallelConfig, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` on `axes` alone, ascending, which is their order.
+def groups(parallel: ParallelConfig, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """All groups of `axes`: ranks that differ on these alone, ascending; by their first ranks.
 
     Args:
         parallel: the layout.
         axes: one axis, or several of one mesh, such as ("dp", "cp"), which FSDP shards over.
-        rank: any rank of the layout.
-
-    Raises:
-        ValueError: no such rank or axis, or axes of both meshes.
     """
-    mesh, sizes = _mesh_of(parallel, axes)
-    names = (axes,) if isinstance(axes, str) else axes
-    place = _unravel(rank, sizes)
-    ranges = [
-        range(size) if name in names else (place[i],)
-        for i, (name, size) in enumerate(zip(mesh._fields, sizes, strict=True))
-    ]
-    return tuple(rank_at(parallel, mesh(*point)) for point in itertools.product(*ranges))
-
-
-def groups(parallel: ParallelConfig, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """All groups of `axes`: each rank is in exactly one; sorted by their first ranks.
-
-    Raises:
-        ValueError: as `group_of`.
-    """
-    found: dict[int, tuple[int, ...]] = {}
-    grouped: set[int] = set()
+    names = {axes} if isinstance(axes, str) else set(axes)
+    sizes = dense_sizes(parallel) if names <= set(Dense._fields) else expert_sizes(parallel)
+    assert names <= set(sizes._fields), f"{axes} are not of one mesh"
+    found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(parallel.world_size):
-        if rank not in grouped:
-            found[rank] = group_of(parallel, axes, rank)
-            grouped.update(found[rank])
-    return tuple(found.values())
-
-
-def dynamic_cp_groups(parallel: ParallelConfig, size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of a dynamic cp `size`: the dp x cp ranks, dp outermost, in stretches of `size`.
-
-    Raises:
-        ValueError: `size` does not divide dp * cp.
-    """
-    if size < 1 or (parallel.dp * parallel.cp) % size:
-        raise ValueError(
-            f"Expected a size that divides dp * cp = {parallel.dp * parallel.cp}, got {size}."
-        )
-    parts = [
-        whole[start : start + size]
-        for whole in groups(parallel, ("dp", "cp"))
-        for start in range(0, len(whole), size)
-    ]
-    return tuple(sorted(parts))
+        place = zip(sizes._fields, _unravel(rank, sizes), strict=True)
+        others = tuple(coordinate for axis, coordinate in place if axis not in names)
+        found.setdefault(others, []).append(rank)
+    return tuple(map(tuple, found.values()))
 
 
 def _unravel(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    if not 0 <= rank < math.prod(sizes):
-        raise ValueError(f"Expected a rank below {math.prod(sizes)}, got {rank}.")
     place = []
     for size in reversed(sizes):
         rank, coordinate = divmod(rank, size)
         place.append(coordinate)
+    assert rank == 0, "a rank outside the layout"
     return tuple(reversed(place))
-
-
-def _mesh_of(
-    parallel: ParallelConfig, axes: str | tuple[str, ...]
-) -> tuple[type[Dense] | type[Expert], Dense | Expert]:
-    names = (axes,) if isinstance(axes, str) else axes
-    if names and set(names) <= set(Dense._fields):
-        return Dense, dense_sizes(parallel)
-    if names and set(names) <= set(Expert._fields):
-        return Expert, expert_sizes(parallel)
-    raise ValueError(
-        f"Expected axes of one mesh, of {Dense._fields} or of {Expert._fields}, got {axes!r}."
-    )
 
 
 # --- legal layouts ----------------------------------------------------------------------------
@@ -235,14 +141,22 @@ def _legal(
         only.get("pp_chunks", (1,)),
         only.get("dynamic_cp", ((),)),
     )
-    degrees = _Degrees(world_size, model, only)
-    for chosen in degrees.all():
+    # Degrees that break a rule by one axis alone are left out early: most of a large world's are.
+    fit = {
+        axis: [
+            degree
+            for degree in divisors(world_size)
+            if degree in only.get(axis, (degree,)) and (axis == "dp" or _fits(model, axis, degree))
+        ]
+        for axis in ("pp", "tp", "cp", "ep", "etp", "dp_outer", "dp")
+    }
+    for degrees in _degrees(world_size, fit):
         for sequence_parallel, pp_chunks, dynamic_cp in itertools.product(*options):
-            if sequence_parallel and chosen["tp"] == 1:
+            if sequence_parallel and degrees["tp"] == 1:
                 continue  # refused by a rule too; not to build it halves the time
             try:
                 parallel = ParallelConfig(
-                    **chosen,
+                    **degrees,
                     sequence_parallel=sequence_parallel,
                     pp_chunks=pp_chunks,
                     dynamic_cp=dynamic_cp,
@@ -253,43 +167,25 @@ def _legal(
                 yield parallel
 
 
-class _Degrees:
+def _degrees(world_size: int, fit: Mapping[str, list[int]]) -> Iterator[dict[str, int]]:
     """Degrees whose dense product is the world and whose expert product divides a stage.
 
-    Those that break a rule by one axis alone are left out early: most of a large world's are.
+    Ascending, pp slowest and etp fastest.
     """
 
-    def __init__(
-        self, world_size: int, model: ModelConfig, only: Mapping[str, Collection[Any]]
-    ) -> None:
-        self.world_size, self.only = world_size, only
-        self.fit = {
-            axis: [d for d in self._allowed(axis, divisors(world_size)) if _fits(model, axis, d)]
-            for axis in ("pp", "tp", "cp", "ep", "etp", "dp_outer")
-        }
+    def choices(axis: str, ranks: int) -> list[int]:
+        return [degree for degree in fit[axis] if ranks % degree == 0]
 
-    def _allowed(self, axis: str, degrees: Iterable[int]) -> Iterator[int]:
-        return (d for d in degrees if d in self.only.get(axis, (d,)))
-
-    def _choices(self, axis: str, ranks: int) -> Iterator[int]:
-        return (d for d in self.fit[axis] if ranks % d == 0)
-
-    def all(self) -> Iterator[dict[str, int]]:
-        """Keywords of `ParallelConfig`, ascending, pp slowest and etp fastest."""
-        for pp in self._choices("pp", self.world_size):
-            stage = self.world_size // pp
-            for tp in self._choices("tp", stage):
-                for cp in self._choices("cp", stage // tp):
-                    for dp_outer in self._choices("dp_outer", stage // (tp * cp)):
-                        dp = stage // (tp * cp * dp_outer)
-                        dense = {"pp": pp, "tp": tp, "cp": cp, "dp_outer": dp_outer, "dp": dp}
-                        if dp in self.only.get("dp", (dp,)):
-                            yield from (dense | expert for expert in self._expert(stage))
-
-    def _expert(self, stage: int) -> Iterator[dict[str, int]]:
-        for ep in self._choices("ep", stage):
-            for etp in self._choices("etp", stage // ep):
-                yield {"ep": ep, "etp": etp}
+    for pp in choices("pp", world_size):
+        stage = world_size // pp
+        for tp in choices("tp", stage):
+            for cp in choices("cp", stage // tp):
+                for dp_outer in choices("dp_outer", stage // (tp * cp)):
+                    dp = stage // (tp * cp * dp_outer)
+                    dense = {"pp": pp, "tp": tp, "cp": cp, "dp_outer": dp_outer, "dp": dp}
+                    for ep in choices("ep", stage) if dp in fit["dp"] else ():
+                        for etp in choices("etp", stage // ep):
+                            yield dense | {"ep": ep, "etp": etp}
 
 
 def _fits(model: ModelConfig, axis: str, degree: int) -> bool:

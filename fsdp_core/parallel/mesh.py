@@ -1,40 +1,36 @@
-"""Process groups and meshes of a layout over the ranks of the default process group.
+"""The axes, process groups and meshes of a layout, over the ranks of the default process group.
 
-Degree 1 goes through the same code as any other: an axis of size 1 has a process group of one rank.
+    dense     (pp, dp_outer, dp, cp, tp)    tp fastest
+    expert    (pp, edp, ep, etp)            etp fastest, over the same ranks
+
+`fsdp_core.layouts` has the arithmetic. Degree 1 goes through the same code as any other: an axis of
+size 1 has a process group of one rank.
 """
 
-import datetime
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.layouts import axis_rank, axis_size, dense_sizes, expert_sizes, groups
+from fsdp_core.layouts import AXES, axis_rank, dense_sizes, expert_sizes, groups
 
-
-def world_timeout() -> timedelta:
-    """How long operations of the default group may take; groups beside it must be told so too."""
-    world = dist.group.WORLD
-    assert world is not None
-    (first, *_) = world._device_types
-    timeout = world._get_backend(first).options._timeout
-    assert isinstance(timeout, timedelta)
-    return timeout
+Partition = tuple[tuple[int, ...], ...]
+_SHARDED_OVER = ("dp", "dp_outer", "edp")
+"""Axes that FSDP, or nobody, communicates along; see `_Groups`."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it; size 1 goes through the same code as any other.
+    """One parallel axis as this rank sees it.
 
     Attributes:
         name: "tp", "cp", "pp", "dp", "dp_outer", "ep", "etp" or "edp".
-        size: number of ranks along the axis.
-        rank: this rank's coordinate on it.
+        size, rank: number of ranks along the axis, and this rank's coordinate on it.
         group: the ranks along the axis, in the order of their coordinates; a group of one where
             `size` is 1.
     """
@@ -73,11 +69,6 @@ class Axes:
     sequence_parallel: bool
 
 
-Partition = tuple[tuple[int, ...], ...]
-_SHARDED_OVER = ("dp", "dp_outer", "edp")
-"""Axes that FSDP, or nobody, communicates along; see `_Groups`."""
-
-
 def init_ranks(
     device: Device, store: dist.Store, rank: int, world_size: int, timeout_s: float
 ) -> None:
@@ -91,24 +82,19 @@ def init_ranks(
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device.torch_device if device.is_cuda else None,
     )
 
 
-def build_mesh(parallel: ParallelConfig, device: Device) -> DeviceMesh:
-    """The mesh of a layout that has no axes but dp and dp_outer: (dp_outer,) dp.
-
-    Raises:
-        ValueError: other axes, or degrees that do not multiply to the number of ranks.
-    """
-    _require_world(parallel)
-    if parallel.dp_outer * parallel.dp != parallel.world_size:
-        raise ValueError(f"Expected degrees of dp and dp_outer alone, got {parallel}.")
-    if parallel.dp_outer == 1:
-        return init_device_mesh(device.kind, (parallel.dp,), mesh_dim_names=("dp",))
-    shape = (parallel.dp_outer, parallel.dp)
-    return init_device_mesh(device.kind, shape, mesh_dim_names=("dp_outer", "dp"))
+def world_timeout() -> timedelta:
+    """How long operations of the default group may take; groups beside it must be told so too."""
+    world = dist.group.WORLD
+    assert world is not None
+    (first, *_) = world._device_types
+    timeout = world._get_backend(first).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
 
 
 def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
@@ -121,16 +107,18 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
     Raises:
         ValueError: the degrees do not multiply to the number of ranks.
     """
-    _require_world(parallel)
+    if parallel.world_size != dist.get_world_size():
+        expected, got = parallel.world_size, dist.get_world_size()
+        raise ValueError(f"Expected {expected} ranks for {parallel}, got {got}.")
     made = _Groups(parallel, device)
     axes = {
         name: Axis(
             name,
-            axis_size(parallel, name),
+            getattr(parallel, name),
             axis_rank(parallel, name, dist.get_rank()),
             made.group(name),
         )
-        for name in ("tp", "cp", "pp", "dp", "dp_outer", "ep", "etp", "edp")
+        for name in AXES
     }
     return Axes(
         **axes,
@@ -138,12 +126,6 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
         expert_mesh=_expert_mesh(parallel, device, made),
         sequence_parallel=parallel.sequence_parallel,
     )
-
-
-def _require_world(parallel: ParallelConfig) -> None:
-    world_size = dist.get_world_size()
-    if parallel.world_size != world_size:
-        raise ValueError(f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}.")
 
 
 class _Groups:

@@ -10,7 +10,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import make_pool
-from fsdp_core.layouts import AXES, axis_size
+from fsdp_core.layouts import AXES
 from fsdp_core.model.backend import Backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.sharding import Sharding, shard_stage
@@ -24,7 +24,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def require_same(config: TrainConfig, axes: Axes) -> None:
     """See that axes are those of a configuration (`ValueError`)."""
     for name in AXES:
-        expected, got = axis_size(config.parallel, name), getattr(axes, name).size
+        expected, got = getattr(config.parallel, name), getattr(axes, name).size
         if got != expected:
             raise ValueError(f"Expected axes with {name}={expected}, as configured, got {got}.")
 

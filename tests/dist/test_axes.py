@@ -12,9 +12,9 @@ from torch import nn
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.layouts import AXES, axis_rank, axis_size, group_of, groups
+from fsdp_core.layouts import AXES, axis_rank, groups
 from fsdp_core.parallel.context import DynamicContext
-from fsdp_core.parallel.mesh import Axes, Axis, build_axes, build_mesh
+from fsdp_core.parallel.mesh import Axes, Axis, build_axes
 from tests.dist.rank_pool import RankPool
 
 LAYOUTS = {
@@ -28,6 +28,11 @@ LAYOUTS = {
     "ep8": ParallelConfig(dp=2, cp=4, ep=8),
     "dynamic_cp": ParallelConfig(dp=4, cp=2, dynamic_cp=(1, 2, 4, 8)),
 }
+
+
+def group_of(parallel: ParallelConfig, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The group of a rank."""
+    return next(group for group in groups(parallel, axes) if rank in group)
 
 
 def built(parallel: ParallelConfig) -> Axes:
@@ -73,7 +78,7 @@ def test_groups_have_the_ranks_of_the_arithmetic(warm_ranks: RankPool, name: str
         for axis in AXES:
             ranks = group_of(parallel, axis, rank)
             place = axis_rank(parallel, axis, rank)
-            assert found[axis] == (axis, axis_size(parallel, axis), place, ranks, ranks)
+            assert found[axis] == (axis, getattr(parallel, axis), place, ranks, ranks)
             assert ranks[place] == rank
         assert found["sequence_parallel"] == parallel.sequence_parallel
 
@@ -202,16 +207,3 @@ def test_a_wrong_world_is_refused(warm_ranks: RankPool) -> None:
     for said in warm_ranks.run(refusal, ParallelConfig(dp=2, tp=2), world_size=2):
         assert said.startswith("Expected 4 ranks for ParallelConfig(")
         assert said.endswith(", got 2.")
-
-
-def mesh_refusal(parallel: ParallelConfig) -> str:
-    """What `build_mesh` says to a layout with more axes than it has."""
-    with pytest.raises(ValueError, match="dp and dp_outer alone") as caught:
-        build_mesh(parallel, Device("cpu"))
-    return str(caught.value)
-
-
-def test_a_mesh_of_two_axes_is_not_taken_for_the_layout(warm_ranks: RankPool) -> None:
-    """`build_mesh` knows dp and dp_outer: a layout that cuts more than these is refused."""
-    for said in warm_ranks.run(mesh_refusal, ParallelConfig(tp=2), world_size=2):
-        assert "tp=2" in said

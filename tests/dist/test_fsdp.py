@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core.config import STRATEGIES, ModelConfig, ParallelConfig
+from fsdp_core.config import STRATEGIES, ModelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
@@ -19,7 +19,6 @@ from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.weights import init_weights
-from fsdp_core.parallel.mesh import build_mesh
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool
@@ -61,8 +60,9 @@ def mesh_for(strategy: Strategy) -> DeviceMesh:
     """One axis over all ranks, or two outer groups for a strategy a mesh axis."""
     world = dist.get_world_size()
     one = isinstance(strategy, str)
-    degrees = ParallelConfig(dp=world) if one else ParallelConfig(dp=world // 2, dp_outer=2)
-    return build_mesh(degrees, Device("cpu"))
+    if one:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_outer", "dp"))
 
 
 def shard_all(

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.config import STRATEGIES, ParallelConfig
-from fsdp_core.device import Device
+from fsdp_core.config import STRATEGIES
 from fsdp_core.fsdp.collectives import Nest
 from fsdp_core.fsdp.placement import placements_of
-from fsdp_core.parallel.mesh import build_mesh
 from tests.dist.rank_pool import RankPool
 
 TOTAL = 24
@@ -150,7 +148,7 @@ def test_what_is_not_cut_is_replicated(warm_ranks: RankPool) -> None:
 
 def outer_mesh() -> tuple[Any, Any, Any]:
     """Axes, shape and this rank's place of a layout of two outer groups of one rank."""
-    mesh = build_mesh(ParallelConfig(dp=1, dp_outer=2), Device("cpu"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_outer", "dp"))
     return mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.parallel.mesh import Axes, build_axes, build_mesh, init_ranks
+from fsdp_core.parallel.mesh import Axes, build_axes, init_ranks
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
     device = Device("cpu")
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
-    yield build_mesh(ParallelConfig(), device)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
 
 

@@ -24,16 +24,10 @@ from fsdp_core.layouts import (
     Dense,
     Expert,
     axis_rank,
-    axis_size,
-    dense_coordinates,
     dense_sizes,
-    dynamic_cp_groups,
-    expert_coordinates,
     expert_sizes,
-    group_of,
     groups,
     legal_layouts,
-    rank_at,
 )
 
 FLATTENED = (("dp", "cp"), ("dp_outer", "dp"), ("dp_outer", "dp", "cp", "tp"), ("ep", "etp"))
@@ -52,36 +46,15 @@ def layouts(draw: st.DrawFn) -> ParallelConfig:
 
 @settings(deadline=None)
 @given(layouts())
-def test_products_are_the_world(parallel: ParallelConfig) -> None:
-    """Both meshes have as many places as there are ranks, and one number of stages."""
-    assert math.prod(dense_sizes(parallel)) == parallel.world_size
-    assert math.prod(expert_sizes(parallel)) == parallel.world_size
-    assert dense_sizes(parallel).pp == expert_sizes(parallel).pp
-    for axis in AXES:
-        sizes = dense_sizes(parallel) if axis in Dense._fields else expert_sizes(parallel)
-        assert axis_size(parallel, axis) == getattr(sizes, axis)
-
-
-@settings(deadline=None)
-@given(layouts())
 def test_coordinates_number_the_ranks(parallel: ParallelConfig) -> None:
-    """Ranks in order are places in order, the last axis fastest; `rank_at` is the inverse."""
+    """Ranks in order are places in order, the last axis fastest, in both meshes alike stages."""
     ranks = range(parallel.world_size)
-    for sizes, place_of in (
-        (dense_sizes(parallel), dense_coordinates),
-        (expert_sizes(parallel), expert_coordinates),
-    ):
-        places = [place_of(parallel, rank) for rank in ranks]
+    for sizes in (dense_sizes(parallel), expert_sizes(parallel)):
+        assert math.prod(sizes) == parallel.world_size
+        axes = sizes._fields
+        places = [tuple(axis_rank(parallel, axis, rank) for axis in axes) for rank in ranks]
         assert places == list(itertools.product(*(range(size) for size in sizes)))
-        assert [rank_at(parallel, place) for place in places] == list(ranks)
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_both_meshes_agree_on_stages(parallel: ParallelConfig) -> None:
-    """A pipeline stage is the same ranks to dense parameters and to experts."""
-    for rank in range(parallel.world_size):
-        assert dense_coordinates(parallel, rank).pp == expert_coordinates(parallel, rank).pp
+    assert dense_sizes(parallel).pp == expert_sizes(parallel).pp
     whole = groups(parallel, ("dp_outer", "dp", "cp", "tp"))
     assert whole == groups(parallel, ("edp", "ep", "etp"))
     assert [len(stage) for stage in whole] == [parallel.stage_size] * parallel.pp
@@ -90,42 +63,23 @@ def test_both_meshes_agree_on_stages(parallel: ParallelConfig) -> None:
 @settings(deadline=None)
 @given(layouts(), st.sampled_from([*AXES, *FLATTENED]))
 def test_groups_partition_the_ranks(parallel: ParallelConfig, axes: str | tuple[str, ...]) -> None:
-    """Each rank is in one group, each group has the size of its axes, and all ascend."""
+    """Each rank is in one group, which has the size of its axes, ascends, and differs in no other.
+
+    Along one axis its coordinate is the place in the group.
+    """
     found = groups(parallel, axes)
     names = (axes,) if isinstance(axes, str) else axes
-    size = math.prod(axis_size(parallel, name) for name in names)
+    mesh = Dense._fields if set(names) <= set(Dense._fields) else Expert._fields
     assert sorted(itertools.chain(*found)) == list(range(parallel.world_size))
-    assert {len(group) for group in found} == {size}
-    assert all(list(group) == sorted(group) for group in found)
+    assert {len(group) for group in found} == {math.prod(getattr(parallel, n) for n in names)}
     assert list(found) == sorted(found)
     for group in found:
-        assert all(group_of(parallel, axes, rank) == group for rank in group)
-
-
-@settings(deadline=None)
-@given(layouts(), st.sampled_from(AXES))
-def test_a_group_is_in_the_order_of_its_axis(parallel: ParallelConfig, axis: str) -> None:
-    """Along an axis only its own coordinate changes, from 0 upwards."""
-    place_of = dense_coordinates if axis in Dense._fields else expert_coordinates
-    for group in groups(parallel, axis):
-        assert [axis_rank(parallel, axis, rank) for rank in group] == list(range(len(group)))
-        others = {
-            tuple(value for name, value in place_of(parallel, rank)._asdict().items()
-                  if name != axis)
-            for rank in group
-        }  # fmt: skip
-        assert len(others) == 1
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_two_axes_meet_in_one_rank(parallel: ParallelConfig) -> None:
-    """Groups of two axes of one mesh have no more than their own rank in common."""
-    for mesh in (Dense._fields, Expert._fields):
-        for first, second in itertools.combinations(mesh, 2):
-            for rank in {0, parallel.world_size // 2, parallel.world_size - 1}:
-                ours = set(group_of(parallel, first, rank))
-                assert ours & set(group_of(parallel, second, rank)) == {rank}
+        assert list(group) == sorted(group)
+        for axis in set(mesh) - set(names):
+            assert len({axis_rank(parallel, axis, rank) for rank in group}) == 1
+        if len(names) == 1:
+            places = [axis_rank(parallel, names[0], rank) for rank in group]
+            assert places == list(range(len(group)))
 
 
 def test_the_drawing_of_the_module() -> None:
@@ -145,45 +99,6 @@ def test_experts_cut_a_stage_and_not_the_pipeline() -> None:
     assert groups(parallel, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert groups(parallel, "dp_outer") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert groups(parallel, "edp") == tuple((rank,) for rank in range(8))
-
-
-@settings(deadline=None)
-@given(layouts(), st.data())
-def test_dynamic_groups_cut_rows_of_dp_and_cp(parallel: ParallelConfig, data: Any) -> None:
-    """Each is a stretch of one row of dp x cp; that of size cp is the cp group itself."""
-    rows = groups(parallel, ("dp", "cp"))
-    size = data.draw(st.sampled_from(divisors(parallel.dp * parallel.cp)))
-    found = dynamic_cp_groups(parallel, size)
-    assert sorted(itertools.chain(*found)) == list(range(parallel.world_size))
-    for group in found:
-        row = next(row for row in rows if group[0] in row)
-        start = row.index(group[0])
-        assert start % size == 0
-        assert group == row[start : start + size]
-    assert dynamic_cp_groups(parallel, parallel.cp) == groups(parallel, "cp")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: dense_coordinates(p, 8), "Expected a rank below 8, got 8."),
-        (lambda p: expert_coordinates(p, -1), "Expected a rank below 8, got -1."),
-        (lambda p: group_of(p, "tpp", 0), "Expected axes of one mesh"),
-        (lambda p: group_of(p, ("dp", "ep"), 0), "Expected axes of one mesh"),
-        (lambda p: group_of(p, (), 0), "Expected axes of one mesh"),
-        (lambda p: axis_size(p, "dp_cp"), "Expected one of the axes"),
-        (lambda p: axis_rank(p, "world_size", 0), "Expected one of the axes"),
-        (lambda p: rank_at(p, Dense(0, 0, 4, 0, 0)), "Expected a place within"),
-        (lambda p: rank_at(p, Expert(0, 0, -1, 0)), "Expected a place within"),
-        (lambda p: dynamic_cp_groups(p, 3), "Expected a size that divides dp * cp = 4, got 3."),
-        (lambda p: dynamic_cp_groups(p, 0), "Expected a size that divides dp * cp = 4, got 0."),
-    ],
-)
-def test_what_is_not_there_is_refused(call: Any, message: str) -> None:
-    """A rank, an axis or a place outside the layout is an error that says what there is."""
-    with pytest.raises(ValueError, match="Expected") as caught:
-        call(ParallelConfig(dp=4, tp=2))
-    assert message in str(caught.value)
 
 
 # --- legal layouts ----------------------------------------------------------------------------
