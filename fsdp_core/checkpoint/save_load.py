@@ -67,7 +67,7 @@ from fsdp_core.checkpoint.state import (
     rename_differing,
     saved_state,
 )
-from fsdp_core.fsdp.fsdp_module import FSDPModule
+from fsdp_core.fsdp.api import FSDPModule
 
 __all__ = ["CheckpointError", "Loaded", "PendingSave", "latest", "load", "save", "save_async"]
 

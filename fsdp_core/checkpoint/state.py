@@ -40,7 +40,7 @@ from fsdp_core.checkpoint.pieces import (
     plain_name,
     stretches_of,
 )
-from fsdp_core.fsdp.fsdp_module import FSDPModule
+from fsdp_core.fsdp.api import FSDPModule
 
 Modules = Sequence[nn.Module]
 """A model: one module, or stages."""

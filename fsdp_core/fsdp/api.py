@@ -1,12 +1,11 @@
-"""`fully_shard`: turn modules into FSDP units, innermost first, the root last.
+"""`fully_shard`: turn modules into FSDP units, innermost first, the root last; and its methods.
 
 Signature and methods are torch FSDP2's, so code written for it runs with another import;
-`strategy`, `placements`, `pool`, `overlap` and `keep_grads` are on top. What differs is in
-DESIGN.md beside this package.
+`strategy`, `pool`, `overlap` and `keep_grads` are on top. DESIGN.md says what differs.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,15 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import Nest
-from fsdp_core.fsdp.fsdp_module import FSDPModule, fsdp_class, units_in
-from fsdp_core.fsdp.param_group import Owned, ParamGroup
-from fsdp_core.fsdp.placement import Placements, placements_of
+from fsdp_core.fsdp.gradients import GroupDtypes
+from fsdp_core.fsdp.layout import Nest, placements_of
+from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, Owned, ParamGroup
 from fsdp_core.fsdp.pool import Pool, make_pool
-from fsdp_core.fsdp.precision import GroupDtypes, MixedPrecisionPolicy
-from fsdp_core.fsdp.quantized import check_supported, is_quantized
-from fsdp_core.fsdp.schedule import Overlap, Schedule
-from fsdp_core.fsdp.unit import Unit
+from fsdp_core.fsdp.unit import Schedule, Unit
 
 _HELD = "_fsdp_held"
 """Set on a parameter that a unit has copied from: a second unit would train a second copy."""
@@ -39,9 +34,8 @@ def fully_shard(
     offload_policy: None = None,
     ignored_params: set[nn.Parameter] | None = None,
     strategy: str | Sequence[str] = "optim_grads_params",
-    placements: Placements | None = None,
     pool: Pool | str = "dynamic",
-    overlap: Overlap | bool = True,
+    overlap: int = 2,
     keep_grads: bool = False,
 ) -> Any:
     """Make `module` an FSDP unit of the parameters that no inner unit holds, and return it.
@@ -55,11 +49,12 @@ def fully_shard(
         shard_placement_fn, offload_policy: of torch FSDP2; must be None.
         mp_policy: dtypes.
         ignored_params: parameters that stay as they are.
-        strategy: what is cut over the mesh, see `placement`; one name, or one an axis.
-        placements: the same spelled out, in place of `strategy`.
+        strategy: what is cut over the mesh, see `layout`; one name, or one an axis.
         pool: where full buffers come from: `dynamic`, `double`, `traced`, or a pool object; the
             root's pool serves all its units.
-        overlap: two side streams, or what `Overlap` says; False: none. The root's holds.
+        overlap: side streams of communication. 2: gathers and reductions on one each; 1: on one,
+            with one gradient buffer in place of two; 0: on the current stream, nothing gathered
+            ahead. The root's holds.
         keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
 
     Raises:
@@ -68,7 +63,7 @@ def fully_shard(
         RuntimeError: an inner unit is gathered, or has reductions under way.
         NotImplementedError: a parameter that does not travel as one buffer.
     """
-    _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
+    _refuse(shard_placement_fn, offload_policy, reshard_after_forward, overlap)
     modules = _listed(module)
     inner = units_in(*modules)
     _check_at_rest(inner)
@@ -76,14 +71,13 @@ def fully_shard(
     mesh = mesh or _whole_mesh(owned)
     policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
-    nest = Nest(mesh, placements or placements_of(strategy, mesh.ndim))
+    nest = Nest(mesh, placements_of(strategy, mesh.ndim))
     make = functools.partial(
         ParamGroup, nest=nest, device=device, pool=chosen, keep_grads=keep_grads
     )
     groups = [make(part, dtypes=dtypes) for dtypes, part in _partition(owned, policy).items()]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
-    streams = overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
-    schedule = Schedule([unit, *inner], device, chosen, streams)
+    schedule = Schedule([unit, *inner], device, chosen, overlap)
     for each in modules:
         _become_unit(each, unit, device)
     _name_units(modules, schedule)
@@ -99,8 +93,8 @@ def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
     cast("FSDPModule", module)._fsdp_unit = unit
 
 
-def _refuse(shard_placement_fn: object, offload_policy: object, reshard: object) -> None:
-    if shard_placement_fn is not None:
+def _refuse(placement_fn: object, offload_policy: object, reshard: object, overlap: int) -> None:
+    if placement_fn is not None:
         raise ValueError("Expected shard_placement_fn=None: parameters are cut by whole rows.")
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise ValueError(f"Expected offload_policy=None, got {offload_policy}.")
@@ -109,6 +103,8 @@ def _refuse(shard_placement_fn: object, offload_policy: object, reshard: object)
             f"Expected reshard_after_forward to be True, False or None, got {reshard!r}; for "
             "parameters cut inside a node only, use a mesh of two axes (HSDP, HFSDP)."
         )
+    if isinstance(overlap, bool) or overlap not in (0, 1, 2):
+        raise ValueError(f"Expected overlap 0, 1 or 2 side streams, got {overlap!r}.")
 
 
 def _device_of(mesh: DeviceMesh) -> Device:
@@ -143,7 +139,7 @@ def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 def _check_at_rest(inner: list[Unit]) -> None:
     for unit in inner:
-        if unit.holds_buffers or unit.schedule.has_reductions:
+        if unit.holds_buffers or unit.schedule.reductions:
             raise RuntimeError(
                 f"Expected inner units at rest, got {type(unit.modules[0]).__name__} gathered or "
                 "with gradients to reduce; reshard it, or finish the backward pass, before "
@@ -166,12 +162,11 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
                     places.setdefault(parameter, []).append((holder, attribute))
                     names.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
     for parameter, name in names.items():
-        if is_quantized(parameter):
-            check_supported(name, parameter)
-        elif hasattr(parameter, "fsdp_pre_all_gather"):
+        kinds = {kind.__name__ for kind in type(parameter).__mro__}
+        if hasattr(parameter, "fsdp_pre_all_gather") or "QuantizedTensor" in kinds:
             raise NotImplementedError(
-                f"Expected {name} to be gathered as it is, got a {type(parameter).__name__} with "
-                "an all-gather extension, which would be ignored."
+                f"Expected {name} to be gathered as it is, got a {type(parameter).__name__}, whose "
+                "own form would be lost: an extension of the all-gather, or quantised weights."
             )
         if not parameter.is_floating_point():
             raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
@@ -189,12 +184,9 @@ def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDt
     for held in owned:
         parameter = held.current
         setattr(parameter, _HELD, True)
-        is_fp8 = is_quantized(parameter)
         compute = policy.param_dtype or parameter.dtype
-        # What fp8 is made from is gone after a step, so the main weight is exact: float32.
-        main = policy.main_dtype or (torch.float32 if is_fp8 else parameter.dtype)
-        reduce = policy.reduce_dtype or compute
-        dtypes = GroupDtypes(main, torch.uint8 if is_fp8 else compute, reduce)
+        main, reduce = policy.main_dtype or parameter.dtype, policy.reduce_dtype or compute
+        dtypes = GroupDtypes(main, compute, reduce)
         groups.setdefault(dtypes, []).append(held)
     return groups
 
@@ -208,3 +200,209 @@ def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:
             group.name = f"{unit.name} group {number}" if number else unit.name
             first = [owned.places[0] for owned in group.owned]
             group.names = [f"{names[module]}.{name}".lstrip(".") for module, name in first]
+
+
+# ---- methods
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Let the current stream use the gathered parameters."""
+        if self._unit is not None:
+            self._unit.wait_unshard()
+            self._unit = None
+
+
+class FSDPModule:
+    """A module whose parameters are sharded. Methods named in torch FSDP2 do what they do there."""
+
+    _fsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the wrapped class: `model.layers[1:]` makes a new container of its own type."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: a copy would share buffers and hooks.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "Expected a plain module to copy, got an FSDP unit; copy before sharding."
+        )
+
+    # ---- weights
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; with `async_op` only begin to, and return a handle."""
+        self._fsdp_unit.unshard()
+        if async_op:
+            return UnshardHandle(self._fsdp_unit)
+        self._fsdp_unit.wait_unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Release this unit's gathered parameters."""
+        self._fsdp_unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are released between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"Expected a bool, got {reshard_after_forward!r}.")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are released after backward."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this unit's parameters (an embedding's does not)."""
+        self._fsdp_unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """Units to gather ahead when this one's forward begins, in place of the recorded next."""
+        self._fsdp_unit.forward_prefetch = [_unit_of(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """Units to gather ahead when this one's backward begins, in place of the recorded next."""
+        self._fsdp_unit.backward_prefetch = [_unit_of(module) for module in modules]
+
+    # ---- gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward pass is the last before the optimizer."""
+        self.fsdp_schedule.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward communicates gradients; without, they accumulate at full size."""
+        for unit in self._units(recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward goes on from the inner to the outer mesh axis."""
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by `factor` in place of the number of ranks."""
+        for group in self._fsdp_unit.groups:
+            group.gradients.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a parameter without a gradient gets zeros, where another of its unit has one."""
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.gradients.reduce_unused = reduce_scatter_unused_params
+
+    def zero_main_grads(self) -> None:
+        """Drop every gradient of the root's units, with sums that are not reduced yet.
+
+        Each `grad` is None then; memory that `keep_grads` keeps stays.
+        """
+        schedule = self.fsdp_schedule
+        schedule.drain(keep=0)
+        for group in self.fsdp_groups:
+            group.gradients.forget(schedule.device.current_stream())
+            for parameter in group.sharded:
+                parameter.grad = None
+
+    # ---- state
+
+    @property
+    def fsdp_schedule(self) -> Schedule:
+        """Streams, pool and units of the root that this unit belongs to."""
+        return self._fsdp_unit.schedule
+
+    @property
+    def fsdp_groups(self) -> list[ParamGroup]:
+        """Parameter groups of all units of the root."""
+        return [group for unit in self.fsdp_schedule.units for group in unit.groups]
+
+    def refresh_model_weights(self) -> None:
+        """Tell all units of the root that main weights have changed; copies of them follow now.
+
+        A `torch.optim.Optimizer` does so by itself.
+        """
+        with torch.no_grad():
+            for group in self.fsdp_groups:
+                group.main_weight_changed()
+
+    def reset_iter_state(self) -> None:
+        """Put right what a forward or backward that raised has left behind.
+
+        The next forward of the root does the same by itself.
+        """
+        self.fsdp_schedule.recover()
+        self.fsdp_schedule.abandon_backward()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """See `torch.nn.Module._apply`: `to`, `to_empty` and the like."""
+        self.reshard()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        with torch.no_grad():
+            for group in self._fsdp_unit.groups:
+                group.readopt()
+        return result
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_in(cast("nn.Module", self)) if recurse else [self._fsdp_unit]
+
+
+def units_in(*modules: nn.Module) -> list[Unit]:
+    """The units in `modules`, outermost first, each once."""
+    inside = (m for module in modules for m in module.modules())
+    return list(dict.fromkeys(m._fsdp_unit for m in inside if isinstance(m, FSDPModule)))
+
+
+@functools.cache
+def fsdp_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class `FSDP<plain>`."""
+    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), {})
+
+
+def _unit_of(module: object) -> Unit:
+    if not isinstance(module, FSDPModule):
+        raise ValueError(f"Expected FSDP units to prefetch, got {type(module).__name__}.")
+    return module._fsdp_unit
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method of `module` as a forward: gather before it, release after it.
+
+    Does nothing for a module that is no unit.
+
+    Raises:
+        ValueError: no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"Expected a method {method_name!r} of {type(module).__name__}, got none.")
+    method, unit = getattr(module, method_name), module._fsdp_unit
+    pre, post = torch.compiler.disable(unit.pre_forward), torch.compiler.disable(unit.post_forward)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pre(args, kwargs)
+        return post(method(*args, **kwargs))
+
+    setattr(module, method_name, wrapped)

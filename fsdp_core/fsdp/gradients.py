@@ -10,20 +10,27 @@ main_grad      main          main    what `grad` of the parameters at rest are v
 """
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import Nest, all_reduce
-from fsdp_core.fsdp.layout import build_layout, view_at
-from fsdp_core.fsdp.pool import Key, Pool
-from fsdp_core.fsdp.precision import GroupDtypes
+from fsdp_core.fsdp.layout import Nest, all_reduce, build_layout, view_at
+from fsdp_core.fsdp.pool import GRAD, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 
 _NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Dtypes of a group of parameters: at rest, in compute, in the reduction."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
 
 
 class FlatBuffers:
@@ -69,13 +76,6 @@ class FlatBuffers:
         return RowSharded.make(self.rows(shard, index), self.specs[index])
 
 
-class Use(NamedTuple):
-    """How often a forward used a parameter, and whether kernels then saw that they overwrite."""
-
-    times: int
-    overwrites: bool
-
-
 class Gradients:
     """Gradient buffers of a group on one rank.
 
@@ -84,6 +84,7 @@ class Gradients:
         main_grad: with `keep`, where gradients at rest lie.
         pooled: the full buffer that the pool gave last, also while it has it back.
         divide_factor: what sums are divided by; None: the number of ranks.
+        fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
         reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
@@ -94,8 +95,10 @@ class Gradients:
         unsharded: list[nn.Parameter],
         *,
         keep: bool,
+        fused: list[int],
     ) -> None:
         self._flat, self.sharded, self.unsharded, self.keep = flat, sharded, unsharded, keep
+        self.fused = fused
         self.layout, self.specs = flat.layout, flat.specs
         self.nest, self.dtypes = flat.nest, flat.dtypes
         self.divide_factor: float | None = None
@@ -103,7 +106,7 @@ class Gradients:
         self.main_grad: torch.Tensor | None = None
         self.pooled: torch.Tensor | None = None
         self._kept: list[RowSharded] = []
-        self._key = Key(flat.owner, "grad")
+        self._key = Key(flat.owner, GRAD)
         self._pool: Pool | None = None
         self._full: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
@@ -112,7 +115,8 @@ class Gradients:
         self._copied: set[int] = set()
         self._carried: torch.Tensor | None = None
         self._carried_from: set[int] = set()
-        self._overwriting = [p for p in unsharded if getattr(p, "overwrite_main_grad", False)]
+        for index in fused:  # what they write into is zeroed for them
+            unsharded[index].overwrite_main_grad = False  # type: ignore[attr-defined]
 
     def make_kept(self) -> None:
         """Make the buffer that gradients are kept in, if they are, and what lies in it."""
@@ -128,8 +132,7 @@ class Gradients:
         parameter: Any = self.unsharded[index]
         if getattr(parameter, "grad_added_to_main_grad", False):
             # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
-            parameter.grad_added_to_main_grad = parameter.overwrite_main_grad = False
-            parameter.main_grad = parameter.grad = None
+            parameter.grad_added_to_main_grad, parameter.grad = False, None
             self._copied.add(index)
         elif parameter.grad is not None:  # a backward function may return no gradient at all
             self._arrived.add(index)
@@ -186,39 +189,20 @@ class Gradients:
             self._full = self.pooled = pool.acquire(self._key, total, dtype, stream)
         self._pool, self._views = pool, self.layout.views(self._full)
 
-    def expose(self, uses: Mapping[int, Use], pool: Pool | None, stream: Any) -> None:
+    def expose(self, pool: Pool | None, stream: Any) -> None:
         """Give parameters a `main_grad` to write into, for backward kernels that add to it.
 
-        The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad`, or
-        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`. Kernels read
-        `overwrite_main_grad` as early as in forward, when nobody knows yet how often a module will
-        run. So memory is zeroed, but for parameters that were wrapped with the mark set, which is
-        the user's word that their modules run once a backward pass.
-
-        Args:
-            uses: of parameters in the forward whose backward is next, by number.
-            pool, stream: see `copy_in`.
-
-        Raises:
-            RuntimeError: a kernel would overwrite what another, or an earlier pass, has written.
+        The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad` and
+        sets `grad_added_to_main_grad`. `pool`, `stream`: see `copy_in`.
         """
         self._take_full(pool, stream)
-        for index, use in uses.items():
+        for index in self.fused:
             parameter: Any = self.unsharded[index]
             view = self._views[index]
-            if getattr(parameter, "main_grad", None) is view:
-                continue  # exposed by an earlier call of this pass
-            parameter.main_grad = view
-            parameter.grad_added_to_main_grad = False
-            if use.overwrites and (use.times > 1 or index in self._copied):
-                raise RuntimeError(
-                    f"Expected a parameter of shape {tuple(parameter.shape)} with "
-                    "overwrite_main_grad to be used once a sum of gradients, got "
-                    f"{use.times + (index in self._copied)} uses: unset it, or run the next "
-                    "forward after this backward."
-                )
-            if index not in self._copied and not use.overwrites:
-                view.zero_()
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is not view:
+                parameter.main_grad, parameter.grad_added_to_main_grad = view, False
+                if index not in self._copied:
+                    view.zero_()
 
     # ---- the reduction
 
@@ -273,7 +257,7 @@ class Gradients:
     @property
     def scale(self) -> float:
         """Factor from the sum over the ranks to the gradient."""
-        return 1.0 / (self.divide_factor or self.nest.num_ranks)
+        return 1.0 / (self.divide_factor or self.nest.mesh.size())
 
     def _make_rows(
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
@@ -310,13 +294,7 @@ class Gradients:
             full[start:stop].zero_()
         for index in set(range(len(self._views))) - self._copied:
             self._views[index].zero_()
-        self._start_over()
-
-    def _start_over(self) -> None:
-        """What comes next is the first of a sum."""
         self._copied = set()
-        for parameter in self._overwriting:
-            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
         """Add the reduced gradients to `grad` of the parameters that had one in compute.
@@ -347,6 +325,8 @@ class Gradients:
         """Give the full buffer back; `stream` must come after the reduction."""
         pool, self._pool = self._pool, None
         self._full, self._views, self._is_reducing = None, [], False
+        for index in self.fused:
+            self.unsharded[index].main_grad = None  # type: ignore[attr-defined]
         if pool is not None:
             pool.release(self._key, stream)
 
@@ -355,15 +335,5 @@ class Gradients:
         for parameter in self.unsharded:
             parameter.grad = None
         self.release_full(stream)
-        self._arrived = set()
-        self._start_over()
+        self._arrived, self._copied = set(), set()
         self._carried, self._carried_from = None, set()
-
-    def nonfinite(self, names: list[str]) -> list[str]:
-        """Of `names`, those whose gradient on this rank has NaN or infinity. Synchronises."""
-        grads: list[Any] = [p.grad for p in self.sharded]
-        return [
-            name
-            for name, grad in zip(names, grads, strict=True)
-            if grad is not None and not grad.to_local().isfinite().all()
-        ]

@@ -1,13 +1,26 @@
-"""Where each parameter of a unit lies in the unit's one flat buffer, and who owns which rows.
+"""Where parameters lie in a unit's one flat buffer, and how it is cut and gathered over a mesh.
 
-Pure arithmetic, no torch. The flat buffer has `num_shards` equal shards; rank r owns shard r.
-Parameters lie one after another, each contiguous, and a shard boundary never cuts a row (dim 0
-slice) of a parameter, so a rank's piece of a parameter is a contiguous range of whole rows:
+The flat buffer has `num_shards` equal shards; rank r owns shard r. Parameters lie one after
+another, each contiguous, and a shard boundary never cuts a row (dim 0 slice) of a parameter, so a
+rank's piece of a parameter is a contiguous range of whole rows:
 
     shard 0                | shard 1                | shard 2
     [wq: rows 0..5 ] [wk: ro|ws 0..1][pad][norm] ... | [down: rows ...
 
-A collective therefore works on the buffer itself, with no copy in or out.
+A collective therefore works on the buffer itself, with no copy in or out. What is whole or cut on
+each mesh axis:
+
+    strategy              weight at rest   gradient between microbatches   main weight, optimizer
+    no_shard              whole            whole                           whole
+    optim (ZeRO-1)        whole            whole                           cut
+    optim_grads (ZeRO-2)  whole            cut                             cut
+    optim_grads_params    cut              cut                             cut
+
+A mesh of two axes takes a strategy for each: ("no_shard", "optim_grads_params") is HSDP,
+("optim", "optim_grads_params") is HFSDP (Megatron's name: weights cut inside a node, optimizer
+state over all nodes). All cuts nest: level k is what is left after the first k axes of
+`Placements.nest`, a contiguous slice. So weight, gradient and main weight are each known by a
+level, and collectives go from one level to the next on one axis.
 """
 
 import itertools
@@ -16,9 +29,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.config import STRATEGIES
+
+# torch 2.13 renamed both; the old names warn there and the new ones are absent before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
+"""Arguments of an `all_gather`: output, input, ranks."""
+
 ALIGN_NUMEL = 16
 """Parameters start at multiples of this many elements: 16 bytes in fp8, as matmuls want."""
 _FINE_TRIES = 256
+
+
+# ---- places in the flat buffer: pure arithmetic
 
 
 @dataclass(frozen=True)
@@ -148,3 +177,139 @@ def _first_start(cursor: int, shape: tuple[int, ...], shard_numel: int) -> int |
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+# ---- what is cut over which axis
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Which of weight, gradient and main weight is cut over each mesh axis, outermost axis first.
+
+    The gradient is cut wherever the weight is, and the main weight wherever the gradient is.
+    """
+
+    weight: tuple[bool, ...]
+    grad: tuple[bool, ...]
+    main: tuple[bool, ...]
+
+    @property
+    def nest(self) -> tuple[int, ...]:
+        """Mesh axes that cut anything, coarsest first: those of the weight, then the rest's.
+
+        Ties go to the last axis, which is the innermost and fastest of a mesh.
+        """
+        axes = [axis for axis, cut in enumerate(self.main) if cut]
+        depth = [self.weight[a] + self.grad[a] for a in axes]
+        return tuple(a for _, a in sorted(zip(depth, axes, strict=True), reverse=True))
+
+    @property
+    def levels(self) -> tuple[int, int, int]:
+        """Levels of weight, gradient and main weight: how many axes of `nest` cut each."""
+        return sum(self.weight), sum(self.grad), sum(self.main)
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """Mesh axes over which even the main weight is whole: gradients are all-reduced there."""
+        return tuple(axis for axis, cut in enumerate(self.main) if not cut)
+
+
+def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
+    """Placements of a strategy, or of one strategy a mesh axis, outermost first.
+
+    One name on a mesh of two axes means that name on the inner axis and `no_shard` on the outer.
+
+    Raises:
+        ValueError: unknown name, or not one name an axis.
+    """
+    outer = ("no_shard",) * (num_axes - 1)
+    names = (*outer, strategy) if isinstance(strategy, str) else tuple(strategy)
+    if len(names) != num_axes or any(name not in STRATEGIES for name in names):
+        raise ValueError(
+            f"Expected a strategy, or one for each of {num_axes} mesh axes, of {STRATEGIES}, "
+            f"got {strategy!r}."
+        )
+    depths = [STRATEGIES.index(name) for name in names]
+    return Placements(
+        weight=tuple(depth >= 3 for depth in depths),
+        grad=tuple(depth >= 2 for depth in depths),
+        main=tuple(depth >= 1 for depth in depths),
+    )
+
+
+# ---- collectives from level to level
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `full` [ranks * n] with every rank's `shard` [n], in rank order."""
+    _all_gather(full, shard, group=group)
+
+
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `full` [ranks * n] over the ranks and give each its part in `shard` [n]."""
+    _reduce_scatter(shard, full, group=group)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `tensor` over the ranks, in place."""
+    dist.all_reduce(tensor, group=group)
+
+
+class Nest:
+    """This rank's place in a buffer that is cut over the axes `placements.nest` of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh, placements: Placements) -> None:
+        self.mesh, self.placements = mesh, placements
+        self.axes = placements.nest
+        self.groups = [mesh.get_group(axis) for axis in self.axes]
+        self.sizes = [mesh.size(axis) for axis in self.axes]
+        self.coordinates = [mesh.get_local_rank(axis) for axis in self.axes]
+        self.replica_groups = [mesh.get_group(axis) for axis in placements.replicated]
+        self.weight_level, self.grad_level, self.main_level = placements.levels
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the main weight."""
+        return math.prod(self.sizes)
+
+    @property
+    def shard_index(self) -> int:
+        """Which of them this rank holds."""
+        return self._index(self.main_level)
+
+    def _index(self, level: int) -> int:
+        index = 0
+        for size, coordinate in zip(self.sizes[:level], self.coordinates[:level], strict=True):
+            index = index * size + coordinate
+        return index
+
+    def numel(self, total: int, level: int) -> int:
+        """Elements of a slice at `level` of a buffer of `total` elements."""
+        return total // math.prod(self.sizes[:level])
+
+    def slice(self, buffer: torch.Tensor, at: int, level: int) -> torch.Tensor:
+        """This rank's slice at `level` of `buffer`, its slice at the coarser level `at`."""
+        numel = buffer.numel() // math.prod(self.sizes[at:level])
+        offset = (self._index(level) - self._index(at) * math.prod(self.sizes[at:level])) * numel
+        return buffer[offset : offset + numel]
+
+    def gather_steps(self, buffer: torch.Tensor, start: int, at: int) -> list[GatherStep]:
+        """The all-gathers, finest axis first, that complete `buffer`, a slice at level `at`.
+
+        Of it this rank's slice at level `start` is there. In place: each collective's input is the
+        part of its output that it belongs in.
+        """
+        slices = [self.slice(buffer, at, level) for level in range(at, start + 1)]
+        steps = zip(slices[:-1], slices[1:], self.groups[at:start], strict=True)
+        return list(steps)[::-1]
+
+    def reduce(self, buffer: torch.Tensor, outputs: list[torch.Tensor], level: int) -> torch.Tensor:
+        """Sum a slice at `level` over the ranks, one axis an output, and return the last output.
+
+        Outputs are other memory than inputs: a collective that writes into its own input can
+        overwrite what other ranks have yet to read.
+        """
+        for axis, output in enumerate(outputs, start=level):
+            reduce_scatter(output, buffer, self.groups[axis])
+            buffer = output
+        return buffer

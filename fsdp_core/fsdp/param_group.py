@@ -2,38 +2,65 @@
 
     buffer         cut at level  dtype    lives
     main_weight    main          main     always; the parameters at rest are views of it
-    model_weight   weight        compute  always, if the weight is quantised, or cut less than the
-                                          main weight or, whole, has another dtype; else there is
-                                          none: main_weight is cast as it is sent
+    model_weight   weight        compute  always, if the weight is cut less than the main weight or,
+                                          whole, has another dtype; else there is none:
+                                          main_weight is cast as it is sent
     gathered       0             compute  from the pool, between unshard and reshard; is
                                           model_weight where the weight is whole
 
-Levels are those of `placement`: level k is cut over the first k axes of the nest. Gradients are in
+Levels are those of `layout`: level k is cut over the first k axes of the nest. Gradients are in
 `gradients`.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import GatherStep, Nest, all_gather
-from fsdp_core.fsdp.gradients import FlatBuffers, Gradients
+from fsdp_core.fsdp.gradients import FlatBuffers, Gradients, GroupDtypes
+from fsdp_core.fsdp.layout import GatherStep, Nest, all_gather
 from fsdp_core.fsdp.optimizer import watch
-from fsdp_core.fsdp.pool import Key, Pool
-from fsdp_core.fsdp.precision import GroupDtypes as GroupDtypes  # part of the interface
-from fsdp_core.fsdp.quantized import (
-    HIDDEN,
-    QuantizedPiece,
-    QuantizedWeights,
-    announce,
-    initial_value,
-    is_quantized,
-)
+from fsdp_core.fsdp.pool import GATHER, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Precision of one unit; None keeps what is there.
+
+    Attributes:
+        param_dtype: parameters are gathered and computed with in this dtype.
+        reduce_dtype: gradients are reduced in this dtype; None: in the dtype they are computed in.
+        output_dtype: floating-point outputs of the unit's forward are cast to it.
+        cast_forward_inputs: cast floating-point inputs of the forward to `param_dtype`.
+        main_dtype: dtype of the parameters at rest, their gradients and what the optimizer sees;
+            None: the dtype that the parameters had.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    main_dtype: torch.dtype | None = None
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Dtype of the forward's inputs, or None to leave them."""
+        return self.param_dtype if self.cast_forward_inputs else None
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """`tree` with its floating-point tensors in `dtype`; the same object if nothing changes."""
+    if dtype is None:
+        return tree
+    if isinstance(tree, torch.Tensor):  # the usual case, without walking a tree
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,7 @@ class ParamGroup:
     """Flat buffers of parameters that are gathered and reduced together, on one rank.
 
     Attributes:
+        gathered: the buffer of the last gather; None if there was none.
         num_moved: parameters that a gather put elsewhere than the gather before, so far.
         is_unsharded: a gather of the parameters has been issued, and not been given back.
         is_registered: the current stream has waited for it, and the modules hold them.
@@ -84,25 +112,29 @@ class ParamGroup:
         flat = FlatBuffers([p.shape for p in sources], nest=nest, device=device, dtypes=dtypes)
         self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
         self._flat, self._device = flat, device
-        self._gather_key = Key(flat.owner, "gather")
+        self._gather_key = Key(flat.owner, GATHER)
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
-        self._gathered: torch.Tensor | None = None
+        self.gathered: torch.Tensor | None = None
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
         self.is_unsharded, self.is_registered = False, False
         self.main_weight = self._first_main_weight(sources)
         self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
-        self._quantized = QuantizedWeights(sources) if is_quantized(sources[0]) else None
         empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
-        self.unsharded = sources if self._quantized else [_like(p, empty.clone()) for p in sources]
-        self.gradients = Gradients(flat, self.sharded, self.unsharded, keep=keep_grads)
+        self.unsharded = [_like(p, empty.clone()) for p in sources]
+        modules = [[module for module, _ in o.places] for o in owned]
+        fused = [i for i, holders in enumerate(modules) if any(map(_adds_up, holders))]
+        self.gradients = Gradients(flat, self.sharded, self.unsharded, keep=keep_grads, fused=fused)
         self._make_other_buffers()
         self._register(self.sharded)
-        for module, _ in (place for o in owned for place in o.places if nest.weight_level):
-            announce(module)
+        for module in itertools.chain(*modules):
+            if nest.weight_level and hasattr(type(module), "is_fsdp2"):
+                # TransformerEngine's, which then quantise anew in backward, where weights are
+                # gathered anew, and keep no full copy from forward on.
+                module._is_fsdp2 = True  # type: ignore[assignment]
         watch(self, sources)
 
     @property
@@ -117,7 +149,7 @@ class ParamGroup:
         main = self._flat.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
         for index, (parameter, spec) in enumerate(zip(sources, self.specs, strict=True)):
             if spec.local_numel and not is_meta:
-                self.local_rows(main, index).copy_(spec.own_rows(initial_value(parameter)))
+                self.local_rows(main, index).copy_(spec.own_rows(parameter.detach()))
         return main
 
     def _make_other_buffers(self) -> None:
@@ -135,7 +167,7 @@ class ParamGroup:
     def keeps_copy(self) -> bool:
         """Whether there is a `model_weight` beside the main weight, once both have memory."""
         nest, dtypes = self.nest, self.dtypes
-        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._quantized)
+        as_main = dtypes.main == dtypes.compute or nest.weight_level
         return nest.weight_level != nest.main_level or not as_main
 
     def copies_at_rest(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,21 +253,10 @@ class ParamGroup:
             return
         nest = self.nest
         own = nest.slice(self.model_weight, nest.weight_level, nest.main_level)
-        if self._quantized is None:
-            own.copy_(self.main_weight)
-        else:
-            self._quantize(self._quantized, own)
-        nest.gather(self.model_weight, nest.main_level, nest.weight_level)
+        own.copy_(self.main_weight)
+        for step in nest.gather_steps(self.model_weight, nest.main_level, nest.weight_level):
+            all_gather(*step)
         self._fresh_version = self.main_weight._version
-
-    def _quantize(self, weights: QuantizedWeights, own: torch.Tensor) -> None:
-        pieces: list[QuantizedPiece] = []
-        for index, (spec, slot) in enumerate(zip(self.specs, self.layout.slots, strict=True)):
-            main = self.local_rows(self.main_weight, index).flatten()
-            raw = self.local_rows(own, index).flatten()
-            start = spec.row_start * slot.row_numel
-            pieces.append((main, start, raw) if spec.local_numel else (None, None, None))
-        weights.quantize(pieces, self.nest.main_group)
 
     def forget_freshness(self) -> None:
         """Count what was copied or gathered from main_weight as out of date."""
@@ -284,11 +305,6 @@ class ParamGroup:
             self.num_moved += len(self.unsharded)
         self._gathered_at = address
 
-    @property
-    def gathered(self) -> torch.Tensor | None:
-        """The buffer of the last gather; None if there was none."""
-        return self._gathered
-
     def register_unsharded(self) -> None:
         """Make the modules hold the gathered parameters; the current stream waits for the gather.
 
@@ -304,8 +320,8 @@ class ParamGroup:
 
     def _gather(self, full: torch.Tensor) -> None:
         nest = self.nest
-        if full is not self._gathered:
-            self._gathered = full
+        if full is not self.gathered:
+            self.gathered = full
             self._gather_steps = nest.gather_steps(full, nest.weight_level, 0)
             self._bind_unsharded(full)
         source, (_, own, group) = self._sent, self._gather_steps[0]
@@ -323,10 +339,7 @@ class ParamGroup:
         that saved views share is no in-place change of a parameter.
         """
         for parameter, view in zip(self.unsharded, self.layout.views(full), strict=True):
-            if self._quantized is None:
-                parameter.data = view
-            else:
-                self._quantized.bind(parameter, view)
+            parameter.data = view
 
     def reshard(self, stream: Any) -> None:
         """Give the gathered buffer back after the work issued on `stream` so far."""
@@ -334,8 +347,6 @@ class ParamGroup:
             return
         if self.nest.weight_level:
             self.pool.release(self._gather_key, stream)
-            if self._quantized is not None:
-                self._quantized.drop_derived()
         self.is_unsharded = False
         if self.is_registered:
             self._register(self.sharded)
@@ -353,8 +364,11 @@ def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:
 def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter over `data` with the marks that somebody set on `source`: optimizers group by."""
     twin = nn.Parameter(data, requires_grad=source.requires_grad)
-    skipped = HIDDEN if is_quantized(source) else ()
     for name, value in vars(source).items():
-        if not name.startswith(skipped):
-            setattr(twin, name, value)
+        setattr(twin, name, value)
     return twin
+
+
+def _adds_up(module: nn.Module) -> bool:
+    """Whether the module's backward kernels add to `main_grad` themselves."""
+    return bool(getattr(module, "fuse_wgrad_accumulation", False))

@@ -7,36 +7,35 @@
     traced    the plan of one training    fixed, once planned  all, with persistent_on_miss,
               pass, one buffer a miss                          captured after the first pass
 
-A key is (owner, role); a class is (role, dtype, numel). The phases and the plan of `traced` are in
-`traced_pool`. A miss, a key whose buffer another key holds, moves the key into a buffer of its own
-for ever; in a pass without gradients only until its end, so evaluation leaves addresses alone.
+A key is (owner, role); a class is (role, dtype, numel). A miss, a key whose buffer another key
+holds, moves the key into a buffer of its own for ever; in a pass without gradients only until its
+end, so evaluation leaves addresses alone.
 
 **Ordering.** No memory is handed on by `record_stream`. A fixed buffer has the event of its last
-release, and the next acquire waits for that. For `dynamic` see `dynamic_pool`. All of it is legal
-inside a capture.
+release, and the next acquire waits for that. All of it is legal inside a capture.
 
 **A key keeps its storage while autograd may hold views of it.** A matmul saves the transposed view
 of a parameter, not the parameter, and reads through it in backward; if the key were given another
 buffer by then, that view would read what the first buffer holds now. So from the first acquire or
 release under grad mode until `end_of_pass`, a miss of a key other than a gradient's raises.
-
-**Cost.** Acquire and release of a fixed buffer: half a microsecond of Python, one wait, one record;
-no allocation. `dynamic`: 2 microseconds, one allocation and one free by the caching allocator, and
-four stream calls. Its gathers start after all work that the current stream was given before, so
-issue them early.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.dynamic_pool import DynamicPool, check_size, empty_buffer
-from fsdp_core.fsdp.traced_pool import Key as Key  # part of the interface
-from fsdp_core.fsdp.traced_pool import Timeline, plan_slots
 
 GATHER, GRAD = "gather", "grad"
+
+
+class Key(NamedTuple):
+    """Identity of a buffer: whose it is and what it is for (`GATHER` or `GRAD`)."""
+
+    owner: int
+    role: str
 
 
 class Pool(Protocol):
@@ -61,24 +60,16 @@ class Pool(Protocol):
         """
 
     def can_acquire(self, key: Key) -> bool:
-        """Whether `acquire` would give the key a buffer now, not raise for want of one.
-
-        Ask before a gather ahead of its use: the key's buffer may be free when it is needed.
-        """
+        """Whether `acquire` would give the key a buffer now: ask before a gather ahead."""
 
     def end_of_pass(self) -> None:
-        """A backward pass or a forward-only pass is over, and its buffers were released.
-
-        Call it only when no autograd graph waits for its backward that saved views of gathered
-        buffers: where several forwards come before their backwards, after the last backward.
-        """
+        """A pass is over, its buffers are released, and no graph that saved views of them lives."""
 
     def freeze(self) -> None:
         """From now on no key of gathered parameters may change its address: graphs hold it.
 
-        Gradients' keys may. What a partial graph makes is copied to where they are; a graph of a
-        whole iteration holds buffers that nothing frees, and asks for no key when it is replayed.
-        Several units' gradients may come at once out of a replay, which the plan knows nothing of.
+        Gradients' keys may: what a partial graph makes is copied to where they are, and several
+        units' may come at once out of a replay, which no plan knows.
         """
 
     def forget_events(self) -> None:
@@ -88,14 +79,199 @@ class Pool(Protocol):
         """Bytes that the pool itself holds now."""
 
 
+def make_pool(name: str, device: Device, *, persistent_on_miss: bool) -> Pool:
+    """The pool called `name`: `dynamic`, `double` or `traced`.
+
+    Raises:
+        ValueError: no pool has that name.
+    """
+    if name == "dynamic":
+        return DynamicPool(device)
+    slots = {"double": DoublePool, "traced": TracedPool}
+    if name not in slots:
+        raise ValueError(f"Expected pool dynamic, double or traced, got {name!r}.")
+    return slots[name](device, persistent_on_miss=persistent_on_miss)
+
+
+def _empty(numel: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    """Memory from the current stream; an ordinary tensor also in inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device.torch_device)
+
+
+def _check_size(key: Key, numel: int, dtype: torch.dtype, had: torch.Tensor) -> None:
+    if had.numel() != numel or had.dtype != dtype:
+        had_size = f"{had.numel()} x {had.dtype}"
+        raise ValueError(f"Expected {key} to have {had_size} as before, got {numel} x {dtype}.")
+
+
+# ---- the timeline of a pass, and a plan made of it
+
+
+class Interval(NamedTuple):
+    """One holding of a key's buffer, from tick `start` up to, but without, tick `stop`."""
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+class PlannedSlot(NamedTuple):
+    """Memory of `nbytes` that `keys` share; no two of them are ever held at once."""
+
+    nbytes: int
+    keys: tuple[Key, ...]
+
+
+@dataclass
+class Timeline:
+    """Who held a buffer when, in ticks: each acquire and each release is one tick."""
+
+    intervals: list[Interval] = field(default_factory=list)
+    open: dict[Key, tuple[int, torch.dtype, int]] = field(default_factory=dict)
+    tick: int = 0
+
+    def acquired(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        """Note an acquire; one of a key that is held already changes nothing."""
+        self.tick += 1
+        self.open.setdefault(key, (numel, dtype, self.tick))
+
+    def released(self, key: Key) -> None:
+        """Note the release of a held key."""
+        self.tick += 1
+        numel, dtype, start = self.open.pop(key)
+        self.intervals.append(Interval(key, numel, dtype, start, self.tick))
+
+
+def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
+    """Give each key a slot of its role, so that no two keys of a slot are ever held at once.
+
+    Left-edge greedy (Hashimoto and Stevens, 1971): keys by size, largest first, then by first
+    acquire; each goes into the first slot in which it overlaps nobody. With equal sizes and one
+    interval a key this uses the fewest slots; in general the fewest are NP-hard to find. Memory
+    never changes hands between roles, that is streams. Costs O(intervals ** 2) steps, once.
+    """
+    held: dict[Key, list[Interval]] = {}
+    for interval in sorted(intervals, key=lambda interval: interval.start):
+        held.setdefault(interval.key, []).append(interval)
+    slots: list[list[Interval]] = []
+    # Sorting is stable, and `held` is in the order of first acquires.
+    for mine in sorted(held.values(), key=lambda mine: (mine[0].key.role, -mine[0].nbytes)):
+        shared = next((slot for slot in slots if _can_share(slot, mine)), None)
+        if shared is None:
+            slots.append([*mine])
+        else:
+            shared.extend(mine)
+    return tuple(
+        PlannedSlot(slot[0].nbytes, tuple(dict.fromkeys(each.key for each in slot)))
+        for slot in slots
+    )
+
+
+def _can_share(slot: list[Interval], mine: list[Interval]) -> bool:
+    """Whether a slot is of the role of `mine`, and free whenever those are held."""
+    return slot[0].key.role == mine[0].key.role and not any(
+        a.start < b.stop and b.start < a.stop for a in slot for b in mine
+    )
+
+
+# ---- memory that comes and goes
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Memory of one key of the dynamic pool; `home` is the stream it came from while held."""
+
+    tensor: torch.Tensor
+    home: Any = None
+
+
+class DynamicPool:
+    """Frees a key's storage on release; the tensor and the storage object stay for ever.
+
+    All memory comes from the stream that is current at the acquire, whatever stream it is for: what
+    a caching allocator has on a side stream cannot use what activations freed. The user's stream is
+    made to come after the current one, and at the release the current one after the user's; so no
+    event is kept.
+    """
+
+    def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
+        self._device = device
+        self._timeline = timeline
+        self._buffers: dict[Key, _Buffer] = {}
+
+    def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
+        """See `Pool`."""
+        buffer = self._buffers.get(key)
+        current = self._device.current_stream()
+        if buffer is None:
+            buffer = self._buffers[key] = _Buffer(_empty(numel, dtype, self._device), current)
+        _check_size(key, numel, dtype, buffer.tensor)
+        if buffer.home is None:
+            nbytes = numel * dtype.itemsize
+            self._device.resize_storage(buffer.tensor.untyped_storage(), nbytes)
+            buffer.home = current
+        if stream != current:
+            stream.wait_stream(current)
+        if self._timeline is not None:
+            self._timeline.acquired(key, numel, dtype)
+        return buffer.tensor
+
+    def release(self, key: Key, stream: Any) -> None:
+        """See `Pool`."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.home is None:
+            raise RuntimeError(f"Expected {key} to be held, got a release without an acquire.")
+        # The allocator gives the block to the next work of the stream that it came from, as a rule
+        # the current one. Both must come after the last use.
+        current = self._device.current_stream()
+        if stream != current or stream != buffer.home:
+            event = stream.record_event()
+            current.wait_event(event)
+            if buffer.home != current:
+                buffer.home.wait_event(event)
+        buffer.home = None
+        self._device.resize_storage(buffer.tensor.untyped_storage(), 0)
+        if self._timeline is not None:
+            self._timeline.released(key)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the key is acquired now."""
+        return key in self._buffers and self._buffers[key].home is not None
+
+    def can_acquire(self, key: Key) -> bool:
+        """See `Pool`. Always."""
+        return True
+
+    def end_of_pass(self) -> None:
+        """See `Pool`. Nothing to do."""
+
+    freeze = forget_events = end_of_pass
+
+    def reserved_bytes(self) -> int:
+        """See `Pool`."""
+        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+
+# ---- memory that stays
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Fixed memory; `event` is its last release."""
+    """Fixed memory; `event` is its last release, `since` the number of its last acquire."""
 
     memory: torch.Tensor
     event: Any
     holder: "_Home | None" = None
     num_keys: int = 0
+    since: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +296,7 @@ class SlotPool:
     A subclass says where a new key lives (`_choose_slot`). A key without a slot, or whose slot
     another key holds, is a miss. With `persistent_on_miss` it gets a slot of its own, else it is
     served dynamically. Either lasts until the end of the pass at least, not only until the release:
-    autograd may have saved views. `misses` counts.
+    autograd may have saved views.
     """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
@@ -132,7 +308,7 @@ class SlotPool:
         self._overflow = DynamicPool(device)
         self._displaced: dict[Key, _Home | None] = {}
         self._frozen = False
-        self._pass = 0
+        self._pass = self._num_acquires = 0
         self._is_training = False
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
@@ -141,7 +317,7 @@ class SlotPool:
         if home is None:
             home = self._find_home(key, numel, dtype)
         elif home.size != (numel, dtype):
-            check_size(key, numel, dtype, home.tensor)
+            _check_size(key, numel, dtype, home.tensor)
         elif home.slot.holder is not None and home.slot.holder is not home:
             home = self._leave_home(home, home.slot.holder.key)
         if home is None:
@@ -149,6 +325,9 @@ class SlotPool:
         slot = home.slot
         if slot.event is not None:
             stream.wait_event(slot.event)
+        if slot.holder is None:
+            self._num_acquires += 1
+            slot.since = self._num_acquires
         slot.holder = home
         if home.is_grad:
             self._is_training = True
@@ -242,7 +421,7 @@ class SlotPool:
         return self._overflow.holds(key) if home is None else home.slot.holder is home
 
     def _new_slot(self, nbytes: int) -> _Slot:
-        memory = empty_buffer(nbytes, torch.uint8, self._device)
+        memory = _empty(nbytes, torch.uint8, self._device)
         # The block may have been used by earlier work of the stream that it comes from.
         return _Slot(memory, self._device.current_stream().record_event())
 
@@ -259,7 +438,10 @@ class SlotPool:
 
 
 class DoublePool(SlotPool):
-    """Two slots a class, shared by its keys in turn; a key keeps the slot that it got first."""
+    """Two slots a class, shared by its keys in turn; a key keeps the slot that it got first.
+
+    Who stays while others come and go, such as a root of a layer's size, has its slot alone.
+    """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
         super().__init__(device, persistent_on_miss=persistent_on_miss)
@@ -267,6 +449,10 @@ class DoublePool(SlotPool):
 
     def _choose_slot(self, key: Key, numel: int, dtype: torch.dtype) -> _Slot | None:
         pair = self._classes.setdefault((key.role, dtype, numel), [])
+        if len(pair) == 2:
+            older, newer = sorted(pair, key=lambda slot: slot.since)
+            if older.holder is not None and newer.holder is None:
+                pair.remove(older)
         if len(pair) < 2:
             # Fill both before sharing, so that neighbours in the order alternate.
             pair.append(self._new_slot(numel * dtype.itemsize))
@@ -276,7 +462,11 @@ class DoublePool(SlotPool):
 
 
 class TracedPool(SlotPool):
-    """The slots that one training pass needs, found by watching it. See `traced_pool`."""
+    """The slots that one training pass needs, found by watching it.
+
+    The first pass is served as by `dynamic`, and its timeline written. At its end the plan is made
+    (`plan_slots`): from then on a key always gets its slot, in training and in evaluation.
+    """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
         super().__init__(device, persistent_on_miss=persistent_on_miss)
@@ -288,7 +478,7 @@ class TracedPool(SlotPool):
         """See `Pool`. The first time after a whole training pass, with nothing held: plan."""
         super().end_of_pass()
         timeline = self._timeline
-        if timeline is None or not timeline.at_rest:
+        if timeline is None or timeline.open:
             return
         roles = {interval.key.role for interval in timeline.intervals}
         self._roles |= roles
@@ -301,7 +491,7 @@ class TracedPool(SlotPool):
     def freeze(self) -> None:
         """See `Pool`. RuntimeError if buffers were handed out and there is no plan yet."""
         if self._timeline is not None:
-            if self._timeline.has_begun:
+            if self._timeline.tick:
                 raise RuntimeError(
                     "Expected a whole training pass before pool traced is frozen, got none; "
                     "addresses are fixed at its end, so run one before the capture, and let go of "
@@ -324,17 +514,3 @@ class TracedPool(SlotPool):
             for key in plan.keys:
                 self._settle(key, *sizes[key], slot)
         self._timeline, self._overflow = None, DynamicPool(self._device)
-
-
-def make_pool(name: str, device: Device, *, persistent_on_miss: bool) -> Pool:
-    """The pool called `name`: `dynamic`, `double` or `traced`.
-
-    Raises:
-        ValueError: no pool has that name.
-    """
-    if name == "dynamic":
-        return DynamicPool(device)
-    slots = {"double": DoublePool, "traced": TracedPool}
-    if name not in slots:
-        raise ValueError(f"Expected pool dynamic, double or traced, got {name!r}.")
-    return slots[name](device, persistent_on_miss=persistent_on_miss)

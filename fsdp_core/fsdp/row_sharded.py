@@ -1,36 +1,168 @@
 """A parameter, gradient or optimizer state at rest: this rank's whole rows of a global tensor.
 
+A row is a slice of dim 0, and a shard is a contiguous range of whole rows, of any length:
+
+    mesh of 3, axes (0,)     bounds (0, 3, 3, 5)     rows 0 1 2 | none | 3 4
+    mesh of 2 x 2, axes (1,) bounds (0, 4, 5)        rows 0..3 where coordinate 1 is 0, else row 4
+
 To a user it is a tensor of the global shape on a mesh, as DTensor is:
 
     .full_tensor()                    all rows, on every rank (a collective)
     .to_local()                       this rank's rows, a view of the flat buffer: writes go through
-    optimizers, nn.init, norms, `==`  work, see `row_sharded_ops`
+    optimizers, nn.init, norms, `==`  work, see the table of operators
     checkpoints                       hold pieces at their true row offsets
     matmul, views, indexing, .item()  raise
 
 torch's optimizers never learn that rows are cut: elementwise arithmetic is the same on a piece.
+Every operator has one of these kinds, or raises:
+
+    kind          operators                                  does
+    elementwise   tagged pointwise by torch, `_ELEMENTWISE`  runs on the pieces
+    lists         `_foreach_*` of those, fused optimizers    runs on lists of pieces
+    draw          normal_, uniform_, ...                     draws the whole tensor, keeps its rows
+    norm          vector_norm, _foreach_norm                 a `PendingNorm` of this rank's part
+    total         sum, any, all                              a scalar DTensor, reduced at once
+    same          detach, alias                              another object over the same piece
+
+Tensors in one call share one layout. Beside them may stand tensors of one element, and tensors of
+the global shape, of which each rank takes its rows. Nothing else: shapes that fit only because of
+how many rows a rank happens to hold must not pass. In-place operators also raise the version
+counter of the piece, hence of the flat buffer under it, as they would on the piece itself.
 """
 
 import copy
-from typing import Any, NoReturn
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.fsdp import row_sharded_ops
-from fsdp_core.fsdp.row_reductions import replicated
-from fsdp_core.fsdp.row_spec import RowShard, RowSpec, gather_rows
-
-__all__ = ["RowShard", "RowSharded", "RowSpec"]
+from fsdp_core.fsdp.layout import all_gather
 
 # Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
 _Base: Any = DTensor if torch.__version__ >= "2.13" else torch.Tensor
+
+
+class RowShard(Shard):
+    """Placement on one mesh axis of a tensor whose rows are cut at `bounds`, not evenly.
+
+    Shard s holds rows [bounds[s], bounds[s + 1]); the axis makes the `level`-th cut, 0 is the
+    coarsest. It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with
+    it. Who asks the placement itself for its cuts gets the true ones where one axis cuts.
+    """
+
+    def __init__(self, bounds: tuple[int, ...], level: int = 0) -> None:
+        # The C++ base takes its dim in __new__ or in __init__, as torch's release has it.
+        super().__init__(0)
+        self.bounds, self.level = bounds, level
+
+    def __new__(cls, *_args: Any) -> "RowShard":
+        """A placement of dim 0, whatever the bounds."""
+        return super().__new__(cls)
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        if (curr_local_size, num_chunks) != (self.bounds[-1], len(self.bounds) - 1):
+            raise NotImplementedError(f"Expected one axis to cut, got {self}: see RowSpec.")
+        return self.bounds[rank + 1] - self.bounds[rank], self.bounds[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowShard) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(self.__reduce__())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowShard, (self.bounds, self.level)
+
+    def __repr__(self) -> str:
+        return f"RowShard(bounds={self.bounds}, level={self.level})"
+
+    __str__ = __repr__
+
+
+@dataclass(unsafe_hash=True)
+class RowSpec:
+    """Layout of one parameter over a mesh, seen from this rank. Build once, share, never change.
+
+    Attributes:
+        shape: global shape; () counts as one row of one element.
+        bounds: rows [bounds[s], bounds[s + 1]) belong to shard s.
+        axes: mesh axes that cut, coarsest first; a rank's shard is the mixed radix of its
+            coordinates along them. All other axes replicate.
+        row_start, row_stop: this rank's rows.
+        local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
+        is_absent_scalar: whether the tensor is 0-d and lies on another rank.
+    """
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    bounds: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        mesh, shape, bounds = self.mesh, self.shape, self.bounds
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        assert len(bounds) == math.prod(mesh.size(axis) for axis in self.axes) + 1
+        assert (bounds[0], bounds[-1]) == (0, shape[0] if shape else 1)
+        self.shard_index = 0
+        placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+        for level, axis in enumerate(self.axes):
+            self.shard_index = self.shard_index * mesh.size(axis) + coordinate[axis]
+            placements[axis] = RowShard(bounds, level)
+        self.placements = tuple(placements)
+        self.row_start, self.row_stop = bounds[self.shard_index : self.shard_index + 2]
+        rows = self.row_stop - self.row_start
+        self.is_absent_scalar = not shape and not rows
+        self.local_shape = torch.Size((rows, *shape[1:])) if shape or not rows else shape
+        self.local_numel = math.prod(self.local_shape)
+        self.stride = tuple(torch.empty(shape, device="meta").stride())
+
+    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor of the global shape: a view."""
+        rows = full if self.shape else full.reshape(1)
+        return rows[self.row_start : self.row_stop].view(self.local_shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RowSpec":
+        return self  # never changes, and the process groups of a mesh cannot be copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes)
+
+
+def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
+    """All rows, on every rank, in memory of its own: a collective over the axes of `spec`.
+
+    Pieces travel as bytes, so bits arrive as they are, padded to the longest: no shard of a unit
+    holds more than its part of the unit, so all together are no more than the unit.
+    """
+    if local.is_meta:
+        return torch.empty(spec.shape, dtype=local.dtype, device=local.device)
+    width = math.prod(spec.shape[1:]) * local.element_size()
+    lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
+    own = local.detach().contiguous().flatten().view(torch.uint8)
+    pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)
+    pieces[: own.numel()].copy_(own)
+    for axis in reversed(spec.axes):
+        sent, pieces = pieces, pieces.new_empty(spec.mesh.size(axis) * pieces.numel())
+        all_gather(pieces, sent, spec.mesh.get_group(axis))
+    rows = pieces.view(len(lengths), max(lengths))
+    flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    return flat.view(local.dtype).view(spec.shape).to(local.device)
 
 
 class RowSharded(_Base):
@@ -52,22 +184,8 @@ class RowSharded(_Base):
 
     @staticmethod
     def make(local: torch.Tensor, spec: RowSpec) -> "RowSharded":
-        """A tensor of `spec.shape` over `local`, this rank's rows [spec.local_shape]; no copy.
-
-        Raises:
-            ValueError: the shape is not that of this rank's rows, or autograd tracks `local`.
-        """
-        plain = type(local) is torch.Tensor and not local.requires_grad
-        if not plain or local.shape != spec.local_shape:
-            raise ValueError(
-                f"Expected a plain tensor without gradient of rows [{spec.row_start}, "
-                f"{spec.row_stop}) of {tuple(spec.shape)}, of shape {tuple(spec.local_shape)}, got "
-                f"{tuple(local.shape)}, {type(local)}, requires_grad={local.requires_grad}."
-            )
-        return RowSharded._wrap(local, spec)
-
-    @staticmethod
-    def _wrap(local: torch.Tensor, spec: RowSpec) -> "RowSharded":
+        """A tensor of `spec.shape` over `local`, this rank's rows [spec.local_shape]; no copy."""
+        assert local.shape == spec.local_shape, (local.shape, spec)
         self = torch.Tensor._make_wrapper_subclass(
             RowSharded, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device
         )
@@ -79,7 +197,8 @@ class RowSharded(_Base):
     @classmethod
     @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return row_sharded_ops.run(RowSharded, func, args, kwargs or {})
+        rule = _rules.get(func) or _rules.setdefault(func, _rule_of(func))
+        return rule.run(rule, args, kwargs or {})
 
     def data_ptr(self) -> int:
         """0, by which torch's Python tells a tensor that wraps another; in C++ it raises."""
@@ -106,18 +225,14 @@ class RowSharded(_Base):
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> DTensor:
-        """A standard DTensor on the same mesh, for Replicate on every axis: a collective.
-
-        Raises:
-            NotImplementedError: any other placement or mesh, and options.
-        """
+        """A standard DTensor on the same mesh, for Replicate on every axis: a collective."""
         mesh, asked = self.device_mesh, (device_mesh or self.device_mesh, list(placements or ()))
         if asked != (mesh, [Replicate()] * mesh.ndim) or any(options.values()):
             raise NotImplementedError(
                 f"Expected Replicate on every axis of {mesh}, got {asked} and {options}: use "
                 ".full_tensor()."
             )
-        return replicated(self.full_tensor(), mesh)
+        return _replicated(self.full_tensor(), mesh)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -161,8 +276,6 @@ class RowSharded(_Base):
         spec, rows = self.row_spec, f"[{self.row_spec.row_start}, {self.row_spec.row_stop})"
         return f"RowSharded(rows {rows} of {tuple(spec.shape)}, {self._local_tensor}, {spec})"
 
-    # --- copies ------------------------------------------------------------------------------
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowSharded":
         if not self.is_leaf:
             raise RuntimeError("Expected a leaf of autograd to copy, got the result of operators.")
@@ -178,7 +291,7 @@ class RowSharded(_Base):
         attributes = self.__dict__ | {"requires_grad": self.requires_grad}
         return _rebuild, (local, self.row_spec, attributes)
 
-    # --- torch.distributed.checkpoint --------------------------------------------------------
+    # What torch.distributed.checkpoint asks of a tensor that it does not know.
 
     def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
         """Where this rank's rows lie, if it has any. Shard 0 has those without elements."""
@@ -214,7 +327,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[RowSharded, None]:
         rows = ctx.row_spec.own_rows(grad.contiguous()).clone() if ctx.gather else grad
-        return RowSharded._wrap(rows, ctx.row_spec), None
+        return RowSharded.make(rows, ctx.row_spec), None
 
 
 def _rebuild(local: torch.Tensor, spec: RowSpec, attributes: dict[str, Any]) -> RowSharded:
@@ -230,3 +343,354 @@ torch.serialization.add_safe_globals([_rebuild, RowSpec, RowShard])
 for _types in (_optim_foreach_types, _clip_foreach_types):
     if RowSharded not in _types:
         _types.append(RowSharded)  # type: ignore[arg-type]
+
+
+# ---- operators
+
+
+class _Rule(NamedTuple):
+    """How one operator runs; `writes`: positions, or names of keywords, that it writes to."""
+
+    func: Any
+    run: "_Handler"
+    writes: tuple[int | str, ...]
+
+    def refuse(self, why: str = "") -> NoReturn:
+        """Raise NotImplementedError, naming the operator and what to do instead."""
+        raise NotImplementedError(
+            f"{self.func} does not work on RowSharded tensors{why}: use .full_tensor() of it, or "
+            ".to_local() for this rank's rows."
+        )
+
+
+_Handler = Callable[[_Rule, Sequence[Any], dict[str, Any]], Any]
+_rules: dict[Any, _Rule] = {}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ELEMENTWISE = _words(
+    "clone copy_ _to_copy zero_ fill fill_ zeros_like ones_like full_like empty_like lerp lerp_ "
+    "masked_fill_ isfinite isinf isnan isposinf isneginf _pin_memory "
+    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+)
+_FOREACH = _words(
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
+    "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+)
+_DRAWS = _words("normal_ uniform_ bernoulli_ exponential_ log_normal_ random_ cauchy_ geometric_")
+
+
+def _rule_of(func: Any) -> _Rule:
+    writes = tuple(
+        argument.name if argument.kwarg_only else index
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        # _fused_adagrad_ declares that it writes to them, and does not.
+        and argument.name != "state_steps"
+    )
+    name = func._schema.name.removeprefix("aten::")
+    if name in _HANDLERS:
+        return _Rule(func, _HANDLERS[name], writes)
+    foreach = name.removeprefix("_foreach_").removesuffix("_")
+    is_foreach = name.startswith("_foreach_") and bool(writes) == name.endswith("_")
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    tensors_only = all(str(value.type) == "Tensor" for value in func._schema.returns)
+    pointwise = torch.Tag.pointwise in func.tags and tensors_only and not draws
+    is_known = pointwise or name in _ELEMENTWISE or (is_foreach and foreach in _FOREACH)
+    return _Rule(func, _on_pieces if is_known else lambda rule, *_: rule.refuse(), writes)
+
+
+def _on_pieces(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run on this rank's rows: of tensors, or of those at each position of lists."""
+    is_listed = _is_tensors(args[0])
+    tensors = [[v] for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    specs = _specs(rule, [v for v in args if _is_tensors(v)] if is_listed else tensors)
+
+    def pieces(key: int | str, value: Any) -> Any:
+        if is_listed and _is_tensors(value):
+            return [
+                t._local_tensor
+                if type(t) is RowSharded and spec.local_numel
+                else _piece(rule, key, t, spec)
+                for t, spec in zip(value, specs, strict=False)
+            ]
+        spec = None if is_listed else specs[0]
+        return _piece(rule, key, value, spec) if isinstance(value, torch.Tensor) else value
+
+    local = [pieces(*item) for item in enumerate(args)]
+    named = {key: pieces(key, value) for key, value in kwargs.items()}
+    if rule.func._schema.name.startswith("aten::_fused"):
+        # No fused kernel ever sees a piece without elements.
+        here = [spec is None or bool(spec.local_numel) for spec in specs]
+        local = [list(itertools.compress(v, here)) if isinstance(v, list) else v for v in local]
+    out = rule.func(*local, **named) if not is_listed or local[0] else []
+    if written := [args[at] if isinstance(at, int) else kwargs[at] for at in rule.writes]:
+        changed = itertools.chain(*written) if is_listed else written
+        increment_version([t._local_tensor for t in changed if type(t) is RowSharded])
+        return None if is_listed else written[0] if len(written) == 1 else tuple(written)
+    if is_listed:
+        return [_wrap(rule, *pair) for pair in zip(out, specs, strict=True)]
+    if isinstance(out, torch.Tensor):
+        return _wrap(rule, out, specs[0])
+    return tuple(_wrap(rule, value, specs[0]) for value in out)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _specs(rule: _Rule, lists: Iterable[Sequence[Any]]) -> list[Any]:
+    """Layout at each position of the lists; None where all tensors are plain."""
+    found: list[RowSpec | None] = []
+    for tensors in itertools.zip_longest(*lists):
+        specs = [tensor.row_spec for tensor in tensors if type(tensor) is RowSharded]
+        for spec in specs[1:]:
+            if spec is not specs[0] and spec != specs[0]:
+                raise ValueError(
+                    f"Expected RowSharded tensors of one layout in {rule.func}, got {spec} and "
+                    f"{specs[0]}."
+                )
+        found.append(specs[0] if specs else None)
+    return found
+
+
+def _piece(rule: _Rule, key: int | str, value: Any, spec: RowSpec | None) -> torch.Tensor:
+    """This rank's part of argument `key`, or of its tensor at a position of layout `spec`.
+
+    None is the layout of positions of plain tensors, and of what holds for all positions.
+    """
+    if type(value) is RowSharded:
+        if spec is None:
+            rule.refuse(" that stand for a scalar")
+        local = value._local_tensor
+        # A scalar that is elsewhere: an element to compute with, so that types promote as there.
+        return local.new_zeros(()) if spec.is_absent_scalar else local
+    if spec is not None and key in rule.writes:
+        raise ValueError(
+            f"Expected {rule.func} to write to a RowSharded tensor, got one of "
+            f"{type(value).__name__}: take .full_tensor() of the other arguments."
+        )
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if spec is None or (value.numel() == 1 and value.ndim <= len(spec.shape)):
+        return cast("torch.Tensor", value)
+    if value.shape == spec.shape:
+        return spec.own_rows(value)
+    raise ValueError(
+        f"Expected a tensor of one element or of the global shape {tuple(spec.shape)} beside a "
+        f"RowSharded tensor in {rule.func}, got {tuple(value.shape)}."
+    )
+
+
+def _wrap(rule: _Rule, out: torch.Tensor, spec: RowSpec | None) -> Any:
+    if spec is None:
+        return out
+    if spec.is_absent_scalar and not out.ndim:
+        out = out.new_empty(0)
+    if not out.is_contiguous():
+        rule.refuse(" in another memory format")
+    return RowSharded.make(out, spec)
+
+
+def _draw(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Draw what one process would draw for the whole tensor: same values, same generator state."""
+    if [type(value) is RowSharded for value in args] != [True] + [False] * (len(args) - 1):
+        rule.refuse(" as its parameters, or a plain one as its target")
+    full = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return args[0].copy_(rule.func(full, *args[1:], **kwargs))
+
+
+def _same(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return RowSharded.make(args[0]._local_tensor, args[0].row_spec)
+
+
+def _new_empty(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of the global shape, as staging of checkpoints asks: a tensor of the same layout."""
+    spec: RowSpec = args[0].row_spec
+    if torch.Size(args[1]) != spec.shape:
+        rule.refuse(" for another shape than the tensor's own")
+    return RowSharded.make(rule.func(args[0]._local_tensor, spec.local_shape, **kwargs), spec)
+
+
+def _fill_where(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`tensor[mask] = number`: rows need no other ranks' rows for it."""
+    target, indices, value, *_ = args
+    masks = [i for i in indices if type(i) is RowSharded and i.dtype == torch.bool]
+    if kwargs or len(args) > 3 or len(masks) != len(indices) or value.numel() != 1:
+        rule.refuse(" but for setting what a mask of their layout marks to a number")
+    return target.masked_fill_(masks[0], value.to(target.dtype).reshape(()))
+
+
+# ---- reductions to a scalar
+
+
+def over_ranks(
+    part: torch.Tensor,
+    mesh: Any,
+    axes: Sequence[int],
+    combine: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`combine` of all ranks' 0-d parts, the same bits on every rank: a collective an axis.
+
+    Every rank does the same sums in the same order, whatever algorithm a backend chooses, and NaN
+    stays NaN, which the maximum of NCCL forgets. Nothing waits for the device.
+
+    Parts, 0-d, differ along `axes`, coarsest first; without axes `mesh` is unused. `combine` makes
+    one part of those along an axis [size], in rank order.
+    """
+    for axis in reversed(axes):
+        # As bytes: backends do not know every dtype, and bits arrive as they are.
+        sent = part.to(mesh.device_type).reshape(1).view(torch.uint8)
+        parts = sent.new_empty(mesh.size(axis) * sent.numel())
+        all_gather(parts, sent, mesh.get_group(axis))
+        part = combine(parts.view(part.dtype)).to(part.device)
+    return part
+
+
+def total_power(
+    norms: Sequence[torch.Tensor], order: float, mesh: DeviceMesh | None, axes: Sequence[int]
+) -> torch.Tensor:
+    """Sum of the `order`-th powers of norms (maximum for inf) here and over ranks, float64, 0-d.
+
+    In float64 the powers of float32 norms neither overflow nor round to zero.
+    """
+    powers = torch.stack(list(norms)).double()
+    powers = powers if order in (0, math.inf) else powers.pow(order)
+    combine = functools.partial(combine_powers, order=order)
+    return over_ranks(combine(powers), mesh, axes, combine)
+
+
+def combine_powers(powers: torch.Tensor, order: float) -> torch.Tensor:
+    """Total of powers [n]. amax keeps NaN, as torch's inf norm does."""
+    return powers.amax() if order == math.inf else powers.sum()
+
+
+def norm_of(power: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of which this is the power."""
+    return power if order in (0, math.inf) else power.pow(1.0 / order)
+
+
+def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor that is `value` on every rank."""
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class PendingNorm(torch.Tensor):
+    """A norm [], or a stack of norms [n], of which each rank holds its part.
+
+    torch's `clip_grad_norm_` and `get_total_norm` work on them: a stack may be of different length
+    on each rank, since a parameter that one rank uses and another does not has a gradient on one of
+    them, and its norm of the same order is one collective of one scalar an axis. Any other operator
+    on a 0-d one reduces it first, a collective.
+
+    A rank without any gradient takes no part, and the others would wait for it in vain:
+    `fsdp_core.fsdp.clip_grad_norm_` follows parameters, not gradients, and has no such limit; nor
+    does it mind plain gradients among sharded ones.
+
+    Attributes:
+        kind: order, which is p > 0, inf, or 0 for counts of elements; mesh of the tensors; and
+            the mesh axes that cut them, coarsest first.
+        parts: norms of the rows that lie here, 0-d.
+    """
+
+    kind: tuple[float, DeviceMesh, tuple[int, ...]]
+    parts: list[torch.Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def make(parts: list[torch.Tensor], kind: Any, shape: tuple[int, ...] = ()) -> "PendingNorm":
+        """One norm whose part here is `parts[0]`, or a stack of all of them."""
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        self = torch.Tensor._make_wrapper_subclass(
+            PendingNorm, shape, dtype=dtype, device=parts[0].device
+        )
+        self.parts, self.kind = parts, kind
+        return self
+
+    def reduced(self) -> DTensor:
+        """The norm of all, replicated on every axis of the mesh: a collective over `axes`."""
+        order, mesh, axes = self.kind
+        total = norm_of(total_power(self.parts, order, mesh, axes), order)
+        return _replicated(total.to(self.dtype), mesh)
+
+    @torch.compiler.disable
+    def full_tensor(self) -> torch.Tensor:
+        """The norm of all, plain: a collective over `axes`."""
+        return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PendingNorm(kind={self.kind}, parts={self.parts})"
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        norms: list[Any] = [n for n in tree_leaves((args, kwargs)) if isinstance(n, torch.Tensor)]
+        alike = {n.kind if type(n) is cls and not n.ndim else None for n in norms}
+        if name == "aten::stack" and len(alike) == 1 and alike != {None}:
+            return cls.make([n.parts[0] for n in norms], norms[0].kind, (len(norms),))
+        if name == "aten::_to_copy" and not args[0].ndim:
+            return cls.make([func(args[0].parts[0], **kwargs)], args[0].kind)
+        if name == "aten::linalg_vector_norm" and args[0].ndim and not (args[2:] or kwargs):
+            order = args[1] if len(args) > 1 else 2
+            if order == args[0].kind[0] != 0:
+                return args[0].reduced()
+        if name == "aten::stack" or any(type(n) is cls and n.ndim for n in norms):
+            raise NotImplementedError(
+                "Expected norms of sharded gradients of one order, mesh and cut to meet in "
+                f"torch.stack, and in its norm of that order, not 0, got {func} of {norms}: use "
+                "fsdp_core.fsdp.clip_grad_norm_, which takes gradients on any meshes."
+            )
+        args, kwargs = tree_map_only(cls, cls.reduced, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Norms of tensors of a list, or of one tensor over all of it."""
+    is_list = rule.func._schema.name == "aten::_foreach_norm"
+    names = ("self", "ord", "dtype") if is_list else ("self", "ord", "dim", "keepdim")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    order, tensors = float(given.get("ord", 2)), given["self"] if is_list else [given["self"]]
+    dims, ndim = given.get("dim"), tensors[0].ndim
+    is_whole = dims is None or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
+    if not (order >= 0 and is_whole) or given.get("keepdim") or "out" in given:
+        rule.refuse(f" for order {order}, over some dims only, keeping them, or with out")
+    pieces = [t._local_tensor if type(t) is RowSharded else t for t in tensors]
+    # Where there are no elements torch's inf norm would raise.
+    some = [piece if piece.numel() else piece.new_zeros(1) for piece in pieces]
+    norms: list[Any] = list(torch._foreach_norm(some, order, dtype=given.get("dtype")))
+    for at, tensor in enumerate(tensors):
+        if type(tensor) is RowSharded:
+            kind = (order, tensor.row_spec.mesh, tensor.row_spec.axes)
+            norms[at] = PendingNorm.make([norms[at]], kind)
+    return norms if is_list else norms[0]
+
+
+def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Sum, any or all of a whole tensor."""
+    tensor = args[0]
+    if len(args) > 1 or kwargs or type(tensor) is not RowSharded:
+        rule.refuse(" over some dims only, or in another dtype")
+    combine = getattr(torch, rule.func._schema.name.removeprefix("aten::"))
+    spec, part = tensor.row_spec, combine(tensor._local_tensor)
+    return _replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "detach": _same,
+    "alias": _same,
+    "detach_": lambda rule, args, kwargs: args[0],
+    "new_empty": _new_empty,
+    "is_pinned": lambda rule, args, kwargs: args[0]._local_tensor.is_pinned(),
+    "index_put_": _fill_where,
+    "_foreach_norm": _norm,
+    "linalg_vector_norm": _norm,
+    **dict.fromkeys(("sum", "any", "all"), _total),
+    **dict.fromkeys(_DRAWS, _draw),
+}

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fsdp_core.config import BEGINS_AT
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.hooks import PHASES, ExtractedHooks
 from fsdp_core.graph.ledger import Ledger

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment

@@ -45,7 +45,7 @@ _SPEAKING: tuple[What, ...] = (
 )  # fmt: skip
 """Answers that say what the type of the exception would; its words begin with the cause."""
 WAITING_PLACES = (
-    "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/collectives.py",
+    "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/layout.py",
     "harness/worker/soak.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""

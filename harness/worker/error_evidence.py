@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_core.errors import TensorError
-from fsdp_core.fsdp.backward import UnitBackward
-from fsdp_core.fsdp.fsdp_module import FSDPModule
+from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.graph import CapturedFunction
@@ -99,7 +98,6 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _owner(frame: FrameType, names: dict[int, str]) -> str:
     """The name of that whose method a frame is of."""
     owner = frame.f_locals.get("self")
-    owner = owner.unit if isinstance(owner, UnitBackward) else owner
     if isinstance(owner, Unit | ParamGroup):
         return "" if owner.name == "root" else owner.name
     if isinstance(owner, GraphedSegment):

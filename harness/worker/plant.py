@@ -34,10 +34,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.config import TrainConfig
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.fsdp.schedule import Schedule, in_backward
-from fsdp_core.fsdp.unit import Unit
+from fsdp_core.fsdp.unit import Schedule, Unit, in_backward
 from fsdp_core.graph.cuda_graph import CudaGraph
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.train import Trainer

@@ -20,11 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.fsdp.dynamic_pool import DynamicPool
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.fsdp.pool import SlotPool
-from fsdp_core.fsdp.schedule import in_backward
+from fsdp_core.fsdp.pool import DynamicPool, SlotPool
+from fsdp_core.fsdp.unit import in_backward
 from fsdp_core.model.moe.dispatcher import Dispatched
 from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.stressors import WatchedPool
@@ -250,8 +249,8 @@ def _share_buffer(trainer: Trainer, role: str) -> None:
 
 def _drain_at_once(site: Site, keep: int) -> None:
     schedule = site.owner
-    while len(schedule._reductions) > keep:
-        gradients = schedule._reductions.pop(0).gradients
+    while len(schedule.reductions) > keep:
+        gradients = schedule.reductions.pop(0).gradients
         gradients.release_full(schedule.device.current_stream())
 
 
@@ -284,7 +283,7 @@ def _end_without_joining(site: Site) -> None:
     """The end of backward as if there were no stream of reductions."""
     schedule = site.owner
     streams = schedule._side_streams
-    for reduction in schedule._reductions:
+    for reduction in schedule.reductions:
         reduction.event = None
     schedule.__dict__["_side_streams"] = (streams[0], streams[0])
     try:

@@ -9,7 +9,6 @@ import pytest
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
 TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipeline_schedule")
-PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest
@@ -24,10 +23,10 @@ def all_imports() -> list[Import]:
 
 
 def may_use_torch(module: str) -> bool:
-    """The engine but its pure parts, the worker, and what records other programs."""
+    """The engine but its configuration, the worker, and what records other programs."""
     inside = module.startswith(("fsdp_core.", "harness.worker.", "harness.recorder."))
     free = any(module == name or module.startswith(f"{name}.") for name in TORCH_FREE)
-    return inside and not free and module not in PURE
+    return inside and not free
 
 
 def layered_packages() -> dict[str, set[str]]:
@@ -64,14 +63,6 @@ def test_torch_is_imported_only_where_it_may_be() -> None:
     """torch belongs to the engine and the worker, not even inside a function elsewhere."""
     wrong = [e for e in all_imports() if e.top == "torch" and not may_use_torch(e.module)]
     assert wrong == []
-
-
-def test_pure_modules_import_only_the_like() -> None:
-    """Arithmetic that needs no torch gets none by way of another module of the engine either."""
-    allowed = (*TORCH_FREE, *PURE)
-    ours = [e for e in all_imports() if e.module in PURE and e.top in PACKAGES]
-    assert [e for e in ours if e.name.rpartition(".")[0] not in allowed] == []
-    assert {e.module for e in all_imports()} >= set(PURE)
 
 
 def test_report_libraries_stay_in_reports() -> None:

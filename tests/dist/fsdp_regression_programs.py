@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, Overlap, fully_shard
+from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.fsdp.pool import Key, Pool, make_pool
 from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
 from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
@@ -141,7 +141,7 @@ def finite_memory(model: nn.Module) -> bool:
 def poisoned(kind: str, streams: int, strategy: str) -> dict[str, Any]:
     """Steps on a pool of NaN, with a unit's gradients missing in one of them, and without one."""
     mesh, pool = whole_mesh(), WatchedPool(kind)
-    options = {"pool": pool, "overlap": Overlap(streams), "strategy": strategy}
+    options = {"pool": pool, "overlap": streams, "strategy": strategy}
     answers: dict[str, Any] = {}
     for side in (PLAIN, OURS):
         given = options if side == OURS else {}
@@ -281,11 +281,8 @@ def initialise(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def meta_init(same_generators: bool, strategy: str) -> dict[str, Any]:
-    """A model made on the meta device and initialised sharded, beside one initialised whole.
-
-    Without `same_generators` only the first rank's generator is that of the whole one.
-    """
+def meta_init(strategy: str) -> dict[str, Any]:
+    """A model made on the meta device and initialised sharded, beside one initialised whole."""
     mesh, expected = whole_mesh(), Net()
     torch.manual_seed(4)
     initialise(expected)
@@ -293,17 +290,9 @@ def meta_init(same_generators: bool, strategy: str) -> dict[str, Any]:
         model = Net()
     shard(api_of(OURS), model, mesh, strategy=strategy)
     model.to_empty(device="cpu")
-    torch.manual_seed(4 if same_generators or dist.get_rank() == 0 else 77)
-    own = torch.get_rng_state()
-    if same_generators:
-        initialise(model)
-    else:
-        with cast("FSDPModule", model).synchronized_init():
-            initialise(model)
-    answers = {
-        "initial": (weights(expected, mesh), weights(model, mesh)),
-        "generator kept": same_generators or torch.equal(own, torch.get_rng_state()),
-    }
+    torch.manual_seed(4)
+    initialise(model)
+    answers: dict[str, Any] = {"initial": (weights(expected, mesh), weights(model, mesh))}
     other = Training(api_of(PLAIN), shard(api_of(PLAIN), expected, mesh), mesh)
     training = Training(api_of(OURS), model, mesh)
     for each in (other, training):
@@ -367,36 +356,3 @@ def ownership() -> dict[str, Any]:
             raised.append(str(error))
     return {"held": sorted(names), "names": sorted(n for n, _ in net(3).named_parameters()),
             "units": [unit.name for unit in units], "raised": raised}  # fmt: skip
-
-
-def nonfinite(where: int) -> tuple[str, bool]:
-    """A NaN in one rank's gradient of one weight: what was raised, and whether the next step is ok.
-
-    The hook poisons one element of the middle block's `up.weight` on rank `where`.
-    """
-    mesh, model = whole_mesh(), net(3)
-    shard(api_of(OURS), model, mesh)
-    root = cast("Any", model)
-    root.set_check_finite_grads(True)
-    block = cast("Any", model.blocks[1])
-
-    def spoil(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad[0, 0] = torch.nan
-        return grad
-
-    block.unshard()
-    bad = dist.get_rank() == where
-    handle = block.up.weight.register_hook(spoil) if bad else None
-    block.reshard()
-    message = ""
-    try:
-        loss_of(model(rows(0))).backward()
-    except RuntimeError as error:
-        message = str(error)
-    if handle is not None:
-        handle.remove()
-    torch.optim.SGD(model.parameters()).zero_grad()
-    loss_of(model(rows(1))).backward()
-    grads = gradients(model, mesh)
-    return message, all(bool(cast("Any", g).isfinite().all()) for g in grads.values())

@@ -94,8 +94,8 @@ def gathers(pool: str) -> list[str]:
     model: Any = Net("fused")
     for layer in model.layers:
         for unit in (layer.gate_up, layer.down):
-            fully_shard(unit, mesh=mesh, pool=pool, reshard_after_forward=True, overlap=False)
-    fully_shard(model, mesh=mesh, pool=pool, overlap=False)
+            fully_shard(unit, mesh=mesh, pool=pool, reshard_after_forward=True, overlap=0)
+    fully_shard(model, mesh=mesh, pool=pool, overlap=0)
     events: list[str] = []
     for unit in model.fsdp_schedule.units:
         for group in unit.groups:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, Overlap, fully_shard
+from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.fsdp.pool import make_pool
 from tests.dist.fsdp_races import Collective, Races, watching
 from tests.dist.fsdp_sides import is_piece, local
@@ -93,7 +93,7 @@ class Step:
 def steps(step: Step) -> list[list[str]]:
     """Log of three steps, each a list such as `forward 1`, `gather 2`, `scatter root`."""
     mesh = init_device_mesh("cpu", step.mesh, mesh_dim_names=("outer", "inner")[-len(step.mesh) :])
-    options: dict[str, Any] = {"strategy": step.strategy, "overlap": Overlap(step.streams)}
+    options: dict[str, Any] = {"strategy": step.strategy, "overlap": step.streams}
     if step.reshard is not None:
         options["reshard_after_forward"] = step.reshard
     with watching() as races:
@@ -261,7 +261,7 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # Of this device, so that memory resized in place is counted.
     shared = make_pool(pool, device, persistent_on_miss=True)
-    options: dict[str, Any] = {"mesh": mesh, "overlap": Overlap(streams), "pool": shared}
+    options: dict[str, Any] = {"mesh": mesh, "overlap": streams, "pool": shared}
     with device.counting_memory():
         x = torch.ones(1, WIDTH, requires_grad=True)
         model = nn.Sequential(

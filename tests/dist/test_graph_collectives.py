@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import all_gather, reduce_scatter
+from fsdp_core.fsdp.layout import all_gather, reduce_scatter
 from fsdp_core.graph.host_graph import HostGraph
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp import settled

@@ -16,7 +16,7 @@ from benchmarks.fsdp.trace import summarise
 from fsdp_core.checkpoint import load, save
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, Overlap, fully_shard
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 
@@ -91,7 +91,7 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
     del warm
     gc.collect()
     before = torch.cuda.memory_allocated()
-    model = equal_units(mesh, device, overlap=Overlap(streams), pool=pool)
+    model = equal_units(mesh, device, overlap=streams, pool=pool)
     groups = cast("FSDPModule", model).fsdp_groups
     formula = sum(4 * group.layout.shard_numel for group in groups)
     gc.collect()

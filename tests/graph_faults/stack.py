@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.callables import GraphedModule, make_graphed_callables

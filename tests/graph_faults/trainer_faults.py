@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.cuda_graph import CudaGraph
@@ -51,7 +51,7 @@ def outputs_marked_at_capture(moments: Moments) -> Iterator[None]:
 
     def forget(training: Training) -> None:
         for unit in _layer_units(training):
-            unit._hook_output = lambda output, forward: True  # type: ignore[method-assign]
+            unit._hook_output = lambda output, inputs: True  # type: ignore[method-assign]
 
     moments.before(CAPTURED, forget)
     yield

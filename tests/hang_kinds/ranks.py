@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_core.fsdp import collectives
+from fsdp_core.fsdp import layout as collectives
 from fsdp_core.train import Trainer
 from harness.records import RunSpec
 from harness.worker import plant

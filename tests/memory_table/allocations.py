@@ -37,7 +37,7 @@ _INSIDE = (
 _BY_CODE = (
     ("fsdp_core/fsdp/gradients.py", "reduce buffers"),
     ("fsdp_core/fsdp/param_group.py", "gather buffers"),
-    ("fsdp_core/fsdp/clip.py", "optimizer"),
+    ("fsdp_core/fsdp/optimizer.py", "optimizer"),
     ("fsdp_core/optim.py", "optimizer"),
     ("fsdp_core/graph/digest", "digests"),
     ("fsdp_core/train/taps.py", "digests"),

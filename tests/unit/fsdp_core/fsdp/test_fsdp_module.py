@@ -40,47 +40,22 @@ def as_unit(module: nn.Module) -> FSDPModule:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("keep_grads", [False, True])
 def test_accumulation_without_sync(mesh: DeviceMesh, strategy: str, keep_grads: bool) -> None:
-    """Inside `no_sync` gradients stay unreduced; the pass after it brings the sum of all."""
+    """Without synchronisation gradients stay unreduced; the pass after brings the sum of all."""
     net = build()
     plain = copy.deepcopy(net)
     fsdp = shard(net, mesh, strategy=strategy, keep_grads=keep_grads)
     for _ in range(2):
-        with fsdp.no_sync():
-            for number in (1, 2):
-                run(net, batch(number))
-                run(plain, batch(number))
-                assert all(p.grad is None for p in net.parameters())
+        fsdp.set_requires_gradient_sync(False)
+        for number in (1, 2):
+            run(net, batch(number))
+            run(plain, batch(number))
+            assert all(p.grad is None for p in net.parameters())
+        fsdp.set_requires_gradient_sync(True)
         run(net, batch(3))
         run(plain, batch(3))
         assert_grads(fsdp, plain)
         fsdp.zero_main_grads()
         plain.zero_grad()
-
-
-def test_no_sync_puts_back_what_was_set(mesh: DeviceMesh) -> None:
-    """Leaving `no_sync`, by an exception too, each unit has the flags that it had."""
-    net = build()
-    fsdp = shard(net, mesh)
-    as_unit(net.blocks[0]).set_requires_gradient_sync(False)
-    as_unit(net.blocks[1]).set_requires_all_reduce(False)
-
-    def flags() -> list[tuple[bool, bool]]:
-        units = fsdp.fsdp_schedule.units
-        return [(u.requires_gradient_sync, u.requires_all_reduce) for u in units]
-
-    before = flags()
-    assert before == [(True, True), (False, False), (True, False)]
-    inside = []
-
-    def leave() -> None:
-        with fsdp.no_sync():
-            inside.append(flags())
-            raise KeyError("planted")
-
-    with pytest.raises(KeyError, match="planted"):
-        leave()
-    assert inside == [[(False, False)] * 3]
-    assert flags() == before
 
 
 @pytest.mark.parametrize("name", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
@@ -96,23 +71,6 @@ def test_divide_factor_is_of_one_unit(mesh: DeviceMesh, name: str) -> None:
         assert parameter.grad is not None
         parameter.grad.div_(4.0)
     assert_grads(fsdp, plain)
-
-
-def test_finite_check_names_the_parameter(mesh: DeviceMesh) -> None:
-    """Asked to, the end of backward names what is not finite; unasked, it says nothing."""
-    net = build()
-    fsdp = shard(net, mesh)
-    bias = group_named(fsdp, "blocks.0").unsharded[1]
-    hook = bias.register_hook(lambda grad: grad * torch.inf)
-    run(net, batch(1))
-    fsdp.zero_main_grads()
-    fsdp.set_check_finite_grads(True)
-    message = r"^Expected finite gradients, got NaN or infinity in blocks\.0\.bias\.$"
-    with pytest.raises(RuntimeError, match=message):
-        run(net, batch(1))
-    hook.remove()
-    fsdp.zero_main_grads()
-    run(net, batch(1))
 
 
 # ---- weights

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.gradients import Gradients, Use
+from fsdp_core.fsdp.gradients import Gradients
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, local, run
 
 STREAM = Device("cpu").current_stream()
@@ -75,7 +75,7 @@ def test_gradients_are_copied_a_quarter_at_a_time(mesh: DeviceMesh) -> None:
     assert copies.counts == [2, 2, 2, 2]
     assert gradients.waiting_numel == 0
     assert all(p.grad is None for p in gradients.unsharded)
-    assert root.fsdp_schedule.has_reductions is False
+    assert root.fsdp_schedule.reductions == []
 
 
 def test_arrival_copy_and_reduction(mesh: DeviceMesh) -> None:
@@ -269,26 +269,12 @@ def test_forget_drops_everything_but_what_is_at_rest(mesh: DeviceMesh) -> None:
     assert values(gradients) == [1.0, 5.0]
 
 
-def test_nonfinite_names(mesh: DeviceMesh) -> None:
-    """NaN and both infinities are named; absent gradients are not."""
-    _, gradients = pair(mesh)
-    names = ["weight", "bias"]
-    assert gradients.nonfinite(names) == []
-    for value in (torch.nan, torch.inf, -torch.inf):
-        arrive(gradients, 1, value)
-        gradients.copy_in(None, STREAM)
-        reduce(gradients)
-        assert gradients.nonfinite(names) == ["bias"]
-        gradients.sharded[1].grad = None
-
-
 def write_main_grad(gradients: Gradients, value: float) -> None:
     """What a kernel of the first parameter does in backward, by what it read before."""
     parameter: Any = gradients.unsharded[0]
     parameter.data = torch.zeros(2, 3)
-    overwrites = getattr(parameter, "overwrite_main_grad", False)
-    gradients.expose({0: Use(1, overwrites=overwrites)}, None, STREAM)
-    if overwrites:
+    gradients.expose(None, STREAM)
+    if parameter.overwrite_main_grad:
         parameter.main_grad.fill_(value)
     else:
         parameter.main_grad.add_(value)
@@ -301,30 +287,19 @@ def write_main_grad(gradients: Gradients, value: float) -> None:
 def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh, marked: bool) -> None:
     """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced.
 
-    The first kernel of a sum may overwrite, if the parameter was wrapped so, and no later one.
+    It is zeroed for the first kernel of a sum, and none may overwrite, also if the user said so.
     """
     net = nn.Linear(3, 2)
+    net.fuse_wgrad_accumulation = True  # type: ignore[assignment]
     if marked:
         net.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
     _, gradients = unit_of(mesh, net)
     parameter: Any = gradients.unsharded[0]
     for total in (8.0, 16.0):
-        assert getattr(parameter, "overwrite_main_grad", False) == marked
         write_main_grad(gradients, 3.0)
-        assert not parameter.overwrite_main_grad, "the second pass adds to the first"
         write_main_grad(gradients, 5.0)
         assert parameter.grad is None
         assert gradients.waiting_numel == 0
         assert (gradients._views[0] == 8.0).all()
         reduce(gradients)
         assert values(gradients) == [total, None]
-
-
-def test_what_is_overwritten_is_used_once(mesh: DeviceMesh) -> None:
-    """The later of two kernels would throw away what the earlier one wrote."""
-    net = nn.Linear(3, 2)
-    net.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
-    _, gradients = unit_of(mesh, net)
-    gradients.unsharded[0].data = torch.zeros(2, 3)
-    with pytest.raises(RuntimeError, match="once a sum of gradients, got 2 uses"):
-        gradients.expose({0: Use(2, overwrites=True)}, None, STREAM)

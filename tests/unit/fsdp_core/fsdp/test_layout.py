@@ -1,15 +1,12 @@
 """The flat layout: whole rows, nothing overlaps, nothing is lost, little is wasted."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.config import MODEL_PRESETS, ModelConfig, model_from_preset
-from fsdp_core.fsdp import layout as module
 from fsdp_core.fsdp.layout import ALIGN_NUMEL, FlatLayout, build_layout
 
 PRIMES = [2, 3, 5, 7, 13, 31, 97, 127, 251, 509]
@@ -137,17 +134,3 @@ def test_num_shards_must_be_positive(num_shards: int) -> None:
     """A shard count below one is refused with the value."""
     with pytest.raises(ValueError, match=f"num_shards >= 1, got {num_shards}"):
         build_layout([(4, 4)], num_shards)
-
-
-def test_needs_no_torch() -> None:
-    """The arithmetic runs on a machine without torch, taken out of its package."""
-    program = (
-        "import sys\nfrom importlib.util import module_from_spec, spec_from_file_location\n"
-        f"spec = spec_from_file_location('layout', {module.__file__!r})\n"
-        "sys.modules['layout'] = layout = module_from_spec(spec)\nspec.loader.exec_module(layout)\n"
-        "layout.build_layout([(4, 4)], 2)\nassert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")

@@ -1,13 +1,11 @@
 """Placements: what each strategy cuts over which mesh axis, and in which order."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_core.config import STRATEGIES
-from fsdp_core.fsdp.placement import Placements, placements_of
+from fsdp_core.fsdp.layout import placements_of
 
 Strategy = str | tuple[str, ...]
 ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
@@ -58,26 +56,6 @@ def test_a_strategy_cuts_as_many_things_as_its_number(number: int) -> None:
     """Main weight first, then the gradient, then the weight: each strategy adds one."""
     found = placements_of(STRATEGIES[number], 1)
     assert (found.main, found.grad, found.weight) == ((number > 0,), (number > 1,), (number > 2,))
-
-
-@pytest.mark.parametrize("cuts", list(itertools.product([False, True], repeat=3)))
-def test_only_descending_cuts_are_legal(cuts: tuple[bool, bool, bool]) -> None:
-    """A weight is cut only with its gradient, and a gradient only with its main weight."""
-    weight, grad, main = cuts
-    legal = (not weight or grad) and (not grad or main)
-    for axes in ((cuts,), ((False, False, True), cuts)):
-        spelled = [tuple(column) for column in zip(*axes, strict=True)]
-        if legal:
-            Placements(*spelled)
-        else:
-            with pytest.raises(ValueError, match=f"cut wherever .* on mesh axis {len(axes) - 1}"):
-                Placements(*spelled)
-
-
-def test_lengths_must_agree() -> None:
-    """One entry a mesh axis in each of the three."""
-    with pytest.raises(ValueError, match="one entry a mesh axis in each of the three"):
-        Placements(weight=(False,), grad=(False,), main=(True, True))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device, HostStream
-from fsdp_core.fsdp.dynamic_pool import DynamicPool
-from fsdp_core.fsdp.pool import DoublePool, Key, Pool, TracedPool, make_pool
+from fsdp_core.fsdp.pool import DoublePool, DynamicPool, Key, Pool, TracedPool, make_pool
 from fsdp_core.graph.host_graph import HostGraph
 
 NUMEL = 64

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fsdp_core.fsdp.precision import MixedPrecisionPolicy, cast_floats
+from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, cast_floats
 
 
 class Pair(NamedTuple):

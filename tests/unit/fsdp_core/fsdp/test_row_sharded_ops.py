@@ -1,7 +1,6 @@
 """Operators on `RowSharded` as one rank of three runs them: what works, what is refused."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,7 +176,7 @@ def test_no_fused_kernel_sees_a_piece_without_elements(
     trio: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused step over nothing but empty pieces runs no kernel at all."""
-    from fsdp_core.fsdp import row_sharded_ops
+    from fsdp_core.fsdp import row_sharded
 
     empty = parameter_of(filled(spec(trio, (3, 2), 0, 3, 3, 3)))
     full = parameter_of(filled(spec(trio, (3, 2), 0, 0, 3, 3)))
@@ -192,8 +191,8 @@ def test_no_fused_kernel_sees_a_piece_without_elements(
             return self.func(*args, **kwargs)
 
     fused = torch.ops.aten._fused_adamw_.default
-    plan = row_sharded_ops._plan(RowSharded, fused)
-    monkeypatch.setitem(row_sharded_ops._plans, fused, replace(plan, func=Kernel(fused)))
+    rule = row_sharded._rule_of(fused)
+    monkeypatch.setitem(row_sharded._rules, fused, rule._replace(func=Kernel(fused)))
     for group in ([empty, full, empty], [empty]):
         for parameter in group:
             parameter.grad = torch.ones_like(parameter)

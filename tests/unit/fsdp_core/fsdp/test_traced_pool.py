@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device, HostStream
-from fsdp_core.fsdp.pool import Key, TracedPool
-from fsdp_core.fsdp.traced_pool import Interval, PlannedSlot, Timeline, plan_slots
+from fsdp_core.fsdp.pool import Interval, Key, PlannedSlot, Timeline, TracedPool, plan_slots
 
 NUMEL = 64
 GATHER = [Key(owner, "gather") for owner in range(6)]
@@ -49,7 +48,7 @@ def record(moves: list[Move], sizes: Any = size_of) -> list[Interval]:
             timeline.acquired(key, *sizes(key))
         else:
             timeline.released(key)
-    assert timeline.at_rest
+    assert not timeline.open
     return timeline.intervals
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
-from fsdp_core.fsdp.fsdp_module import FSDPModule
+from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.segment import GraphedSegment, Segment
