@@ -246,6 +246,20 @@ def _routed(module: nn.Module) -> CaptureHooks:
     return {phase: _in_order(phase, [h for p, h in found if p == phase]) for phase in PHASES}
 
 
+def own_capture_hooks(module: nn.Module) -> CaptureHooks:
+    """What the module's own hooks do at capture time, by phase; those of inner modules are left.
+
+    For the capture of a part of it, around which it stays as it is.
+    """
+    found = [
+        (target, _of_inner(handler, module))
+        for phase in PHASES
+        for hook in getattr(module, f"_{phase}").values()
+        for target, handler in _handlers(hook, phase)
+    ]
+    return {phase: _in_order(phase, [h for p, h in found if p == phase]) for phase in PHASES}
+
+
 def _in_order(phase: str, handlers: list[CaptureHook]) -> dict[int, CaptureHook]:
     """Outer modules open first and close last."""
     return dict(enumerate(reversed(handlers) if phase in _CLOSING else handlers))

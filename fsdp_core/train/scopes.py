@@ -28,7 +28,7 @@ from torch import nn
 from fsdp_core.config import BEGINS_AT
 from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.hooks import PHASES, ExtractedHooks
+from fsdp_core.graph.hooks import PHASES, CaptureHooks, ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
@@ -96,13 +96,13 @@ class GraphCounts:
 
 
 def _whole(outputs: Outputs) -> torch.Tensor:
-    """Of pieces that have no eager rest."""
+    """Of regions that have no eager rest."""
     assert isinstance(outputs, torch.Tensor)
     return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Region:
     """A part of a layer that is captured by itself.
 
     Attributes:
@@ -128,8 +128,10 @@ class Piece:
     bypassed: tuple[nn.Module, ...] = ()
 
     @contextlib.contextmanager
-    def without_hooks(self) -> Iterator[None]:
+    def without_hooks(self) -> Iterator[CaptureHooks]:
         """Capture inside: hooks are off, as a replay would not run them again.
+
+        Yields what they do at capture time, by phase.
 
         Raises:
             ValueError: hooks that no replay would run, or kernels that add to gradients' buffers,
@@ -150,8 +152,8 @@ class Piece:
                 )
         # Hooks of the owner run around every replay, those of anything else would be lost.
         whole = self.modules == (self.owner,)
-        with ExtractedHooks(self.owner if whole else nn.ModuleList(self.modules)):
-            yield
+        with ExtractedHooks(self.owner if whole else nn.ModuleList(self.modules)) as extracted:
+            yield extracted.capture_hooks
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -165,8 +167,8 @@ class Piece:
         return [unit for unit in units_in(*self.modules) if self.layer not in unit.modules]
 
 
-def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piece]:
-    """The pieces of a layer, in the order in which they run."""
+def regions_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Region]:
+    """The regions of a layer, in the order in which they run."""
     branch = layer.mlp
     if "layer" in scopes:
         yield _forward_of("layer", number, layer, layer)
@@ -181,30 +183,30 @@ def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piec
         yield _front_of(number, layer, branch, plans="moe_preprocess" in scopes)
 
 
-def pieces_in(
+def regions_in(
     stage: DecoderStage, scopes: Sequence[str], layers: Sequence[int] = ()
-) -> list[Piece]:
-    """The pieces of a stage's layers, in the order in which they run.
+) -> list[Region]:
+    """The regions of a stage's layers, in the order in which they run.
 
     Args:
         layers: the first and the last that are captured; empty for all.
     """
     return [
-        piece
+        region
         for number, layer in stage.numbered_layers.items()
         if not layers or layers[0] <= int(number) <= layers[1]
-        for piece in pieces_of(number, layer, scopes)
+        for region in regions_of(number, layer, scopes)
     ]
 
 
 def refusal(
     stages: Iterable[DecoderStage], scopes: Sequence[str], layers: Sequence[int] = ()
 ) -> str | None:
-    """Why pieces of the stages cannot be captured, as far as it shows before it is tried."""
+    """Why regions of the stages cannot be captured, as far as it shows before it is tried."""
     try:
         for stage in stages:
-            for piece in pieces_in(stage, scopes, layers):
-                with piece.without_hooks():
+            for region in regions_in(stage, scopes, layers):
+                with region.without_hooks():
                     pass
     except ValueError as error:
         return str(error)
@@ -215,15 +217,15 @@ def _name(scope: str, number: str) -> str:
     return f"layers.{number}.{BEGINS_AT[scope]}".rstrip(".")
 
 
-def _forward_of(scope: str, number: str, layer: Layer, module: nn.Module) -> Piece:
+def _forward_of(scope: str, number: str, layer: Layer, module: nn.Module) -> Region:
     # Not called as a module where it is the unit: hooks act around the replay.
-    return Piece(
+    return Region(
         name=_name(scope, number), scopes=(scope,), number=int(number), layer=layer, owner=module,
         modules=(module,), run=module.forward,
     )  # fmt: skip
 
 
-def _front_of(number: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Piece:
+def _front_of(number: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Region:
     moe = branch.moe
     modules = [branch.norm, moe.router, *([moe.shared] if moe.shared is not None else [])]
     if plans:
@@ -236,7 +238,7 @@ def _front_of(number: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> P
         assert isinstance(outputs, tuple)
         return branch.rest(_crossing(outputs, has_shared=moe.shared is not None))
 
-    return Piece(
+    return Region(
         name=f"{_name('moe_router', number)} {'router and preprocess' if plans else 'router'}",
         scopes=("moe_router", "moe_preprocess") if plans else ("moe_router",),
         number=int(number),

@@ -45,8 +45,8 @@ from fsdp_core.train.build import (
     require_same,
     roots,
 )
-from fsdp_core.train.captures import Captures
 from fsdp_core.train.compiled import Compilation, compile_parts
+from fsdp_core.train.graphs import Graphs
 from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.names import (
     PointerChanges,
@@ -110,7 +110,7 @@ class Trainer:
             self._captured_at: int | None = None
             self._is_closed = False
         seed_all(mix(config.seed, dist.get_rank()))
-        self._graphs = Captures(
+        self._graphs = Graphs(
             config, device, self.stages, self.streams, lambda: self.named_tensors().now,
             self._compiler,
         )  # fmt: skip

@@ -29,13 +29,13 @@ from fsdp_core import fsdp
 from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.train.captures import Captures
+from fsdp_core.train.graphs import Graphs
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, group_key
 from harness.records import GIVEN, EventRecord, GivenCall
 
 _SHARDING = str(Path(fsdp.__file__).parent)
 _WAIT = "_c10d_functional::wait_tensor"
-_CAPTURES = (Captures.capture_parts.__code__, Captures.capture_iteration.__code__)
+_CAPTURES = (Graphs.capture_parts.__code__, Graphs.capture_iteration.__code__)
 _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 _INPUTS = frozenset({"input", "inputs", "input_tensor", "input_tensors", "tensors"})
 """What operators call the tensors that a rank brings along."""

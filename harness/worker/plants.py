@@ -7,13 +7,12 @@ the order of collectives.
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from fsdp_core.model.moe.dispatcher import Dispatched
 from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.stressors import WatchedPool
 from fsdp_core.train import Trainer
+from fsdp_core.train.graphs import CapturedRegion
 from harness.records import PlantSpec
 from harness.worker.plant import (
     Site,
@@ -362,37 +362,36 @@ def _count_on_host(trainer: Trainer) -> None:
     surround(trainer, "trainer.optimizer.step", stepped)
 
 
-def _replay_old_input(site: Site, slot: Any, tensors: Any, pending: Any) -> Any:
-    if slot._name == "layers.0.attn":
-        tensors = tuple(static.detach().clone() for static in slot._inputs)
-    return site.call(slot, tensors, pending)
+def _replay_old_input(site: Site, graph: Any, tensors: Any, pending: Any) -> Any:
+    if graph.name == "layers.0.attn":
+        tensors = tuple(static.detach().clone() for static in graph._inputs)
+    return site.call(graph, tensors, pending)
 
 
-def _replay_old_gradient(site: Site, slot: Any, grads: Any, pending: Any) -> Any:
-    if slot._name == "layers.0.attn":
+def _replay_old_gradient(site: Site, graph: Any, grads: Any, pending: Any) -> Any:
+    if graph.name == "layers.0.attn":
         # The memory is shared by the graphs of all layers: keep what this one was given first.
         site.kept = site.kept or {}
-        grads = site.kept.setdefault(slot, [grad.clone() for grad in grads])
-    return site.call(slot, grads, pending)
+        grads = site.kept.setdefault(graph, [grad.clone() for grad in grads])
+    return site.call(graph, grads, pending)
 
 
-def _sets(trainer: Trainer) -> list[dict[str, Any]]:
-    """Graphs of the layers by name, of each set."""
-    parts: Any = trainer._graphs.parts
-    return [graphs._graphs for graphs in parts._sets[0]]
+def _slots(trainer: Trainer) -> list[list[CapturedRegion]]:
+    """Regions of the first stage in the order in which they run, of each size and slot."""
+    parts = trainer._graphs.parts
+    assert parts is not None
+    return [list(found.values()) for (stage, _, _), found in parts.graphs.items() if not stage]
 
 
 def _exchange_graphs(trainer: Trainer) -> None:
-    for held in _sets(trainer):
-        first, second = list(held)[:2]
-        held[first], held[second] = held[second], held[first]
+    for first, second, *_ in _slots(trainer):
+        first.graph, second.graph = second.graph, first.graph
 
 
 def _share_graphs(trainer: Trainer) -> None:
-    for held in _sets(trainer):
-        first, second = itertools.islice(held.values(), 2)
-        for slot, other in zip(second._slots, first._slots, strict=True):
-            slot._forward, slot._backward = other._forward, other._backward
+    for first, second, *_ in _slots(trainer):
+        mine, other = cast("Any", second.graph), cast("Any", first.graph)
+        mine._forward, mine._backward = other._forward, other._backward
 
 
 def _fork_side_stream(site: Site, x: torch.Tensor, *args: Any) -> None:

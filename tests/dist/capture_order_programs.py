@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from fsdp_core.graph.segment import GraphedSegment
+from fsdp_core.graph.graphed_callable import GraphedCallable
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.scope_programs import WARMUP, Scoped
@@ -18,17 +18,17 @@ def captures_in_order(scoped: Scoped) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
 
     def noting(phase: str) -> Callable[..., Any]:
-        plain = getattr(GraphedSegment, phase)
+        plain = getattr(GraphedCallable, phase)
 
-        def call(graph: GraphedSegment, *args: Any, **kwargs: Any) -> Any:
-            seen.append((phase, graph.segment.name))
+        def call(graph: GraphedCallable, *args: Any, **kwargs: Any) -> Any:
+            seen.append((phase, graph.name))
             return plain(graph, *args, **kwargs)
 
         return call
 
     trainer = Trainer(scoped.config, build_axes(scoped.run.parallel, DEVICE), DEVICE)
     patches: dict[str, Any] = {phase: noting(phase) for phase in PHASES}
-    with mock.patch.multiple(GraphedSegment, **patches):
+    with mock.patch.multiple(GraphedCallable, **patches):
         for step in range(WARMUP + 1):
             trainer.step(step)
     trainer.close()

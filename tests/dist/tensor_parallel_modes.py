@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import named_cuts
 from fsdp_core.parallel.rng import RandomStreams
@@ -186,10 +186,10 @@ def block_graph_and_eager(sequence_parallel: bool) -> list[list[bool]]:
     segment = Segment(
         name="block", function=graphed, samples=(sample,), parameters=tuple(graphed.parameters())
     )
-    graph = GraphedSegment(GraphMaker(Device("cpu")), segment)
+    graph = GraphedCallable(GraphMaker(Device("cpu")), segment)
     graph.warm_up()
-    graph.capture_forward(0)
-    graph.capture_backward(0)
+    graph.capture_forward()
+    graph.capture_backward()
     for step in range(STEPS):
         place = axis.rank * sequence_parallel
         x = draw(f"x {step} of {place}", BATCH, time, HIDDEN, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost, CaptureSession
 from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from tests.dist.rank_pool import RankPool
 
 DEVICE = Device("cpu")
@@ -25,7 +25,7 @@ def branch(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch
     return F.dropout(x * weight, 0.5)
 
 
-def graphed(weight: nn.Parameter, counts: torch.Tensor, *, reads_data: bool) -> GraphedSegment:
+def graphed(weight: nn.Parameter, counts: torch.Tensor, *, reads_data: bool) -> GraphedCallable:
     """A segment of `branch`; no graph can hold it if it reads data."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def graphed(weight: nn.Parameter, counts: torch.Tensor, *, reads_data: bool) -> 
     segment = Segment(
         name="branch", function=function, samples=(torch.ones(8),), parameters=(weight,)
     )
-    return GraphedSegment(GraphMaker(DEVICE), segment, resolve=None)
+    return GraphedCallable(GraphMaker(DEVICE), segment)
 
 
 def capture_where_one_refuses(refusing: int | None) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def capture_where_one_refuses(refusing: int | None) -> dict[str, Any]:
                 session.on_abort(lambda: ended.append("abort"))
                 session.attempt(segment.warm_up)
                 dist.all_reduce(torch.ones(1))
-                session.attempt(lambda s=segment: s.capture_forward(0))  # type: ignore[misc]
-                session.attempt(lambda s=segment: s.capture_backward(0))  # type: ignore[misc]
+                session.attempt(lambda s=segment: s.capture_forward())  # type: ignore[misc]
+                session.attempt(lambda s=segment: s.capture_backward())  # type: ignore[misc]
             inside = gc.isenabled()
             counts.add_(7)
     except CaptureAborted as aborted:
@@ -73,7 +73,7 @@ def capture_where_one_refuses(refusing: int | None) -> dict[str, Any]:
         result = "empty graph" in str(refused)
     return {
         "error": error, "cause": cause, "ended": ended, "right": result,
-        "graphs": sum(s.num_graphs for s in segments), "counts": counts.item(),
+        "graphs": sum(sum(s.captures) for s in segments), "counts": counts.item(),
         "drawn": drawn,
         "collects": (inside, gc.isenabled()),
     }  # fmt: skip

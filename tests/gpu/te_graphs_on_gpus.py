@@ -1,16 +1,12 @@
 """Programs of TransformerEngine's parts under graph scopes on GPUs; nothing runs past six steps."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
-from fsdp_core.graph import te_callables
-from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.model.backend import make_backend
 from fsdp_core.model.te import layers as experts
 from fsdp_core.parallel.mesh import Axes, build_axes
@@ -84,69 +80,3 @@ def fuses(fp8: str) -> bool:
     te = cast("Any", make_backend("te"))._te
     recipe = None if fp8 == "none" else recipe_of(fp8)
     return experts.fuses(te, recipe, torch.bfloat16)
-
-
-# ---- TransformerEngine's own graphs
-
-
-class Net(nn.Module):
-    """Two layers with a residual, whose widths fp8 takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        make_backend("te")
-        import transformer_engine.pytorch as te
-
-        options = {"bias": False, "params_dtype": torch.bfloat16}
-        self.up, self.down = te.LayerNormLinear(64, 128, **options), te.Linear(128, 64, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[32, 64] -> [32, 64]."""
-        result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.up(x)))
-        return result
-
-
-def callables_of(fp8: str, *, graphed: bool) -> list[bytes]:
-    """Outputs, gradients and scales of steps of one net, eager or graphed by TransformerEngine."""
-    recipe, device = recipe_of(fp8), device_here()
-    forget_dead_models()
-    import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    torch.manual_seed(3)
-    net: Any = Net()
-    call, seen = net, []
-
-    def around() -> AbstractContextManager[Any]:
-        return cast("AbstractContextManager[Any]", te.autocast(enabled=True, recipe=recipe))
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        x = torch.randn(32, 64, device=device.torch_device, dtype=torch.bfloat16)
-        if graphed:
-            (call,) = te_callables.make_graphed_callables(
-                GraphMaker(device), [net], [(x.clone().requires_grad_(),)],
-                options={"enabled": True, "recipe": recipe},
-            )  # fmt: skip
-        for step in range(STEPS):
-            mine = (x * (step + 1)).requires_grad_()
-            with around():
-                out = call(mine)
-            out.float().square().mean().backward()
-            seen += [out, mine.grad, *(p.grad for p in net.parameters())]
-            for module in (net.up, net.down):
-                for key in ("scaling_fwd", "scaling_bwd"):
-                    seen.append(getattr(module.fp8_meta[key], "scale", None))
-            seen = [t.clone() if isinstance(t, torch.Tensor) else t for t in seen]
-            net.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        if graphed:
-            call.reset()
-    FP8GlobalStateManager.reset()
-    return [t.detach().float().cpu().numpy().tobytes() for t in seen if t is not None]
-
-
-def count_differences(fp8: str) -> tuple[int, int]:
-    """Values seen, and how many differ."""
-    pairs = list(zip(callables_of(fp8, graphed=False), callables_of(fp8, graphed=True),
-                     strict=True))  # fmt: skip
-    return len(pairs), sum(a != b for a, b in pairs)

@@ -74,15 +74,6 @@ def test_delayed_scales_over_ranks(gpu_ranks: RankPool, layout: str) -> None:
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("fp8", ["delayed", "current", "block"])
-def test_its_own_graphs_in_fp8(gpu_ranks: RankPool, fp8: str) -> None:
-    """Replays of TransformerEngine's graphs behind our interface, scales moved by itself."""
-    ((count, different),) = gpu_ranks.run(programs.count_differences, fp8, world_size=1)
-    assert count > 20
-    assert different == 0
-
-
-@pytest.mark.gpu(1)
 def test_which_experts_are_fused(gpu_ranks: RankPool) -> None:
     """Delayed scaling has no grouped kernels that take sizes on the device, on any machine."""
     (found,) = gpu_ranks.run(programs.fuses, "delayed", world_size=1)

@@ -49,7 +49,6 @@ FAULTS = (
         what="a unit's hooks stay on the module and act inside of the capture",
         program="modules",
         plant=stack_faults.hooks_left_on,
-        refused=stack_faults.hooks_left_on_refused,
     ),
     GraphFault(
         name="F01b",

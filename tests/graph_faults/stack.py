@@ -27,11 +27,11 @@ from fsdp_core.fsdp import fully_shard
 from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.callables import GraphedModule, make_graphed_callables
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession, Undo
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.hooks import hooks_off
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.hooks import CaptureHooks, hooks_off, run_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.moe.dispatcher import MoeAxes
@@ -117,7 +117,7 @@ class StackProgram:
             self.stream = device.new_stream("main")
             with device.on(self.stream):
                 self._build()
-        self._modules: list[GraphedModule] = []
+        self._modules: list[tuple[nn.Module, GraphedCallable]] = []
         self._whole: list[CapturedFunction] = []
 
     def _build(self) -> None:
@@ -238,21 +238,25 @@ class StackProgram:
         try:
             with CaptureSession(self.device, "blocks", state=state) as session:
                 hooks = session_hooks(session, blocks)
-                session.attempt(
-                    lambda: self._modules.extend(
-                        make_graphed_callables(
-                            maker, blocks, [(sample,)] * len(blocks), resolve=resolve,
-                            parameters=[_computed_with(block) for block in blocks],
-                            capture_time_hooks=hooks,
-                        )
+                graphs = [
+                    GraphedCallable(
+                        maker,
+                        Segment(
+                            name=f"blocks.{number}", function=block, samples=(sample,),
+                            parameters=tuple(_computed_with(block)), resolve=resolve,
+                        ),
                     )
-                )  # fmt: skip
+                    for number, block in enumerate(blocks)
+                ]  # fmt: skip
+                self._modules = [*zip(blocks, graphs, strict=True)]
+                session.on_abort(self._drop)
+                session.attempt(lambda: capture_in_order(self._modules, hooks))
         finally:
             blocks[-1].refuses = False
-        for graphed in self._modules:
-            graphed.install()
-            for unit in units_in(graphed.module)[1:] if self.gathers_inner else ():
-                graphed.module.forward = _around(unit, graphed.module.forward)
+        for block, graph in self._modules:
+            block.forward = graph
+            for unit in units_in(block)[1:] if self.gathers_inner else ():
+                block.forward = _around(unit, block.forward)
 
     def _named(self) -> Mapping[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {"x": self.x, "y": self.y, "loss": self._loss}
@@ -270,7 +274,8 @@ class StackProgram:
         return found
 
     def _drop(self) -> None:
-        for graphed in self._modules:
+        for block, graphed in self._modules:
+            vars(block).pop("forward", None)
             graphed.reset()
         for graph in self._whole:
             graph.reset()
@@ -307,6 +312,25 @@ class StackProgram:
         self._drop()
         self.device.synchronize()
         self.stressors.close()
+
+
+def capture_in_order(
+    modules: list[tuple[nn.Module, GraphedCallable]], hooks: list[CaptureHooks] | None
+) -> None:
+    """Warm-ups, forwards, then backwards in reverse, hooks of capture time around each."""
+    each = [(*pair, number) for number, pair in enumerate(modules)]
+    for act, order in (
+        (GraphedCallable.warm_up, 1),
+        (GraphedCallable.capture_forward, 1),
+        (GraphedCallable.capture_backward, -1),
+    ):
+        for block, graph, number in each[::order]:
+            mine = {} if hooks is None else hooks[number]
+            for phase in ("forward_pre_hooks", "backward_pre_hooks") if mine else ():
+                run_hooks(mine, phase, block)
+            act(graph)
+            for phase in ("forward_hooks", "backward_hooks") if mine else ():
+                run_hooks(mine, phase, block)
 
 
 def session_hooks(session: CaptureSession, blocks: list[nn.Module]) -> Any:

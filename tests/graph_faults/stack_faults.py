@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fsdp_core.graph import callables
 from fsdp_core.graph.capture_session import CaptureSession
 from fsdp_core.graph.hooks import ExtractedHooks
 from tests.graph_faults import stack
@@ -25,17 +24,6 @@ CAPTURED = WARMUP + 1
 @contextlib.contextmanager
 def hooks_left_on(moments: Moments) -> Iterator[None]:
     """F01: nothing takes hooks off or refuses them: they act inside of warm-up and capture."""
-    del moments
-    with (
-        mock.patch.object(stack, "hooks_off", return_value=contextlib.nullcontext(None)),
-        mock.patch.object(callables, "require_no_hooks"),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def hooks_left_on_refused(moments: Moments) -> Iterator[None]:
-    """The same with the check that there are none."""
     del moments
     with mock.patch.object(stack, "hooks_off", return_value=contextlib.nullcontext(None)):
         yield

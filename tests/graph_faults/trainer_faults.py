@@ -11,8 +11,8 @@ from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.cuda_graph import CudaGraph
+from fsdp_core.graph.graphed_callable import GraphedCallable
 from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.graph.slot import Slot
 from fsdp_core.train.build import roots
 from harness.worker.plants import act_before_step
 from tests.graph_faults.programs import WARMUP, Moments, Planting
@@ -166,13 +166,13 @@ def warm_up_leaves_state(moments: Moments) -> Iterator[None]:
 def gradients_alias(moments: Moments) -> Iterator[None]:
     """F19: replays return the static gradients themselves."""
     del moments
-    replay = Slot.replay_backward
+    replay = GraphedCallable.replay_backward
 
-    def aliased(slot: Slot, *args: Any) -> Any:
-        replay(slot, *args)
-        return tuple(None if grad is None else grad.detach() for grad in slot._grads)
+    def aliased(graph: GraphedCallable, *args: Any) -> Any:
+        replay(graph, *args)
+        return tuple(None if grad is None else grad.detach() for grad in graph._grads)
 
-    with mock.patch.object(Slot, "replay_backward", aliased):
+    with mock.patch.object(GraphedCallable, "replay_backward", aliased):
         yield
 
 

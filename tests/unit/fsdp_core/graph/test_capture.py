@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.rope import apply_rope, rope_tables
 
 DEVICE = Device("cpu")
@@ -77,7 +77,7 @@ def sample() -> torch.Tensor:
     return torch.zeros(2, TIME, 16, requires_grad=True)
 
 
-class Captured(GraphedSegment):
+class Captured(GraphedCallable):
     """A captured module of one input and constants."""
 
     def __init__(
@@ -89,12 +89,12 @@ class Captured(GraphedSegment):
     ) -> None:
         segment = Segment(
             name="module", function=lambda x: module(x, *constants), samples=(like,),
-            parameters=tuple(module.parameters()),
+            parameters=tuple(module.parameters()), resolve=resolve,
         )  # fmt: skip
-        super().__init__(GraphMaker(DEVICE), segment, resolve=resolve)
+        super().__init__(GraphMaker(DEVICE), segment)
         self.warm_up()
-        self.capture_forward(0)
-        self.capture_backward(0)
+        self.capture_forward()
+        self.capture_backward()
 
     def replay(self, x: torch.Tensor) -> torch.Tensor:
         """The one output."""
@@ -234,8 +234,8 @@ def test_pair_has_no_unnamed_externals() -> None:
     graphed = captured_module(module, constants)
     forward, backward = graphed.ledgers
     used = {n for n, _ in module.named_parameters()} | {"constant 0", "constant 1"}
-    assert set(forward.names) == used | {"module slot 0 input 0"}
-    assert "module slot 0 output gradient 0" in backward.names
+    assert set(forward.names) == used | {"module input 0"}
+    assert "module output gradient 0" in backward.names
     assert [*forward.places, *backward.places] == []
 
 

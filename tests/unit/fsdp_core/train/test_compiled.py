@@ -9,8 +9,8 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import GraphMaker
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.train.compiled import Compiler, StaleGuards
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
@@ -51,14 +51,14 @@ def quick() -> Iterator[Compiler]:
     made.close()
 
 
-def segment(compiler: Compiler, module: Scale, part: Any) -> GraphedSegment:
+def segment(compiler: Compiler, module: Scale, part: Any) -> GraphedCallable:
     """A segment of a compiled part, warm."""
     x = torch.ones(2, 3, requires_grad=True)
-    made = GraphedSegment(
+    made = GraphedCallable(
         GraphMaker(Device("cpu"), holds_compiled=True),
         Segment(name="scale", function=part, samples=(x,), parameters=(module.weight,),
-                state=compiler.written_unseen([module])),
-        resolve=lambda: {"weight": module.weight, "counts": module.counts},
+                state=compiler.written_unseen([module]),
+                resolve=lambda: {"weight": module.weight, "counts": module.counts}),
     )  # fmt: skip
     with compiler.settled("the warm-up"):
         made.warm_up()
@@ -85,8 +85,8 @@ def test_graphs_of_compiled_parts_are_what_was_compiled(compiler: Compiler) -> N
     found = [train(parts[1], module, inputs[0])]
     graphed = segment(compiler, module, parts[1])
     with compiler.captured() as guards:
-        graphed.capture_forward(0)
-    graphed.capture_backward(0)
+        graphed.capture_forward()
+    graphed.capture_backward()
     assert module.counts.item() == 1.0
     found += [train(graphed, module, x) for x in inputs[1:]]
     for mine, theirs in zip(found, expected, strict=True):
@@ -108,7 +108,7 @@ def test_guards_of_captured_code_are_held(quick: Compiler) -> None:
     train(part, module, torch.ones(2, 3))
     graphed = segment(quick, module, part)
     with quick.captured() as guards:
-        graphed.capture_forward(0)
+        graphed.capture_forward()
     module.rate = 3.0
     with pytest.raises(StaleGuards, match=r"^scale: .*rate.* == 2\.0"):
         guards[0].check()

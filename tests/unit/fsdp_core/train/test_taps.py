@@ -1,7 +1,6 @@
 """Taps: the digests of calls, the same in graphs and outside, and no bit of the run changed."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
 
 DEVICE = Device("cpu")
@@ -189,26 +188,28 @@ def test_the_place_is_the_order_of_the_step() -> None:
 def graphed_blocks(model: Net, slots: int) -> Callable[[int], None]:
     """Blocks are replayed, the rest is eager; one graph serves microbatches in turn."""
     maker = GraphMaker(DEVICE)
-    graphs = []
-    for number, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        segment = Segment(
-            name=f"blocks.{number}", function=block.forward,
-            samples=(torch.zeros(3, 8).requires_grad_(number > 0),),
-            parameters=tuple(block.parameters()),
-        )  # fmt: skip
-        graphs.append(GraphedSegment(maker, segment, num_slots=slots, resolve=None))
-        graphs[-1].warm_up()
-    for slot in range(slots):
+    by_slot: list[list[GraphedCallable]] = []
+    for _ in range(slots):
+        graphs = []
+        for number, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            segment = Segment(
+                name=f"blocks.{number}", function=block.forward,
+                samples=(torch.zeros(3, 8).requires_grad_(number > 0),),
+                parameters=tuple(block.parameters()),
+            )  # fmt: skip
+            graphs.append(GraphedCallable(maker, segment))
+            graphs[-1].warm_up()
         for graph in graphs:
-            graph.capture_forward(slot)
+            graph.capture_forward()
         for graph in reversed(graphs):
-            graph.capture_backward(slot)
+            graph.capture_backward()
+        by_slot.append(graphs)
 
     def step(number: int) -> None:
         for microbatch, x in enumerate(data(number)):
-            for block, graph in zip(model.blocks, graphs, strict=True):
-                block.forward = functools.partial(graph, slot=microbatch % slots)
+            for block, graph in zip(model.blocks, by_slot[microbatch % slots], strict=True):
+                block.forward = graph
             model(x).square().mean().backward()
 
     return step

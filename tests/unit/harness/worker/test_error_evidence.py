@@ -12,8 +12,8 @@ from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.ledger import StaleAddress
-from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
@@ -109,10 +109,10 @@ def test_the_innermost_module_of_the_cause_is_named(
 def test_a_capture_that_is_refused_at_its_end_has_the_name_of_its_segment() -> None:
     """No module runs any more when CUDA finds a stream that was not joined."""
     samples = (torch.ones(2),)
-    segment = Segment(name="outer.inner", function=abs, samples=samples, parameters=())
-    graphed = GraphedSegment(GraphMaker(Device("cpu")), segment)
-    graphed.capture_forward(0)
-    error = caught(graphed.capture_forward, 0)
+    segment = Segment(name="outer.inner", function=abs, samples=samples)
+    graphed = GraphedCallable(GraphMaker(Device("cpu")), segment)
+    graphed.capture_forward()
+    error = caught(graphed.capture_forward)
     assert "empty" in str(error)
     assert evidence_of(error, [STAGE])["module"] == "outer.inner"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
-from fsdp_core.train.stage_graphs import StageGraphs
+from fsdp_core.train.graphs import StageGraphs
 from harness.checks.complete import not_as_owed
 from harness.records import EndRecord, PlantSpec, RunSpec
 from harness.soaking import SoakSpec

@@ -1,7 +1,8 @@
-"""Graphed segments: eager's bits for any inputs and outputs, in every slot, or a clear refusal."""
+"""Graphed callables: eager's bits for any inputs and outputs, or a clear refusal."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.hooks import PHASES
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.graph.segment import GraphedSegment, Segment
 
 DEVICE = Device("cpu")
 
@@ -47,18 +47,26 @@ def router_inputs(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return drawn.requires_grad_(), torch.arange(6) * number, torch.arange(6) % (number + 2) != 1
 
 
-def capture(segment: Segment, num_slots: int = 1) -> GraphedSegment:
+def capture_all(*segments: Segment) -> list[GraphedCallable]:
     """Warmed up, all forwards captured, then all backwards in reverse."""
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment, num_slots=num_slots, resolve=None)
-    graphed.warm_up()
-    for slot in range(num_slots):
-        graphed.capture_forward(slot)
-    for slot in reversed(range(num_slots)):
-        graphed.capture_backward(slot)
+    maker = GraphMaker(DEVICE)
+    graphed = [GraphedCallable(maker, segment) for segment in segments]
+    for each in graphed:
+        each.warm_up()
+    for each in graphed:
+        each.capture_forward()
+    for each in reversed(graphed):
+        each.capture_backward()
     return graphed
 
 
-def train(module: Router, call: Callable[..., Any]) -> list[object]:
+def capture(segment: Segment) -> GraphedCallable:
+    """One alone."""
+    (graphed,) = capture_all(segment)
+    return graphed
+
+
+def train(module: Router, call: Sequence[Callable[..., Any]]) -> list[object]:
     """Everything that three steps of three overlapping microbatches show; None where none is."""
     torch.manual_seed(5)
     seen: list[object] = []
@@ -67,7 +75,7 @@ def train(module: Router, call: Callable[..., Any]) -> list[object]:
         forwards = []
         for microbatch in range(3):
             inputs = router_inputs(step * 3 + microbatch + 1)
-            forwards.append((inputs[0], call(*inputs, slot=microbatch)))
+            forwards.append((inputs[0], call[microbatch](*inputs)))
         for microbatch in (1, 0, 2):
             x, outputs = forwards[microbatch]
             (outputs[0].square().sum() + outputs[1].sum()).backward()
@@ -95,9 +103,8 @@ def test_many_inputs_and_outputs_equal_eager() -> None:
         name="router", function=module, samples=router_inputs(1),
         parameters=tuple(module.parameters()),
     )  # fmt: skip
-    graphed = capture(segment, num_slots=3)
-    expected = train(eager, lambda *inputs, slot: eager(*inputs))
-    got = train(module, graphed)
+    expected = train(eager, [eager] * 3)
+    got = train(module, capture_all(segment, segment, segment))
     assert [same(a, b) for a, b in zip(expected, got, strict=True)] == [True] * len(expected)
 
 
@@ -131,11 +138,11 @@ def test_warm_up_and_capture_leave_no_trace() -> None:
     segment = Segment(
         name="part", function=unseen_write, samples=(wanted(3),), parameters=(), state=(unseen,)
     )
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment, resolve=None)
+    graphed = GraphedCallable(GraphMaker(DEVICE), segment)
     graphed.warm_up(3)
     assert (seen.tolist(), unseen.tolist()) == ([0.0] * 3, [0.0] * 3)
-    graphed.capture_forward(0)
-    graphed.capture_backward(0)
+    graphed.capture_forward()
+    graphed.capture_backward()
     assert (seen.tolist(), unseen.tolist()) == ([0.0] * 3, [0.0] * 3)
     assert torch.equal(state, torch.get_rng_state())
     graphed(wanted(3))
@@ -150,7 +157,7 @@ def test_a_failed_warm_up_leaves_no_trace() -> None:
         seen.add_(x.detach())
         raise ZeroDivisionError
 
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, wanted(2)))
+    graphed = GraphedCallable(GraphMaker(DEVICE), segment_of(function, wanted(2)))
     with pytest.raises(ZeroDivisionError):
         graphed.warm_up()
     assert seen.tolist() == [0, 0]
@@ -168,7 +175,7 @@ def test_outputs_that_are_no_tensors_are_refused(
     function: Callable[..., Any], samples: tuple[torch.Tensor, ...], said: str
 ) -> None:
     """Only tensors leave a graph."""
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, *samples))
+    graphed = GraphedCallable(GraphMaker(DEVICE), segment_of(function, *samples))
     with pytest.raises(ValueError, match=said):
         graphed.warm_up()
 
@@ -179,9 +186,9 @@ def test_a_changed_input_is_refused() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.add_(1)
 
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, torch.ones(2)))
+    graphed = GraphedCallable(GraphMaker(DEVICE), segment_of(function, torch.ones(2)))
     with pytest.raises(CaptureRefused, match="changes its input 0 in place"):
-        graphed.capture_forward(0)
+        graphed.capture_forward()
 
 
 def test_a_forgotten_parameter_is_refused() -> None:
@@ -190,9 +197,9 @@ def test_a_forgotten_parameter_is_refused() -> None:
     table = leaf * 2  # of a computation that is not captured
     for function in (linear, lambda x: x * table):
         segment = segment_of(function, wanted(1, 2), parameters=tuple(linear.parameters())[:1])
-        graphed = GraphedSegment(GraphMaker(DEVICE), segment)
+        graphed = GraphedCallable(GraphMaker(DEVICE), segment)
         with pytest.raises(CaptureRefused, match=r"needs a gradient and is no input and none of"):
-            graphed.capture_forward(0)
+            graphed.capture_forward()
 
 
 def test_an_output_without_the_gradient_it_was_captured_with_raises() -> None:
@@ -233,27 +240,21 @@ def test_returned_gradients_are_nobody_elses() -> None:
     assert [[grad[0].item() for grad in grads] for grads in kept] == [[3, 0], [30, 10], [300, 200]]
 
 
-def test_slots_and_segments_share_what_gradients_leave_through() -> None:
-    """Memory of gradients does not grow with slots and segments, and each gets its own values."""
-    maker = GraphMaker(DEVICE)
+def test_callables_share_what_gradients_leave_through() -> None:
+    """Memory of gradients does not grow with their number, and each gets its own values."""
     weights = [nn.Parameter(torch.full((64,), value)) for value in (2.0, 5.0)]
-    graphs = []
-    for weight in weights:
-        segment = segment_of(lambda x, w=weight: x * w, wanted(64), parameters=(weight,))
-        graphed = GraphedSegment(maker, segment, num_slots=2)
-        graphed.warm_up()
-        graphs.append(graphed)
-    for slot in range(2):
-        for graphed in graphs:
-            graphed.capture_forward(slot)
-            graphed.capture_backward(slot)
-    named = [g._slot(s).named_tensors() for g in graphs for s in range(2)]
+    segments = [
+        segment_of(lambda x, w=weight: x * w, wanted(64), parameters=(weight,))
+        for weight in weights
+    ]
+    graphs = capture_all(*segments * 2)
+    named = [graph.named_tensors() for graph in graphs]
     places = {
         tensor.data_ptr() for each in named for name, tensor in each.items() if "gradient" in name
     }
     assert len(places) == 3  # of an output, of an input, of a parameter
     x = wanted(64)
-    out = graphs[1](graphs[0](x, slot=1), slot=0)  # type: ignore[arg-type]
+    out = graphs[1](graphs[2](x))  # type: ignore[arg-type]
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
     assert x.grad is not None
@@ -289,12 +290,7 @@ def test_gradient_hooks_run_once() -> None:
 def test_forward_alone_without_grad() -> None:
     """Under `no_grad` the forward replays alone and holds no slot, but takes none in use either."""
     launches: list[int] = []
-    graphed = GraphedSegment(
-        GraphMaker(DEVICE), segment_of(lambda x: x * 2, wanted(2)), on_replay=launches.append
-    )
-    graphed.warm_up()
-    graphed.capture_forward(0)
-    graphed.capture_backward(0)
+    graphed = capture(replace(segment_of(lambda x: x * 2, wanted(2)), on_replay=launches.append))
     with torch.no_grad():
         graphed(wanted(2))
         out = graphed(wanted(2))
@@ -311,7 +307,7 @@ def test_forward_alone_without_grad() -> None:
 def test_a_function_without_gradients_has_one_graph() -> None:
     """Nothing to differentiate: no backward graph, and outputs need no gradient."""
     graphed = capture(segment_of(lambda x, y: (x + y, x > y), torch.ones(2), torch.ones(2)))
-    assert graphed.num_graphs == 1
+    assert graphed.captures == [1, 0]
     outputs = graphed(torch.ones(2), torch.zeros(2))
     assert [out.requires_grad for out in outputs] == [False, False]
     assert outputs[1].tolist() == [True, True]
@@ -325,7 +321,7 @@ def test_inputs_of_any_layout_are_copied_in() -> None:
         out = graphed(x)
         assert isinstance(out, torch.Tensor)
         assert torch.equal(out, x + 1)
-    static = graphed._slot(0).named_tensors()["part slot 0 input 0"]
+    static = graphed.named_tensors()["part input 0"]
     static.copy_(base[:, :3])
     out = graphed(static.t())
     assert isinstance(out, torch.Tensor)
@@ -346,47 +342,19 @@ def test_reset_gives_memory_back() -> None:
     with device.counting_memory():
         x = wanted(1000)
         before = device.live_bytes()
-        graphed = capture(segment_of(lambda x: (x * 2).exp(), x), num_slots=2)
+        graphed = capture(segment_of(lambda x: (x * 2).exp(), x))
         assert device.live_bytes() > before
         graphed.reset()
         assert device.live_bytes() == before
-    with pytest.raises(RuntimeError, match="Expected a captured forward of part in slot 0"):
+    with pytest.raises(RuntimeError, match="Expected a captured forward of part"):
         graphed(x)
 
 
 def test_captures_out_of_order_are_refused() -> None:
-    """A backward before its forward, a slot twice, a slot that there is not."""
-    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(lambda x: x * 2, wanted(2)))
+    """A backward before its forward, and a forward twice."""
+    graphed = GraphedCallable(GraphMaker(DEVICE), segment_of(lambda x: x * 2, wanted(2)))
     with pytest.raises(RuntimeError, match="Expected a captured forward"):
-        graphed.capture_backward(0)
-    graphed.capture_forward(0)
+        graphed.capture_backward()
+    graphed.capture_forward()
     with pytest.raises(RuntimeError, match="to be empty, got a captured one"):
-        graphed.capture_forward(0)
-    with pytest.raises(ValueError, match="a slot of part below 1, got 1"):
-        graphed.capture_forward(1)
-    with pytest.raises(ValueError, match="at least one slot of part, got 0"):
-        GraphedSegment(GraphMaker(DEVICE), graphed.segment, num_slots=0)
-
-
-def test_phases_are_told_around_warm_ups_and_captures() -> None:
-    """The owner hears of each phase outside of it, of those that fail as well."""
-    phases: list[str] = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        if len(phases) > 20:
-            raise ZeroDivisionError
-        return x * 2
-
-    graphed = GraphedSegment(
-        GraphMaker(DEVICE), segment_of(function, wanted(2)), num_slots=2, on_phase=phases.append
-    )
-    graphed.warm_up()
-    graphed.capture_forward(0)
-    graphed.capture_backward(0)
-    assert phases == list(PHASES) * 3
-    phases *= 3
-    with pytest.raises(ZeroDivisionError):
-        graphed.capture_forward(1)
-    assert phases[-2:] == ["forward_pre_hooks", "forward_hooks"]
-    graphed(wanted(2))
-    assert len(phases) == 38
+        graphed.capture_forward()

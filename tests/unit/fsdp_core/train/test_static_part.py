@@ -1,7 +1,6 @@
 """Static parts: metadata are copied to where graphs read them, or the microbatch is refused."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from fsdp_core.device import Device
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.cp_attention import causal_attention
-from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.train.static_parts import StaticPart, StaticParts, _leaves_of
+from fsdp_core.train.static_part import StaticPart, _leaves_of
 
 LOCAL = 16
 
@@ -126,32 +124,3 @@ def test_refuses_another_place(mesh: DeviceMesh) -> None:
     assert isinstance(other, dist.ProcessGroup)
     with pytest.raises(ValueError, match="Expected context group"):
         static.follow(part_of((3, 8), Axis("cp", 4, 1, other)))
-
-
-def test_more_than_there_is_room_for_is_an_error(mesh: DeviceMesh) -> None:
-    """No slot is used twice: a microbatch too many, and a size without graphs, are refused."""
-    assert mesh.size() == 1
-    context = DynamicContext([[0]], (1,))
-    axis = context.axis(1)
-    parts = StaticParts(context, {1: part_of((3,), axis)}, 2)
-    assert parts.follow(part_of((4,), axis), 1) is parts.of(1, 1)
-    assert parts.of(1, 0) is not parts.of(1, 1)
-    assert len(dict(parts.named_tensors())) == 2 * len(dict(parts.of(1, 0).named_tensors()))
-    with pytest.raises(ValueError, match=r"at most 2 microbatches .* got one in slot 2"):
-        parts.follow(part_of((4,), axis), 2)
-    with pytest.raises(ValueError, match=r"context size out of \[1\], got 4"):
-        parts.follow(part_of((4,), axis_of(4)), 0)
-
-
-def test_a_group_made_again_is_refused(mesh: DeviceMesh) -> None:
-    """Graphs hold a communicator; another one of the same ranks would never meet it."""
-    assert mesh.size() == 1
-    context = DynamicContext([[0]], (1,))
-    axis = context.axis(1)
-    parts = StaticParts(context, {1: part_of((3,), axis)}, 1)
-    again = dist.new_group([0])
-    assert isinstance(again, dist.ProcessGroup)
-    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
-        parts.follow(part_of((3,), replace(axis, group=again)), 0)
-    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
-        StaticParts(context, {1: part_of((3,), replace(axis, group=again))}, 1)

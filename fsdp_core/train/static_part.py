@@ -1,30 +1,23 @@
 """What captured layers read of packed microbatches, in tensors that stay where they are.
 
 A graph reads positions, masks and offsets where they lay when it was captured, but each microbatch
-comes with tensors of its own. So there is a static part for every context size and slot: before a
-microbatch is replayed, its metadata are copied there, once for all layers of a stage.
-
-    microbatch   part (tensors that come and go) --copy--> static part of (size, slot) <-- graphs
-
-What is no tensor was fixed by the capture (sizes, the longest sequence, the communicator), so a
-microbatch in which it differs is refused: a graph would go on with what it was captured with.
+comes with tensors of its own: they are copied here before it is replayed, once for all layers of a
+stage. What is no tensor was fixed by the capture (sizes, the longest sequence, the communicator): a
+microbatch in which it differs is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from fsdp_core.model.batch import Part
-from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
-
-Leaf = tuple[str, Any]
 
 
 class StaticPart:
-    """The part of microbatches of one context size in one slot, to what is captured.
+    """The part of the microbatches of one context size in one slot, to what is captured.
 
     Of a part it has what layers read: the plan and the offsets of the pack. Tokens that count and
     their targets are for the loss, which no partial scope holds.
@@ -84,62 +77,6 @@ class StaticPart:
                 yield f"{self._name}: {name}", leaf
 
 
-class StaticParts:
-    """Static parts of all context sizes and slots of a stage.
-
-    Args:
-        context: whose groups the graphs of each size hold.
-        samples: a part of each size.
-        num_slots: microbatches that may be between forward and backward at a time.
-    """
-
-    def __init__(
-        self, context: DynamicContext, samples: Mapping[int, Part], num_slots: int
-    ) -> None:
-        for part in samples.values():
-            context.check(part.cp)
-        self._context, self._num_slots = context, num_slots
-        self._parts = {
-            (size, slot): StaticPart(part, f"context size {size}, slot {slot}")
-            for size, part in samples.items()
-            for slot in range(num_slots)
-        }
-
-    def of(self, size: int, slot: int) -> StaticPart:
-        """That of a size and slot.
-
-        Raises:
-            ValueError: there is none: a size without graphs, or more microbatches than slots.
-        """
-        if slot >= self._num_slots:
-            raise ValueError(
-                f"Expected at most {self._num_slots} microbatches between forward and backward, "
-                f"as many as graphs have slots, got one in slot {slot}: slots are never shared."
-            )
-        found = self._parts.get((size, slot))
-        if found is None:
-            known = sorted({size for size, _ in self._parts})
-            raise ValueError(f"Expected a context size out of {known}, got {size}.")
-        return found
-
-    def follow(self, part: Part, slot: int) -> StaticPart:
-        """Copy a microbatch's metadata into the static part of its size and slot, and return that.
-
-        Raises:
-            ValueError: no such size or slot, or another capacity than was captured.
-            RuntimeError: the microbatch has a group of its own, which graphs do not hold.
-        """
-        static = self.of(part.cp.size, slot)
-        self._context.check(part.cp)
-        static.follow(part)
-        return static
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, by name."""
-        for static in self._parts.values():
-            yield from static.named_tensors()
-
-
 def _copied(value: Any) -> Any:
     """Nested dataclasses and tuples with copies of their tensors; axes stay the same objects."""
     if isinstance(value, torch.Tensor):
@@ -152,7 +89,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _leaves_of(part: Part) -> Iterator[Leaf]:
+def _leaves_of(part: Part) -> Iterator[tuple[str, Any]]:
     """What layers read: tensors by name, and what a capture fixes."""
     yield from _leaves("plan", part.plan)
     yield from _leaves("packed", part.packed)
@@ -160,7 +97,7 @@ def _leaves_of(part: Part) -> Iterator[Leaf]:
     yield "tokens", tuple(part.targets.shape)
 
 
-def _leaves(name: str, value: Any) -> Iterator[Leaf]:
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value):
         for field in fields(value):
             yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))

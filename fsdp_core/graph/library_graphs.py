@@ -1,0 +1,348 @@
+"""Graphs captured by `make_graphed_callables` of TransformerEngine or torch, used as our own.
+
+    capture_by_te       several callables at once: all forwards, then all backwards in reverse, in
+                        one memory pool; hooks run around each forward and backward of each warm-up
+                        and capture, outside of the graphs: there parameters are gathered
+    capture_by_torch    one callable, in a pool of its own: torch takes no hooks, so its parameters
+                        are gathered by the caller around all of it
+
+What is added around them, because they do not do it themselves:
+
+    a failed capture    leaves TransformerEngine capturing for ever, its wrapper on the class, hooks
+                        on inner modules and gradients lost, and torch in the capture and on its
+                        stream: all undone
+    state               what torch's operators write in warm-ups is put back; what libraries' own
+                        kernels write is the caller's to put back
+    random streams      are registered with the graphs
+    replays             check inputs and addresses, refuse one that would overwrite what awaits its
+                        backward, and return gradients of inputs as clones
+
+Version 2.20 of TransformerEngine moves scales of fp8 itself, after replays and at the end of the
+autocast that they are in (graph.py: `Graphed.backward`, `new_fwd`). Its captures run in the
+autocast that the function enters itself.
+"""
+
+import contextlib
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fsdp_core.graph.capture_session import Undo
+from fsdp_core.graph.cuda_graph import end_refused
+from fsdp_core.graph.graph import GraphMaker
+from fsdp_core.graph.graphed_callable import (
+    Pending,
+    Segment,
+    Tensors,
+    check_inputs,
+    require_first_backward,
+    require_free,
+)
+from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
+from fsdp_core.graph.ledger import Ledger
+from fsdp_core.graph.recorder import Recording
+
+WARM_UPS = 2
+
+
+class _Callee(nn.Module):
+    """A segment as the module that libraries ask for."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__()
+        self.parts, self._segment = nn.ModuleList(segment.modules), segment
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """The function's result."""
+        return self._segment.function(*tensors)
+
+    def parameters(self, *_: Any) -> Iterator[nn.Parameter]:
+        """As the function computes with them: sharded modules show others at rest."""
+        return iter(self._segment.parameters)
+
+
+class LibraryGraph:
+    """What a library captured of a segment; it offers what `GraphedCallable` does at replays.
+
+    Attributes:
+        hooks: what `capture_by_te` runs around warm-ups and captures, by phase.
+        captures: captured graphs, forward and backward.
+        replays: launches, of the forward graph and of the backward one.
+        ledgers: of the parameters and what the segment relies on; graphs show nothing else.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment, self.callee = segment, _Callee(segment)
+        self.samples = segment.copied_samples()
+        self.hooks: CaptureHooks = {phase: {} for phase in PHASES}
+        self.captures, self.replays = [0, 0], [0, 0]
+        self.ledgers: list[Ledger] = []
+        self._replay: Callable[..., Any] | None = None
+        self._reset: Callable[[], None] = lambda: None
+        self._pending: weakref.ref[Pending] | None = None
+
+    @property
+    def name(self) -> str:
+        """The segment's."""
+        return self.segment.name
+
+    def is_gathered(self) -> None:
+        """Parameters are where the graph reads them: enter them in the ledger."""
+        self.ledgers = list(self.segment.ledger(Recording()))
+
+    def hold(self, replay: Callable[..., Any], reset: Callable[[], None]) -> None:
+        """What the library made of it, and what drops that."""
+        self._replay, self._reset, self.captures = replay, reset, [1, 1]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last forward still awaits its backward."""
+        last = self._pending() if self._pending is not None else None
+        return last is not None and not last.is_done
+
+    def __call__(self, *tensors: torch.Tensor, after: Callable[[], None] | None = None) -> Any:
+        """See `GraphedCallable`."""
+        if self._replay is None:
+            raise RuntimeError(f"Expected a captured forward of {self.name}, got an empty graph.")
+        check_inputs(self.name, self.samples, tensors)
+        require_free(self.name, is_waiting=self.is_waiting)
+        self._check_addresses()
+        results = self._replay(*map(_with_cloned_grad, tensors))
+        self._count(0)
+        flat = results if isinstance(results, tuple) else (results,)
+        node = next((result.grad_fn for result in flat if result.grad_fn is not None), None)
+        if node is not None:
+            self._pending = self._await(node, Pending(after))
+        return results
+
+    def _await(self, node: Any, pending: Pending) -> weakref.ref[Pending]:
+        """The forward awaits its backward until the node has run or is gone."""
+        node.metadata["pending"] = pending
+        known = weakref.ref(pending)
+
+        def begins(*_: object) -> None:
+            if (awaited := known()) is not None:
+                require_first_backward(self.name, awaited)
+            self._check_addresses()
+
+        def ends(*_: object) -> None:
+            self._count(1)
+            if (awaited := known()) is not None:
+                awaited.is_done = True
+                if awaited.after is not None:
+                    awaited.after()
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+        return known
+
+    def _check_addresses(self) -> None:
+        for ledger in self.ledgers:
+            ledger.check()
+
+    def _count(self, direction: int) -> None:
+        self.replays[direction] += 1
+        self.segment.on_replay(1)
+
+    def reset(self) -> None:
+        """Drop the graphs; a second time does nothing."""
+        self._reset()
+        self._replay, self._reset = None, lambda: None
+        self.captures, self.ledgers = [0, 0], []
+
+
+class _CloneGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+def _with_cloned_grad(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, its gradient a copy of what it gets."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    cloned: torch.Tensor = _CloneGrad.apply(x)
+    return cloned
+
+
+# ---- TransformerEngine
+
+
+def te_graphs() -> Any:
+    """The module of TransformerEngine that captures."""
+    return importlib.import_module("transformer_engine.pytorch.graph")
+
+
+def capture_by_te(maker: GraphMaker, graphs: Sequence[LibraryGraph], pool: Any) -> None:
+    """Capture functions that run one after another; CUDA only.
+
+    Args:
+        pool: memory to capture into; graphs in it must not be replayed between a forward and a
+            backward of these.
+
+    Raises:
+        RuntimeError: what TransformerEngine raises; nothing is left of the capture.
+    """
+    if not graphs:
+        return
+    te, undo = te_graphs(), Undo(maker.device, maker.generators)
+    callees = tuple(graph.callee for graph in graphs)
+    with undo, contextlib.ExitStack() as watching, _te_undone(te, callees), _registered(te, maker):
+        forwards = _captured_whole(
+            maker, callees, pool,
+            lambda: te.make_graphed_callables(
+                callees,
+                tuple(graph.samples for graph in graphs),
+                num_warmup_iters=WARM_UPS,
+                allow_unused_input=True,
+                # One microbatch through one chunk of layers.
+                _order=[1, -1],
+                _num_layers_per_chunk=[len(graphs)],
+                capture_time_hooks=[_capture_time_hooks(graph, undo) for graph in graphs],
+                pool=pool,
+                pre_warmup_hook=lambda: _begin(watching, undo),
+                post_warmup_hook=watching.close,
+            ),
+        )  # fmt: skip
+    for graph, forward in zip(graphs, forwards, strict=True):
+        graph.hold(forward, forward.reset)
+
+
+def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
+    watching.enter_context(undo.watching())
+
+
+def _capture_time_hooks(
+    graph: LibraryGraph, undo: Undo
+) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+    """The hooks as one a phase; what they write is no concern of `undo`."""
+
+    def of(phase: str) -> Callable[[nn.Module], None]:
+        def hook(module: nn.Module) -> None:
+            with undo.paused():
+                if phase == "forward_hooks":
+                    graph.is_gathered()
+                run_hooks(graph.hooks, phase, module)
+
+        return hook
+
+    return {phase: {0: of(phase)} for phase in PHASES}
+
+
+@contextlib.contextmanager
+def _registered(te: Any, maker: GraphMaker) -> Iterator[None]:
+    """The maker's generators are among those that TransformerEngine's graphs draw from."""
+    states = te.get_all_rng_states()
+    mine = {f"fsdp_core stream {i}": generator for i, generator in enumerate(maker.generators)}
+    states.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            del states[name]
+
+
+@contextlib.contextmanager
+def _te_undone(te: Any, callees: Sequence[_Callee]) -> Iterator[None]:
+    """After a failure everything that TransformerEngine would have put back itself."""
+    inner = [each for callee in callees for each in callee.modules()]
+    hooks = [(each, frozenset(each._forward_hooks)) for each in inner]
+    try:
+        yield
+    except BaseException:
+        te.set_capture_end()
+        for each, known in hooks:
+            for number in set(each._forward_hooks) - known:
+                del each._forward_hooks[number]
+        raise
+    finally:
+        _Callee.__call__ = nn.Module.__call__  # type: ignore[method-assign]
+
+
+# ---- torch
+
+
+def capture_by_torch(maker: GraphMaker, graph: LibraryGraph) -> None:
+    """Capture one function, whose parameters are gathered; CUDA only.
+
+    Raises:
+        RuntimeError: what torch raises; nothing is left of the capture.
+    """
+    callee, made = graph.callee, list[Any]()
+    pool = torch.cuda.graph_pool_handle() if maker.device.is_cuda else None
+    with Undo(maker.device, maker.generators) as undo:
+        # Once more than torch does: it says nothing of when its warm-ups end, and what is saved in
+        # a capture would be saved at each replay.
+        with undo.watching(), tensor_hooks_off(callee.parameters()):
+            _practise(callee, graph.samples)
+        with _graphs_noted(maker, made):
+            _captured_whole(
+                maker, [callee], pool,
+                lambda: torch.cuda.make_graphed_callables(
+                    callee, graph.samples, num_warmup_iters=WARM_UPS, allow_unused_input=True,
+                    pool=pool,
+                ),
+            )  # fmt: skip
+    graph.is_gathered()
+
+    def reset() -> None:
+        vars(callee).pop("forward", None)
+        for each in made:
+            each.reset()
+        made.clear()
+
+    graph.hold(callee.forward, reset)
+
+
+def _practise(callee: _Callee, samples: Tensors) -> None:
+    results = callee(*samples)
+    flat = results if isinstance(results, tuple) else (results,)
+    outputs = [each for each in flat if each.requires_grad]
+    surface = [x for x in (*samples, *callee.parameters()) if x.requires_grad]
+    torch.autograd.grad(outputs, surface, [*map(torch.ones_like, outputs)], allow_unused=True)
+
+
+@contextlib.contextmanager
+def _graphs_noted(maker: GraphMaker, made: list[Any]) -> Iterator[None]:
+    """Graphs that are made inside draw from the maker's generators, and are in `made`."""
+
+    class Noted(torch.cuda.CUDAGraph):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for generator in maker.generators:
+                self.register_generator_state(generator)
+            made.append(self)
+
+    with mock.patch.object(torch.cuda, "CUDAGraph", Noted):
+        yield
+
+
+# ---- both
+
+
+def _captured_whole(
+    maker: GraphMaker, callees: Sequence[_Callee], pool: Any, capture: Callable[[], Any]
+) -> Any:
+    """Capture on the stream that is current now, gradients kept; after a failure in no capture."""
+    flat = [parameter for callee in callees for parameter in callee.parameters()]
+    grads = [parameter.grad for parameter in flat]
+    device = maker.device
+    try:
+        with device.on(device.current_stream()), tensor_hooks_off(flat):
+            return capture()
+    except BaseException:
+        if device.is_cuda:
+            end_refused(device, pool, maker.generators)
+        raise
+    finally:
+        for parameter, grad in zip(flat, grads, strict=True):
+            parameter.grad = grad

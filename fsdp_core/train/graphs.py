@@ -1,0 +1,654 @@
+"""The graphs of a trainer: captured on every rank or on none, installed, counted, dropped.
+
+    full_iteration    one graph of a whole step
+    partial scopes    graphs[stage, context size, slot][region]: a forward and a backward graph each
+
+**Slots.** A pipeline has several microbatches between forward and backward, each in a slot with
+graphs of its own. Those of one slot share a memory pool: its microbatch goes forward through the
+layers and then backward, so what a forward saved may be used again once its backward is over. Slots
+share none: another slot's microbatch comes in between, in an order that changes with their number.
+
+**Context sizes.** Under dynamic context parallelism a graph fixes its communicator and its sizes:
+there is a set of graphs for each size, captured largest first, as what that frees is enough for
+others; sizes share a slot's memory. Each rank chooses by its own microbatch. Ranks of one context
+group have one size, groups may differ, and nobody waits: of the collectives in partial scopes only
+those of attention depend on the size, and they stay in the group.
+
+**A capture** is made while each stage's schedule is quiet, before and after: events do not cross.
+All regions of all stages are captured before any is installed, so none over a replay of another.
+Then pools are frozen. Of a capture that fails nothing is left but the failure.
+
+**A replay** stands in for the region's Python. FSDP gathers before it and reduces after it: hooks
+of the layer, a unit, run as eagerly. Units inside (experts) are gathered around the whole replay.
+What modules do in Python for scales of fp8 is done by `model.around`, or by TransformerEngine for
+its own graphs. Evaluation, passes without gradients and other shapes run eagerly.
+"""
+
+import contextlib
+import functools
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule
+from fsdp_core.fsdp.api import units_in
+from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
+from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.hooks import PHASES, CaptureHook, CaptureHooks, own_capture_hooks
+from fsdp_core.graph.ledger import Resolver
+from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_by_torch
+from fsdp_core.model.around import Begin
+from fsdp_core.model.batch import Part
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import world_timeout
+from fsdp_core.parallel.rng import RandomStreams
+from fsdp_core.train.build import roots
+from fsdp_core.train.compiled import Compiler, HeldGuards
+from fsdp_core.train.inputs import Inputs, PackInputs
+from fsdp_core.train.scopes import (
+    GraphCounts,
+    GraphUse,
+    Outputs,
+    Region,
+    refusal,
+    regions_in,
+    sum_uses,
+)
+from fsdp_core.train.static_part import StaticPart
+
+
+class Graphs:
+    """Graphs of the scopes that a configuration asks for; none until they are captured.
+
+    Args:
+        streams: of random numbers, whose states captures leave alone.
+        resolve: names every tensor that graphs may use.
+        compiler: of parts that graphs may hold.
+
+    Attributes:
+        counts: what the graphs did.
+        iteration: the graph of scope full_iteration.
+        parts: those of partial scopes.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: Device,
+        stages: Sequence[DecoderStage],
+        streams: RandomStreams,
+        resolve: Callable[[], Resolver],
+        compiler: Compiler,
+    ) -> None:
+        self._config, self._device, self._streams = config, device, streams
+        self._stages, self._resolve, self._compiler = stages, resolve, compiler
+        self.counts = GraphCounts()
+        self.iteration: CapturedFunction | None = None
+        self.parts: PartialGraphs | None = None
+        self._has_optimizer = False
+        self._dropped: list[GraphUse] = []
+
+    def capture_iteration(
+        self, function: Callable[[], None], moments: Sequence[torch.Tensor]
+    ) -> None:
+        """Capture scope full_iteration.
+
+        Args:
+            moments: what the optimizer's step writes; whether the graph does is counted.
+
+        Raises:
+            CaptureAborted: it cannot be captured, here or on another rank.
+            CaptureLost: the same, and not all ranks can be met again.
+        """
+        with self._session() as session:
+            session.attempt(lambda: self._capture_iteration(function, moments))
+        self._keep()
+
+    def _capture_iteration(
+        self, function: Callable[[], None], moments: Sequence[torch.Tensor]
+    ) -> None:
+        # At its replays parameters are at rest: guards, which look at them, cannot be checked.
+        with self._compiler.captured():
+            self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+        entries = self.iteration.graph.recording.external()
+        written = {entry.address for entry in entries if entry.written}
+        self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
+
+    def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
+        """Capture partial scopes.
+
+        Args:
+            sample: like what enters a layer.
+            num_slots: microbatches that a stage may have between forward and backward at a time.
+
+        Raises:
+            CaptureAborted: a scope cannot be captured, here or on another rank.
+            CaptureLost: the same, and not all ranks can be met again.
+        """
+        config = self._config
+        refused = refusal(self._stages, config.graph, config.graph_layers)
+        with self._session(refused) as session:
+            options = CaptureOptions(
+                capture_by=config.capture_by, new_maker=self._new_maker, resolve=self._resolver,
+                counts=self.counts, attempt=session.attempt, compiler=self._compiler,
+                num_slots=num_slots, meet=self._meet,
+            )  # fmt: skip
+            regions = [regions_in(s, config.graph, config.graph_layers) for s in self._stages]
+            parts = PartialGraphs(
+                self._stages, regions, inputs.samples(), options,
+                context=inputs.context if isinstance(inputs, PackInputs) else None,
+            )  # fmt: skip
+            parts.capture(sample.requires_grad_())
+            self.parts = parts
+        self._keep()
+
+    @contextlib.contextmanager
+    def _session(self, refused: str | None = None) -> Iterator[CaptureSession]:
+        self._quiesce()
+        session = CaptureSession(
+            self._device, "+".join(self._config.graph), generators=self._streams.generators,
+            refusal=refused, communicates=communicates(self._config),
+            patience=min(PATIENCE, world_timeout() / 10),
+        )  # fmt: skip
+        session.on_abort(self.drop)
+        session.on_abort(self._quiesce)
+        with session:
+            # Warm-ups run kernels that write what torch does not see: scales of fp8.
+            for stage in self._stages:
+                session.at_end(stage.around.remember(stage))
+            yield session
+
+    def _meet(self) -> None:
+        """Nothing is under way, here or on another rank."""
+        self._quiesce()
+        dist.barrier()
+
+    def _quiesce(self) -> None:
+        for root in roots(self._stages):
+            root.fsdp_schedule.quiesce()
+
+    def _new_maker(self) -> GraphMaker:
+        return GraphMaker(
+            self._device, self._streams.generators, holds_compiled=bool(self._config.compile)
+        )
+
+    @property
+    def _resolver(self) -> Resolver | None:
+        return self._resolve() if self._config.ledger else None
+
+    def _keep(self) -> None:
+        self._compiler.has_graphs = True
+        counts, whole, parts = self.counts, self.iteration, self.parts
+        if whole is not None:
+            counts.captured += 1
+            counts.enter([whole.ledger] if whole.ledger else [])
+        for each in parts.captured if parts is not None else ():
+            counts.captured += sum(each.graph.captures)
+            counts.enter(each.graph.ledgers)
+        for root in roots(self._stages):
+            root.fsdp_schedule.pool.freeze()
+        self._quiesce()
+
+    @property
+    def uses(self) -> list[GraphUse]:
+        """What graphs did so far, by scope, layer and direction; those that were dropped, too."""
+        return sum_uses([*self._dropped, *self._present])
+
+    @property
+    def _present(self) -> Iterator[GraphUse]:
+        for each in self.parts.captured if self.parts is not None else ():
+            yield from each.uses
+        if self.iteration is not None:
+            for way in ("gradients", "optimizer") if self._has_optimizer else ("gradients",):
+                yield GraphUse("full_iteration", -1, way, 1, self.iteration.replays)
+
+    def drop(self) -> None:
+        """Drop the graphs; what they stood in for runs eagerly again."""
+        self._dropped = self.uses
+        if self.iteration is not None:
+            self.iteration.reset()
+        if self.parts is not None:
+            self.parts.reset()
+        self.iteration = self.parts = None
+        self._compiler.has_graphs = False
+
+
+def communicates(config: TrainConfig) -> bool:
+    """Whether captures hold collectives that a failed one does not issue.
+
+    Those of partial scopes do, beside FSDP's around them, by the layout and scope.
+    TransformerEngine has FSDP's, too, in what it calls between its captures.
+    """
+    layout = config.parallel
+    if layout.tp > 1 or layout.cp > 1 or layout.dynamic_cp or config.capture_by == "te":
+        return True
+    return layout.ep * layout.etp > 1 and not set(config.graph) <= {"attn", "mlp"}
+
+
+# ---- one region
+
+
+@dataclass
+class CapturedRegion:
+    """The graphs of a region in one slot, and what is done around their replays.
+
+    Attributes:
+        begin: called before each forward replay; what it returns, after the backward's.
+        guards: of compiled code that the forward graph holds.
+    """
+
+    region: Region
+    graph: GraphedCallable | LibraryGraph
+    begin: Begin = lambda: None
+    guards: list[HeldGuards] = field(default_factory=list)
+
+    def replay(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the region's owner."""
+        units = self.region.inner_units
+        args: tuple[torch.Tensor, ...] = (x,)
+        for unit in units:
+            args, _ = unit.pre_forward(args, {})
+        for guards in self.guards:
+            guards.check()
+        outputs: Outputs = self.graph(*args, after=self.begin())
+        for unit in reversed(units):
+            outputs = unit.post_forward(outputs)
+        return self.region.rest(outputs)
+
+    @property
+    def uses(self) -> Iterator[GraphUse]:
+        """What the graphs did, scope by scope."""
+        counts = tuple(zip(self.graph.captures, self.graph.replays, strict=True))
+        for scope in self.region.scopes:
+            for way, (captures, replays) in zip(("forward", "backward"), counts, strict=True):
+                yield GraphUse(scope, self.region.number, way, captures, replays)
+
+
+SlotGraphs = dict[str, CapturedRegion]
+"""The regions of a stage by name, for one microbatch at a time."""
+
+
+# ---- capture
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """What all captures of partial scopes have in common.
+
+    Attributes:
+        capture_by: who captures.
+        new_maker: of graphs that share a memory pool.
+        resolve: names tensors for ledgers; None: no ledgers.
+        counts: told of every launch.
+        attempt: what captures are made through: `CaptureSession.attempt`.
+        compiler: of compiled parts.
+        num_slots: microbatches that a stage may have between forward and backward at a time.
+        meet: called before each context size: nothing may be under way, on no rank.
+    """
+
+    capture_by: str
+    new_maker: Callable[[], GraphMaker]
+    resolve: Resolver | None
+    counts: GraphCounts
+    attempt: Callable[[Callable[[], None]], None]
+    compiler: Compiler
+    num_slots: int
+    meet: Callable[[], None]
+
+
+class SlotCapture:
+    """Captures all regions of a stage in one slot, by whichever maker.
+
+    Args:
+        regions: in the order in which they run.
+        maker, pool: of the slot: what else it captures, shares their memory.
+        part: what layers see of any microbatch that is replayed, in tensors that stay.
+        sample: like what enters a layer.
+        suffix: of names; what tells these graphs from others of the stage.
+    """
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        regions: Sequence[Region],
+        maker: GraphMaker,
+        pool: Any,
+        part: Part,
+        sample: torch.Tensor,
+        options: CaptureOptions,
+        suffix: str,
+    ) -> None:
+        self._stage, self._regions, self._part, self._sample = stage, regions, part, sample
+        self._maker, self._pool, self._suffix = maker, pool, suffix
+        self._options, self._compiler = options, options.compiler
+        self._quiesce = cast("FSDPModule", stage).fsdp_schedule.quiesce
+        self.found: SlotGraphs = {}
+
+    def run(self) -> None:
+        """Capture into `found`; what failed has to be dropped."""
+        {"ours": self._by_us, "te": self._by_te, "torch": self._by_torch}[
+            self._options.capture_by
+        ]()
+
+    def _function(self, region: Region) -> Callable[[torch.Tensor], Outputs]:
+        def run(x: torch.Tensor) -> Outputs:
+            with self._stage.around.captured():
+                return region.run(x, self._part)
+
+        return run
+
+    def _state_of(self, region: Region) -> list[torch.Tensor]:
+        """What its kernels write from pass to pass."""
+        held = (get() for m in region.modules for _, get in self._stage.around.state(m))
+        return [tensor for tensor in held if tensor is not None]
+
+    def _segment(self, region: Region, state: Sequence[torch.Tensor] = ()) -> Segment:
+        """The region, its parameters gathered."""
+        return Segment(
+            name=region.name + self._suffix,
+            function=self._function(region),
+            samples=(self._sample,),
+            parameters=region.parameters,
+            state=state,
+            modules=region.modules,
+            relied=functools.partial(self._state_of, region),
+            resolve=self._options.resolve,
+            on_replay=self._options.counts.launched,
+        )
+
+    def _gathered(self, region: Region, act: Callable[[Region], None]) -> None:
+        """Act with the region's parameters where replays will find them, and none of its hooks."""
+
+        def attempted() -> None:
+            with region.without_hooks():
+                act(region)
+
+        units = [*units_in(region.layer)[:1], *region.inner_units]
+        try:
+            # Collectives: every rank issues them, whatever became of its captures.
+            for unit in units:
+                unit.unshard()
+                unit.wait_unshard()
+            self._options.attempt(attempted)
+        finally:
+            for unit in reversed(units):
+                unit.reshard()
+
+    def _by_us(self) -> None:
+        # All warm-ups first: they run what ranks do together, a capture on a GPU does not. So a
+        # rank whose capture fails leaves no other one waiting.
+        for act, order in ((self._warm_up, 1), (self._forward, 1), (self._backward, -1)):
+            for region in self._regions[::order]:
+                self._gathered(region, act)
+
+    def _warm_up(self, region: Region) -> None:
+        state = self._compiler.written_unseen(region.modules)
+        graph = GraphedCallable(self._maker, self._segment(region, state))
+        captured = self.found[region.name] = CapturedRegion(region, graph)
+        with self._compiler.settled("the warm-up"):
+            graph.warm_up()
+        # What its modules make at their first forward is there now.
+        captured.begin = self._stage.around.replays(region.modules)
+
+    def _forward(self, region: Region) -> None:
+        self._quiesce()
+        captured = self.found[region.name]
+        assert isinstance(captured.graph, GraphedCallable)
+        with self._compiler.captured() as guards:
+            captured.graph.capture_forward()
+        captured.guards = guards
+
+    def _backward(self, region: Region) -> None:
+        self._quiesce()
+        graph = self.found[region.name].graph
+        assert isinstance(graph, GraphedCallable)
+        with self._compiler.settled("the capture"):
+            graph.capture_backward()
+
+    def _library_graph(self, region: Region) -> LibraryGraph:
+        graph = LibraryGraph(self._segment(region))
+        self.found[region.name] = CapturedRegion(region, graph)
+        return graph
+
+    def _by_torch(self) -> None:
+        def capture(region: Region) -> None:
+            self._quiesce()
+            capture_by_torch(self._maker, self._library_graph(region))
+            self.found[region.name].begin = self._stage.around.replays(region.modules)
+
+        for region in self._regions:
+            self._gathered(region, capture)
+
+    def _by_te(self) -> None:
+        """All at once: hooks gather and release around each forward and backward."""
+        graphs: list[LibraryGraph] = []
+
+        def capture() -> None:
+            self._quiesce()
+            with contextlib.ExitStack() as off:
+                for region, graph in zip(self._regions, graphs, strict=True):
+                    graph.hooks = off.enter_context(self._rerouted(region))
+                capture_by_te(self._maker, graphs, self._pool)
+
+        for region in self._regions:
+            self._gathered(region, lambda region: graphs.append(self._library_graph(region)))
+        self._options.attempt(capture)
+
+    @contextlib.contextmanager
+    def _rerouted(self, region: Region) -> Iterator[CaptureHooks]:
+        """Hooks of the region are off; those of it and of its layer, an FSDP unit, by their marks
+        as functions of the four phases around warm-ups and captures."""
+        outer = {} if region.owner is region.layer else own_capture_hooks(region.layer)
+        with region.without_hooks() as inner:
+            found: dict[str, list[CaptureHook]] = {}
+            for phase in PHASES:
+                layers = (outer.get(phase, {}), inner.get(phase, {}))
+                # Outer modules open first and close last.
+                closes = phase in ("forward_hooks", "backward_hooks")
+                found[phase] = [h for each in layers[:: -1 if closes else 1] for h in each.values()]
+                if not closes:
+                    found[phase].append(lambda _: self._quiesce())
+            yield {phase: dict(enumerate(hooks)) for phase, hooks in found.items()}
+
+
+# ---- all graphs of partial scopes
+
+
+class PartialGraphs:
+    """Graphs of every stage of a rank, of every context size, in every slot.
+
+    Args:
+        regions: of each stage, in the order in which they run.
+        samples: for each context size, a part like those of microbatches to come.
+        context: the groups of all sizes where microbatches bring their own metadata, which are then
+            copied to where graphs read them; None where all have the sample's.
+
+    Attributes:
+        graphs: by stage, context size and slot.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[DecoderStage],
+        regions: Sequence[Sequence[Region]],
+        samples: Mapping[int, Part],
+        options: CaptureOptions,
+        *,
+        context: DynamicContext | None = None,
+    ) -> None:
+        self._stages, self._regions, self._samples = stages, regions, dict(samples)
+        self._options, self._context = options, context
+        self.graphs: dict[tuple[int, int, int], SlotGraphs] = {}
+        self._static: dict[tuple[int, int, int], StaticPart] = {}
+        self._installed: list[StageGraphs] = []
+        self._kept: list[Any] = []
+
+    def capture(self, sample: torch.Tensor) -> None:
+        """Capture all, largest sizes first, and install them; if one raises, there are none.
+
+        Every rank must call it: warming up talks over the groups of each size in turn.
+
+        Raises:
+            CaptureRefused: something in a scope cannot be captured.
+        """
+        # A graph knows addresses, not tensors: tables that the model replaces must stay.
+        self._kept = [buffer for stage in self._stages for buffer in stage.rope.buffers()]
+        try:
+            for number in range(len(self._stages)):
+                self._capture_stage(number, sample)
+        except BaseException:
+            self.reset()
+            raise
+        for number, (stage, regions) in enumerate(zip(self._stages, self._regions, strict=True)):
+            choose = functools.partial(self.choose, number)
+            self._installed.append(StageGraphs(stage, regions, choose))
+
+    def _capture_stage(self, number: int, sample: torch.Tensor) -> None:
+        options, context = self._options, self._context
+        slots = range(options.num_slots)
+        # Memory of its own for each slot, shared by all sizes.
+        makers = [options.new_maker() for _ in slots]
+        pools = [maker.pool for maker in makers]
+        keys = [(number, size, slot) for size in sorted(self._samples, reverse=True)
+                for slot in slots]  # fmt: skip
+        if context is not None:
+            for _, size, slot in keys:
+                context.check(self._samples[size].cp)
+                static = StaticPart(self._samples[size], f"context size {size}, slot {slot}")
+                self._static[number, size, slot] = static
+            options = replace(options, resolve=self._with_static(number))
+        for key in keys:
+            _, size, slot = key
+            part, suffix = self._samples[size], f" slot {slot}" if slot else ""
+            if context is not None:
+                part, suffix = self._static[key].part, f" context size {size}{suffix}"
+                if slot == 0:
+                    options.meet()
+            capture = SlotCapture(
+                self._stages[number], self._regions[number], makers[slot], pools[slot], part,
+                sample, options, suffix,
+            )  # fmt: skip
+            self.graphs[key] = capture.found
+            capture.run()
+
+    def _with_static(self, number: int) -> Resolver | None:
+        """Names of what graphs of a stage read of microbatches, beside the trainer's."""
+        resolve = self._options.resolve
+        if resolve is None:
+            return None
+        static = {
+            name: tensor
+            for (stage, _, _), part in self._static.items()
+            if stage == number
+            for name, tensor in part.named_tensors()
+        }
+        # Looked up one by one, where the trainer can do that.
+        return lambda: ChainMap(static, cast("dict[str, torch.Tensor]", resolve()))
+
+    def choose(self, stage: int, part: Part, slot: int) -> SlotGraphs | None:
+        """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
+
+        Raises:
+            ValueError: more sequences, tokens or microbatches than there is room for, or a context
+                size that nothing was captured for.
+            RuntimeError: a group that was made anew, or the slot's last microbatch still awaits its
+                backward.
+        """
+        size = part.cp.size
+        if self._context is None:
+            (mine,) = self._samples.values()
+            if part.plan is not mine.plan or part.targets.shape != mine.targets.shape:
+                return None
+        if slot >= self._options.num_slots:
+            raise ValueError(
+                f"Expected at most {self._options.num_slots} microbatches between forward and "
+                f"backward, as many as graphs have slots, got one in slot {slot}: slots are never "
+                "shared."
+            )
+        if size not in self._samples:
+            raise ValueError(
+                f"Expected a context size that graphs were captured for, one of "
+                f"{sorted(self._samples)}, got {size}."
+            )
+        if self._context is not None:
+            self._require_free(stage, slot)
+            self._context.check(part.cp)
+            self._static[stage, size, slot].follow(part)
+        return self.graphs[stage, size, slot]
+
+    def _require_free(self, stage: int, slot: int) -> None:
+        # Of any size: they share the slot's memory, and each knows of its own replays only.
+        sizes = (self.graphs[stage, size, slot].values() for size in self._samples)
+        if any(each.graph.is_waiting for of_size in sizes for each in of_size):
+            raise RuntimeError(
+                f"Expected slot {slot} to be free, got one whose microbatch still awaits its "
+                "backward: graphs of another context size would overwrite what it saved."
+            )
+
+    @property
+    def captured(self) -> Iterator[CapturedRegion]:
+        """Every region, each slot and size by itself."""
+        return (each for slot in self.graphs.values() for each in slot.values())
+
+    def reset(self) -> None:
+        """The stages run eagerly again, graphs are dropped, then what was kept for them."""
+        for installed in self._installed:
+            installed.remove()
+        for each in reversed(list(self.captured)):
+            each.graph.reset()
+        self.graphs, self._static, self._installed, self._kept = {}, {}, [], []
+
+
+class StageGraphs:
+    """Replays in place of the regions of a stage, until `remove`.
+
+    Args:
+        choose: the graphs of a microbatch with that part in that slot; None: it runs eagerly. Asked
+            once a microbatch that trains.
+    """
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        regions: Sequence[Region],
+        choose: Callable[[Part, int], SlotGraphs | None],
+    ) -> None:
+        self._stage, self._regions, self._choose = stage, tuple(regions), choose
+        self._chosen: SlotGraphs | None = None
+        # What a compiled part put there, if one did.
+        self._before = [vars(region.owner).get("forward") for region in self._regions]
+        for region in self._regions:
+            region.owner.forward = self._stand_in(region)
+        stage.on_microbatch = self._begin
+
+    def _begin(self, part: Part, slot: int) -> None:
+        trains = self._stage.training and torch.is_grad_enabled()
+        self._chosen = self._choose(part, slot) if trains else None
+
+    def _stand_in(self, region: Region) -> Callable[[torch.Tensor, Part], torch.Tensor]:
+        eager = region.owner.forward
+
+        def forward(x: torch.Tensor, part: Part) -> torch.Tensor:
+            if self._chosen is None:
+                result: torch.Tensor = eager(x, part)
+                return result
+            return self._chosen[region.name].replay(x)
+
+        return forward
+
+    def remove(self) -> None:
+        """The stage runs eagerly again."""
+        for region, before in zip(self._regions, self._before, strict=True):
+            del region.owner.forward
+            if before is not None:
+                region.owner.forward = before
+        self._stage.on_microbatch = None
+        self._regions, self._before, self._chosen = (), [], None

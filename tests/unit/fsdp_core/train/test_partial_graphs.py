@@ -1,0 +1,255 @@
+"""Graphs by context size and slot: which memory they share, and what a failed capture leaves."""
+
+import gc
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
+from fsdp_core.model.rope import RopeTable
+from fsdp_core.parallel.context import DynamicContext
+from fsdp_core.parallel.mesh import Axis
+from fsdp_core.train import graphs
+from fsdp_core.train.compiled import Compiler
+from fsdp_core.train.graphs import CaptureOptions, PartialGraphs
+from fsdp_core.train.scopes import GraphCounts
+
+LOCAL, SIZES, NUM_SLOTS = 16, (1, 4), 2
+
+pytestmark = pytest.mark.usefixtures("mesh")
+
+
+class Stage(nn.Module):
+    """As much of a stage as its graphs look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = RopeTable(LOCAL, 4, 100.0)
+        self.on_microbatch: Any = None
+
+
+@dataclass
+class Captured:
+    """What stands in for the graphs of a slot: what they were made with."""
+
+    maker: Any
+    part: Part
+    resolve: Any
+    is_dropped: bool = False
+    is_waiting: bool = False
+
+    @property
+    def graph(self) -> "Captured":
+        """Itself."""
+        return self
+
+    def reset(self) -> None:
+        """Note it."""
+        self.is_dropped = True
+
+
+class Log:
+    """Replaces captures of slots; fails at the number `fails_at`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Captured] = []
+        self.meetings: list[int] = []
+        self.fails_at = -1
+        log = self
+
+        class Capture:
+            def __init__(
+                self, stage: object, regions: object, maker: object, pool: object, part: Part,
+                sample: object, options: CaptureOptions, suffix: str,
+            ) -> None:  # fmt: skip
+                self.captured = Captured(maker, part, options.resolve)
+                self.found: dict[str, Captured] = {}
+
+            def run(self) -> None:
+                if len(log.made) == log.fails_at:
+                    raise ValueError("no room")
+                log.made.append(self.captured)
+                self.found["region"] = self.captured
+
+        monkeypatch.setattr(graphs, "SlotCapture", Capture)
+
+    def meet(self) -> None:
+        """How many were made before each meeting."""
+        self.meetings.append(len(self.made))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """Of everything that is captured."""
+    return Log(monkeypatch)
+
+
+class Maker:
+    """Makes nothing."""
+
+    pool = None
+
+
+class AnyContext:
+    """Groups that nobody talks over."""
+
+    def check(self, axis: Axis) -> None:
+        """Every group will do."""
+
+
+def part_of(lengths: tuple[int, ...], size: int) -> Part:
+    """The part of rank 0 of `size`."""
+    group = dist.group.WORLD
+    assert group is not None
+    capacity = Capacity(tokens=LOCAL * size, slots=4, multiple=2 * size)
+    documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
+    return packed_part(pack(documents, capacity), Axis("cp", size, 0, group), 1.0).part
+
+
+def graphs_of(log: Log, stage: Stage) -> PartialGraphs:
+    """Those of a stage, not captured yet."""
+    weight = torch.zeros(3)
+    options = CaptureOptions(
+        capture_by="ours", new_maker=cast("Any", Maker), resolve=lambda: {"weight": weight},
+        counts=GraphCounts(), attempt=lambda capture: capture(), compiler=Compiler(),
+        num_slots=NUM_SLOTS, meet=log.meet,
+    )  # fmt: skip
+    return PartialGraphs(
+        [cast("Any", stage)], [()], {size: part_of((5, 6), size) for size in SIZES}, options,
+        context=cast("DynamicContext", AnyContext()),
+    )  # fmt: skip
+
+
+def captured(log: Log) -> PartialGraphs:
+    """The same, captured."""
+    made = graphs_of(log, Stage())
+    made.capture(torch.zeros(1))
+    return made
+
+
+def test_sizes_share_memory_and_slots_do_not(log: Log) -> None:
+    """Largest size first, slot by slot; a slot has one maker for all sizes, another slot another.
+
+    Two slots are between forward and backward at once and may hold any two sizes: one memory for
+    both would be overwritten. A slot holds one microbatch, so its sizes may share.
+    """
+    captured(log)
+    assert [each.part.cp.size for each in log.made] == [4, 4, 1, 1]
+    assert log.meetings == [0, 2]
+    first, second, *others = (each.maker for each in log.made)
+    assert first is not second
+    assert others == [first, second]
+    # Each reads metadata of its own.
+    assert len({each.part.plan.positions.data_ptr() for each in log.made}) == 4
+
+
+def test_a_microbatch_goes_to_its_size_and_slot(log: Log) -> None:
+    """Its metadata are where these graphs read them, and no other's are touched."""
+    made = captured(log)
+    before = [each.part.plan.positions.clone() for each in log.made]
+    part = part_of((3, 3, 3), 4)
+    assert cast("Any", made.choose(0, part, 1)) == {"region": log.made[1]}
+    for index, (each, old) in enumerate(zip(log.made, before, strict=True)):
+        now = each.part.plan.positions
+        assert torch.equal(now, part.plan.positions if index == 1 else old)
+
+
+@pytest.mark.parametrize(
+    ("size", "slot", "message"),
+    [
+        (4, 2, "at most 2 microbatches .* got one in slot 2"),
+        (2, 0, r"a context size .* one of \[1, 4\], got 2"),
+    ],
+)
+def test_what_was_not_captured_is_an_error(log: Log, size: int, slot: int, message: str) -> None:
+    """No slot is used twice: a microbatch too many, and a size without graphs, are refused."""
+    with pytest.raises(ValueError, match=message):
+        captured(log).choose(0, part_of((16,), size), slot)
+
+
+def test_a_slot_is_refused_while_any_size_of_it_waits(log: Log) -> None:
+    """Sizes share a slot's memory: none is replayed between forward and backward of another."""
+    made = captured(log)
+    log.made[0].is_waiting = True  # size 4 in slot 0
+    before = [each.part.plan.positions.clone() for each in log.made]
+    for size in SIZES:
+        with pytest.raises(RuntimeError, match="Expected slot 0 to be free"):
+            made.choose(0, part_of((3, 3, 3), size), 0)
+    for each, old in zip(log.made, before, strict=True):
+        assert torch.equal(each.part.plan.positions, old)
+    assert cast("Any", made.choose(0, part_of((3,), 1), 1)) == {"region": log.made[3]}
+    log.made[0].is_waiting = False
+    assert cast("Any", made.choose(0, part_of((3,), 1), 0)) == {"region": log.made[2]}
+
+
+def test_ledgers_know_the_metadata(log: Log) -> None:
+    """What graphs read of microbatches has names, beside what the trainer names."""
+    captured(log)
+    for each in log.made:
+        named = each.resolve()
+        assert named["weight"].shape == (3,)
+        known = {tensor.data_ptr() for tensor in named.values()}
+        plan, packed = each.part.plan, each.part.packed
+        assert packed is not None
+        for tensor in (plan.rows, plan.positions, plan.valid, plan.spans.offsets, *packed):
+            assert tensor is not None
+            assert tensor.data_ptr() in known
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_failed_capture_leaves_nothing(log: Log, fails_at: int) -> None:
+    """All graphs of all sizes and slots are dropped, tables are let go, and a retry works."""
+    stage = Stage()
+    log.fails_at = fails_at
+    made = graphs_of(log, stage)
+    with pytest.raises(ValueError, match="no room"):
+        made.capture(torch.zeros(1))
+    assert [each.is_dropped for each in log.made] == [True] * fails_at
+    assert made.graphs == {}
+    assert stage.on_microbatch is None
+    table = weakref.ref(stage.rope.cos)
+    stage.rope.to("meta")
+    gc.collect()
+    assert table() is None
+    log.fails_at = -1
+    made.capture(torch.zeros(1))
+    assert len(list(made.captured)) == 4
+
+
+def test_tables_are_kept_until_the_reset(log: Log) -> None:
+    """A table that the model replaces is there while graphs may read it, and no longer."""
+    stage = Stage()
+    made = graphs_of(log, stage)
+    made.capture(torch.zeros(1))
+    table = weakref.ref(stage.rope.cos)
+    stage.rope.to("meta")
+    gc.collect()
+    assert table() is not None
+    made.reset()
+    gc.collect()
+    assert table() is None
+    assert all(each.is_dropped for each in log.made)
+
+
+def test_a_group_made_again_is_refused(log: Log) -> None:
+    """Graphs hold a communicator; another one of the same ranks would never meet it."""
+    context = DynamicContext([[0]], (1,))
+    axis = context.axis(1)
+    made = graphs_of(log, Stage())
+    made._context = context
+    made._samples = {1: replace(part_of((3,), 1), cp=axis)}
+    made.capture(torch.zeros(1))
+    again = dist.new_group([0])
+    assert isinstance(again, dist.ProcessGroup)
+    other = replace(part_of((3,), 1), cp=replace(axis, group=again))
+    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+        made.choose(0, other, 0)
+    made.reset()
+    made._samples = {1: other}
+    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+        made.capture(torch.zeros(1))
