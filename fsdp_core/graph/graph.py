@@ -4,7 +4,7 @@
     CapturedFunction   one graph of a function that runs forward and backward itself
 
 The ledger of addresses is checked before each replay. Parts of a step that autograd joins are
-captured by `fsdp_core.graph.segment`.
+captured by `fsdp_core.graph.graphed_callable`.
 """
 
 import weakref
