@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank has, as index arithmetic.
+"""Which tokens a context-parallel rank has, as index arithmetic, and context sizes that change.
 
 A causal query late in a sequence sees more keys than an early one. So each sequence is cut into
 2 * size equal chunks, and a rank takes one from either end; every rank then has the same work
@@ -13,7 +13,18 @@ and the late half of the first sequence, then those of the second, and so on. Al
 the row's capacity, and where sequences begin is data: so is everything here that depends on it, and
 a graph that holds these operators follows new offsets without the host looking at them.
 
-A `ContextPlan` is what attention asks about a rank's tokens. B batch, T local tokens, S sequences.
+The size may change from microbatch to microbatch: the dp x cp ranks, in order of rank, form groups
+of `size` neighbours, each of which works on one pack of sequences, cut over its ranks:
+
+    ranks      0 1 2 3 4 5 6 7
+    size 1     a b c d e f g h       8 packs of C tokens
+    size 4     a a a a b b b b       2 packs of 4 C tokens
+
+A rank has C tokens whatever the size, so shapes on a rank never change. Groups are made once: a
+graph holds the communicator that it was captured with, and a group made again for the same ranks
+is another one.
+
+B batch, T local tokens, S sequences.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,22 +36,8 @@ import torch.distributed as dist
 from fsdp_core.parallel.mesh import Axis, world_timeout
 
 
-def chunks_of(size: int, rank: int) -> tuple[int, int]:
-    """The early and the late chunk, of 2 * size, that `rank` has."""
-    return rank, 2 * size - 1 - rank
-
-
-def owner_of(size: int, chunk: int) -> int:
-    """The rank that has `chunk`."""
-    return min(chunk, 2 * size - 1 - chunk)
-
-
-def chunk_length(length: int, size: int) -> int:
-    """Tokens of one of 2 * size chunks of a sequence of `length` tokens.
-
-    Raises:
-        ValueError: the sequence cannot be cut evenly.
-    """
+def _chunk_length(length: int, size: int) -> int:
+    """Tokens of one of 2 * size chunks of a sequence of `length` tokens."""
     if length < 1 or length % (2 * size):
         raise ValueError(
             f"Expected a sequence length that is a multiple of {2 * size} (2 * cp {size}), "
@@ -57,18 +54,9 @@ def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
     """
     if size == 1:
         return whole
-    chunk = chunk_length(whole.shape[dim], size)
-    return torch.cat([whole.narrow(dim, c * chunk, chunk) for c in chunks_of(size, rank)], dim)
-
-
-def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The inverse of `split`: all ranks' parts, in order of rank, to the whole sequence."""
-    if len(parts) == 1:
-        return parts[0]
-    halves = [part.chunk(2, dim) for part in parts]
-    early = [half[0] for half in halves]
-    late = [half[1] for half in reversed(halves)]
-    return torch.cat(early + late, dim)
+    chunk = _chunk_length(whole.shape[dim], size)
+    parts = [whole.narrow(dim, c * chunk, chunk) for c in (rank, 2 * size - 1 - rank)]
+    return torch.cat(parts, dim)
 
 
 @dataclass(frozen=True)
@@ -170,64 +158,6 @@ class ContextPlan:
         return torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Sequences of a whole row of tokens, each cut into 2 * size chunks. All int64.
-
-    Attributes:
-        starts: [S + 1], first token of each sequence in the whole row, and the row's length.
-        sequence: [T], the sequence of each of a rank's tokens.
-        chunk: [T], length of a chunk of that sequence.
-        within: [T], place in the early or the late chunk.
-        late: bool [T], in the late chunk.
-    """
-
-    size: int
-    total: int
-    starts: torch.Tensor
-    sequence: torch.Tensor
-    chunk: torch.Tensor
-    within: torch.Tensor
-    late: torch.Tensor
-
-    @classmethod
-    def of(cls, starts: torch.Tensor, total: int, size: int) -> "_Cut":
-        """The cut of a row of `total` tokens; the same for every rank of the axis."""
-        mine = starts // size
-        sequence, inside = _place(mine, total // size)
-        chunk = _lengths(starts)[sequence] // (2 * size)
-        late = inside >= chunk
-        return cls(size, total, starts, sequence, chunk, inside - late * chunk, late)
-
-    def spans(self, num_chunks: int) -> Spans:
-        """Where sequences lie if each has its first `num_chunks` chunks only."""
-        offsets = self.starts // (2 * self.size) * num_chunks
-        return Spans(offsets.to(torch.int32), self.total // (2 * self.size) * num_chunks)
-
-    def halves(self) -> tuple[Rows, Rows]:
-        """A rank's tokens of early and of late chunks."""
-        num = self.total // (2 * self.size)
-        starts = self.starts // (2 * self.size)
-        sequence, within = _place(starts, num)
-        early = starts[sequence] * 2 + within
-        place = starts[self.sequence] + self.within
-        return (
-            Rows(early, torch.where(self.late, num, place)),
-            Rows(early + _lengths(starts)[sequence], torch.where(self.late, place, num)),
-        )
-
-
-def _lengths(starts: torch.Tensor) -> torch.Tensor:
-    return starts[1:] - starts[:-1]
-
-
-def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each of `num` tokens and the place in it; sequences may be empty."""
-    token = torch.arange(num, device=starts.device)
-    sequence = torch.searchsorted(starts[1:], token, right=True)
-    return sequence, token - starts[sequence]
-
-
 def dense_plan(length: int, size: int, rank: int, device: torch.device) -> ContextPlan:
     """The plan of a batch whose rows are one sequence of `length` tokens each.
 
@@ -238,19 +168,10 @@ def dense_plan(length: int, size: int, rank: int, device: torch.device) -> Conte
         rows = torch.arange(length, device=device)
         spans = Spans(None, length)
         return ContextPlan(1, 0, rows, rows, None, spans, spans, None)
-    chunk = chunk_length(length, size)
-    cut = _Cut.of(torch.arange(2, device=device) * length, length, size)
-    rows = _rows(cut, rank)
-    return ContextPlan(
-        size=size,
-        rank=rank,
-        rows=rows,
-        positions=rows,
-        valid=None,
-        spans=Spans(None, 2 * chunk),
-        half_spans=Spans(None, chunk),
-        halves=cut.halves(),
-    )
+    chunk = _chunk_length(length, size)
+    rows, _, halves = _zigzag(torch.arange(2, device=device) * length, length, size, rank)
+    spans, half_spans = Spans(None, 2 * chunk), Spans(None, chunk)
+    return ContextPlan(size, rank, rows, rows, None, spans, half_spans, halves)
 
 
 def packed_plan(
@@ -269,36 +190,62 @@ def packed_plan(
     Raises:
         ValueError: the row cannot be cut evenly.
     """
-    chunk_length(total, size)
+    chunk = _chunk_length(total, size)
     # A sequence for what lies behind the last offset: no token is without one.
     end = padded_offsets.new_full((1,), total)
-    cut = _Cut.of(torch.cat((padded_offsets, end)).to(torch.int64), total, size)
-    rows = _rows(cut, rank)
-    inside = rows - cut.starts[cut.sequence]
+    starts = torch.cat((padded_offsets, end)).to(torch.int64)
+    rows, sequence, halves = _zigzag(starts, total, size, rank)
+    inside = rows - starts[sequence]
     num_valid = torch.cat((lengths, lengths.new_zeros(1))).to(torch.int64)
-    valid = inside < num_valid[cut.sequence]
-    return ContextPlan(
-        size=size,
-        rank=rank,
-        rows=rows,
-        positions=torch.where(valid, inside, 0),
-        valid=valid,
-        spans=cut.spans(2),
-        half_spans=cut.spans(1),
-        halves=cut.halves() if size > 1 else None,
-    )
+    valid = inside < num_valid[sequence]
+    offsets = starts // (2 * size)
+    spans, half_spans = (Spans((offsets * n).to(torch.int32), chunk * n) for n in (2, 1))
+    positions = torch.where(valid, inside, 0)
+    return ContextPlan(size, rank, rows, positions, valid, spans, half_spans, halves)
 
 
-def _rows(cut: _Cut, rank: int) -> torch.Tensor:
-    """Place in the whole row of each of a rank's tokens."""
-    early, late = chunks_of(cut.size, rank)
-    chunk = torch.where(cut.late, late, early)
-    return cut.starts[cut.sequence] + chunk * cut.chunk + cut.within
+def _zigzag(
+    starts: torch.Tensor, total: int, size: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Rows, Rows] | None]:
+    """A rank's tokens of a row of `total`, each sequence of which is cut into 2 * size chunks.
+
+    Args:
+        starts: int64 [S + 1], first token of each sequence in the row, and the row's length.
+
+    Returns:
+        int64 [T], place of each token in the row, and its sequence; and the tokens of the early and
+        of the late chunks, None for size 1.
+    """
+    sequence, inside = _place(starts // size, total // size)
+    chunk = (starts[1:] - starts[:-1])[sequence] // (2 * size)
+    late = inside >= chunk
+    within = inside - late * chunk
+    rows = starts[sequence] + torch.where(late, 2 * size - 1 - rank, rank) * chunk + within
+    if size == 1:
+        return rows, sequence, None
+    num, begins = total // (2 * size), starts // (2 * size)
+    of, place = _place(begins, num)
+    early = begins[of] * 2 + place
+    inverse = begins[sequence] + within
+    return rows, sequence, (
+        Rows(early, torch.where(late, num, inverse)),
+        Rows(early + (begins[1:] - begins[:-1])[of], torch.where(late, inverse, num)),
+    )  # fmt: skip
+
+
+def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each of `num` tokens and the place in it; sequences may be empty."""
+    token = torch.arange(num, device=starts.device)
+    sequence = torch.searchsorted(starts[1:], token, right=True)
+    return sequence, token - starts[sequence]
+
+
+# ---- context sizes that change
 
 
 @dataclass(frozen=True)
 class MicrobatchLayout:
-    """Where a rank of dp x cp stands in a microbatch of context size `size`.
+    """Where a rank of dp x cp is in a microbatch of context size `size`.
 
     Attributes:
         num_packs: packs of sequences in the microbatch, over all ranks.
@@ -312,36 +259,6 @@ class MicrobatchLayout:
     cp_rank: int
 
 
-def microbatch_layout(size: int, num_ranks: int, rank: int) -> MicrobatchLayout:
-    """The place of `rank`, of `num_ranks` of dp x cp, for context size `size`.
-
-    Raises:
-        ValueError: groups of that size do not cover the ranks.
-    """
-    if size < 1 or num_ranks % size:
-        raise ValueError(f"Expected a context size that divides {num_ranks} ranks, got {size}.")
-    return MicrobatchLayout(size, num_ranks // size, rank // size, rank % size)
-
-
-def smallest_size(longest: int, tokens_per_rank: int, sizes: Iterable[int]) -> int:
-    """The smallest supported size whose packs hold a sequence of `longest` tokens.
-
-    `tokens_per_rank` is the capacity of a pack over its ranks, so a padded sequence fits where a
-    bare one does.
-
-    Raises:
-        ValueError: none does.
-    """
-    known = sorted(sizes)
-    for size in known:
-        if longest <= tokens_per_rank * size:
-            return size
-    raise ValueError(
-        f"Expected sequences of at most {tokens_per_rank * known[-1]} tokens "
-        f"({tokens_per_rank} a rank, context sizes up to {known[-1]}), got one of {longest}."
-    )
-
-
 class DynamicContext:
     """The context axes of all supported sizes.
 
@@ -350,12 +267,8 @@ class DynamicContext:
 
     Args:
         rows: the global ranks of each dp x cp, in order; all rows of the layout, of equal length.
-        sizes: the supported context sizes.
+        sizes: the supported context sizes; each divides a row.
         known: axes that exist already, by size, to be used as they are.
-
-    Raises:
-        ValueError: a size that does not divide the ranks, this rank in no row, or a known axis of
-            other ranks.
     """
 
     def __init__(
@@ -366,39 +279,24 @@ class DynamicContext:
     ) -> None:
         self.sizes = tuple(sorted(set(sizes)))
         me = dist.get_rank()
-        mine = [row for row in rows if me in row]
-        if len(mine) != 1 or len({len(row) for row in rows}) != 1 or not self.sizes:
-            raise ValueError(
-                f"Expected rows of equal length, one with rank {me}, and some sizes, got "
-                f"{[list(row) for row in rows]} and {self.sizes}."
-            )
-        self.num_ranks, self.rank = len(mine[0]), list(mine[0]).index(me)
-        self._axes: dict[int, Axis] = {}
+        (mine,) = (list(row) for row in rows if me in row)
+        self._row_size, self._rank = len(mine), mine.index(me)
+        self._axes = dict(known or {})
         for size in self.sizes:
-            layout = self.layout(size)
-            ranks = list(mine[0])[layout.pack * size : (layout.pack + 1) * size]
-            axis = (known or {}).get(size)
-            if axis is None:
-                axis = Axis("cp", size, layout.cp_rank, _make_groups(rows, size, me))
-            elif dist.get_process_group_ranks(axis.group) != ranks:
-                raise ValueError(
-                    f"Expected the axis of size {size} to have ranks {ranks}, got "
-                    f"{dist.get_process_group_ranks(axis.group)}."
-                )
-            self._axes[size] = axis
+            at = self.layout(size)
+            if size not in self._axes:
+                self._axes[size] = Axis("cp", size, at.cp_rank, _make_groups(rows, size, me))
+            got = dist.get_process_group_ranks(self._axes[size].group)
+            assert got == mine[at.pack * size : (at.pack + 1) * size], (size, got, mine)
 
     def layout(self, size: int) -> MicrobatchLayout:
         """This rank's place in a microbatch of context size `size`."""
-        return microbatch_layout(size, self.num_ranks, self.rank)
+        assert self._row_size % size == 0, f"size {size} of {self._row_size} ranks"
+        return MicrobatchLayout(size, self._row_size // size, self._rank // size, self._rank % size)
 
     def axis(self, size: int) -> Axis:
-        """The axis of that size: the same object, with the same group, each time.
-
-        Raises:
-            ValueError: a size that is not supported.
-        """
-        if size not in self._axes:
-            raise ValueError(f"Expected a context size out of {self.sizes}, got {size}.")
+        """The axis of that size: the same object, with the same group, each time."""
+        assert size in self.sizes, f"Expected a context size out of {self.sizes}, got {size}."
         return self._axes[size]
 
     def check(self, axis: Axis) -> None:
