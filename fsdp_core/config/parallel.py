@@ -5,7 +5,7 @@ The world is the product of the dense degrees; the expert degrees cut the same r
     dense     pp x dp_outer x dp x cp x tp        tp fastest
     expert    pp x edp x ep x etp                 etp fastest; edp is what is left
 
-`fsdp_core.layouts` has the coordinates of ranks and lists the legal layouts.
+`fsdp_core.layouts` has the coordinates of ranks.
 """
 
 import functools

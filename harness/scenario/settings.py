@@ -31,7 +31,6 @@ from typing import Any
 
 from fsdp_core import config as training
 from fsdp_core.config import ConfigError, ParallelConfig, TrainConfig, tap_pattern, to_plain
-from fsdp_core.layouts import legal_layouts
 from harness.codec import dumps
 from harness.errors import ScenarioError, shown
 from harness.faults.catalogue import CATALOGUE, LEGS, is_of_any_engine
@@ -39,6 +38,7 @@ from harness.faults.fault import Fault
 from harness.program.spec import ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario import yaml_source as take
+from harness.scenario.legal_layouts import legal_layouts
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
 
 LAST_RANK = -1
@@ -419,7 +419,7 @@ def is_listed(axis: str, node: Node) -> bool:
 def listed_layouts(
     node: Node, key: str, base: Mapping[str, Setting], fallback: Origin
 ) -> tuple[tuple[Setting, ...], ...]:
-    """The settings of each legal layout, in the order of `fsdp_core.layouts`: what departs from
+    """The settings of each legal layout, in the order of `legal_layouts`: what departs from
     degree 1. `node` is the axis, `key` its name in messages, `base` has the model.
 
     Raises:

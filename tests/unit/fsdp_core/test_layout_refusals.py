@@ -18,7 +18,7 @@ from fsdp_core.config import (
     ParallelConfig,
     TrainConfig,
 )
-from fsdp_core.layouts import legal_layouts
+from harness.scenario.legal_layouts import legal_layouts
 
 NAMES = tuple(field.name for field in fields(ParallelConfig))
 RULES = {rule.name for rule in PARALLEL_RULES} | {rule.name for rule in LAYOUT_RULES}

@@ -22,7 +22,7 @@ from fsdp_core.config import (
     TrainConfig,
     model_from_preset,
 )
-from fsdp_core.layouts import legal_layouts
+from harness.scenario.legal_layouts import legal_layouts
 from tests.unit.fsdp_core.config.refusals import (
     NAN,
     Refusal,

@@ -16,10 +16,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from fsdp_core.config import SCOPES, ParallelConfig, model_from_preset
-from fsdp_core.layouts import legal_layouts
 from harness.errors import NothingSelected, ScenarioError
 from harness.records import CaseSpec, each_of
 from harness.repeats import NUM_SAMPLES, samples_of
+from harness.scenario.legal_layouts import legal_layouts
 from harness.scenario.matrix import MAX_ID_CHARS, count, expand, named
 from harness.scenario.schema import Overrides, load_scenario
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
