@@ -38,50 +38,34 @@ def make_streams(config: TrainConfig, axes: Axes, device: Device) -> RandomStrea
 def build_stages(
     config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
 ) -> list[DecoderStage]:
-    """This rank's stages on `device`, FSDP roots; weights depend on the seed and names alone."""
-    stages = _make(config, axes, backend, streams)
-    model = config.model
-    init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
-    for stage in stages:
-        stage.to(device.torch_device)
-        stage.set_loss_scale(1.0 / config.microbatches)
-        shard_stage(stage, axes, _sharding(config, device))
-    return stages
+    """This rank's stages, FSDP roots; weights depend on the seed and names alone.
 
-
-def build_meta_stages(
-    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
-) -> list[DecoderStage]:
-    """The same stages without memory: on the meta device, sharded."""
-    with torch.device("meta"):
-        stages = _make(config, axes, backend, streams)
-        for stage in stages:
-            shard_stage(stage, axes, _sharding(config, device))
-    return stages
-
-
-def _make(
-    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams
-) -> list[DecoderStage]:
-    return make_stages(
-        config.model, axes, backend, streams,
-        chunks=config.parallel.pp_chunks, recompute=config.recompute,
-    )  # fmt: skip
-
-
-def _sharding(config: TrainConfig, device: Device) -> Sharding:
-    """How a stage is sharded, with a pool of its own: a pool follows the order of one root."""
-    fsdp = config.fsdp
+    Where the default device is `meta` they have no memory, and no weights.
+    """
+    model, parallel, fsdp = config.model, config.parallel, config.fsdp
+    stages = make_stages(
+        model, axes, backend, streams, chunks=parallel.pp_chunks, recompute=config.recompute
+    )
+    is_meta = torch.get_default_device().type == "meta"
+    if not is_meta:
+        init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPES[config.dtype],
         reduce_dtype=TORCH_DTYPES[fsdp.reduce_dtype],
         # The model casts for itself; its RoPE tables are float32 on purpose.
         cast_forward_inputs=False,
     )
-    pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
-    return Sharding(
-        fsdp=fsdp, policy=policy, pool=pool, keep_grads=True, splits_experts=config.fused_experts
-    )
+    for stage in stages:
+        if not is_meta:
+            stage.to(device.torch_device)
+        stage.set_loss_scale(1.0 / config.microbatches)
+        # A pool of its own: a pool follows the order of one root.
+        pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
+        shard_stage(stage, axes, Sharding(
+            fsdp=fsdp, policy=policy, pool=pool, keep_grads=True,
+            splits_experts=config.fused_experts,
+        ))  # fmt: skip
+    return stages
 
 
 def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
@@ -92,14 +76,11 @@ def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
 
 def named_states(groups: Iterable[ParamGroup]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Name, main weight and main gradient of this rank's rows of every parameter."""
-    return [
-        (name, group.local_rows(group.main_weight, i), group.local_rows(_main_grad(group), i))
-        for group in groups
-        for i, name in enumerate(group.names)
-    ]
-
-
-def _main_grad(group: ParamGroup) -> torch.Tensor:
-    kept = group.gradients.main_grad
-    assert kept is not None
-    return kept
+    found = []
+    for group in groups:
+        main_grad = group.gradients.main_grad
+        assert main_grad is not None
+        for i, name in enumerate(group.names):
+            rows = group.local_rows(group.main_weight, i), group.local_rows(main_grad, i)
+            found.append((name, *rows))
+    return found

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_core.config import OptimConfig, TrainConfig
+from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.model.backend import Backend, BackendMissing, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
@@ -34,9 +35,14 @@ from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train.build import TORCH_DTYPES
-from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss
 from fsdp_core.train.taps import GlobalBox, Snapshots
-from fsdp_core.train.trainer import OF_GRADIENTS, Trainer
+from fsdp_core.train.trainer import (
+    Digests,
+    StepOutputs,
+    Trainer,
+    groups_of,
+    mean_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -262,7 +268,7 @@ class EngineTrainer(Trainer):
         optimizer = EngineAdamW(self.stages[0], self._sharded.optimizer)
         return optimizer, EngineDigests(optimizer, self._samples())
 
-    def _all_gradients(self) -> None:
+    def _gradients(self) -> None:
         outputs, number = self.outputs, self.config.microbatches
         self.taps.begin()
         self.optimizer.zero_grad()
@@ -273,17 +279,7 @@ class EngineTrainer(Trainer):
                 (loss * (1.0 / number)).backward()
         outputs.loss.copy_(mean_loss(outputs.losses, self.axes))
         self.optimizer.require_grads()
-        for group in OF_GRADIENTS:
-            self._digests.update(group, outputs)
-        self._whole_steps += 1
-
-    def smaller_step(
-        self, index: int, *, microbatches: int | None = None, rows: int | None = None
-    ) -> StepOutputs:
-        """Of our engine alone (`NotImplementedError`)."""
-        raise NotImplementedError(
-            f"Expected engine ours for a smaller step, got {self.config.engine}."
-        )
+        self._after_gradients()
 
     def evaluate(self, index: int) -> torch.Tensor:
         """Of our engine alone (`NotImplementedError`)."""
@@ -306,3 +302,9 @@ class EngineTrainer(Trainer):
                 chunks = parameter.__create_chunk_list__()
                 boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
             yield name, tuple(GlobalBox(name, shape, start, zeros, sizes) for start, sizes in boxes)
+
+
+def make_trainer(config: TrainConfig, axes: Axes, device: Device) -> Trainer:
+    """The trainer that a configuration asks for: of our engine, or of another one."""
+    kind = Trainer if config.engine == "ours" else EngineTrainer
+    return kind(config, axes, device)

@@ -14,8 +14,9 @@ with the update or without; partial scopes capture parts of layers, forward and 
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,22 @@ from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.ledger import AddressBook
 from fsdp_core.model.backend import Backend, make_backend
+from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
+from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.parallel.pipeline import Microbatch, Pipeline
+from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.parallel.rng import RandomStream
+from fsdp_core.stress import races
+from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.build import (
     TORCH_DTYPES,
     build_stages,
@@ -53,19 +59,125 @@ from fsdp_core.train.names import (
     enter_attributes,
     enter_optimizer,
     enter_stage,
+    holds_gradients,
 )
-from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
-from fsdp_core.train.taps import Snapshots, branch_places, open_taps, places_of
+from fsdp_core.train.taps import Snapshots, TensorCopies, branch_places, open_taps, places_of
 
 OF_GRADIENTS = ("samples", "grads")
 """Groups that are digested once the gradients are there; all others follow the update."""
 STATE = ("weights", "optim")
 """Groups that last from step to step."""
 
+Named = tuple[list[str], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step shows, in static device tensors that every step overwrites.
+
+    Attributes:
+        losses: float32 [microbatches], of this rank's tokens; ranks of tp and pp have the same.
+            Their mean over microbatches and over the ranks that hold different tokens is `loss`.
+        loss: float32 scalar, the mean over all tokens of the step, on every rank the same.
+        grad_norm: float32 scalar, of the whole model's gradient, before clipping.
+        digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any
+            element is not finite.
+    """
+
+    losses: torch.Tensor
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    digests: dict[str, torch.Tensor]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them by name."""
+        yield from {"losses": self.losses, "loss": self.loss, "grad_norm": self.grad_norm}.items()
+        for group, rows in self.digests.items():
+            yield f"digest of {group}", rows
+
+
+def mean_loss(losses: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The loss of the step out of every rank's losses: float32 scalar. A collective.
+
+    In float64, so that the order in which ranks are summed leaves float32 alone.
+    """
+    total = losses.double().mean()
+    for axis in (axes.dp_outer, axes.dp, axes.cp):
+        total = all_reduce(total, axis)
+    return (total / num_averaged(axes)).float()
+
+
+def groups_of(optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Named]:
+    """The groups of `Digests`, with the tensors as they are now."""
+    names = optimizer.names
+    return {
+        "grads": (names, optimizer.grads),
+        "weights": (
+            [*names, *(name for name, _ in others)],
+            [*optimizer.params, *(tensor for _, tensor in others)],
+        ),
+        "optim": (
+            [f"{name}.exp_avg" for name in names]
+            + [f"{name}.exp_avg_sq" for name in names]
+            + ["step_count"],
+            [*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.step_count],
+        ),
+    }
+
+
+class Digests:
+    """Digests of the tensors that a run is compared by, in groups.
+
+    Args:
+        optimizer: its gradients, weights and moments, this rank's rows, by global names.
+        others: further state that a step changes: it goes with the weights.
+        further: tensors of further groups, by name; a group of none is left out.
+
+    Attributes:
+        digested: names and tensors of each group.
+        kept: copies that are taken with the digests of a group.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        others: Sequence[tuple[str, torch.Tensor]],
+        further: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self.digested = groups_of(optimizer, others) | {
+            group: (list(named), list(named.values())) for group, named in further.items() if named
+        }
+        self._digesters = {
+            group: Digester(tensors, named) for group, (named, tensors) in self.digested.items()
+        }
+        self.kept: dict[str, TensorCopies] = {}
+
+    def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Rows for the digests of each group."""
+        return {g: empty_rows(len(names), device) for g, (names, _) in self.digested.items()}
+
+    def update(self, group: str, outputs: StepOutputs) -> None:
+        """Digest a group into its rows."""
+        self._digesters[group](self.digested[group][1], outputs.digests[group])
+        if group in self.kept:
+            self.kept[group].take()
+
+    def scratch(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that digesting needs, by name."""
+        for group, digester in self._digesters.items():
+            for number, tensor in enumerate(digester.scratch()):
+                yield f"digest scratch {number} of {group}", tensor
+        for group, copies in self.kept.items():
+            for name, buffer in copies.buffers.items():
+                yield f"copy of {group}:{name}", buffer
+
 
 class Trainer:
     """Runs steps of one rank, inside a process group; `close` before that is destroyed.
+
+    With stressors all its work is under stress: it is built under it, and is so `at_work`; what
+    touches memory on two streams in no order then raises `RaceFound`.
 
     Args:
         axes: of `config.parallel`, from `mesh.build_axes`.
@@ -75,21 +187,31 @@ class Trainer:
         streams: what dropout draws from.
         outputs: of the last step.
         taps: digests of what went through modules in the last step.
+        stressors: those of the configuration; None without.
 
     Raises:
-        ValueError: axes of another layout; stressors, which a `StressedTrainer` takes.
+        ValueError: axes of another layout.
+        StressorMissing: the device lacks one of the stressors.
     """
 
-    takes_stress: ClassVar[bool] = False
-
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
-        if config.stress and not self.takes_stress:
-            raise ValueError(
-                f"Expected no stressors for a plain trainer, got {', '.join(config.stress)}; "
-                "make_trainer makes one that runs under stress."
-            )
         require_same(config, axes)
         self.config, self.axes, self.device = config, axes, device
+        self.stressors: Stressors | None = None
+        if config.stress:
+            self.stressors = Stressors(
+                config.stress, device=device, seed=config.stress_seed, rank=dist.get_rank()
+            )
+        with contextlib.nullcontext() if self.stressors is None else self.stressors.active():
+            self._build()
+            for root in self._roots if self.stressors else ():
+                # Made at their first use, which is to be in here.
+                _ = root.fsdp_schedule.gather_stream, root.fsdp_schedule.reduce_stream
+        if self.stressors is not None:
+            self._watch(self.stressors)
+
+    def _build(self) -> None:
+        config, axes, device = self.config, self.axes, self.device
         self.stream = device.new_stream()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
         backend = make_backend(
@@ -105,7 +227,6 @@ class Trainer:
             self._inputs = make_inputs(config, axes, device)
             self.optimizer, self._digests = self._build_state()
             self.outputs = self._empty_outputs()
-            self._pipelines: dict[int, Pipeline] = {}
             self._whole_steps = 0
             self._captured_at: int | None = None
             self._is_closed = False
@@ -114,6 +235,25 @@ class Trainer:
             config, device, self.stages, self.streams, lambda: self.named_tensors().now,
             self._compiler,
         )  # fmt: skip
+
+    def _watch(self, stressors: Stressors) -> None:
+        """Have stressors see the buffers of pools, and races the names of what they find."""
+        for root in self._roots:
+            schedule = root.fsdp_schedule
+            schedule.pool = stressors.watched(schedule.pool)
+            for unit in schedule.units:
+                for group in unit.groups:
+                    group.pool = schedule.pool
+        if stressors.races is not None:
+            stressors.races.named = self._named
+            stressors.races.units = {group.owner: group.name for group in self.groups}
+            self.stream.name = "main"
+
+    def _named(self) -> Iterator[races.Named]:
+        units = {name: group.name for group in self.groups for name in (*group.names, group.name)}
+        for name, tensor in self.named_tensors().items():
+            unit = units.get(name.split(" ")[0], "")
+            yield races.Named(name, unit, tensor, holds_gradients(name))
 
     @property
     def counts(self) -> GraphCounts:
@@ -158,9 +298,20 @@ class Trainer:
             stream.name.partition(" at ")[0]: stream.get_state() for stream in self.streams.streams
         }
 
-    def at_work(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, work is issued on the trainer's stream, and under stress if it has any."""
-        return self.device.on(self.stream)
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, work is issued on the trainer's stream, and under stress if it has any.
+
+        What races showed is raised at the end, unless something else was.
+        """
+        if self.stressors is None:
+            with self.device.on(self.stream):
+                yield
+            return
+        with self.stressors.active(), self.device.on(self.stream):
+            self.stressors.before_step()
+            yield
+        self.stressors.after_step()
 
     # ---- a step
 
@@ -189,31 +340,6 @@ class Trainer:
                 self._iteration()
         return self.outputs
 
-    def smaller_step(
-        self, index: int, *, microbatches: int | None = None, rows: int | None = None
-    ) -> StepOutputs:
-        """A step of fewer microbatches or rows of each, the same on every rank: an epoch's last.
-
-        Eager, but that partial scopes are replayed where only the microbatches are fewer. Losses of
-        microbatches that there are none of are 0.
-
-        Raises:
-            ValueError: more than there are in a whole step, or none; other rows of packs than one.
-        """
-        config = self.config
-        number = config.microbatches if microbatches is None else microbatches
-        rows = self._inputs.shape[0] if rows is None else rows
-        with self.at_work():
-            self._inputs.fill(index)
-            batch = self._inputs.smaller(number, rows)
-            self._set_loss_scale(1.0 / number)
-            try:
-                self._gradients(batch, self._pipeline_of(rows))
-            finally:
-                self._set_loss_scale(1.0 / config.microbatches)
-            self._update()
-        return self.outputs
-
     def evaluate(self, index: int) -> torch.Tensor:
         """The mean loss over the tokens of step `index`, trained on or not: float32 scalar.
 
@@ -231,25 +357,23 @@ class Trainer:
             return mean_loss(losses, self.axes)
 
     def _iteration(self) -> None:
-        self._all_gradients()
+        self._gradients()
         self._update()
 
-    def _all_gradients(self) -> None:
-        self._gradients(self._inputs.microbatches(), self._pipeline)
-
-    def _gradients(self, microbatches: list[Microbatch], pipeline: Pipeline) -> None:
-        outputs, number = self.outputs, len(microbatches)
+    def _gradients(self) -> None:
+        outputs = self.outputs
         self.taps.begin()
         for root in self._roots:
             root.zero_main_grads()
-        losses = pipeline.forward_backward(microbatches)
-        outputs.losses[:number].copy_(losses)
-        outputs.losses[number:].zero_()
-        outputs.loss.copy_(mean_loss(losses, self.axes))
+        outputs.losses.copy_(self._pipeline.forward_backward(self._inputs.microbatches()))
+        outputs.loss.copy_(mean_loss(outputs.losses, self.axes))
         self._require_grads()
+        self._after_gradients()
+
+    def _after_gradients(self) -> None:
         for group in OF_GRADIENTS:
-            self._digests.update(group, outputs)
-        self._whole_steps += pipeline is self._pipeline and number == self.config.microbatches
+            self._digests.update(group, self.outputs)
+        self._whole_steps += 1
 
     def _update(self) -> None:
         config, outputs = self.config, self.outputs
@@ -263,10 +387,6 @@ class Trainer:
         for group in self._digests.digested:
             if group not in OF_GRADIENTS:
                 self._digests.update(group, outputs)
-
-    def _set_loss_scale(self, scale: float) -> None:
-        for stage in self.stages:
-            stage.set_loss_scale(scale)
 
     def _require_grads(self) -> None:
         """A parameter that got no gradient would be updated by that of the step before."""
@@ -349,10 +469,10 @@ class Trainer:
             digests=self._digests.empty(device),
         )
 
-    def _activation(self, rows: int) -> TensorSpec:
+    def _activation(self) -> TensorSpec:
         """What goes from layer to layer."""
-        tokens, axes = self._inputs.shape[1], self.axes
-        tokens //= axes.tp.size if axes.sequence_parallel else 1
+        rows, tokens = self._inputs.shape
+        tokens //= self.axes.tp.size if self.axes.sequence_parallel else 1
         shape = (rows, tokens, self.config.model.hidden)
         return TensorSpec(shape, TORCH_DTYPES[self.config.dtype])
 
@@ -363,20 +483,14 @@ class Trainer:
             make_schedule(self.axes.pp.size, len(self.stages), self.config.microbatches)
         )
 
-    def _pipeline_of(self, rows: int) -> Pipeline:
-        """The pipeline for microbatches of that many rows."""
-        if rows not in self._pipelines:
-            # Graphs give memory that their next replay overwrites, while a send may be under way.
-            copy_sent = self.config.graph not in ((), ("full_iteration",))
-            self._pipelines[rows] = Pipeline(
-                self.stages, self.axes.pp, self._activation(rows), self.device.torch_device,
-                num_slots=self._num_slots, copy_sent=copy_sent,
-            )  # fmt: skip
-        return self._pipelines[rows]
-
-    @property
+    @functools.cached_property
     def _pipeline(self) -> Pipeline:
-        return self._pipeline_of(self._inputs.shape[0])
+        # Graphs give memory that their next replay overwrites, while a send may be under way.
+        copy_sent = self.config.graph not in ((), ("full_iteration",))
+        return Pipeline(
+            self.stages, self.axes.pp, self._activation(), self.device.torch_device,
+            num_slots=self._num_slots, copy_sent=copy_sent,
+        )  # fmt: skip
 
     def named_tensors(self) -> AddressBook:
         """Every long-lived tensor that a graph may use, by name, looked up when it is asked for."""
@@ -419,26 +533,49 @@ class Trainer:
             )
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
-            whole = self._iteration if self.config.graph_optimizer else self._all_gradients
+            whole = self._iteration if self.config.graph_optimizer else self._gradients
             opt = self.optimizer
             moments = (opt.step_count, *opt.exp_avg, *opt.exp_avg_sq)
             self._graphs.capture_iteration(whole, moments)
             return
-        spec = self._activation(self._inputs.shape[0])
+        spec = self._activation()
         sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)
         self._graphs.capture_parts(self._inputs, sample, self._num_slots)
+
+    def take_turn(self, names: Sequence[str]) -> None:
+        """Between steps: these stressors alone from now on; the next step captures anew.
+
+        What others did while graphs were captured went into these. Every rank calls this, as all of
+        them capture together (`ValueError`: a stressor that the configuration does not name).
+        """
+        assert self.stressors is not None
+        self.stressors.only(names)
+        with self.device.on(self.stream):
+            self.device.synchronize()
+            self._graphs.drop()
+            self._captured_at = None
+
+    @property
+    def stress_bytes(self) -> int:
+        """Of the live bytes of the device, those that stressors hold between steps."""
+        scramble = None if self.stressors is None else self.stressors.scramble
+        return 0 if scramble is None else scramble.held_bytes
 
     def close(self) -> None:
         """Drop the graphs, then wait; a process group must not be destroyed before this.
 
         The trainer goes on eagerly, should it be used again.
         """
-        with self.at_work():
-            self._is_closed = True
-            self.device.synchronize()
-            self._graphs.drop()
-            self._compiler.close()
-            self.device.synchronize()
+        try:
+            with self.at_work():
+                self._is_closed = True
+                self.device.synchronize()
+                self._graphs.drop()
+                self._compiler.close()
+                self.device.synchronize()
+        finally:
+            if self.stressors is not None:
+                self.stressors.close()
 
 
 def _state(stream: RandomStream) -> torch.Tensor | None:

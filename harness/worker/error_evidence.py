@@ -26,8 +26,7 @@ from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.stress.races import Race, RaceFound
 from fsdp_core.train.engines import EngineAdamW
-from fsdp_core.train.outputs import mean_loss
-from fsdp_core.train.trainer import Trainer
+from fsdp_core.train.trainer import Trainer, mean_loss
 from harness.records import Passed, RaceEvidence, StreamUse
 
 _PHASES: tuple[tuple[Passed, tuple[Callable[..., Any], ...]], ...] = (

@@ -9,17 +9,17 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_hex, empty_rows
 from fsdp_core.train import StepOutputs, Trainer
-from fsdp_core.train.memory import at_rest
-from fsdp_core.train.stressed import StressedTrainer
 from fsdp_core.train.taps import PLACE_COLUMN, Snapshot, matches
 from harness.recorder import RecordFile
 from harness.recorder.rows import hashed, seconds_between, write_kept
@@ -108,8 +108,8 @@ class Observer:
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
         self._clock.tick()
         # What a stressor holds in its turn is no memory of the program's.
-        lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
-        rng, moved, live = self._rng(), self._count_moved(step), device.live_bytes() - lent
+        live = device.live_bytes() - trainer.stress_bytes
+        rng, moved = self._rng(), self._count_moved(step)
         facts = {
             "step": step, "pointer_changes": moved, "live_bytes": live,
             "peak_bytes": device.peak_bytes(), "host_bytes": host_bytes(),
@@ -216,6 +216,41 @@ def host_bytes() -> int:
     """Resident memory of this process that no file holds: mapped data grows as it is read."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """Bytes that a rank keeps between steps.
+
+    Attributes:
+        parameters: main weights, padding included, and copies in the dtype of compute.
+        gradients: kept in the dtype of the main weights.
+        optimizer: both moments, and two scalars.
+        largest_unit: full weights of the largest unit in the dtype of compute; 0 if no weight is
+            gathered.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    largest_unit: int
+
+
+def at_rest(groups: Iterable[ParamGroup]) -> AtRest:
+    """What the parameter groups of a rank, their gradients and AdamW's moments take."""
+    parameters = gradients = moments = largest = 0
+    for group in groups:
+        nest, dtypes, total = group.nest, group.dtypes, group.layout.total_numel
+        main = nest.numel(total, nest.main_level) * dtypes.main.itemsize
+        parameters += main
+        gradients += main
+        if group.keeps_copy:
+            parameters += nest.numel(total, nest.weight_level) * dtypes.compute.itemsize
+        moments += sum(spec.local_numel for spec in group.specs)
+        if nest.weight_level:
+            largest = max(largest, total * dtypes.compute.itemsize)
+    scalars = 2 * torch.float32.itemsize
+    return AtRest(parameters, gradients, 2 * moments * torch.float32.itemsize + scalars, largest)
 
 
 def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:

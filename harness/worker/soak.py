@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsdp_core.train import Trainer
-from fsdp_core.train.stressed import StressedTrainer
 from harness.codec import Json
 from harness.records import EventRecord, RunSpec
 from harness.soaking import SoakSpec, taking_turns, turn_of
@@ -59,7 +58,7 @@ class Soaking:
 
     def _take_turn(self, turn_steps: int) -> None:
         trainer = self._trainer
-        if not isinstance(trainer, StressedTrainer):
+        if trainer.stressors is None:
             return
         config = trainer.config
         names = turn_of(config.stress, config.stress_seed, self._done // turn_steps)

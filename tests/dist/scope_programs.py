@@ -65,10 +65,6 @@ def act(trainer: Trainer, event: Event) -> Any:
         return bits(trainer, values[0])
     if kind == "evaluate":
         return trainer.evaluate(values[0]).view(-1).view(torch.int32).tolist()
-    if kind == "smaller":
-        index, microbatches, rows = values
-        trainer.smaller_step(index, microbatches=microbatches, rows=rows)
-        return _state(trainer)
     if kind == "shown":
         return _state(trainer)
     trainer.close()

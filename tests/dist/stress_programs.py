@@ -9,8 +9,7 @@ import torch.distributed as dist
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
-from fsdp_core.train import Trainer, make_trainer
-from fsdp_core.train.stressed import StressedTrainer
+from fsdp_core.train import make_trainer
 from harness.worker.plants import act_before_step
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -51,7 +50,7 @@ def train_in_turns(stressed: Stressed, turns: list[tuple[str, ...]]) -> tuple[li
     """As `train`, with other stressors from step to step; how many graphs were made, too."""
     config = stressed.config
     trainer = make_trainer(config, build_axes(config.parallel, device()), device())
-    assert isinstance(trainer, StressedTrainer)
+    assert trainer.stressors is not None
     seen = []
     try:
         for step in range(STEPS):
@@ -64,25 +63,14 @@ def train_in_turns(stressed: Stressed, turns: list[tuple[str, ...]]) -> tuple[li
 
 
 def other_steps(stressed: Stressed) -> list[Any]:
-    """A step, evaluation, a smaller step, state digested again, and a step after the graphs."""
+    """A step, evaluation, state digested again, and a step after the graphs."""
     config = stressed.config
     trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     seen: list[Any] = [bits(trainer, step) for step in range(STEPS - 1)]
     seen.append(trainer.evaluate(7).item())
-    seen.append(trainer.smaller_step(STEPS - 1, microbatches=1).loss.item())
     trainer.redigest_state()
     trainer.close()
     return [*seen, bits(trainer, STEPS)]
-
-
-def refused(stressed: Stressed) -> str:
-    """What a plain trainer says."""
-    config = stressed.config
-    try:
-        Trainer(config, build_axes(config.parallel, device()), device())
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:

@@ -71,8 +71,8 @@ def test_groups_may_differ(warm_ranks: RankPool) -> None:
 
 
 def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
-    """Other capacities, slots and groups raise, and training goes on as before, with steps of fewer
-    microbatches and evaluations in between."""
+    """Other capacities, slots and groups raise, and training goes on as before, with evaluations in
+    between."""
     run = Run({"dp": 2, "dynamic_cp": (1, 2)}, overrides=ONE, graph=ATTN)
     for messages, seen, expected in warm_ranks.run(refused, run, world_size=2):
         assert "ValueError: Expected plan." in messages["capacity"]
@@ -80,7 +80,6 @@ def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
         assert "ValueError: Expected at most 1 microbatches" in messages["slot"]
         assert "RuntimeError: Expected the process group that is kept" in messages["group"]
         assert "Expected at most 8 sequences in a pack of 9 slots" in messages["sequences"]
-        assert "Expected at most 2 microbatches of 1 row" in messages["rows"]
         assert "RuntimeError: Expected slot 0 to be free" in messages["waiting"]
         assert seen == expected
 

@@ -143,35 +143,21 @@ def test_full_iteration_with_the_optimizer_and_without(warm_ranks: RankPool) -> 
 # ---- around the steps
 
 
-def test_evaluation_and_smaller_steps_between_replays(warm_ranks: RankPool) -> None:
-    """Evaluation, steps of fewer microbatches or rows, and life after the graphs are eager's."""
+def test_evaluation_between_replays(warm_ranks: RankPool) -> None:
+    """Evaluation, and life after the graphs, are eager's."""
     events = (
         ("step", 0), ("evaluate", 7), ("step", 1), ("evaluate", 8), ("step", 2),
-        ("smaller", 3, 1, 2), ("smaller", 4, 2, 1), ("step", 5), ("close",), ("step", 6),
+        ("step", 5), ("close",), ("step", 6),
         ("evaluate", 9),
     )  # fmt: skip
     run = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY, micro_batch_size=2)
     scopes = [ALL_PARTS, LAYER, FULL]
     found = compare(warm_ranks, run, scopes, events=events)
-    # Steps 1, 2 and 5 are replayed, of the smaller ones that with whole rows by parts of layers.
+    # Steps 1, 2 and 5 are replayed.
     parts, layer, full = found
-    assert parts.replays == 2 * num_pieces(ALL_PARTS, 1, 1) * (3 * 2 + 1)
-    assert layer.replays == 2 * num_pieces(LAYER, 1, 1) * (3 * 2 + 1)
+    assert parts.replays == 2 * num_pieces(ALL_PARTS, 1, 1) * 3 * 2
+    assert layer.replays == 2 * num_pieces(LAYER, 1, 1) * 3 * 2
     assert full.replays == 3
-
-
-def test_smaller_steps_are_those_of_a_smaller_run(warm_ranks: RankPool) -> None:
-    """The first step of one microbatch of one row is that of a run that is configured so."""
-    run = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY | {"aux_loss": 0.1})
-    shown = ("shown",)
-    large = replace(run, micro_batch_size=2)
-    runs = [
-        Scoped(replace(run, microbatches=1), events=(("step", 0), shown)),
-        Scoped(large, events=(("smaller", 0, 1, 1), shown)),
-    ]
-    for expected, found in warm_ranks.run(train_all, runs, world_size=2):
-        losses, *others = expected.bits[1]
-        assert found.bits[1] == ([*losses, 0.0], *others)
 
 
 def test_evaluation_changes_nothing(warm_ranks: RankPool) -> None:

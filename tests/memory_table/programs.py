@@ -10,8 +10,8 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import make_trainer
-from fsdp_core.train.memory import at_rest, owned
-from tests.memory_table.rehearsal import STEPS
+from harness.worker.observe import at_rest
+from tests.memory_table.rehearsal import STEPS, owned
 from tests.memory_table.trace import MemoryTrace
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,14 +24,35 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.model.backend import make_backend
 from fsdp_core.parallel.mesh import Axes, build_axes
-from fsdp_core.train.build import TORCH_DTYPES, build_meta_stages, make_streams, roots
-from fsdp_core.train.memory import AtRest, at_rest, owned
-from fsdp_core.train.stressed import make_trainer
+from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
+from harness.worker.observe import AtRest, at_rest
 from tests.memory_table.allocations import Explanation
 from tests.memory_table.trace import MemoryTrace
 
 STEPS = 3
 """Of a rehearsal: pool `traced` plans after the first, and later ones find all there is."""
+
+_ENDINGS = {
+    "main_weight": "parameters", "model_weight": "parameters", "main_grad": "gradients",
+    "exp_avg": "optimizer", "exp_avg_sq": "optimizer", "step_count": "optimizer",
+    "lr": "optimizer", "gathered": "gather buffers", "full gradient": "reduce buffers",
+}  # fmt: skip
+
+
+def owned(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Owner, and tensor of what a trainer holds now."""
+    for name, tensor in trainer.named_tensors().items():
+        first, _, _ = name.partition(" of chunk ")
+        owner = next((own for end, own in _ENDINGS.items() if _ends(first, end)), "")
+        if first.startswith("digest"):
+            owner = "digests"
+        if owner and tensor is not None:
+            yield owner, tensor
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f" {ending}")
 
 
 @contextlib.contextmanager
@@ -65,7 +87,8 @@ def predict_at_rest(config: TrainConfig, rank: int) -> AtRest:
         fused = config.fused_experts or None
         backend = make_backend("torch", fused_experts=fused, dtype=TORCH_DTYPES[config.dtype])
         streams = make_streams(config, axes, device)
-        stages = build_meta_stages(config, axes, backend, streams, device)
+        with torch.device("meta"):
+            stages = build_stages(config, axes, backend, streams, device)
         return at_rest(group for root in roots(stages) for group in root.fsdp_groups)
 
 

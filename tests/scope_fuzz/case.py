@@ -29,7 +29,7 @@ class Case:
     Attributes:
         settings: dotted key of the configuration to value; what is left out is a default.
         events: what is done in order: ("step", index), ("evaluate", index),
-            ("smaller", index, microbatches, rows), ("drop",) to go on without graphs, or
+            ("drop",) to go on without graphs, or
             ("resume",) to go on in a new trainer with the old one's state.
         weighs: memory is counted, which takes several times as long.
     """

@@ -208,25 +208,10 @@ class Draw:
         return tuple(events)
 
     def _between(self, index: int) -> Event:
-        s = self._settings
-        kind = self._one("evaluate", "evaluate", "smaller", "smaller", "drop", "resume")
+        kind = self._one("evaluate", "evaluate", "evaluate", "evaluate", "drop", "resume")
         if kind == "evaluate":
             return (kind, 50 + index)
-        if kind == "smaller":
-            # Interleaved pipelines work in rounds, packs have one row.
-            unit = s["parallel.pp"] if s.get("parallel.pp_chunks", 1) > 1 else 1
-            fewer = max(1, unit) * self._fewer(s["microbatches"] // max(1, unit))
-            is_packed = bool(s.get("parallel.dynamic_cp"))
-            return (
-                kind,
-                70 + index,
-                fewer,
-                None if is_packed else self._fewer(s["micro_batch_size"]),
-            )
         return (kind,)
-
-    def _fewer(self, number: int) -> int:
-        return self._random.randint(1, max(1, number))
 
 
 _MOST = {"model.layers": 2, "microbatches": 2, "steps": 3, "graph_warmup_steps": 1}

@@ -79,15 +79,13 @@ def refusal_of(case: Case) -> Verdict:
 def _never_captures(case: Case) -> bool:
     """Whether no trainer of the case takes a step after its warm-up, before it drops graphs."""
     warmup = whole = case.settings.get("graph_warmup_steps", 2)
-    config = case.config()
-    size = [config.microbatches, config.micro_batch_size]
-    for kind, *values in case.events:
+    for kind, *_ in case.events:
         if kind == "resume":
             whole = warmup
         elif kind == "drop":
             whole = -1
         elif kind == "step" and whole == 0:
             return False
-        elif kind == "step" or (kind == "smaller" and values[1:] in (size, [*size[:1], None])):
+        elif kind == "step":
             whole -= 1
     return True

@@ -111,9 +111,6 @@ def _act(trainer: Trainer, event: Event) -> dict[str, Any]:
         trainer.step(values[0])
     elif kind == "evaluate":
         found["evaluated"] = trainer.evaluate(values[0]).view(1).view(torch.int32).tolist()
-    elif kind == "smaller":
-        index, microbatches, rows = values
-        trainer.smaller_step(index, microbatches=microbatches, rows=rows)
     elif kind == "drop":
         trainer.close()
     outputs = trainer.outputs
@@ -121,8 +118,8 @@ def _act(trainer: Trainer, event: Event) -> dict[str, Any]:
                          ("norm", outputs.grad_norm)):  # fmt: skip
         found[name] = tensor.view(-1).view(torch.int32).tolist()
     names = {group: named for group, (named, _) in trainer.digested.items()}
-    for group, rows in outputs.digests.items():
-        found |= {f"{group} {n}": r for n, r in zip(names[group], rows.tolist(), strict=True)}
+    for group, digests in outputs.digests.items():
+        found |= {f"{group} {n}": r for n, r in zip(names[group], digests.tolist(), strict=True)}
     for name, state in trainer.rng_states().items():
         found[f"random {name}"] = hashlib.sha256(state.numpy().tobytes()).hexdigest()
     taps = trainer.taps

@@ -241,14 +241,6 @@ def test_a_dropped_model_is_gone(axes: Axes, graph: tuple[str, ...]) -> None:
     assert [each() for each in held if each() is not None] == []
 
 
-@pytest.mark.parametrize("size", [(3, 1), (2, 2), (0, 1), (1, 0)])
-def test_smaller_steps_are_no_larger(axes: Axes, size: tuple[int, int]) -> None:
-    """A step of more than there is, or of nothing, is refused."""
-    trainer = Trainer(config(microbatches=2), axes, Device("cpu"))
-    with pytest.raises(ValueError, match="Expected at most 2 microbatches of 1 rows, and one at"):
-        trainer.smaller_step(0, microbatches=size[0], rows=size[1])
-
-
 def test_axes_of_another_layout_are_refused(axes: Axes) -> None:
     """Stages cut for one layout are not trained as another."""
     with pytest.raises(ValueError, match="Expected axes with cp=2, as configured, got 1"):

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("mesh")
 TINY = ModelConfig(vocab_size=40, hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, seq=6)
 WORK: dict[str, dict[str, Any]] = {
     "step": {"index": 1},  # the graphs are captured
-    "smaller_step": {"index": 2, "microbatches": 1},
     "evaluate": {"index": 3},
     "redigest_state": {},
     "close": {},
 }
 """What a trainer is asked to do, in order."""
-LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", "rng_states"}
+LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", "rng_states",
+         "take_turn"}  # fmt: skip
 """Methods that issue nothing on the stream, or read the state while nothing is under stress."""
 
 
@@ -77,10 +77,10 @@ def test_all_work_of_a_trainer_is_under_stress(trainer: Trainer) -> None:
 def test_each_work_begins_with_other_memory_and_ends_with_what_was_found(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stressors do once a step they do around evaluation, smaller steps and the end, too."""
+    """What stressors do once a step they do around evaluation and the end, too."""
     calls: list[str] = []
     for name in ("before_step", "after_step"):
-        monkeypatch.setattr(trainer.stressors, name, lambda name=name: calls.append(name))  # type: ignore[attr-defined]
+        monkeypatch.setattr(trainer.stressors, name, lambda name=name: calls.append(name))
     for method, arguments in WORK.items():
         getattr(trainer, method)(**arguments)
         assert calls == ["before_step", "after_step"], method
