@@ -390,8 +390,6 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
         Rule("other_engines_shard_their_way",
              "Strategies and pools are of our engine; others take what they have an option for.",
              lambda run: _is_left_to_ours(run, "fsdp", _TAKES.get(run.engine, ()))),
-        Rule("other_engines_train_dense_models", "Experts are sharded by our engine alone.",
-             lambda run: _is_left_to_ours(run, "model")),
     ),
     "taps": (
         Rule("taps_are_patterns", "A tap is a pattern of module names and what of them.",

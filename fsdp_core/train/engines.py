@@ -110,7 +110,10 @@ class _Cast(nn.Module):
 def ddp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
     """torch DDP; but for the last microbatch under `no_sync`, as its users accumulate."""
     module = DistributedDataParallel(
-        _Cast(stage, TORCH_DTYPES[config.dtype]), process_group=axes.dp.group
+        _Cast(stage, TORCH_DTYPES[config.dtype]),
+        process_group=axes.dp.group,
+        # Routers count the slots of their own rank in buffers.
+        broadcast_buffers=False,
     )
     optimizer = _adamw(stage.parameters(), config.optim)
     return Sharded(
@@ -228,16 +231,19 @@ class EngineDigests(Digests):
     """Digests of what an engine's optimizer holds, looked up anew each time."""
 
     def __init__(
-        self, optimizer: EngineAdamW, further: Mapping[str, Mapping[str, torch.Tensor]]
+        self,
+        optimizer: EngineAdamW,
+        others: Sequence[tuple[str, torch.Tensor]],
+        further: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> None:
-        super().__init__(optimizer, (), further)
-        self._optimizer = optimizer
+        super().__init__(optimizer, others, further)
+        self._optimizer, self._others = optimizer, others
 
     def update(self, group: str, outputs: StepOutputs) -> None:
         """See `Digests`."""
         self._optimizer.refresh()
         names, tensors = self.digested[group]
-        if (found := groups_of(self._optimizer, ()).get(group)) is not None:
+        if (found := groups_of(self._optimizer, self._others).get(group)) is not None:
             tensors[:] = found[1]
         if group in self.kept:
             self.kept[group].follow(dict(zip(names, tensors, strict=True)))
@@ -259,6 +265,7 @@ class EngineTrainer(Trainer):
         model = config.model
         init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
         (stage,) = stages
+        stage.set_loss_scale(1.0 / config.microbatches)
         stage.to(self.device.torch_device)
         self._sharded = _MAKERS[config.engine](stage, config, self.axes)
         self._roots = []
@@ -266,7 +273,8 @@ class EngineTrainer(Trainer):
 
     def _build_state(self) -> tuple[AdamW, Digests]:
         optimizer = EngineAdamW(self.stages[0], self._sharded.optimizer)
-        return optimizer, EngineDigests(optimizer, self._samples())
+        further = {"buffers": dict(self._router_losses()), **self._samples()}
+        return optimizer, EngineDigests(optimizer, list(self._expert_biases()), further)
 
     def _gradients(self) -> None:
         outputs, number = self.outputs, self.config.microbatches

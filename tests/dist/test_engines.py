@@ -6,7 +6,7 @@ microbatches then give equal bits. DDP adds microbatches first: equal with one o
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,10 +33,24 @@ def value(bits: int) -> float:
     return float(number)
 
 
+def differing(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors with other bits."""
+    return [name for name in mine if not torch.equal(mine[name], other[name])]
+
+
+def is_rounded(name: str, preset: str) -> bool:
+    """Whether torch's fused AdamW may round it differently: it vectorises 8 elements of a shard.
+
+    Latent attention's norm of 24 elements is cut into 12 and 12 by rows, or not cut.
+    """
+    return preset == "mla_moe_tiny" and name.endswith("q_norm.weight.exp_avg_sq")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_torch_fsdp2_has_our_bits(dtype: str, warm_ranks: RankPool) -> None:
+@pytest.mark.parametrize("preset", ["dense_tiny_dropout", "mla_moe_tiny"])
+def test_torch_fsdp2_has_our_bits(preset: str, dtype: str, warm_ranks: RankPool) -> None:
     """Losses, norm, what goes through modules, random states; put together, gradients and state."""
-    run = replace(DROPOUT, dtype=dtype, clip=0.5)
+    run = replace(DROPOUT, preset=preset, dtype=dtype, clip=0.5)
     runs = [Engined(run, engine, TAPS) for engine in ("ours", "fsdp2")]
     ours, theirs = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
     assert floats_of(ours) == floats_of(theirs)
@@ -45,13 +59,16 @@ def test_torch_fsdp2_has_our_bits(dtype: str, warm_ranks: RankPool) -> None:
         assert [rng for _, _, rng in a.steps] == [rng for _, _, rng in b.steps]
     mine, other = (whole(seen.kept for seen in ranks) for ranks in (ours, theirs))
     assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert [name for name in differing(mine, other) if not is_rounded(name, preset)] == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_ddp_has_the_same_bits_with_one_microbatch(dtype: str, warm_ranks: RankPool) -> None:
+@pytest.mark.parametrize("preset", ["dense_tiny_dropout", "mla_moe_tiny"])
+def test_ddp_has_the_same_bits_with_one_microbatch(
+    preset: str, dtype: str, warm_ranks: RankPool
+) -> None:
     """And every rank holds whole tensors, the same on both, of samples of its own."""
-    run = replace(DROPOUT, dtype=dtype, microbatches=1, clip=0.5)
+    run = replace(DROPOUT, preset=preset, dtype=dtype, microbatches=1, clip=0.5)
     runs = [Engined(run, engine, TAPS) for engine in ("fsdp2", "ddp")]
     sharded, whole_ = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
     assert floats_of(sharded) == floats_of(whole_)
@@ -59,7 +76,7 @@ def test_ddp_has_the_same_bits_with_one_microbatch(dtype: str, warm_ranks: RankP
     last = [seen.steps[-1][1] for seen in whole_]
     assert {group for group in last[0] if last[0][group] != last[1][group]} == {SAMPLES}
     mine, other = (whole(seen.kept for seen in ranks) for ranks in (sharded, whole_))
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert [name for name in differing(mine, other) if not is_rounded(name, preset)] == []
 
 
 def test_ddp_adds_microbatches_first(warm_ranks: RankPool) -> None:

@@ -62,8 +62,6 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
         "fsdp.reshard_after_forward",
         {"engine": "megatron_fsdp", "fsdp": {"reshard_after_forward": False}},
         {"engine": "fsdp2"}),
-    "other_engines_train_dense_models": ("model.experts", {"engine": "fsdp2", "model": MOE},
-                                         {"engine": "ours"}),
     # rule: (key at fault, values that break it, what to change)
     "heads_divide_hidden": ("heads", {"model": {"heads": 5, "kv_heads": 5}},
                             {"model": {"head_dim": 16}}),
