@@ -7,29 +7,20 @@
             with unit_gathered():               collectives: every rank, whatever happened before
                 session.attempt(lambda: graphed.capture_forward(0))
 
-A rank that replays beside one that runs eagerly meets it in the wrong collective and hangs, so
-ranks exchange what became of their captures (one all-gather of 512 bytes a rank) and keep their
-graphs only if all have them. Inside, garbage collection is off: it could destroy a graph while
-another is captured, which CUDA forbids.
+Ranks exchange what became of their captures (one all-gather of 512 bytes a rank) and keep their
+graphs only if all have them: one that replays while another runs eagerly would hang. Inside,
+garbage collection is off: it could destroy a graph while another is captured, which CUDA forbids.
 
 A failure inside of `attempt` waits for the end, so that the rank goes on to issue the collectives
 around the captures which the others wait in. Where the captured functions themselves hold some
 (`communicates`), nobody can make up for those that the failed one did not issue: there the body
-ends at once. Either way a rank that failed waits at the end for the others with a patience of its
-own, far below the process groups' timeout: one that stands in a collective of the failed function
-never comes. Then it raises `CaptureLost` and has to end, which ends the others' waiting, too; they
-find in its notes why it left.
+ends at once. Either way a rank that failed leaves a note in the store of the default process group,
+and waits at the end for the others with a patience far below the groups' timeout: one that waits in
+a collective of the failed function never comes. Then it raises `CaptureLost` and has to end, which
+ends the others' waiting; they find in its note why it left.
 
-What ranks tell each other of one capture where they cannot meet in a collective.
-
-A rank whose capture failed leaves a note in the store of the default process group, so that those
-who lose it inside of the capture learn why. It then waits for the others to reach the end of the
-capture: one that stands in a collective which the failed function never issued will not.
-
-Puts back what running a step's code for practice has changed.
-
-Warming up runs the real function: routers count tokens, scales of fp8 move, generators are drawn
-from. A run that then goes on from there differs from one that never warmed up.
+`Undo` puts back what warm-ups change: routers count tokens, scales of fp8 move, generators are
+drawn from, and a run that went on from there would differ from one that never warmed up.
 """
 
 import contextlib
@@ -51,80 +42,11 @@ from fsdp_core.graph.recorder import OverCompiled
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MESSAGE_BYTES = 512
 _NAME_BYTES = 96
+_NOTE_CHARS = 1000
 _MOST_NAMED = 8
+_POLL_S = 0.02
 PATIENCE = timedelta(seconds=10)
 """How long a rank that failed waits for the others, unless told otherwise."""
-
-
-_POLL_S = 0.02
-
-
-_NOTE_CHARS = 1000
-
-
-class CaptureNotes:
-    """Notes of one capture; without a default process group there is nobody to write to.
-
-    Every rank makes as many of these as the others, in one order. A few messages to the store each.
-    """
-
-    def __init__(self) -> None:
-        self._store: Any = None
-        if not dist.is_initialized():
-            return
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store = distributed_c10d._get_default_store()
-        number = self._store.add(f"captures of rank {self._rank}", 1)
-        self._prefix = f"capture {number}: "
-
-    def tell(self, refusal: str) -> None:
-        """Leave a note of why this rank failed, if the store is still there."""
-        if self._store is None:
-            return
-        with contextlib.suppress(RuntimeError):
-            number = self._store.add(self._prefix + "failures", 1)
-            note = f"{self._rank} {refusal[:_NOTE_CHARS]}"
-            self._store.set(f"{self._prefix}failure {number}", note)
-
-    def told(self) -> dict[int, str]:
-        """Why ranks failed, the first one first; empty if the store is gone, too."""
-        found: dict[int, str] = {}
-        if self._store is None:
-            return found
-        with contextlib.suppress(RuntimeError):
-            for number in range(1, self._store.add(self._prefix + "failures", 0) + 1):
-                key = f"{self._prefix}failure {number}"
-                if self._store.check([key]):
-                    rank, _, refusal = self._store.get(key).decode(errors="replace").partition(" ")
-                    found.setdefault(int(rank), refusal)
-        return found
-
-    def arrive(self) -> None:
-        """This rank is at the end of its capture, well or not."""
-        if self._store is not None:
-            self._store.set(f"{self._prefix}rank {self._rank}", "")
-            self._store.add(self._prefix + "arrived", 1)
-
-    def missing(self, patience: timedelta) -> tuple[int, ...]:
-        """Ranks that are not at the end after `patience`, or once another rank has left."""
-        if self._store is None:
-            return ()
-        until_s = time.monotonic() + patience.total_seconds()
-        while self._store.add(self._prefix + "arrived", 0) < self._world_size:
-            if time.monotonic() > until_s or self.someone_left():
-                keys = {rank: f"{self._prefix}rank {rank}" for rank in range(self._world_size)}
-                return tuple(rank for rank, key in keys.items() if not self._store.check([key]))
-            time.sleep(_POLL_S)
-        return ()
-
-    def leave(self) -> None:
-        """Tell that this rank waits for nobody any more."""
-        if self._store is not None:
-            self._store.set(self._prefix + "left", "")
-
-    def someone_left(self) -> bool:
-        """Whether a rank waits for nobody any more: no collective of all ranks will end."""
-        return self._store is not None and bool(self._store.check([self._prefix + "left"]))
 
 
 class CaptureAborted(RuntimeError):
@@ -144,24 +66,24 @@ class CaptureLost(RuntimeError):
     """A capture failed, and not all ranks can be met again: every process of the run has to end.
 
     Attributes:
-        refusals: why, by rank of the default process group, the first to fail first.
+        refusals: why, by rank of the default process group, as far as it is known; the first rank
+            that failed is the first one here.
     """
 
     def __init__(self, what: str, refusals: dict[int, str], then: str) -> None:
         self.refusals = refusals
         reasons = "; ".join(f"rank {rank}: {why}" for rank, why in refusals.items())
-        super().__init__(f"the capture of {what} failed: {reasons or 'no rank said why'}; {then}")
+        super().__init__(f"the capture of {what} failed: {reasons or 'on another rank'}; {then}")
 
 
 class CaptureSession:
-    """Around warm-ups and captures of one kind. See the module's docstring; use it once.
+    """A capture that all ranks of the default process group make together.
 
     Args:
-        what: is captured; ranks that capture different things refuse.
-        generators: whose states are put back, beside the device's default ones.
-        state: tensors that warm-ups may change, which are put back.
-        refusal: why this rank cannot capture, if it cannot; every rank then raises on entry.
-        communicates: what is captured holds collectives, so a rank that failed must not go on.
+        what: is captured; the same on every rank.
+        generators, state: put back at the end, whatever was drawn and written: see `Undo`.
+        refusal: why this rank cannot take part; then no rank does.
+        communicates: the functions that are captured issue collectives; a failed `attempt` raises.
         patience: how long a rank that failed waits for the others to get to the end.
     """
 
@@ -176,9 +98,8 @@ class CaptureSession:
         communicates: bool = False,
         patience: timedelta = PATIENCE,
     ) -> None:
-        self._communicates, self._patience = communicates, patience
-        self._notes: CaptureNotes | None = None
         self._device, self._what, self._refusal = device, what, refusal
+        self._communicates, self._patience = communicates, patience
         self._generators, self._state = tuple(generators), tuple(state)
         self._failure: Exception | None = None
         self._at_end: list[Callable[[], None]] = []
@@ -193,19 +114,18 @@ class CaptureSession:
         """
         # Graphs that are garbage already go now.
         gc.collect()
-        refusal, undo, cause = self._refusal, None, None
+        refusal, cause = self._refusal, None
         if refusal is None:
             try:
                 # Before the handshake: a rank that has no memory for it refuses with a word.
                 undo = Undo(self._device, self._generators, self._state)
+                self._at_end.insert(0, undo.put_back)
             except Exception as error:  # noqa: BLE001  (the others must hear of any)
                 refusal, cause = _in_words(error), error
         refusals = exchange_refusals(self._device, self._what, refusal)
         if refusals:
             raise CaptureAborted(self._what, refusals) from cause
-        assert undo is not None
-        self._notes = CaptureNotes()
-        self._at_end.insert(0, undo.put_back)
+        self._notes = _Notes()
         self._collects = gc.isenabled()
         gc.disable()
         return self
@@ -239,20 +159,20 @@ class CaptureSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Tell the other ranks how it went; keep the captures or undo them.
+        """Exchange with the other ranks how it went; keep the captures or undo them.
 
         Raises:
             CaptureAborted: a capture failed on some rank; raised from this rank's own error.
             CaptureLost: the same, and a rank does not get here, or has gone.
         """
         try:
-            ended = self._call(self._at_end)
+            ended = _call(self._at_end)
             # The first failure is the cause; what the body raised then may follow from it.
             failure = (error if isinstance(error, Exception) else None) or ended
             if self._failure is None and failure is not None:
                 self._fail(failure)
             if error is not None and not isinstance(error, Exception):
-                self._call(self._on_abort)
+                _call(self._on_abort)
                 return  # interrupted: no time to talk
             self._settle()
         finally:
@@ -260,36 +180,34 @@ class CaptureSession:
                 gc.enable()
 
     def _fail(self, error: Exception) -> None:
-        """Remember this rank's first failure, and tell those who may never hear of it otherwise."""
+        """Remember this rank's first failure, for those, too, who may not meet it at the end."""
         self._failure = error
-        if self._notes is not None:
-            self._notes.tell(_in_words(error))
+        self._notes.failed(_in_words(error))
 
     def _settle(self) -> None:
         failure, notes = self._failure, self._notes
-        assert notes is not None
         refusal = None if failure is None else _in_words(failure)
         try:
             notes.arrive()
             missing = () if failure is None else notes.missing(self._patience)
             if missing or notes.someone_left():
                 notes.leave()
-                raise self._lost(notes, missing, "")
+                raise self._lost(missing, "")
             refusals = exchange_refusals(self._device, self._what, refusal)
         except CaptureLost as lost:
-            self._call(self._on_abort)
+            _call(self._on_abort)
             raise lost from failure
         except Exception as lost:  # noqa: BLE001  (the own failure matters more)
-            self._call(self._on_abort)
-            raise self._lost(notes, (), str(lost)) from failure or lost
+            _call(self._on_abort)
+            raise self._lost((), str(lost)) from failure or lost
         if refusals:
-            also = self._call(self._on_abort)
+            also = _call(self._on_abort)
             if also is not None:
                 refusals[_rank()] = f"{refusals.get(_rank(), 'captured')}, and undoing: {also}"
             raise CaptureAborted(self._what, refusals) from failure
 
-    def _lost(self, notes: CaptureNotes, missing: Sequence[int], said: str) -> CaptureLost:
-        refusals = notes.told()
+    def _lost(self, missing: Sequence[int], said: str) -> CaptureLost:
+        refusals = self._notes.refusals()
         if not refusals and self._failure is not None:
             refusals = {_rank(): _in_words(self._failure)}
         then = f"rank {_rank()} got no word of the others: {said}"
@@ -301,16 +219,24 @@ class CaptureSession:
             then = "another rank has left"
         return CaptureLost(self._what, refusals, then)
 
-    @staticmethod
-    def _call(functions: list[Callable[[], None]]) -> Exception | None:
-        """Call all, last first, whatever any of them does; the first error."""
-        first: Exception | None = None
-        while functions:
-            try:
-                functions.pop()()
-            except Exception as error:  # noqa: BLE001  (all have to run)
-                first = first or error
-        return first
+
+def _call(functions: list[Callable[[], None]]) -> Exception | None:
+    """Call all, last first, whatever any of them does; the first error."""
+    first: Exception | None = None
+    while functions:
+        try:
+            functions.pop()()
+        except Exception as error:  # noqa: BLE001  (all have to run)
+            first = first or error
+    return first
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[int, str]:
@@ -319,17 +245,16 @@ def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[in
     A collective of 512 bytes a rank, on the current stream; the host waits for it. Ranks that name
     another `what` than rank 0 refuse. Long reasons are cut.
     """
-    name = what.encode()[:_NAME_BYTES]
     if not dist.is_initialized():
         return {} if refusal is None else {0: refusal}
     # A refusal without words is one still.
     text = b"" if refusal is None else (refusal or "no reason given").encode()
-    message = (name + b"\n" + text)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device.torch_device)
+    message = what.encode()[:_NAME_BYTES] + b"\n" + text
+    padded = bytearray(message[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"))
+    mine = torch.frombuffer(padded, dtype=torch.uint8).to(device.torch_device)
     world = torch.empty(dist.get_world_size() * _MESSAGE_BYTES, dtype=torch.uint8).to(mine.device)
     _all_gather(world, mine)
-    found = {}
-    first = ""
+    found, first = {}, ""
     for rank, row in enumerate(world.cpu().view(-1, _MESSAGE_BYTES)):
         got = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
         captured, _, reason = got.partition("\n")
@@ -341,12 +266,59 @@ def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[in
     return found
 
 
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+class _Notes:
+    """What ranks leave in the store of one capture, where they cannot meet in a collective.
 
+    Every rank makes as many of these as the others, in one order. A few messages to the store each.
+    """
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    def __init__(self) -> None:
+        alone = not dist.is_initialized()
+        self._store: Any = dist.HashStore() if alone else distributed_c10d._get_default_store()
+        self._rank, self._world_size = _rank(), 1 if alone else dist.get_world_size()
+        number = self._store.add(f"captures of rank {self._rank}", 1)
+        self._prefix = f"capture {number}: "
+
+    def failed(self, refusal: str) -> None:
+        """Leave a note of why this rank failed, if the store is still there."""
+        with contextlib.suppress(RuntimeError):
+            number = self._store.add(self._prefix + "failures", 1)
+            note = f"{self._rank} {refusal[:_NOTE_CHARS]}"
+            self._store.set(f"{self._prefix}failure {number}", note)
+
+    def refusals(self) -> dict[int, str]:
+        """Why ranks failed, the first one first; empty if the store is gone, too."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):
+            for number in range(1, self._store.add(self._prefix + "failures", 0) + 1):
+                key = f"{self._prefix}failure {number}"
+                if self._store.check([key]):
+                    rank, _, refusal = self._store.get(key).decode(errors="replace").partition(" ")
+                    found.setdefault(int(rank), refusal)
+        return found
+
+    def arrive(self) -> None:
+        """This rank is at the end of its capture, well or not."""
+        self._store.set(f"{self._prefix}rank {self._rank}", "")
+        self._store.add(self._prefix + "arrived", 1)
+
+    def missing(self, patience: timedelta) -> tuple[int, ...]:
+        """Ranks that are not at the end after `patience`, or once another rank has left."""
+        until_s = time.monotonic() + patience.total_seconds()
+        while self._store.add(self._prefix + "arrived", 0) < self._world_size:
+            if time.monotonic() > until_s or self.someone_left():
+                keys = {rank: f"{self._prefix}rank {rank}" for rank in range(self._world_size)}
+                return tuple(rank for rank, key in keys.items() if not self._store.check([key]))
+            time.sleep(_POLL_S)
+        return ()
+
+    def leave(self) -> None:
+        """This rank waits for nobody any more."""
+        self._store.set(self._prefix + "left", "")
+
+    def someone_left(self) -> bool:
+        """Whether a rank waits for nobody any more: no collective of all ranks will end."""
+        return bool(self._store.check([self._prefix + "left"]))
 
 
 class _Writes(OverCompiled):
@@ -365,7 +337,7 @@ class Undo:
     """What persistent tensors and generators held when it was made, or when they were written.
 
     Args:
-        generators: beside the device's default ones.
+        generators: in addition to the device's default ones.
         state: tensors that may be changed by means that torch does not see: kernels of libraries
             and of the compiler.
     """
@@ -376,8 +348,7 @@ class Undo:
         generators: Sequence[torch.Generator],
         state: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._device = device
-        self._rng_states = device.rng_states()
+        self._device, self._rng_states = device, device.rng_states()
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # One for all that is watched: what was made in a forward is no trace of its backward's.
@@ -405,10 +376,12 @@ class Undo:
     def _save(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._saved and storage.nbytes():
-            live = _bytes_of(storage)
+            # All of the storage as bytes, without a version that autograd counts.
+            empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            live = empty.set_(storage, 0, (storage.nbytes(),), (1,))
             self._saved[storage._cdata] = (live, live.clone())
 
-    def __enter__(self) -> "Undo":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -423,9 +396,3 @@ class Undo:
         self._device.set_rng_states(self._rng_states)
         for generator, state in self._generators:
             generator.set_state(state)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as bytes, without a version that autograd counts."""
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
