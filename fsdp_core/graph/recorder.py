@@ -1,18 +1,16 @@
 """Watches operators while a graph is captured: what they touch, and what cannot be captured.
 
-The same dispatch mode serves both makers. For CUDA graphs it only lists the external storages that
-captured kernels read or write, which the driver does not tell. For the host graph it also keeps
-each operator with its arguments described by storage, so that it can be run again.
+For CUDA graphs the dispatch mode only lists the external storages that captured kernels read or
+write, which the driver does not say. For the host graph it also keeps each operator with its
+arguments described by storage, so that it can be run again.
 
 A storage is *internal* if an operator inside the capture made it, else *external*. Tensors are kept
 as descriptions (storage number, offset, size, stride), never as tensors, so that an internal
 storage dies during the capture exactly when the program lets it die.
 
-Which part of a program an operator runs for, as a name for memory that nobody else names.
-
-A library keeps workspaces, tables and counters of its own. They are in no list of parameters or
-buffers, so what names them is who used them first: the module whose forward runs, else the autograd
-node, else the line of the program. Looked up on the stack, so it costs nothing where nobody asks.
+Workspaces, tables and counters of libraries are in no list of parameters or buffers. What names
+them is who used them first, looked up on the stack: the module whose forward runs, else the
+autograd node, else the line of the program.
 """
 
 import sys
@@ -45,10 +43,7 @@ class CaptureRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor as (storage number, dtype, offset in elements, size, stride, lazy views).
-
-    `conjugate` and `negative`: what is in the storage is yet to be conjugated, or negated.
-    """
+    """A tensor as a view of a numbered storage, yet to be conjugated or negated if it says so."""
 
     storage: int
     dtype: torch.dtype
@@ -64,15 +59,13 @@ class StorageEntry:
     """One storage that the capture touched.
 
     Attributes:
-        nbytes: size when first seen.
-        address: address when first seen.
+        nbytes, address: when first seen.
         internal: made inside the capture.
-        reference: weak reference to the storage.
         first, last: numbers of the first and last operator that touch it.
         written: an operator of the capture writes it.
-        released: its memory was given back inside the capture by resizing the storage to nothing.
         made_by: operator that made it, or first touched it.
-        place: of an external storage, which part of the program first touched it: see `places`.
+        released: its memory was given back inside the capture by resizing the storage to nothing.
+        place: of an external storage, which part of the program first touched it.
     """
 
     nbytes: int
@@ -109,11 +102,6 @@ class Recording:
         return [entry for entry in self.storages if not entry.internal]
 
 
-def calling_place() -> str:
-    """`file:line` of the innermost frame outside torch and this package."""
-    return calling_line(sys._getframe(1)) or "an unknown place"
-
-
 class HostReadGuard(TorchFunctionMode):
     """Refuses reads of tensor data by Python that no operator shows."""
 
@@ -121,11 +109,14 @@ class HostReadGuard(TorchFunctionMode):
         """Run `func` unless it copies tensor data to Python."""
         name = getattr(func, "__name__", "")
         if name in _READS_ON_HOST:
-            raise CaptureRefused(
-                f"cannot capture Tensor.{name}() at {calling_place()}: it reads tensor data in "
-                "Python, and a replay runs no Python"
-            )
+            reason = "it reads tensor data in Python, and a replay runs no Python"
+            raise _refused(f"Tensor.{name}()", reason)
         return func(*args, **(kwargs or {}))
+
+
+def _refused(what: Any, reason: str) -> CaptureRefused:
+    place = _calling_line(sys._getframe(1)) or "an unknown place"
+    return CaptureRefused(f"cannot capture {what} at {place}: {reason}")
 
 
 class Recorder(TorchDispatchMode):
@@ -138,52 +129,51 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, *, keep_operations: bool, before_write: Any = None) -> None:
         super().__init__()
-        self.recording = Recording()
-        self._keep = keep_operations
+        self.recording, self.keeps_operations = Recording(), keep_operations
         self._before_write = before_write
         self._numbers: dict[int, int] = {}
-        self._places = Places()
+        self._num_operations = 0
+        # By the outermost module's id: itself, so that the id stays its own, and names inside.
+        self._names: dict[int, tuple[nn.Module, dict[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operator around its execution."""
         if any(map(opens_itself, types)):
             return NotImplemented  # the wrapper (a pending collective's, say) opens itself up first
         kwargs = kwargs or {}
-        if self._keep:
-            refuse_uncapturable(func, args, kwargs)
-        number = len(self.recording.operations)
+        if self.keeps_operations:
+            _refuse_uncapturable(func, args, kwargs)
         name = str(func)
-        written = {id(t) for t in written_tensors(func, args, kwargs)}
+        written = {id(t) for t in _written_tensors(func, args, kwargs)}
 
         def refer(tensor: torch.Tensor) -> TensorRef:
-            return self._refer(tensor, number, name, writes=id(tensor) in written, made=False)
+            return self._refer(tensor, name, writes=id(tensor) in written)
 
         arg_refs, kwarg_refs = tree_map_only(torch.Tensor, refer, (args, kwargs))
         out = func(*args, **kwargs)
-        if self._keep and func.namespace == "c10d":
-            out = finish_collective(out)
-        if self._keep and (reason := _unreplayable(out)):
-            raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
-        fresh = self._fresh_outputs(out, number, name)
-        if self._keep and (fresh or written) and func._schema.name not in _ALLOCATIONS:
-            self.recording.operations.append(Operation(func, arg_refs, kwarg_refs, fresh))
-        elif not self._keep:
-            self.recording.operations.append(Operation(func, None, None, ()))
+        if self.keeps_operations:
+            if func.namespace == "c10d":
+                out = _finish_collective(out)
+            if reason := _unreplayable(out):
+                raise _refused(func, reason)
+        fresh = self._fresh_outputs(out, name)
+        if not self.keeps_operations:
+            self._num_operations += 1
+        elif (fresh or written) and func._schema.name not in _ALLOCATIONS:
+            self._keep(Operation(func, arg_refs, kwarg_refs, fresh))
         return out
 
-    # ---- what is not seen as operators
+    def _keep(self, operation: Operation) -> None:
+        self.recording.operations.append(operation)
+        self._num_operations += 1
 
-    @property
-    def keeps_operations(self) -> bool:
-        """Whether it records for a host graph."""
-        return self._keep
+    # ---- what is not seen as operators
 
     def uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enter what kernels that are no operators read."""
         for tensor in tensors:
             if not opens_itself(type(tensor)):
-                self._refer(tensor, len(self.recording.operations), "a compiled function",
-                            writes=False, made=False)  # fmt: skip
+                self._refer(tensor, "a compiled function", writes=False)
 
     def record_call(self, function: Any, args: tuple[Any, ...], writes: Container[int]) -> Any:
         """Run a function of tensors and record it as one operation; its outputs are tensors.
@@ -193,17 +183,16 @@ class Recorder(TorchDispatchMode):
                 whose it is.
             writes: numbers of arguments that it changes.
         """
-        number, name = len(self.recording.operations), f"{function.__self__.namespace} kernels"
+        name = f"{function.__self__.namespace} kernels"
 
         def refer(index: int, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return self._refer(value, number, name, writes=index in writes, made=False)
+            return self._refer(value, name, writes=index in writes)
 
         arg_refs = tuple(refer(index, value) for index, value in enumerate(args))
         out = function(*args)
-        fresh = self._fresh_outputs(out, number, name)
-        self.recording.operations.append(Operation(_Call(function), arg_refs, {}, fresh))
+        self._keep(Operation(_Call(function), arg_refs, {}, self._fresh_outputs(out, name)))
         return out
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -213,39 +202,28 @@ class Recorder(TorchDispatchMode):
             self.recording.storages[number].released = True
         self._numbers.pop(storage._cdata, None)
         if storage.nbytes():
-            operation = len(self.recording.operations)
-            self._enter(storage, operation, "the pool", internal=True)
+            self._enter(storage, "the pool", internal=True)
 
-    def _enter(
-        self, storage: torch.UntypedStorage, operation: int, name: str, *, internal: bool
-    ) -> int:
-        number = len(self.recording.storages)
-        self._numbers[storage._cdata] = number
+    def _enter(self, storage: torch.UntypedStorage, name: str, *, internal: bool) -> int:
+        number = self._numbers[storage._cdata] = len(self.recording.storages)
+        now, place = self._num_operations, "" if internal else self._place()
         self.recording.storages.append(
             StorageEntry(
-                nbytes=storage.nbytes(),
-                address=storage.data_ptr(),
-                internal=internal,
-                reference=weakref.ref(storage),
-                first=operation,
-                last=operation,
-                written=False,
-                made_by=name,
-                place="" if internal else self._places.now(),
+                nbytes=storage.nbytes(), address=storage.data_ptr(), internal=internal,
+                reference=weakref.ref(storage), first=now, last=now, written=False, made_by=name,
+                place=place,
             )
-        )
+        )  # fmt: skip
         return number
 
-    def _fresh_outputs(self, out: Any, number: int, name: str) -> tuple[tuple[int, TensorRef], ...]:
-        fresh = []
-        for index, value in enumerate(flat_outputs(out)):
-            if not isinstance(value, torch.Tensor) or opens_itself(type(value)):
-                continue
-            known = self._number_of(value.untyped_storage())
-            if known is None:
-                ref = self._refer(value, number, name, writes=True, made=True)
-                fresh.append((index, ref))
-        return tuple(fresh)
+    def _fresh_outputs(self, out: Any, name: str) -> tuple[tuple[int, TensorRef], ...]:
+        return tuple(
+            (index, self._refer(value, name, writes=True, made=True))
+            for index, value in enumerate(flat_outputs(out))
+            if isinstance(value, torch.Tensor)
+            and not opens_itself(type(value))
+            and self._number_of(value.untyped_storage()) is None
+        )
 
     def _number_of(self, storage: torch.UntypedStorage) -> int | None:
         number = self._numbers.get(storage._cdata)
@@ -254,27 +232,37 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _refer(
-        self, tensor: torch.Tensor, operation: int, name: str, *, writes: bool, made: bool
+        self, tensor: torch.Tensor, name: str, *, writes: bool, made: bool = False
     ) -> TensorRef:
         storage = tensor.untyped_storage()
         number = self._number_of(storage)
         if number is None:
-            number = self._enter(storage, operation, name, internal=made)
+            number = self._enter(storage, name, internal=made)
         entry = self.recording.storages[number]
         if writes and not entry.written:
             if not entry.internal and self._before_write is not None:
                 self._before_write(number, tensor)
             entry.written = True
-        entry.last = operation
+        entry.last = self._num_operations
+        offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
         return TensorRef(
-            number,
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
+            number, tensor.dtype, offset, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         )
+
+    def _place(self) -> str:
+        """Where the program is: `in layers.3.attn`, `of MmBackward0`, `at loss.py:12`, or ''."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return f"of {node.name()}"
+        modules = list(_modules(sys._getframe(1)))
+        if not modules:
+            line = _calling_line(sys._getframe(1))
+            return f"at {line}" if line else ""
+        inner, outer = modules[0], modules[-1]
+        if id(outer) not in self._names:
+            names = {id(module): name for name, module in outer.named_modules()}
+            self._names[id(outer)] = (outer, names)
+        return f"in {self._names[id(outer)][1].get(id(inner), '') or type(inner).__name__}"
 
 
 class OverCompiled(Recorder):
@@ -296,7 +284,7 @@ class _Call:
         return self._function(*args)
 
 
-def finish_collective(out: Any) -> Any:
+def _finish_collective(out: Any) -> Any:
     """Wait for a collective here, and hand on a handle that is finished already.
 
     When gloo's reduce-scatter is waited for, it copies its result out of a buffer of its own, by
@@ -320,7 +308,7 @@ def flat_outputs(out: Any) -> list[Any]:
     return [leaf for item in out for leaf in flat_outputs(item)]
 
 
-def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Arguments that the operator's schema says it writes, lists opened up."""
     found: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
@@ -328,30 +316,15 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         if info is None or not info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        items = value if isinstance(value, list | tuple) else [value]
-        for item in items:
-            nested = item if isinstance(item, list | tuple) else [item]
-            found.extend(t for t in nested if isinstance(t, torch.Tensor))
-    if func.namespace == "c10d":
-        found.extend(_collective_outputs(func, args))
+        found.extend(t for t in flat_outputs(value) if isinstance(t, torch.Tensor))
+    if func.namespace == "c10d" and args:
+        # Schemas do not mark every output they write; the first argument holds them.
+        found.extend(t for t in flat_outputs(args[0]) if isinstance(t, torch.Tensor))
     return found
 
 
-def _collective_outputs(func: Any, args: Any) -> list[torch.Tensor]:
-    """c10d schemas do not mark every output they write; their first argument holds them."""
-    first = args[0] if args else None
-    if isinstance(first, torch.Tensor):
-        return [first]
-    return [t for t in flat_outputs(first) if isinstance(t, torch.Tensor)]
-
-
-def refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise for operators whose result a replay cannot reproduce.
-
-    Raises:
-        CaptureRefused: the operator reads data on the host, has a data-dependent shape, bakes in a
-            Python value, or changes a storage.
-    """
+def _refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise for operators whose result a replay cannot reproduce."""
     name, tags = func._schema.name, func.tags
     reason = ""
     if torch.Tag.data_dependent_output in tags:
@@ -365,7 +338,7 @@ def refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
     else:
         reason = _unreplayable((args, kwargs))
     if reason:
-        raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
+        raise _refused(func, reason)
 
 
 def _unreplayable(values: Any) -> str:
@@ -373,16 +346,11 @@ def _unreplayable(values: Any) -> str:
     for value in tree_iter(values):
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             return f"tensors of layout {value.layout} cannot be replayed, only strided ones"
-        if isinstance(value, torch.Generator) and _identity(value) != _identity(
-            torch.default_generator
-        ):
+        # One generator may be wrapped in several Python objects.
+        default: Any = torch.default_generator
+        if isinstance(value, torch.Generator) and value._cdata != default._cdata:  # type: ignore[attr-defined]
             return "it draws from a generator of its own, whose state the graph does not know"
     return ""
-
-
-def _identity(generator: torch.Generator) -> int:
-    """The same for every Python object that torch wraps around one generator."""
-    return generator._cdata  # type: ignore[attr-defined]
 
 
 def _shape_depends_on_data(name: str, args: Any) -> bool:
@@ -398,34 +366,7 @@ _OWN = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "train" / "c
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
-class Places:
-    """Names places; remembers the names of modules that it has met."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[nn.Module, dict[int, str]]] = {}
-
-    def now(self) -> str:
-        """Where the program is: `in layers.3.attn`, `of MmBackward0`, `at loss.py:12`, or ''."""
-        node: Any = torch._C._current_autograd_node()
-        if node is not None:
-            return f"of {node.name()}"
-        modules = list(_modules(sys._getframe(1)))
-        if modules:
-            return f"in {self._path(modules[0], modules[-1])}"
-        line = calling_line(sys._getframe(1))
-        return f"at {line}" if line else ""
-
-    def _path(self, inner: nn.Module, outer: nn.Module) -> str:
-        """The name of `inner` under `outer`, or of its class."""
-        # The module is kept beside its names, so that its id stays its own.
-        known = self._names.get(id(outer))
-        if known is None:
-            names = {id(module): name for name, module in outer.named_modules()}
-            known = self._names[id(outer)] = (outer, names)
-        return known[1].get(id(inner), "") or type(inner).__name__
-
-
-def calling_line(frame: FrameType | None) -> str:
+def _calling_line(frame: FrameType | None) -> str:
     """`file:line` of the innermost frame outside torch, modes and this package, or ''."""
     while frame is not None:
         name, is_mode = frame.f_code.co_filename, frame.f_code.co_name in _OF_MODES
