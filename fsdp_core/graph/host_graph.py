@@ -4,12 +4,11 @@ Capture runs the function once under a `Recorder`, then undoes it: external stor
 written get their old bytes back, and so does the generator, so that capturing has no effect, as on
 CUDA. Replay runs the recorded operators into the same storages and no Python of the program.
 
-Internal storages that died during the capture share one arena, placed by their live ranges
-(first-fit, largest first), as a graph's private pool does; those that outlive the capture are the
-graph's outputs and keep their own memory. External storages are not kept alive: as on CUDA, what
-the program gave up since the capture is gone, and here the replay says so. Random operators draw
-from the default generator again at each replay, in the recorded order, so dropout gives eager's
-bits.
+Internal storages that died during the capture share one arena, placed by their live ranges, as a
+graph's private pool does; those that outlive it are the graph's outputs and keep their own memory.
+External storages are not kept alive: as on CUDA, what the program gave up since the capture is
+gone, and here the replay says so. Random operators draw from the default generator again at each
+replay, in the recorded order, so dropout gives eager's bits.
 """
 
 import contextlib
@@ -81,13 +80,12 @@ class HostGraph:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Record what runs inside, as `capture` does; results must be held as it ends."""
-        undo: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
-        anchors: dict[int, torch.UntypedStorage] = {}
+        undo: list[tuple[torch.UntypedStorage, bytes]] = []
 
         def before_write(number: int, tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
             # Plain bytes, not a tensor: CUDA needs no undo, so it must not count as the program's.
-            undo[number] = (storage, ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+            undo.append((storage, ctypes.string_at(storage.data_ptr(), storage.nbytes())))
 
         recorder = self._recorder(keep_operations=True, before_write=before_write)
         states = self._device.rng_states()
@@ -100,11 +98,10 @@ class HostGraph:
             if collecting:
                 gc.enable()
             self._device.set_rng_states(states)
-            for storage, saved in undo.values():
+            for storage, saved in undo:
                 self._restore(storage, saved)
         self.recording = recorder.recording
-        self._anchor_externals(anchors)
-        self._build(anchors)
+        self._build(self._living())
 
     def _restore(self, storage: torch.UntypedStorage, saved: bytes) -> None:
         if saved and storage.nbytes() != len(saved):
@@ -112,7 +109,9 @@ class HostGraph:
             self._device.resize_storage(storage, len(saved))
         ctypes.memmove(storage.data_ptr(), saved, len(saved))
 
-    def _anchor_externals(self, anchors: dict[int, torch.UntypedStorage]) -> None:
+    def _living(self) -> dict[int, torch.UntypedStorage]:
+        """Storages that are there after the capture, by number; externals have to be."""
+        living = {}
         for number, entry in enumerate(self.recording.storages):
             if entry.released and not entry.internal and entry.nbytes:
                 raise CaptureRefused(
@@ -121,41 +120,37 @@ class HostGraph:
                 )
             storage = None if entry.released else entry.reference()
             if storage is not None:
-                anchors[number] = storage
-                if not entry.internal:
-                    self._externals.append(entry)
+                living[number] = storage
             elif not entry.internal and not entry.released:
                 raise CaptureRefused(
                     f"cannot capture {entry.made_by}: it reads a tensor that was made during the "
                     "capture by no operator (torch.from_numpy, say); make it before the capture"
                 )
+        return living
 
-    def _build(self, anchors: dict[int, torch.UntypedStorage]) -> None:
-        dead = [
-            (number, entry)
-            for number, entry in enumerate(self.recording.storages)
-            if number not in anchors
-        ]
-        offsets, total = plan_arena([(e.nbytes, e.first, e.last) for _, e in dead])
+    def _build(self, living: dict[int, torch.UntypedStorage]) -> None:
+        entries = self.recording.storages
+        dead = [number for number in range(len(entries)) if number not in living]
+        ranges = [(entries[n].nbytes, entries[n].first, entries[n].last) for n in dead]
+        offsets, total = plan_arena(ranges)
         self._arena = torch.empty(total, dtype=torch.uint8)
-        arena_storage = self._arena.untyped_storage()
-        starts = {number: offset for (number, _), offset in zip(dead, offsets, strict=True)}
-
+        arena, starts = self._arena.untyped_storage(), dict(zip(dead, offsets, strict=True))
+        self._externals = [entries[n] for n in living if not entries[n].internal]
         borrowed: dict[TensorRef, torch.Tensor] = {}
 
         def rebuild(ref: TensorRef) -> torch.Tensor:
             tensor = torch.empty(0, dtype=ref.dtype)
-            entry = self.recording.storages[ref.storage]
-            if ref.storage in anchors and not entry.internal and entry.nbytes:
-                if ref.conjugate or ref.negative:  # views, which have to be made anew
-                    return _lazy(tensor.set_(anchors[ref.storage], *_place(ref)), ref)
-                return borrowed.setdefault(ref, tensor)
-            if ref.storage in anchors:
-                tensor.set_(anchors[ref.storage], *_place(ref))
-            else:
+            # Such a view keeps its kind when it is set over a storage.
+            tensor = tensor.conj() if ref.conjugate else tensor
+            tensor = torch._neg_view(tensor) if ref.negative else tensor
+            if ref.storage in starts:
                 start = starts[ref.storage] // tensor.element_size()
-                tensor.set_(arena_storage, start + ref.offset, ref.size, ref.stride)
-            return _lazy(tensor, ref)
+                tensor.set_(arena, start + ref.offset, ref.size, ref.stride)
+            elif entries[ref.storage].internal or not entries[ref.storage].nbytes:
+                tensor.set_(living[ref.storage], ref.offset, ref.size, ref.stride)
+            else:
+                return borrowed.setdefault(ref, tensor)
+            return tensor
 
         def step(operation: Operation) -> _Step:
             args, kwargs = tree_map_only(TensorRef, rebuild, (operation.args, operation.kwargs))
@@ -202,7 +197,7 @@ class HostGraph:
                 for tensor, ref in self._borrowed:
                     storage = entries[ref.storage].reference()
                     assert storage is not None
-                    tensor.set_(storage, *_place(ref))
+                    tensor.set_(storage, ref.offset, ref.size, ref.stride)
             yield
         finally:
             with _disable_current_modes():
@@ -217,15 +212,6 @@ class HostGraph:
     def reset(self) -> None:
         """Drop the recorded operators and the arena."""
         self._steps, self._arena, self._externals, self._borrowed = [], None, [], []
-
-
-def _place(ref: TensorRef) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return ref.offset, ref.size, ref.stride
-
-
-def _lazy(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    tensor = tensor.conj() if ref.conjugate else tensor
-    return torch._neg_view(tensor) if ref.negative else tensor
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:

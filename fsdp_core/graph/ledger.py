@@ -52,13 +52,10 @@ class AddressBook(Mapping[str, torch.Tensor]):
         self._holders: dict[str, Callable[[], bool]] = {}
 
     def enter(self, name: str, getter: Getter, is_held: Callable[[], bool] | None = None) -> None:
-        """Add a name.
+        """Add a name; `ValueError` if it is taken: two tensors of one name are not told apart.
 
         Args:
             is_held: whether the owner holds the tensor's memory now, if others use it in turn.
-
-        Raises:
-            ValueError: the name is taken: two tensors of one name could not be told apart.
         """
         if name in self._getters:
             raise ValueError(f"Expected a name of one tensor, got {name} again.")
@@ -66,29 +63,28 @@ class AddressBook(Mapping[str, torch.Tensor]):
         if is_held is not None:
             self._holders[name] = is_held
 
+    def hold(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor that the program never replaces."""
+        self.enter(name, lambda: tensor)
+
     def is_held(self, name: str) -> bool:
         """Whether what lies at the tensor's address now is the tensor's."""
         holder = self._holders.get(name)
         return holder is None or holder()
-
-    def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor that the program never replaces."""
-        self.enter(name, lambda: tensor)
 
     def now(self) -> "AddressBook":
         """The book itself: it looks up when it is asked."""
         return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of that name as it is now."""
-        tensor = self._getters[name]()
+        """The tensor of that name as it is now; `KeyError` if there is none."""
+        tensor = self.get(name)
         if tensor is None:
             raise KeyError(name)
         return tensor
 
     def get(self, name: str, default: object = None) -> torch.Tensor | None:  # type: ignore[override]
         """The tensor of that name as it is now, or None."""
-        del default
         getter = self._getters.get(name)
         return None if getter is None else getter()
 
@@ -97,7 +93,6 @@ class AddressBook(Mapping[str, torch.Tensor]):
         return (name for name, getter in self._getters.items() if getter() is not None)
 
     def __len__(self) -> int:
-        """How many names have a tensor now."""
         return sum(1 for _ in self)
 
 
@@ -107,6 +102,7 @@ class _Named:
     address: int
     numel: int
     dtype: torch.dtype
+    storage_address: int
     storage_bytes: int
     is_held: bool
 
@@ -136,17 +132,10 @@ class Ledger:
         entries = _external(recording, partner)
         addresses = set(entries) | {t.untyped_storage().data_ptr() for t in relied}
         addresses.discard(0)
-        found: set[int] = set()
-        self._sources: list[tuple[Resolver, list[_Named]]] = []
-        for source in (resolve, own) if own is not None else (resolve,):
-            named = _named(source(), addresses)
-            found.update(address for address, _ in named)
-            if named:
-                self._sources.append((source, [each for _, each in named]))
+        self._sources = [(each, _named(each(), addresses)) for each in (resolve, own) if each]
+        found = {each.storage_address for _, named in self._sources for each in named}
         self._watched = [
-            (_described(entry, within), entry)
-            for address, entry in entries.items()
-            if address not in found
+            (_described(entry, within), entry) for at, entry in entries.items() if at not in found
         ]
 
     @property
@@ -171,18 +160,18 @@ class Ledger:
             StaleAddress: naming every tensor that moved, shrank, vanished, was freed, or whose
                 memory its owner does not hold.
         """
-        stale = [
-            (each.name, why)
-            for resolve, named in self._sources
-            for each, why in _moved(named, resolve())
-        ]
+        stale: list[tuple[str, str]] = []
+        for resolve, named in self._sources:
+            if named:
+                now = resolve()
+                stale += [(each.name, why) for each in named if (why := _change(each, now))]
         for name, entry in self._watched:
             storage = entry.reference()
             if storage is None:
                 stale.append((name, "freed since the capture"))
             elif storage.data_ptr() != entry.address or storage.nbytes() < entry.nbytes:
-                now = storage.data_ptr()
-                stale.append((name, f"captured at {entry.address:#x}, now at {now:#x}"))
+                moved = f"captured at {entry.address:#x}, now at {storage.data_ptr():#x}"
+                stale.append((name, moved))
         if stale:
             raise StaleAddress([name for name, _ in stale], stale[0][1])
 
@@ -190,17 +179,13 @@ class Ledger:
 class AddressLog:
     """Counts how many named tensors moved since it last looked.
 
-    What records graphs of its own as it goes, as `torch.compile` does, records again when they
-    move.
-
     Attributes:
         moved: names of those that moved, were made or went away between the last two looks.
     """
 
     def __init__(self, resolve: Resolver) -> None:
-        self._resolve = resolve
+        self._resolve, self.moved = resolve, list[str]()
         self._last: dict[str, int] | None = None
-        self.moved: list[str] = []
 
     def look(self) -> int:
         """How many moved since the last look; 0 at the first."""
@@ -224,15 +209,15 @@ def _external(recording: Recording, partner: Recording | None) -> dict[int, Stor
     return entries
 
 
-def _named(now: Mapping[str, torch.Tensor], addresses: set[int]) -> list[tuple[int, _Named]]:
+def _named(now: Mapping[str, torch.Tensor], addresses: set[int]) -> list[_Named]:
     """Tensors whose storages lie at the addresses; of those that use one in turn, who holds it."""
     entered = []
     for name, tensor in now.items():
         storage = tensor.untyped_storage()
         if tensor.numel() and storage.data_ptr() in addresses:
-            held, shape = _is_held(now, name), (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+            seen = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
             entered.append(
-                (storage.data_ptr(), _Named(name, *shape, storage.nbytes(), is_held=held))
+                _Named(name, *seen, storage.data_ptr(), storage.nbytes(), _is_held(now, name))
             )
     return entered
 
@@ -241,24 +226,11 @@ def _is_held(now: Mapping[str, torch.Tensor], name: str) -> bool:
     return not isinstance(now, AddressBook) or now.is_held(name)
 
 
-def _moved(named: list[_Named], now: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Named, str]]:
-    """Those that are no longer what was captured, and why."""
-    for each in named:
-        tensor = now.get(each.name)
-        if each.is_held and not _is_held(now, each.name):
-            yield each, "captured while its owner held its memory, which others may use now"
-            continue
-        if (
-            tensor is None
-            or tensor.data_ptr() != each.address
-            or tensor.numel() != each.numel
-            or tensor.dtype != each.dtype
-            or tensor.untyped_storage().nbytes() < each.storage_bytes
-        ):
-            yield each, _why(each, tensor)
-
-
-def _why(named: _Named, tensor: torch.Tensor | None) -> str:
+def _change(named: _Named, now: Mapping[str, torch.Tensor]) -> str:
+    """Why a tensor is no longer what was captured; empty if it is."""
+    tensor = now.get(named.name)
+    if named.is_held and not _is_held(now, named.name):
+        return "captured while its owner held its memory, which others may use now"
     if tensor is None:
         return "captured, but the program no longer has it"
     address = tensor.data_ptr()
@@ -267,7 +239,9 @@ def _why(named: _Named, tensor: torch.Tensor | None) -> str:
         return f"captured at {named.address:#x}, now at {address:#x}{freed}"
     if tensor.numel() != named.numel or tensor.dtype != named.dtype:
         return f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x {tensor.dtype}"
-    return "its storage has shrunk since the capture"
+    if tensor.untyped_storage().nbytes() < named.storage_bytes:
+        return "its storage has shrunk since the capture"
+    return ""
 
 
 def _described(entry: StorageEntry, within: str) -> str:

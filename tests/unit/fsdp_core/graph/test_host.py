@@ -1,6 +1,8 @@
 """The host graph's contract: what a replay reads, what it keeps, what it refuses, its memory."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -101,11 +103,16 @@ def test_replay_over_moved_memory_is_refused(how: str) -> None:
     assert (y == 0).all()
 
 
-def test_a_graph_keeps_no_external_storage() -> None:
-    """What the program has dropped since the capture is freed, and missed by ledger and replay."""
-    kept, dropped, out = torch.ones(4), [torch.ones(1 << 10)], torch.zeros(4)
+@pytest.mark.parametrize("view", [torch.real, torch.conj], ids=["plain", "conj"])
+def test_a_graph_keeps_no_external_storage(view: Callable[[Any], Any]) -> None:
+    """What the program has dropped since the capture is freed, and missed by ledger and replay.
+
+    A lazily conjugated view keeps it no more than a plain one.
+    """
+    dropped = [torch.ones(1 << 9, dtype=torch.complex64)]
+    kept, out = torch.ones(4), torch.zeros(4)
     graph = HostGraph(Device("cpu"))
-    graph.capture(lambda: out.add_(kept).add_(dropped[0].sum()))
+    graph.capture(lambda: out.add_(kept).add_(2 * view(dropped[0]).sum().real))
     ledger = Ledger(graph.recording, lambda: {"kept": kept, "out": out})
     ledger.check()
     graph.replay()

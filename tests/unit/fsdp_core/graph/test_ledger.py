@@ -141,8 +141,6 @@ def test_unnamed_freed() -> None:
     graph.capture(lambda: y.add_(held[0].sum()))
     ledger = Ledger(graph.recording, lambda: {"y": y})
     ledger.check()
-    # The host graph holds the storages that it reads: without it the program's own is the last.
-    graph.reset()
     held.clear()
     why = r"storage of 400 bytes that aten.sum.default uses at test_ledger.py:\d+: freed"
     with pytest.raises(StaleAddress, match=why):
@@ -264,6 +262,22 @@ def test_a_check_looks_up_only_what_the_graph_uses() -> None:
     asked.clear()
     ledger.check()
     assert sorted(asked) == ["x", "y"]
+
+
+def test_memory_that_its_owner_no_longer_holds_is_named() -> None:
+    """The address is right, and what lies there may be another owner's."""
+    book, x, y, held = AddressBook(), torch.ones(4), torch.zeros(4), [True]
+    book.enter("x", lambda: x, lambda: held[0])
+    book.hold("y", y)
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: y.add_(x))
+    ledger = Ledger(graph.recording, book.now)
+    ledger.check()
+    held[0] = False
+    with pytest.raises(StaleAddress, match=r"^x: captured while its owner held its memory"):
+        ledger.check()
+    # Captured while nobody held it: nothing is expected of it.
+    Ledger(graph.recording, book.now).check()
 
 
 def test_own_tensors_are_named_beside_the_programs() -> None:
