@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.model.backend import Backend
+from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import Part
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Plan
 from fsdp_core.model.moe.layer import MoeLayer, Routed
 from fsdp_core.model.moe.router import Router, RouterRule
-from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline_schedule import split_layers
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
@@ -34,21 +34,10 @@ from fsdp_core.parallel.tensor_parallel import ColumnLinear, VocabEmbedding, voc
 
 @dataclass(frozen=True)
 class Residual:
-    """Dropout of what a branch adds to the residual stream.
-
-    Attributes:
-        p: probability.
-        stream: of random numbers. Ranks of tp draw the same where they hold the same activations,
-            and their own under sequence parallel, where each holds other tokens.
-    """
+    """Dropout, of probability p, of what a branch adds to the residual stream."""
 
     p: float
     stream: RandomStream
-
-    @classmethod
-    def of(cls, p: float, streams: RandomStreams, *, sequence_parallel: bool) -> "Residual":
-        """That of a layout."""
-        return cls(p, streams.equal_over(*(() if sequence_parallel else ("tp",))))
 
     def add(self, x: torch.Tensor, out: torch.Tensor, *, training: bool) -> torch.Tensor:
         """x + dropout(out)."""
@@ -71,6 +60,15 @@ def recompute_with(streams: RandomStreams | None) -> Recompute:
         return result
 
     return recompute
+
+
+def stream_of(streams: RandomStreams, *, sequence_parallel: bool) -> RandomStream:
+    """What a branch's dropout draws from.
+
+    Ranks of tp draw the same where they hold the same activations, and their own under sequence
+    parallel, where each holds other tokens.
+    """
+    return streams.equal_over(*(() if sequence_parallel else ("tp",)))
 
 
 class AttentionBranch(nn.Module):
@@ -192,27 +190,28 @@ class LayerMaker:
     """Makes layers by number, with what all layers of a rank share."""
 
     def __init__(
-        self, config: ModelConfig, axes: Axes, backend: Backend, streams: RandomStreams,
+        self, config: ModelConfig, axes: Axes, factory: LayerFactory, streams: RandomStreams,
         recompute: str,
     ) -> None:  # fmt: skip
-        self._config, self._axes = config, axes
+        self._config, self._axes, self._factory = config, axes, factory
         again = recompute_with(streams if config.dropout else None)
         self._again = {name: again if recompute == name else None for name in ("full", "attn")}
-        self._residual = Residual.of(
-            config.dropout, streams, sequence_parallel=axes.sequence_parallel
-        )
+        stream = stream_of(streams, sequence_parallel=axes.sequence_parallel)
+        self._residual = Residual(config.dropout, stream)
         self.rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
-        self.parts = backend.parts(config, axes, self.rope)
 
     def layer(self, number: int) -> Layer:
         """The layer of that global number."""
-        attn = AttentionBranch(*self.parts.attention(), self._residual, self._again["attn"])
-        if self._config.has_experts(number):
+        config, axes, factory = self._config, self._axes, self._factory
+        attention = factory.attention(config, axes, self.rope)
+        attn = AttentionBranch(*attention, self._residual, self._again["attn"])
+        if config.has_experts(number):
             return Layer(attn, self._moe_branch(), self._again["full"])
-        return Layer(attn, MlpBranch(*self.parts.mlp(), self._residual), self._again["full"])
+        branch = MlpBranch(*factory.mlp(config, axes), self._residual)
+        return Layer(attn, branch, self._again["full"])
 
     def _moe_branch(self) -> MoeBranch:
-        config, axes = self._config, MoeAxes.of(self._axes)
+        config, axes, factory = self._config, MoeAxes.of(self._axes), self._factory
         rule = RouterRule(
             num_experts=config.experts, top_k=config.top_k, scores=config.score,
             normalised=config.normalise_top_k, scale=config.route_scale,
@@ -221,11 +220,10 @@ class LayerMaker:
         delivery = Delivery(
             dispatcher=config.dispatcher, capacity_factor=config.capacity_factor, drop=config.drop
         )
-        moe = MoeLayer(
-            config.hidden, config.expert_ffn, rule, axes, delivery=delivery,
-            shared=self.parts.shared_experts(), experts=self.parts.experts(),
-        )  # fmt: skip
-        return MoeBranch(self.parts.norm(), moe, self._residual, axes)
+        shared = factory.shared_experts(config, self._axes)
+        experts = factory.experts(config, self._axes)
+        moe = MoeLayer(config.hidden, rule, axes, delivery=delivery, shared=shared, experts=experts)
+        return MoeBranch(factory.norm(config, self._axes), moe, self._residual, axes)
 
 
 class DecoderStage(nn.Module):
@@ -240,7 +238,7 @@ class DecoderStage(nn.Module):
         recompute: what of each layer is computed again in backward: `none`, `full` or `attn`.
 
     Attributes:
-        around: what its layers compute in (fp8), see `model.around`.
+        around: what its layers compute in (fp8), see `layers.Precision`.
         on_microbatch: told the part and the slot of each microbatch before its layers run.
 
     Raises:
@@ -251,7 +249,7 @@ class DecoderStage(nn.Module):
         self,
         config: ModelConfig,
         axes: Axes,
-        backend: Backend,
+        factory: LayerFactory,
         streams: RandomStreams,
         *,
         layers: range | None = None,
@@ -262,16 +260,16 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.config, self.axes = config, axes
         self.on_microbatch: Callable[[Part, int], None] | None = None
-        make = LayerMaker(config, axes, backend, streams, recompute)
+        make = LayerMaker(config, axes, factory, streams, recompute)
         numbers = range(config.layers) if layers is None else layers
         cut = {"sequence_parallel": axes.sequence_parallel}
         self.rope = make.rope
-        self.around = backend.around(axes)
+        self.around = factory.precision(axes)
         self.embedding = (
             VocabEmbedding(config.vocab_size, config.hidden, axes.tp, **cut) if is_first else None
         )
         self.layers = nn.ModuleDict({str(number): make.layer(number) for number in numbers})
-        self.norm = make.parts.norm() if is_last else None
+        self.norm = factory.norm(config, axes) if is_last else None
         self.head = (
             ColumnLinear(config.hidden, config.vocab_size, axes.tp, **cut) if is_last else None
         )
@@ -342,10 +340,40 @@ class DecoderStage(nn.Module):
             router.loss_scale.fill_(scale)
 
 
+def make_layers(
+    backend: str, *, fp8: str = "none", fused_experts: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LayerFactory:  # fmt: skip
+    """The factory of layers of `backend`, torch or te.
+
+    Args:
+        fp8: none, delayed, current or block; of `te` only.
+        fused_experts: compute an expert's layers at once; None: where the backend has kernels of
+            its own for it, which `te` has for some recipes, on some machines.
+        dtype: compute dtype.
+
+    Raises:
+        BackendMissing: `te` where TransformerEngine or CUDA is absent.
+        ValueError: fp8 of another backend than `te`, or an unknown one; fused experts in blocks.
+    """
+    if backend == "te":
+        from fsdp_core.model.te.layers import TeLayers
+
+        if fp8 == "block" and fused_experts:
+            raise ValueError(
+                "Expected fused_experts False for fp8 block, got True: TransformerEngine's grouped "
+                "operators find no kernel for it (2.20.2 on Hopper, at any width)."
+            )
+        return TeLayers(recipe=fp8, fused_experts=fused_experts, dtype=dtype)
+    if fp8 != "none":
+        raise ValueError(f"Expected backend te for fp8, got backend {backend} and fp8 {fp8}.")
+    return LayerFactory(fused_experts=fused_experts is True)
+
+
 def make_stages(
     config: ModelConfig,
     axes: Axes,
-    backend: Backend,
+    factory: LayerFactory,
     streams: RandomStreams,
     *,
     chunks: int = 1,
@@ -360,7 +388,7 @@ def make_stages(
     ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]
     return [
         DecoderStage(
-            config, axes, backend, streams, layers=numbers, recompute=recompute,
+            config, axes, factory, streams, layers=numbers, recompute=recompute,
             is_first=pp.rank == 0 and chunk == 0,
             is_last=pp.rank == pp.size - 1 and chunk == chunks - 1,
         )

@@ -11,8 +11,8 @@ from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import make_pool
 from fsdp_core.layouts import AXES
-from fsdp_core.model.backend import Backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import Sharding, shard_stage
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes
@@ -36,7 +36,7 @@ def make_streams(config: TrainConfig, axes: Axes, device: Device) -> RandomStrea
 
 
 def build_stages(
-    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
+    config: TrainConfig, axes: Axes, backend: LayerFactory, streams: RandomStreams, device: Device
 ) -> list[DecoderStage]:
     """This rank's stages, FSDP roots; weights depend on the seed and names alone.
 

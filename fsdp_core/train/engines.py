@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_core.config import OptimConfig, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
-from fsdp_core.model.backend import Backend, BackendMissing, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
+from fsdp_core.model.layers import BackendMissing, LayerFactory
+from fsdp_core.model.te.layers import prefer_cudnn_of_torch
 from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
@@ -259,7 +260,7 @@ class EngineTrainer(Trainer):
 
     optimizer: EngineAdamW
 
-    def _build_stages(self, backend: Backend) -> list[DecoderStage]:
+    def _build_stages(self, backend: LayerFactory) -> list[DecoderStage]:
         config = self.config
         stages = make_stages(config.model, self.axes, backend, self.streams)
         model = config.model

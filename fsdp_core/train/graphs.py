@@ -20,8 +20,8 @@ Then pools are frozen. Of a capture that fails nothing is left but the failure.
 
 **A replay** stands in for the region's Python. FSDP gathers before it and reduces after it: hooks
 of the layer, a unit, run as eagerly. Units inside (experts) are gathered around the whole replay.
-What modules do in Python for scales of fp8 is done by `model.around`, or by TransformerEngine for
-its own graphs. Evaluation, passes without gradients and other shapes run eagerly.
+What modules do in Python for scales of fp8 is done by `layers.Precision`, or by TransformerEngine
+for its own graphs. Evaluation, passes without gradients and other shapes run eagerly.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.hooks import PHASES, CaptureHook, CaptureHooks, own_capture_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_by_torch
-from fsdp_core.model.around import Begin
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import Begin
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams

@@ -29,9 +29,9 @@ from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.ledger import AddressBook
-from fsdp_core.model.backend import Backend, make_backend
 from fsdp_core.model.batch import num_averaged
-from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.decoder import DecoderStage, make_layers
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
@@ -214,7 +214,7 @@ class Trainer:
         config, axes, device = self.config, self.axes, self.device
         self.stream = device.new_stream()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
-        backend = make_backend(
+        backend = make_layers(
             config.backend, fp8=config.fp8, dtype=TORCH_DTYPES[config.dtype],
             fused_experts=config.fused_experts or None,
         )  # fmt: skip
@@ -425,7 +425,7 @@ class Trainer:
 
     # ---- parts
 
-    def _build_stages(self, backend: Backend) -> list[DecoderStage]:
+    def _build_stages(self, backend: LayerFactory) -> list[DecoderStage]:
         stages = build_stages(self.config, self.axes, backend, self.streams, self.device)
         self._roots = list(roots(stages))
         return stages

@@ -23,7 +23,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.model.backend import BackendMissing
+from fsdp_core.model.layers import BackendMissing
 from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing

@@ -14,8 +14,8 @@ from fsdp_core import checkpoint
 from fsdp_core.config import model_from_preset
 from fsdp_core.device import Device
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage, make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
@@ -45,7 +45,7 @@ def build(what: Problem, layout: Layout | None) -> tuple[Stages, torch.optim.Opt
     else:
         axes = build_axes(layout.parallel, Device("cpu"))
         streams, chunks = streams_of(axes), layout.parallel.pp_chunks
-        stages = make_stages(what.model, axes, TorchBackend(), streams, chunks=chunks)
+        stages = make_stages(what.model, axes, LayerFactory(), streams, chunks=chunks)
         for stage in stages:
             for parameter in stage.parameters():
                 torch.nn.init.zeros_(parameter)

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.experts import Experts
+from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
 from tests.dist.moe_layouts import axis
 from tests.dist.moe_reference import draw
+from tests.support.gated_experts import SharedExperts
 
 HIDDEN, FFN, SHARED_FFN, BIAS_RATE = 12, 8, 8, 0.125
 Weights = dict[str, torch.Tensor]
@@ -164,7 +166,10 @@ def _run(spec: Spec, axes: MoeAxes) -> Seen:
         shared = SharedExperts(
             HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=spec.sp, gated=spec.shared == "gated"
         )
-    layer = MoeLayer(HIDDEN, FFN, spec.rule, axes, delivery=spec.delivery, shared=shared)
+    experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes)
+    layer = MoeLayer(
+        HIDDEN, spec.rule, axes, delivery=spec.delivery, experts=experts, shared=shared
+    )
     cuts = named_cuts(layer)
     for name, parameter in layer.double().named_parameters():
         parameter.data = take(data.weights[name], cuts[name])

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
-from fsdp_core.model.moe.replay import RoutingTape
+from fsdp_core.model.moe.experts import Experts
+from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.parallel.param_sharding import Cut, CutModule, named_cuts, place, take
 from tests.dist.moe_layouts import Layout, make_axes, whole_shape
 from tests.dist.moe_reference import FFN, HIDDEN, SHARED_FFN, Problem
+from tests.support.gated_experts import SharedExperts
+from tests.support.routing_tape import RoutingTape, attach
 
 BIAS_RATE = 0.25
 
@@ -65,8 +67,9 @@ def build_layer(case: Case, axes: MoeAxes) -> MoeLayer:
     shared = SharedExperts(
         HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=axes.sequence_parallel, gated=True
     )
+    experts = Experts(case.task.rule.num_experts, HIDDEN, FFN, axes, case.path)
     layer = MoeLayer(
-        HIDDEN, FFN, case.task.rule, axes, delivery=case.delivery, path=case.path, shared=shared
+        HIDDEN, case.task.rule, axes, delivery=case.delivery, experts=experts, shared=shared
     )
     if case.fault == "down slices swapped":
         cuts = cast("CutModule", layer.get_submodule("experts.down"))._cuts
@@ -113,7 +116,7 @@ def run_case(layout: Layout, axes: MoeAxes, case: Case) -> Part:
     mine = layout.tokens(dist.get_rank())
     layer = build_layer(case, axes)
     if case.experts is not None:
-        layer.router.tape = RoutingTape([case.experts[mine.flatten()]])
+        attach(layer.router, RoutingTape([case.experts[mine.flatten()]]))
     task = case.task
     x = task.x.flatten(0, 1)[mine].to(case.dtype).requires_grad_()
     cotangent = task.cotangent.flatten(0, 1)[mine].to(case.dtype)

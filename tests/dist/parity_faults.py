@@ -25,14 +25,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.model import attention as gqa
-from fsdp_core.model import attention as mla
+from fsdp_core.model import attention, decoder, layers, sharding
 from fsdp_core.model import batch as microbatch
 from fsdp_core.model import batch as packing
 from fsdp_core.model import cp_attention as sdpa
-from fsdp_core.model import decoder, norm, sharding
+from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
-from fsdp_core.model.rope import RopeTable
 from fsdp_core.parallel import context
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axes
@@ -66,9 +64,9 @@ def _plain_split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.T
     return whole.chunk(size, dim)[rank]
 
 
-def _same_stream(p: float, streams: Any, *, sequence_parallel: bool) -> decoder.Residual:
+def _same_stream(streams: Any, *, sequence_parallel: bool) -> Any:
     del sequence_parallel
-    return decoder.Residual(p, streams.equal_over("tp"))
+    return streams.equal_over("tp")
 
 
 def _keep(module: Any, names: Any, axis: Any) -> None:
@@ -117,12 +115,12 @@ _split, _pack, _turn = context.split, packing.pack, RopeTable.forward
 _attention, _plan = sdpa.causal_attention, packing.PackedBatch.plan
 
 _PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "norm not summed": ((norm, "reduce_replicated_of", _keep),),
+    "norm not summed": ((layers, "reduce_replicated_of", _keep),),
     "plain chunks": ((microbatch, "split", _plain_split),),
-    "one stream for tp": ((decoder.Residual, "of", _same_stream),),
+    "one stream for tp": ((decoder, "stream_of", _same_stream),),
     "half the gradients": ((sharding, "num_averaged", _half),),
     "swapped halves": ((microbatch, "split", _late_first),),
-    "swapped heads": tuple((m, "causal_attention", _other_values) for m in (gqa, mla)),
+    "swapped heads": ((attention, "causal_attention", _other_values),),
     "one prediction": ((parity_batches, "pack", _one_left_out),),
     "one position": ((RopeTable, "forward", _one_turned),),
     "one boundary": ((packing.PackedBatch, "plan", _one_boundary_less),),

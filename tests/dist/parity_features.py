@@ -3,8 +3,8 @@
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import clip_grads, shard_stage
 from fsdp_core.model.weights import gather_global, gather_global_grads, init_weights, load_global
 from fsdp_core.parallel.mesh import build_axes
@@ -35,7 +35,7 @@ def run_weights(problem: Problem, layouts: tuple[Layout, ...]) -> list[dict[str,
     for layout in layouts:
         axes = build_axes(layout.parallel, Device("cpu"))
         stages = make_stages(
-            problem.model, axes, TorchBackend(), streams_of(axes),
+            problem.model, axes, LayerFactory(), streams_of(axes),
             chunks=layout.parallel.pp_chunks,
         )  # fmt: skip
         init_weights(

@@ -26,10 +26,9 @@ from fsdp_core.determinism import make_deterministic, prepare_environment
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.layouts import groups
-from fsdp_core.model.backend import TorchBackend, make_backend
 from fsdp_core.model.batch import num_averaged
-from fsdp_core.model.decoder import DecoderStage, make_stages
-from fsdp_core.model.moe.replay import RoutingTape
+from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import Sharding, shard_stage
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
 from fsdp_core.parallel.context import DynamicContext
@@ -40,6 +39,7 @@ from fsdp_core.parallel.rng import RandomStreams
 from tests.dist import parity_faults
 from tests.dist.parity_batches import Batch, Share, rank_share, whole_share
 from tests.dist.parity_watch import Found, Key, Outcome, Watch, join, local_numbers
+from tests.support.routing_tape import RoutingTape, attach
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16,
@@ -107,7 +107,7 @@ def streams_of(axes: Axes, device: torch.device = CPU) -> RandomStreams:
 def whole_model(problem: Problem) -> DecoderStage:
     """The model that is not cut, with its weights, float32."""
     axes, config = single_axes(), problem.model
-    model = DecoderStage(config, axes, TorchBackend(), streams_of(axes))
+    model = DecoderStage(config, axes, LayerFactory(), streams_of(axes))
     init_weights([model], problem.seed, layers=config.layers, init_std=problem.init_std)
     generator = torch.Generator().manual_seed(problem.seed)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def put_tapes(
                     _entry(table, local_numbers(share, tp), num_experts).to(device)
                     for table, share in zip(routes[name], shares, strict=True)
                 ]
-            tapes[name] = cast("Any", router).tape = RoutingTape(entries)
+            tapes[name] = attach(router, RoutingTape(entries))
     return tapes
 
 
@@ -253,7 +253,7 @@ def take_step(
     axes = parity_faults.axes_of(place.axes, layout.fault)
     device, dtype = place.device.torch_device, DTYPES[layout.dtype]
     # Each tensor scaled by its own largest: one step has no history that a scale could come from.
-    backend = make_backend(layout.backend, fp8="current" if layout.dtype == "fp8" else "none")
+    backend = make_layers(layout.backend, fp8="current" if layout.dtype == "fp8" else "none")
     streams = streams_of(axes, device)
     stages = make_stages(config, axes, backend, streams, chunks=parallel.pp_chunks)
     load_global(stages, global_weights(problem))

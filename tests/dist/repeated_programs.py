@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.model.weights import gather_global_grads, load_global
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
@@ -32,7 +32,7 @@ def take(problem: Problem, layout: Layout, place: Place, *, recomputes: bool) ->
     """One step from the same weights and random numbers each time."""
     axes, batch = place.axes, problem.batch
     streams, chunks = streams_of(axes, CPU), layout.parallel.pp_chunks
-    stages = make_stages(problem.model, axes, TorchBackend(), streams, chunks=chunks)
+    stages = make_stages(problem.model, axes, LayerFactory(), streams, chunks=chunks)
     load_global(stages, global_weights(problem))
     for stage in stages:
         for layer in stage.numbered_layers.values() if recomputes else ():

@@ -27,7 +27,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_core.graph.recorder import HostReadGuard
-from fsdp_core.model.backend import RmsNorm
+from fsdp_core.model.layers import RmsNorm
 
 HISTORY, LARGEST = 3, 448.0
 SCALES = (("scaling_fwd", "forward", 3), ("scaling_bwd", "backward", 2))

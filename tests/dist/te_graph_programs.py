@@ -19,14 +19,14 @@ from tests.dist.train_layout_programs import DEVICE, STEPS, Run, bits
 def stood_in(*, fused: bool) -> Iterator[None]:
     """Trainers inside compute by the stand-in."""
 
-    def make(name: str, *, fp8: str, dtype: torch.dtype) -> Any:
-        del dtype
+    def make(name: str, *, fp8: str, dtype: torch.dtype, fused_experts: bool | None) -> Any:
+        del dtype, fused_experts
         assert name == "te"
         return StandIn(fused_experts=fused, fp8_recipe=fp8)
 
     narrow = (torch.float32, torch.bfloat16)
     with (
-        mock.patch.object(trainer, "make_backend", make),
+        mock.patch.object(trainer, "make_layers", make),
         mock.patch.object(core, "_NARROW", narrow),
     ):
         yield

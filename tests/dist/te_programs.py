@@ -21,7 +21,7 @@ def run_te_case(
         return te_stand_in.StandIn(fused_experts=fused)
 
     with (
-        mock.patch.object(parity_programs, "make_backend", make),
+        mock.patch.object(parity_programs, "make_layers", make),
         mock.patch.object(core, "_NARROW", (torch.float64,)),
     ):
         outcome = parity_programs.run_case(problem, layout, routes)

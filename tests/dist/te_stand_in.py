@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_core.model.around import Around
-from fsdp_core.model.backend import TransformerEngineBackend
+from fsdp_core.model.layers import Precision
 from fsdp_core.model.te import fp8 as precision
+from fsdp_core.model.te.layers import TeLayers
 from fsdp_core.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
 from fsdp_core.parallel.mesh import Axes, Axis
 from tests.dist import te_fp8_stand_in as fp8
@@ -332,25 +332,25 @@ class Sequential(nn.Sequential):
         return _grouped(F.silu(gate) * up * scales[:, None], last.tolist(), weights[count:])
 
 
-class StandIn(TransformerEngineBackend):
+class StandIn(TeLayers):
     """The backend over these modules."""
 
     def __init__(self, *, fused_experts: bool, fp8_recipe: str = "none") -> None:
         ops = SimpleNamespace(
             GroupedLinear=OpsGroupedLinear, ScaledSwiGLU=ScaledSwiGLU, Sequential=Sequential
         )
-        self._te = SimpleNamespace(
+        self.te = SimpleNamespace(
             RMSNorm=fp8.RMSNorm, Linear=Linear, LayerNormLinear=LayerNormLinear,
             LayerNormMLP=LayerNormMLP, DotProductAttention=DotProductAttention,
             GroupedLinear=GroupedLinear, ops=ops, autocast=fp8.autocast,
             quantization=SimpleNamespace(FP8GlobalStateManager=fp8.Manager),
         )  # fmt: skip
-        self._fp8, self._fused_experts = fp8_recipe, fused_experts
+        self.recipe, self.fused_experts = fp8_recipe, fused_experts
 
-    def norm(self, hidden: int, eps: float) -> nn.Module:
+    def rms_norm(self, width: int, eps: float) -> nn.Module:
         """On the CPU."""
-        return fp8.RMSNorm(hidden, eps)
+        return fp8.RMSNorm(width, eps)
 
-    def around(self, axes: Axes) -> Around:
+    def precision(self, axes: Axes) -> Precision:
         """With the stand-in's recipe."""
-        return precision.autocast(self._te, self._fp8, axes, fp8.Delayed())
+        return precision.precision(self.te, self.recipe, axes, fp8.Delayed())

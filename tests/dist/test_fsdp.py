@@ -15,9 +15,9 @@ from fsdp_core.config import STRATEGIES, ModelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes
@@ -45,7 +45,7 @@ def decoder() -> Decoder:
     """The model, the same bits everywhere."""
     axes = single_axes()
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
-    model = Decoder(CONFIG, axes, TorchBackend(), streams)
+    model = Decoder(CONFIG, axes, LayerFactory(), streams)
     init_weights([model], 3, layers=CONFIG.layers, init_std=CONFIG.init_std)
     return model
 

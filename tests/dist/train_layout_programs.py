@@ -17,9 +17,9 @@ from fsdp_core.config import (
 )
 from fsdp_core.data import Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import gather_global, init_weights
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.rng import RandomStreams
@@ -189,7 +189,7 @@ def one_process_loss(run: Run) -> float:
     """The mean over all tokens of a step, each sequence alone through the model that is not cut."""
     axes, model = single_axes(), run.config.model
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
-    stage = DecoderStage(model, axes, TorchBackend(), streams)
+    stage = DecoderStage(model, axes, LayerFactory(), streams)
     init_weights([stage], run.config.seed, layers=model.layers, init_std=model.init_std)
     total, number = 0.0, 0
     for ids in itertools.chain(*sequences(run, 0)):

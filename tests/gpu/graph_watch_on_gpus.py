@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.decoder import make_layers
 from harness.recorder import capture
 from harness.recorder.graphs import GraphWatch, StaleGraphAddress
 
@@ -265,7 +265,7 @@ def prepared() -> nn.Module:
 
 def te_callables(stress: tuple[str, ...], clones: bool = True) -> tuple[bool, Found]:
     """TransformerEngine's graphs over two layers, two microbatches: whether eager's bits."""
-    make_backend("te")
+    make_layers("te")
     import transformer_engine.pytorch as te
 
     def train(graphed: bool, layers: nn.ModuleList) -> Any:

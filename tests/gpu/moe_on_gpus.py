@@ -10,9 +10,11 @@ from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.experts import Experts
+from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
+from tests.support.gated_experts import SharedExperts
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
 
@@ -36,7 +38,8 @@ class Held:
             expert_bias=True,
         )  # fmt: skip
         shared = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=True)
-        layer = MoeLayer(HIDDEN, FFN, rule, axes, delivery=delivery, shared=shared)
+        experts = Experts(rule.num_experts, HIDDEN, FFN, axes)
+        layer = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=shared)
         generator = torch.Generator().manual_seed(1)
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.decoder import make_layers
 from fsdp_core.model.te import layers as experts
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
@@ -77,6 +77,6 @@ def compare(eager: TrainConfig, scopes: Sequence[str]) -> dict[str, str]:
 
 def fuses(fp8: str) -> bool:
     """Whether this machine has grouped kernels that take sizes on the device."""
-    te = cast("Any", make_backend("te"))._te
+    te = cast("Any", make_layers("te")).te
     recipe = None if fp8 == "none" else recipe_of(fp8)
     return experts.fuses(te, recipe, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp_core.model.backend import TorchBackend, make_backend, prefer_cudnn_of_torch
+from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import (
     Capacity,
     Document,
@@ -27,12 +27,13 @@ from fsdp_core.model.batch import (
     padding_multiple,
 )
 from fsdp_core.model.cp_attention import causal_attention
-from fsdp_core.model.decoder import DecoderStage, make_stages
+from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import FusedExperts
-from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.model.te.attention import Core
+from fsdp_core.model.te.layers import prefer_cudnn_of_torch
 from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes
@@ -90,13 +91,13 @@ def branch_of(part: str, axes: Axes, backend: Any) -> Branch:
     """A part by its name in `PARTS`, on this rank's device."""
     config = {"normed": NORMED, "mla": MLA}.get(part, GQA)
     rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
-    parts = backend.parts(config, axes, rope)
     if part in ATTENTION:
-        made = Branch(*parts.attention())
+        made = Branch(*backend.attention(config, axes, rope))
     elif part == "mlp":
-        made = Branch(*parts.mlp())
+        made = Branch(*backend.mlp(config, axes))
     else:
-        inner = parts.shared_experts() if part == "shared" else parts.experts()
+        make = backend.shared_experts if part == "shared" else backend.experts
+        inner = make(config, axes)
         made = Branch(nn.Identity(), inner)
     return made.to(here().torch_device)
 
@@ -143,14 +144,14 @@ def set_dtype(made: nn.Module, dtype: torch.dtype) -> None:
 def compare_part(part: str) -> Found:
     """Each tensor's error by TransformerEngine, in multiples of torch's own."""
     axes = axes_of(dp=dist.get_world_size())
-    backend = make_backend("te", fused_experts=part != "experts called")
-    exact = branch_of(part, axes, TorchBackend())
+    backend = make_layers("te", fused_experts=part != "experts called")
+    exact = branch_of(part, axes, LayerFactory())
     init_weights([exact], 5, layers=1, init_std=0.1)
     weights = {n: p.detach().bfloat16().float() for n, p in exact.named_parameters()}
     results = []
     before = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     for maker, dtype in (
-        (TorchBackend(), torch.float64), (TorchBackend(), torch.bfloat16), (backend, torch.bfloat16)
+        (LayerFactory(), torch.float64), (LayerFactory(), torch.bfloat16), (backend, torch.bfloat16)
     ):  # fmt: skip
         made = branch_of(part, axes, maker)
         load_global([made], weights)
@@ -181,7 +182,7 @@ def ratios(exact: Tensors, torchs: Tensors, tes: Tensors) -> Found:
 def compare_core(packed: bool, heads: int = 8, kv_heads: int = 4) -> Found:
     """The same for attention of sequences over all ranks; NaN in rows of padding."""
     axes = axes_of(cp=dist.get_world_size())
-    te: Any = cast("Any", make_backend("te"))._te
+    te: Any = cast("Any", make_layers("te")).te
     core = Core(te, heads, kv_heads, (64, 64), axes.cp)
     local = _tokens(axes, packed)
     part, size = local.part, axes.cp.size
@@ -241,13 +242,13 @@ def _tokens(axes: Axes, packed: bool) -> LocalTokens:
 def compare_sharded(mode: str) -> Found | str:
     """The same for experts whose layers FSDP gathers; "bypass" leaves the hooks out."""
     axes = axes_of(dp=dist.get_world_size())
-    backend = make_backend("te", fused_experts=mode != "called")
-    exact = branch_of("experts fused", axes, TorchBackend())
+    backend = make_layers("te", fused_experts=mode != "called")
+    exact = branch_of("experts fused", axes, LayerFactory())
     init_weights([exact], 5, layers=1, init_std=0.1)
     weights = {n: p.detach().bfloat16().float() for n, p in exact.named_parameters()}
     results = []
     for dtype in (torch.float64, torch.bfloat16):
-        made = branch_of("experts fused", axes, TorchBackend())
+        made = branch_of("experts fused", axes, LayerFactory())
         load_global([made], weights)
         set_dtype(made, dtype)
         results.append(run_part(made, inputs_of("experts fused", axes, dtype)))
@@ -322,7 +323,7 @@ def _gradients(
 ) -> tuple[Tensors, list[DecoderStage]]:
     """Of the last of some steps, by global names, on the CPU."""
     axes, device, config = place.axes, place.device.torch_device, problem.model
-    backend = make_backend("te", fp8=fp8)
+    backend = make_layers("te", fp8=fp8)
     forget_dead_models()
     streams = parity_programs.streams_of(axes, device)
     stages = make_stages(config, axes, backend, streams, chunks=layout.parallel.pp_chunks)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.decoder import make_layers
 from tests.gpu.fsdp_on_gpus import device_here
 
 WIDTH, INNER, ROWS, LAYERS = 256, 384, 128, 3
@@ -16,7 +16,7 @@ WIDTH, INNER, ROWS, LAYERS = 256, 384, 128, 3
 
 def recipe_of(name: str) -> Any:
     """A recipe of TransformerEngine by a short name."""
-    make_backend("te")  # loads the right cuDNN first
+    make_layers("te")  # loads the right cuDNN first
     from transformer_engine.common import recipe
 
     return {
@@ -32,7 +32,7 @@ class Mlp(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        make_backend("te")
+        make_layers("te")
         import transformer_engine.pytorch as te
 
         options |= {"params_dtype": torch.bfloat16, "device": device_here().torch_device}

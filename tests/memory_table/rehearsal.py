@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.decoder import make_layers
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
@@ -85,7 +85,7 @@ def predict_at_rest(config: TrainConfig, rank: int) -> AtRest:
     device = Device("cpu")
     with alone(config, rank) as axes:
         fused = config.fused_experts or None
-        backend = make_backend("torch", fused_experts=fused, dtype=TORCH_DTYPES[config.dtype])
+        backend = make_layers("torch", fused_experts=fused, dtype=TORCH_DTYPES[config.dtype])
         streams = make_streams(config, axes, device)
         with torch.device("meta"):
             stages = build_stages(config, axes, backend, streams, device)

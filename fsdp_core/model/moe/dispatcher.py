@@ -1,7 +1,11 @@
-"""The axes that a mixture of experts needs, and which of its ranks hold the same tokens.
+"""The dispatcher: where tokens' rows go, to their experts and back, weighted.
 
-Experts are numbered along `ep`: rank r of it has experts [r * L, (r + 1) * L), L = experts / ep.
-Each expert's feed-forward width is cut along `etp`. What ranks of one etp group hold is one of
+    Preprocess   chosen experts -> `Plan`, integers alone (graph scope moe_preprocess)
+    Dispatch     tokens [S, H] and the plan -> rows at their experts
+    Combine      rows and the tokens' weights -> tokens [S, H]
+
+Experts are numbered along `ep`: rank r of it has experts [r * L, (r + 1) * L). Each expert's width
+is cut along `etp`. What ranks of one etp group hold is one of
 
 | layout | tokens of the ranks of an etp group | enter the experts | leave them |
 | --- | --- | --- | --- |
@@ -11,11 +15,9 @@ Each expert's feed-forward width is cut along `etp`. What ranks of one etp group
 Any other layout without sequence parallel would send copies of one token to an expert from several
 ranks and count its gradient as often, so it is refused.
 
-Preprocess: from chosen experts to places and counts (graph scope moe_preprocess).
-
-Its output is integers alone, of shapes that do not depend on them. S tokens of this rank; D of one
-etp group (S times etp where its ranks hold different tokens, else S), in the order of etp ranks; P
-ranks of ep, L experts a rank, E = P * L, K choices, C capacity.
+A plan's shapes do not depend on its contents. S tokens of this rank; D of one etp group (S times
+etp where its ranks hold different tokens, else S), in the order of etp ranks; P ranks of ep, L
+experts a rank, E = P * L, K choices, C capacity.
 
 | dispatcher | tokens M | a rank's places, in order | sent | received |
 | --- | --- | --- | --- | --- |
@@ -29,24 +31,13 @@ dropped: with drop "position" the later tokens of the source (order of etp ranks
 T), with drop "probs" those of the smallest weight, the later of equals. A dropped choice adds
 nothing to its token.
 
-Dispatch: each token's row to the ranks of its experts.
-
-Rows leave it in one order under either dispatcher, so experts compute the same bits: by local
-expert, then by source rank of ep, then by token. Sizes as in `preprocess`.
-
-| | rows | groups |
-| --- | --- | --- |
-| dropless | [n, H], n rows on this rank now | `Groups`, read on the host |
-| capacity | [L, P * C, H], zero where a place is empty | None |
-
-Combine: experts' outputs back to their tokens, weighted and summed.
-
-Rows travel in the compute dtype; weights and sums, those over etp (and, for all_gather, over ep)
-included, are float32 (float64 for float64), and only their result is rounded to the compute dtype.
-A token's terms are added in the order of its choices. `all_gather` adds the choices of one rank of
-ep in that order and then the ranks' sums: with up to two choices the bits are those of
-`all_to_all`, but for the sign of a zero.
-"""
+Rows leave `Dispatch` in one order under either dispatcher, so experts compute the same bits: by
+local expert, then by source rank of ep, then by token; [n, H] with their `Groups` dropless, and
+with a capacity [L, P * C, H], zero where a place is empty. Rows travel in the compute dtype;
+weights and sums, those over etp (and, for all_gather, over ep) included, are float32 (float64 for
+float64), and only their result is rounded. A token's terms are added in the order of its choices.
+`all_gather` adds the choices of one rank of ep in that order and then the ranks' sums: with up to
+two choices the bits are those of `all_to_all`, but for the sign of a zero."""
 
 import math
 from dataclasses import dataclass
@@ -56,7 +47,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_core.model.moe.permute import Places, assign_places, reorder_rows, take_rows, weighted_sum
+from fsdp_core.model.moe.permute import (
+    Places,
+    assign_places,
+    reorder_rows,
+    take_rows,
+    weighted_sum,
+)
 from fsdp_core.parallel.collectives import (
     all_gather,
     all_to_all,
@@ -66,6 +63,9 @@ from fsdp_core.parallel.collectives import (
     reduce_scatter_to,
 )
 from fsdp_core.parallel.mesh import Axes, Axis
+
+DISPATCHERS = ("all_to_all", "all_gather")
+DROPS = ("position", "probs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,7 @@ class MoeAxes:
         return num_experts // self.ep.size
 
 
-DISPATCHERS = ("all_to_all", "all_gather")
-DROPS = ("position", "probs")
+# ---- the plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +261,9 @@ class Preprocess(nn.Module):
         return places
 
 
+# ---- to the experts
+
+
 @dataclass(frozen=True)
 class Groups:
     """Sizes of one dropless forward pass, on the host, and what follows from them.
@@ -288,7 +290,7 @@ class Groups:
 
 
 class Dispatched(NamedTuple):
-    """Rows by expert; see the module's table."""
+    """Rows by expert."""
 
     rows: torch.Tensor
     groups: Groups | None
@@ -367,6 +369,9 @@ def read_groups(plan: Plan) -> Groups:
     expert_of_row = experts.repeat_interleave(plan.received.flatten(), output_size=sum(received))
     places = assign_places(expert_of_row, num_local)
     return Groups(counts, ends, sent, received, places.slot_of_place, places.place_of_slot)
+
+
+# ---- and back
 
 
 class Combine(nn.Module):

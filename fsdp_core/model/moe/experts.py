@@ -1,6 +1,7 @@
-"""Experts: one SwiGLU network (Shazeer, 2020) an expert, as three grouped linear layers.
+"""Experts: one SwiGLU network (Shazeer, 2020) an expert, as grouped linear layers, called or fused.
 
-    gate, up   [L, F / etp, H]        down   [L, H, F / etp]
+    gate, up   [L, F / etp, H]        down   [L, H, F / etp]       three layers, called as modules
+    gate_up    [L, 2 F / etp, H], gate above up; and down          two layers, and a kernel of both
 
 L local experts, H hidden, F feed-forward width. Under etp each rank has a slice of every expert's
 width and its outputs are parts of a sum over etp, which combine adds up.
@@ -12,38 +13,17 @@ width and its outputs are parts of a sum over etp, which combine adds up.
 | batched | one batched GEMM over experts | [L, n, H] |
 | auto | batched for [L, n, H]; for [n, H] grouped on CUDA where it can, else loop | both |
 
-Kernels that compute what several modules would, without calling them: their hooks must run.
+A fused kernel reads the weights of layers that it does not call. FSDP gathers these in the modules'
+forward pre-hooks, and marks in their forward hooks where the backward pass begins, so that it
+gathers and reduces there: without the hooks the kernel reads what is left of the weights, and
+gradients go nowhere. So the hooks run around it:
 
-    unfused    A(x): pre-hooks A, forward, hooks A      B(y): pre-hooks B, forward, hooks B
-    fused      pre-hooks A, pre-hooks B      fused(x)      hooks A, hooks B
-
-A fused kernel reads the weights of A and B. FSDP gathers them in the modules' forward pre-hooks,
-and marks in their forward hooks where the backward pass begins, so that it gathers and reduces
-there: without the hooks the kernel reads what is left of the weights, and gradients go nowhere. So
-here pre-hooks run before the kernel and hooks on what it returns. The dicts of hooks are read at
-each call: whoever captures graphs takes hooks away and puts them back.
-
-What a hook is told in place of the module's own input and output is the kernel's. A hook that only
-looks, gathers, releases or marks does what it did; one that would change an intermediate, which the
-kernel does not have, is refused.
-
-Experts as two grouped linear layers and one kernel over both, which does not call them.
-
-    gate_up   [L, 2 F / etp, H], gate above up        down   [L, H, F / etp]
-
-    unfused   gate_up(rows) -> silu(gate) * up -> down
-    fused     one autograd function, which keeps rows and gate_up's output and nothing in between
-
-The fused path reads the weights of both layers, so it runs between their hooks (`hooked`): FSDP may
-have made a unit of each. Bits are those of the unfused path.
-
-`Kernel` is what a library fuses with: `TorchKernel` here, TransformerEngine's operators in
-`fsdp_core.model.te.layers`.
+    called     pre-hooks A, A(x), hooks A      pre-hooks B, B(y), hooks B
+    fused      pre-hooks A, pre-hooks B        kernel(x)        hooks A, hooks B
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,15 +53,9 @@ class GroupedLinear(CutModule):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        axes: MoeAxes,
-        *,
-        cut_dim: int,
-        path: str = "auto",
-    ) -> None:
+        self, num_experts: int, in_features: int, out_features: int, axes: MoeAxes,
+        *, cut_dim: int, path: str = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
         if path not in PATHS:
             raise ValueError(f"Expected path in {PATHS}, got {path!r}.")
@@ -90,12 +64,8 @@ class GroupedLinear(CutModule):
         ep, etp = axes.ep, axes.etp
         shape[cut_dim] = chunk_of(shape[cut_dim], "features of an expert", etp.name, etp.size)
         weight = nn.Parameter(torch.full(shape, torch.nan))
-        self.register_cut(
-            "weight",
-            weight,
-            Cut(ep.name, 0, ep.size, ep.rank),
-            Cut(etp.name, cut_dim, etp.size, etp.rank),
-        )
+        cuts = Cut(ep.name, 0, ep.size, ep.rank), Cut(etp.name, cut_dim, etp.size, etp.rank)
+        self.register_cut("weight", weight, *cuts)
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         """[n, in] or [L, n, in] -> the same with `out`.
@@ -156,12 +126,9 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        ends: torch.Tensor,
-        empty: torch.Tensor | None,
-    ) -> torch.Tensor:
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor,
+        ends: torch.Tensor, empty: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(rows, weight, ends, empty)
         return F.grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=ends)
 
@@ -194,85 +161,58 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         """Rows as `Dispatch` laid them out, and back; under etp a part of their sum."""
         inner = F.silu(self.gate(rows, groups)) * self.up(rows, groups)
-        return self.down(inner, groups)
+        result: torch.Tensor = self.down(inner, groups)
+        return result
 
 
-T = TypeVar("T")
-Hook = Callable[..., Any]
-
-_INNER_HOOKS = (
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+# ---- hooks of modules that a kernel computes for
 
 
-def run_fused(
-    modules: Sequence[nn.Module], fused: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
-    """`fused(*args, **kwargs)` between the forward pre-hooks and the forward hooks of `modules`.
+def call_with_module_hooks(
+    modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`kernel(*args, **kwargs)` between the forward pre-hooks and the forward hooks of `modules`.
 
     Hooks run module after module, each module's in torch's order: those registered for all modules
-    first, then its own as they lie in its dicts now; `with_kwargs` decides what they are told, and
-    those with `always_call` run also if something raises.
+    first, then its own as they lie in its dicts now. In place of the module's own input and output
+    they are told the kernel's.
 
     Args:
-        modules: what `fused` takes the place of, in the order in which they would run. The last
-            one's output is that of `fused`.
-        fused: reads the modules' parameters when it is called, not before.
+        modules: what `kernel` takes the place of, in the order in which they would run.
+        kernel: reads the modules' parameters when it is called, not before.
 
     Returns:
-        What `fused` returned, or what hooks made of it: those of the last module may return
+        What the kernel returned, or what hooks made of it: those of the last module may return
         anything, those of the others the same memory as a new tensor, as whoever marks where
         backward begins does.
 
     Raises:
-        ValueError: no module, or one twice; hooks that a fused kernel cannot serve: a backward hook
-            on a module, any hook on a module inside of it, a pre-hook that returns other inputs,
-            a hook that returns another output of a module whose output there is none of.
+        ValueError: no module, or one twice; hooks that a kernel cannot serve: a backward hook on a
+            module, any hook on a module inside of it, a pre-hook that returns other inputs, a hook
+            that returns another output of a module whose output there is none of.
     """
-    _check(modules)
-    reached: list[tuple[nn.Module, set[int]]] = []
-    try:
-        for module in modules:
-            reached.append((module, set()))
-            _before(module, args, kwargs)
-        output: Any = fused(*args, **kwargs)
-        for module, called in reached:
-            is_last = module is modules[-1]
-            output = _after(module, (args, kwargs), output, called, is_last=is_last)
-    except Exception:
-        for module, called in reached:
-            _after_error(module, (args, kwargs), called)
-        raise
-    result: T = output
-    return result
+    _refuse_other_hooks(modules)
+    for module in modules:
+        _run_pre_hooks(module, args, kwargs)
+    output = kernel(*args, **kwargs)
+    for module in modules:
+        output = _run_post_hooks(module, (args, kwargs), output, is_last=module is modules[-1])
+    return output
 
 
-# ---- before
-
-
-def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    own = module._forward_pre_hooks_with_kwargs
+def _run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for number, hook in (
         *torch_module._global_forward_pre_hooks.items(),
         *module._forward_pre_hooks.items(),
     ):
-        if number in own:
-            returned = hook(module, args, kwargs)
-            if returned is None:
-                continue
-            if not (isinstance(returned, tuple) and len(returned) == 2):
-                raise ValueError(
-                    f"Expected None or a pair of arguments and keywords from a forward pre-hook of "
-                    f"{_name(module)}, got {type(returned).__name__}."
-                )
-            unchanged = _same(returned, (args, kwargs))
+        given: Any = args
+        if number in module._forward_pre_hooks_with_kwargs:
+            given, returned = (args, kwargs), hook(module, args, kwargs)
         else:
             returned = hook(module, args)
-            if returned is None:
-                continue
-            unchanged = _same(returned if isinstance(returned, tuple) else (returned,), args)
-        if not unchanged:
+            if returned is not None and not isinstance(returned, tuple):
+                returned = (returned,)
+        if returned is not None and not _same(returned, given):
             raise ValueError(
                 f"Expected forward pre-hooks of {_name(module)} to leave its inputs as they are, "
                 "as a fused kernel computes for it, got others. If it is FSDP that casts them, "
@@ -281,32 +221,22 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             )
 
 
-def _same(returned: Any, given: Any) -> bool:
-    """Whether two trees have the very same tensors, and equal other leaves."""
-    (leaves, spec), (expected, expected_spec) = tree_flatten(returned), tree_flatten(given)
-    return spec == expected_spec and all(map(_same_leaf, leaves, expected))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    return bool(one == other)
-
-
-# ---- after
-
-
-def _after(
-    module: nn.Module, inputs: tuple[Any, Any], output: Any, called: set[int], *, is_last: bool
+def _run_post_hooks(
+    module: nn.Module, inputs: tuple[Any, Any], output: Any, *, is_last: bool
 ) -> Any:
-    for number, hook in _forward_hooks(module):
-        called.add(number)
-        returned = _call(module, number, hook, inputs, output)
+    args, kwargs = inputs
+    told = {
+        *torch_module._global_forward_hooks_with_kwargs, *module._forward_hooks_with_kwargs
+    }  # fmt: skip
+    for number, hook in (
+        *torch_module._global_forward_hooks.items(),
+        *module._forward_hooks.items(),
+    ):
+        call: Callable[..., Any] = hook
+        returned = call(module, args, *((kwargs,) if number in told else ()), output)
         if returned is None or returned is output:
             continue
-        if not is_last and not _same_memory(returned, output):
+        if not is_last and not _same(returned, output, _is_view):
             raise ValueError(
                 f"Expected forward hooks of {_name(module)} to return None or the same memory, as "
                 "a fused kernel computes its output and the next module's in one, got another "
@@ -316,39 +246,33 @@ def _after(
     return output
 
 
-def _after_error(module: nn.Module, inputs: tuple[Any, Any], called: set[int]) -> None:
-    """Hooks with `always_call` that have not run, as torch calls them; their errors are told."""
-    everywhere = torch_module._global_forward_hooks_always_called
-    for number, hook in _forward_hooks(module):
-        always = number in everywhere or number in module._forward_hooks_always_called
-        if not always or number in called:
-            continue
-        try:
-            _call(module, number, hook, inputs, None)
-        except Exception as error:  # noqa: BLE001  (the first error is the one to raise)
-            warnings.warn(
-                f"A forward hook of {_name(module)} with always_call=True raised {error!r} while "
-                "another error was on its way.",
-                stacklevel=3,
+def _refuse_other_hooks(modules: Sequence[nn.Module]) -> None:
+    if not modules or len(set(modules)) != len(modules):
+        raise ValueError(f"Expected modules, each once, got {len(modules)} with one twice or none.")
+    for module in modules:
+        if module._backward_pre_hooks or module._backward_hooks:
+            raise ValueError(
+                f"Expected no backward hooks on {_name(module)}, whose own inputs and outputs a "
+                "fused kernel does not have, got some. Run the modules unfused, or hook the module "
+                "around them."
             )
+        for inner in module.modules():
+            if inner is not module and any(_hooks_of(inner)):
+                raise ValueError(
+                    f"Expected no hooks inside of {_name(module)}, which a fused kernel computes "
+                    f"for, got some on {_name(inner)}. Hook the module itself."
+                )
 
 
-def _forward_hooks(module: nn.Module) -> Iterator[tuple[int, Hook]]:
-    yield from tuple(torch_module._global_forward_hooks.items())
-    yield from tuple(module._forward_hooks.items())
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    yield from (module._forward_pre_hooks, module._forward_hooks)
+    yield from (module._backward_pre_hooks, module._backward_hooks)
 
 
-def _call(module: nn.Module, number: int, hook: Hook, inputs: tuple[Any, Any], output: Any) -> Any:
-    args, kwargs = inputs
-    everywhere = torch_module._global_forward_hooks_with_kwargs
-    if number in everywhere or number in module._forward_hooks_with_kwargs:
-        return hook(module, args, kwargs, output)
-    return hook(module, args, output)
-
-
-def _same_memory(returned: Any, output: Any) -> bool:
-    (leaves, spec), (expected, expected_spec) = tree_flatten(returned), tree_flatten(output)
-    return spec == expected_spec and all(map(_is_view, leaves, expected))
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return bool(one == other)
 
 
 def _is_view(one: Any, other: Any) -> bool:
@@ -358,40 +282,22 @@ def _is_view(one: Any, other: Any) -> bool:
     return alike and one.data_ptr() == other.data_ptr()
 
 
-# ---- what cannot be served
-
-
-def _check(modules: Sequence[nn.Module]) -> None:
-    if not modules or len(set(modules)) != len(modules):
-        raise ValueError(f"Expected modules, each once, got {len(modules)} with one twice or none.")
-    for module in modules:
-        for kind in _BACKWARD_HOOKS:
-            if getattr(module, kind):
-                raise ValueError(
-                    f"Expected no backward hooks on {_name(module)}, whose own inputs and outputs "
-                    "a fused kernel does not have, got some. Run the modules unfused, or hook the "
-                    "module around them."
-                )
-        for inner in module.modules():
-            if inner is not module and any(getattr(inner, kind) for kind in _INNER_HOOKS):
-                raise ValueError(
-                    f"Expected no hooks inside of {_name(module)}, which a fused kernel computes "
-                    f"for, got some on {_name(inner)}. Hook the module itself, or give the inner "
-                    "one to run_fused as well."
-                )
+def _same(one: Any, other: Any, alike: Callable[[Any, Any], bool] = _is_same) -> bool:
+    """Whether two trees have the same shape, and leaves that are `alike`."""
+    (leaves, spec), (expected, expected_spec) = tree_flatten(one), tree_flatten(other)
+    return spec == expected_spec and all(map(alike, leaves, expected))
 
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-class Kernel(Protocol):
-    """down(silu(gate) * up) of each row's expert, out of the layers' weights as they are now."""
+# ---- fused
 
-    def __call__(
-        self, gate_up: nn.Module, down: nn.Module, rows: torch.Tensor, groups: Groups | None
-    ) -> torch.Tensor:
-        """Rows by expert, [n, H] or [L, n, H], and back."""
+
+Kernel = Callable[[nn.Module, nn.Module, torch.Tensor, Groups | None], torch.Tensor]
+"""down(silu(gate) * up) of each row's expert, out of the weights of gate_up and down as they are
+now: rows by expert, [n, H] or [L, n, H], and back."""
 
 
 class FusedExperts(nn.Module):
@@ -412,7 +318,8 @@ class FusedExperts(nn.Module):
             gate, up = self.gate_up(rows, groups).chunk(2, -1)
             result: torch.Tensor = self.down(F.silu(gate) * up, groups)
             return result
-        return run_fused((self.gate_up, self.down), self._run, rows, groups)
+        result = call_with_module_hooks((self.gate_up, self.down), self._run, rows, groups)
+        return result
 
     def _run(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         assert self.kernel is not None
@@ -426,12 +333,10 @@ def name_gate_up(experts: nn.Module, gate_up: GroupedLinear) -> None:
     set_stretches(experts, {"gate_up.weight": consecutive(halves, cuts, dim=1)})
 
 
-def make_fused_experts(
-    num_experts: int, hidden: int, ffn: int, axes: MoeAxes, path: str = "auto"
-) -> FusedExperts:
-    """Experts of torch, fused."""
-    gate_up = GroupedLinear(num_experts, hidden, 2 * ffn, axes, cut_dim=1, path=path)
-    down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2, path=path)
+def make_fused_experts(num_experts: int, hidden: int, ffn: int, axes: MoeAxes) -> FusedExperts:
+    """Experts of torch, fused: their bits are those of the layers, called."""
+    gate_up = GroupedLinear(num_experts, hidden, 2 * ffn, axes, cut_dim=1)
+    down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2)
     experts = FusedExperts(gate_up, down, torch_kernel)
     name_gate_up(experts, gate_up)
     return experts

@@ -1,21 +1,18 @@
-"""Where each slot's row goes: a stable order by bucket, with or without a capacity.
+"""Rows of tokens to their places and back, in one order whatever the device.
 
 A *slot* is one choice of one token: slot = token * K + choice. A *bucket* is where its row is to go
 (an expert, say); a slot whose bucket is `num_buckets` goes nowhere. A *place* is a row of the
-permuted tensor. Everything here is integers of fixed shapes: nothing is read on the host, nothing
-depends on the order of atomic operations.
+permuted tensor:
 
     no capacity    places are the slots in order of (bucket, slot); those that go nowhere come last
     capacity C     bucket b has the places [b * C, (b + 1) * C); those left over are empty
 
-Rows of tokens to their places and back, with gradients, in one order whatever the device.
+Places are integers of fixed shapes, nothing is read on the host. Scattering rows with atomic
+additions would sum in any order on a GPU: here every sum runs over a token's choices in their
+order, by gathering from where each choice's row is. The assignment is known both ways, so neither
+direction scatters. M tokens, K choices, H hidden."""
 
-Scattering with atomic additions sums in any order on a GPU. Here every sum runs over a token's
-choices in their order, by gathering from where each choice's row is: the assignment is known both
-ways (`places.Places`), so neither direction scatters. M tokens, K choices, H hidden.
-"""
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -38,11 +35,9 @@ class Places(NamedTuple):
 
 
 def assign_places(
-    buckets: torch.Tensor,
-    num_buckets: int,
-    capacity: int | None = None,
+    buckets: torch.Tensor, num_buckets: int, capacity: int | None = None,
     priority: torch.Tensor | None = None,
-) -> Places:
+) -> Places:  # fmt: skip
     """Assign every slot a place.
 
     Args:
@@ -86,6 +81,9 @@ def count_slots(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
     return torch.searchsorted(buckets.reshape(-1).sort().values, firsts).diff()
 
 
+# ---- rows, with gradients
+
+
 def take_rows(
     x_MH: torch.Tensor, slot_of_place: torch.Tensor, place_of_slot: torch.Tensor
 ) -> torch.Tensor:
@@ -94,28 +92,24 @@ def take_rows(
     `slot_of_place` may be a front part of the assignment: slots whose place is past its end are
     left out. The gradient sums a token's choices in their order, in float32 or wider.
     """
-    result: torch.Tensor = _TakeRows.apply(x_MH, slot_of_place, place_of_slot)
-    return result
+    return cast("torch.Tensor", _TakeRows.apply(x_MH, slot_of_place, place_of_slot))
 
 
 def weighted_sum(
-    rows: torch.Tensor,
-    weights_MK: torch.Tensor,
-    slot_of_place: torch.Tensor,
-    place_of_slot: torch.Tensor,
-) -> torch.Tensor:
+    rows: torch.Tensor, weights_MK: torch.Tensor,
+    slot_of_place: torch.Tensor, place_of_slot: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Sum over each token's choices of weight times row, in the weights' dtype: -> [M, H].
 
     Choices without a place add nothing. Terms are added in the order of the choices.
     """
-    result: torch.Tensor = _WeightedSum.apply(rows, weights_MK, slot_of_place, place_of_slot)
-    return result
+    result = _WeightedSum.apply(rows, weights_MK, slot_of_place, place_of_slot)
+    return cast("torch.Tensor", result)
 
 
 def reorder_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """rows[order], whose gradient is gathered with `inverse`, the inverse permutation."""
-    result: torch.Tensor = _Reorder.apply(rows, order, inverse)
-    return result
+    return cast("torch.Tensor", _Reorder.apply(rows, order, inverse))
 
 
 def _pick(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -150,12 +144,9 @@ class _TakeRows(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights_MK: torch.Tensor,
-        slot_of_place: torch.Tensor,
-        place_of_slot: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, rows: torch.Tensor, weights_MK: torch.Tensor,
+        slot_of_place: torch.Tensor, place_of_slot: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(rows, weights_MK, slot_of_place, place_of_slot)
         total = None
         for weight, place in zip(weights_MK.unbind(1), place_of_slot.unbind(1), strict=True):
@@ -167,17 +158,14 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights_MK, slot_of_place, place_of_slot = ctx.saved_tensors
-        num_choices = place_of_slot.shape[1]
         weight_of_place = _pick(weights_MK.reshape(-1, 1), slot_of_place)
-        grad_rows = _pick(grad, slot_of_place // num_choices).mul_(weight_of_place)
-        grad_weights = torch.stack(
-            [
-                (_pick(rows, place).to(grad.dtype).mul_(grad)).sum(-1)
-                for place in place_of_slot.unbind(1)
-            ],
-            dim=1,
-        )
-        return grad_rows.to(rows.dtype), grad_weights.to(weights_MK.dtype), None, None
+        grad_rows = _pick(grad, slot_of_place // place_of_slot.shape[1]).mul_(weight_of_place)
+        grad_weights = [
+            _pick(rows, place).to(grad.dtype).mul_(grad).sum(-1)
+            for place in place_of_slot.unbind(1)
+        ]
+        grad_weights_MK = torch.stack(grad_weights, dim=1).to(weights_MK.dtype)
+        return grad_rows.to(rows.dtype), grad_weights_MK, None, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -1,9 +1,8 @@
-"""What a router decides by: its settings, and the choice of experts from scores.
+"""The router: scores every expert for every token and chooses the top K (graph scope moe_router).
 
-Losses of a router over the global batch, and how their gradient joins the backward pass.
-
-With N valid tokens on all ranks that hold different tokens, K choices, E experts, n_e the slots of
-expert e and p_se the share of expert e in token s (scores divided by their sum):
+Logits, scores and losses are float32 whatever the input's dtype (float64 for float64 inputs). With
+N valid tokens on all ranks that hold different tokens, n_e the slots of expert e and p_se the share
+of expert e in token s (scores divided by their sum):
 
     balance   E * sum_e (n_e / (K N)) * (sum_s p_se / N)     Fedus, Zoph, Shazeer (2022), eq. 4
     z         sum_s logsumexp(logits_s)^2 / N                Zoph et al. (2022), eq. 5
@@ -11,19 +10,14 @@ expert e and p_se the share of expert e in token s (scores divided by their sum)
 Both are sums over tokens once n_e and N are known, so a rank needs the counts of all ranks and no
 other gradient. Gradients of dense parameters are averaged over `num_averaged` ranks, so each rank's
 part is multiplied by that number: the average then is the gradient of the loss of the whole batch,
-whatever the layout. The losses join the backward pass through `attach_loss`, which leaves its first
-argument alone.
-
-The router: scores every expert for every token and chooses the top K (graph scope moe_router).
-
-S tokens of this rank, H hidden, E experts, K choices a token. Logits, scores and losses are float32
-whatever the input's dtype (float64 for float64 inputs).
+whatever the layout. S tokens of this rank, H hidden, E experts, K choices a token.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +25,6 @@ from torch import nn
 
 from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.permute import count_slots
-from fsdp_core.model.moe.replay import RoutingTape
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
@@ -120,6 +113,9 @@ class RouterRule:
         return chosen * self.scale
 
 
+# ---- losses
+
+
 class RouterLosses(NamedTuple):
     """Losses of one microbatch.
 
@@ -134,14 +130,9 @@ class RouterLosses(NamedTuple):
 
 
 def router_losses(
-    rule: RouterRule,
-    logits_SE: torch.Tensor,
-    scores_SE: torch.Tensor,
-    counts_E: torch.Tensor,
-    valid_S: torch.Tensor | None,
-    axes: tuple[Axis, ...],
-    num_averaged: int,
-) -> RouterLosses:
+    rule: RouterRule, logits_SE: torch.Tensor, scores_SE: torch.Tensor, counts_E: torch.Tensor,
+    valid_S: torch.Tensor | None, axes: tuple[Axis, ...], num_averaged: int,
+) -> RouterLosses:  # fmt: skip
     """The losses of the tokens of all ranks along `axes`.
 
     Args:
@@ -194,8 +185,7 @@ def attach_loss(
         on_backward: called once in the backward pass. A forward pass may run twice (recompute) or
             without training, a backward pass runs once a microbatch.
     """
-    result: torch.Tensor = _AttachLoss.apply(probs, part, scale, on_backward)
-    return result
+    return cast("torch.Tensor", _AttachLoss.apply(probs, part, scale, on_backward))
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -213,6 +203,9 @@ class _AttachLoss(torch.autograd.Function):
         return grad, ctx.scale.to(ctx.dtype), None, None
 
 
+# ---- the module
+
+
 class Router(nn.Module):
     """Tokens [S, H] -> weights and experts of their choices.
 
@@ -228,9 +221,6 @@ class Router(nn.Module):
         loss_scale: float64, what the main loss is multiplied by before backward; the losses'
             gradients are multiplied by it when the backward pass reaches the router.
         balance_loss, z_loss: float32, values of the last forward pass over the global batch.
-
-    Attributes:
-        tape: routings to record or to replay; None uses the router's own choice.
     """
 
     weight: nn.Parameter
@@ -244,7 +234,6 @@ class Router(nn.Module):
         super().__init__()
         self.rule, self._axes = rule, axes
         self.weight = nn.Parameter(torch.full((rule.num_experts, hidden), torch.nan))
-        self.tape: RoutingTape | None = None
         bias = torch.zeros(rule.num_experts) if rule.expert_bias else None
         self.register_buffer("expert_bias", bias)
         counts = torch.zeros(rule.num_experts, dtype=torch.int64)
@@ -279,10 +268,7 @@ class Router(nn.Module):
         logits_SE = F.linear(x_SH.to(dtype), weight)
         scores_SE = rule.score(logits_SE)
         experts_SK = rule.choose(scores_SE, self.expert_bias)
-        experts_SK = self._nowhere_if_invalid(experts_SK, valid_S)
-        if self.tape is not None:
-            # A tape may come from a run with other padding.
-            experts_SK = self._nowhere_if_invalid(self.tape.experts(experts_SK), valid_S)
+        experts_SK = self._without_invalid(experts_SK, valid_S)
         somewhere_SK = experts_SK < rule.num_experts
         probs_SK = rule.weigh(scores_SE, experts_SK.clamp(max=rule.num_experts - 1))
         probs_SK = probs_SK.masked_fill(~somewhere_SK, 0.0)
@@ -290,7 +276,7 @@ class Router(nn.Module):
             probs_SK = self._attach(logits_SE, scores_SE, probs_SK, experts_SK, valid_S)
         return Routing(probs_SK, experts_SK)
 
-    def _nowhere_if_invalid(
+    def _without_invalid(
         self, experts_SK: torch.Tensor, valid_S: torch.Tensor | None
     ) -> torch.Tensor:
         if valid_S is None:
@@ -298,13 +284,9 @@ class Router(nn.Module):
         return experts_SK.masked_fill(~valid_S[:, None], self.rule.num_experts)
 
     def _attach(
-        self,
-        logits_SE: torch.Tensor,
-        scores_SE: torch.Tensor,
-        probs_SK: torch.Tensor,
-        experts_SK: torch.Tensor,
-        valid_S: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, logits_SE: torch.Tensor, scores_SE: torch.Tensor, probs_SK: torch.Tensor,
+        experts_SK: torch.Tensor, valid_S: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         rule, axes = self.rule, self._axes
         counts_E = count_slots(experts_SK, rule.num_experts)
         losses = router_losses(
@@ -312,10 +294,7 @@ class Router(nn.Module):
         )
         self.balance_loss.copy_(losses.balance)
         self.z_loss.copy_(losses.z)
-
-        def count() -> None:
-            self.slots_per_expert.add_(counts_E)
-
+        count = functools.partial(self.slots_per_expert.add_, counts_E)
         return attach_loss(probs_SK, losses.part, self.loss_scale.view(()), count)
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""The decoder's parts by TransformerEngine, chosen in `fsdp_core.model.backend`."""
+"""The decoder's parts by TransformerEngine, chosen in `fsdp_core.model.decoder`."""

@@ -1,4 +1,16 @@
-"""Attention itself by TransformerEngine's DotProductAttention, where it has what is asked for.
+"""GQA and MLA by TransformerEngine's layers: norm and projections in one, then attention.
+
+    GQA    LayerNormLinear(norm, wq, wk, wv) -> (norms of heads) -> RoPE -> Core -> Linear(wo)
+    MLA    norm -> Linear(wq_down) -> LayerNormLinear(q_norm, wq) -----------> RoPE -> Core -> wo
+                -> Linear(wkv_down) -> LayerNormLinear(kv_norm, wk, wv)
+                -> wk_rope, of torch: too narrow for fp8
+
+Weights that share an input are parameters of their own (`parameters_split`), so they have the names
+and cuts of `model.attention`; TransformerEngine multiplies them as one. Under sequence parallel its
+layers gather and scatter along dim 0, so activations [B, T / tp, H] become [tp * B, T / tp, H],
+ranks outermost, which only attention must undo.
+
+`Core` is attention itself, by DotProductAttention where it has what is asked for:
 
 | microbatch | by | why |
 | --- | --- | --- |
@@ -10,22 +22,9 @@
 | packed and long, deterministic | ours | its backward would want over 100 GiB |
 
 Its context parallelism wants each sequence in 2 * cp chunks, rank r with chunks r and
-2 * cp - 1 - r (`attn_forward_func_with_cp`, "DualChunkSwap"), which is `parallel.context`'s order.
+2 * cp - 1 - r (`attn_forward_func_with_cp`, "DualChunkSwap"), as `parallel.context` has them.
 Packed sequences go by logical and padded offsets of the whole pack, before it is cut over cp.
-
-Nothing is dropped in attention: dropout of the model is that of branches, which draws from
-`parallel.rng` whatever the backend. So TransformerEngine draws no random numbers, and there is no
-tracker of its states to agree with ours.
-
-GQA and MLA with TransformerEngine's layers: norm and projections in one, then attention.
-
-    GQA    LayerNormLinear(norm, wq, wk, wv) -> (norms of heads) -> RoPE -> Core -> Linear(wo)
-    MLA    norm -> Linear(wq_down) -> LayerNormLinear(q_norm, wq) -----------> RoPE -> Core -> wo
-                -> Linear(wkv_down) -> LayerNormLinear(kv_norm, wk, wv)
-                -> wk_rope, of torch: too narrow for fp8
-
-Weights that share an input are parameters of their own (`parameters_split`), so they have the names
-and cuts of `model.gqa` and `model.mla`; TransformerEngine multiplies them as one.
+Nothing is dropped in attention, so TransformerEngine draws no random numbers.
 """
 
 import functools
@@ -35,16 +34,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.model.attention import GqaShape, MlaShape
-from fsdp_core.model.backend import Backend, TorchBackend
+from fsdp_core.config import ModelConfig
+from fsdp_core.model import attention
+from fsdp_core.model.attention import MakeLinear, MakeNorm, RopeTable
 from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
-from fsdp_core.model.norm import make_norm, make_replicated_linear
-from fsdp_core.model.rope import RopeTable
-from fsdp_core.parallel.context import ContextPlan
-from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, Stretch, chunk_of, set_stretches
-from fsdp_core.parallel.tensor_parallel import enter, reduce_replicated_of
+from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.param_sharding import Cut, Stretch, set_stretches
+from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
+
+_NARROW = (torch.bfloat16, torch.float16)
+_MOST_SCORES = 1 << 30
+"""Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
+_BROKEN_UP_TO, _LENGTHS = 91500, 128
+"""cuDNN whose captured backward passes need lengths of that multiple."""
+
+
+# ---- the order of tokens, and options
 
 
 def by_sequence(x: torch.Tensor, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor:
@@ -81,11 +87,7 @@ def rows(tp: Axis) -> tuple[Cut, ...]:
     return (Cut(tp.name, 1, tp.size, tp.rank),)
 
 
-_NARROW = (torch.bfloat16, torch.float16)
-_MOST_SCORES = 1 << 30
-"""Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
-_BROKEN_UP_TO, _LENGTHS = 91500, 128
-"""cuDNN whose captured backward passes need lengths of that multiple."""
+# ---- attention itself
 
 
 def _require_capturable(length: int) -> None:
@@ -173,7 +175,7 @@ class Core(nn.Module):
             _require_capturable(plan.rows.shape[0] * plan.size)
             out = self.attention(q.contiguous(), k.contiguous(), v.contiguous())
             return cast("torch.Tensor", out)
-        return self._packed(q, k, v, part, plan)
+        return self._packed(q, k, v, part)
 
     def _set_context(self, part: Part) -> None:
         if part.cp.size > 1:
@@ -184,10 +186,10 @@ class Core(nn.Module):
             self.attention.set_context_parallel_group(None, None, None)
 
     def _packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, plan: ContextPlan
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
     ) -> torch.Tensor:
         assert part.packed is not None
-        offsets, padded = part.packed
+        plan, (offsets, padded) = part.plan, part.packed
         longest = plan.rows.shape[0] * plan.size
         # Kernels neither read nor write rows of padding, in either direction: whatever is in them
         # must not count, and comes out as zero.
@@ -209,154 +211,122 @@ class Core(nn.Module):
         return plan.blank(out[None])
 
 
-class _Split:
-    """A layer's options on a layout: what every projection is made with."""
-
-    def __init__(self, te: Any, tp: Axis, eps: float, *, sequence_parallel: bool) -> None:
-        self._te, self._tp, self._eps = te, tp, eps
-        self._sp = sequence_parallel and tp.size > 1
-        self._options = layer_options(tp, sequence_parallel=sequence_parallel)
-
-    def normed(self, in_features: int, widths: dict[str, int]) -> nn.Module:
-        """An RMSNorm and the layers `widths` behind it, whose outputs are cut over tp."""
-        layer: nn.Module = self._te.LayerNormLinear(
-            in_features,
-            sum(widths.values()),
-            eps=self._eps,
-            normalization="RMSNorm",
-            zero_centered_gamma=False,
-            parallel_mode="column",
-            parameters_split=widths,
-            **self._options,
-        )
-        if self._sp:
-            reduce_replicated_of(layer, ["layer_norm_weight"], self._tp)
-        return layer
-
-    def column(self, in_features: int, out_features: int) -> nn.Module:
-        """A layer whose outputs are cut over tp."""
-        layer: nn.Module = self._te.Linear(
-            in_features, out_features, parallel_mode="column", **self._options
-        )
-        return layer
-
-    def row(self, in_features: int, out_features: int) -> nn.Module:
-        """A layer whose inputs are cut over tp."""
-        layer: nn.Module = self._te.Linear(
-            in_features, out_features, parallel_mode="row", **self._options
-        )
-        return layer
+# ---- layers
 
 
-class GroupedQueryAttention(nn.Module):
-    """[B, T, H] -> [B, T, H], norm included, residual not; see `model.gqa` for the layout.
+def projection(
+    te: Any, kind: str, in_features: int, out_features: int, axes: Axes, **options: Any
+) -> nn.Module:
+    """A te.Linear whose outputs (`kind` column) or inputs (`row`) are cut over tp."""
+    options |= layer_options(axes.tp, sequence_parallel=axes.sequence_parallel)
+    layer: nn.Module = te.Linear(in_features, out_features, parallel_mode=kind, **options)
+    return layer
+
+
+def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: float) -> nn.Module:
+    """An RMSNorm and the layers `widths` behind it, whose outputs are cut over tp."""
+    layer: nn.Module = te.LayerNormLinear(
+        in_features,
+        sum(widths.values()),
+        eps=eps,
+        normalization="RMSNorm",
+        zero_centered_gamma=False,
+        parallel_mode="column",
+        parameters_split=widths,
+        **layer_options(axes.tp, sequence_parallel=axes.sequence_parallel),
+    )
+    if axes.sequence_parallel and axes.tp.size > 1:
+        reduce_replicated_of(layer, ["layer_norm_weight"], axes.tp)
+    return layer
+
+
+class GroupedQueryAttention(attention.GroupedQueryAttention):
+    """[B, T, H] -> [B, T, H], norm included, residual not.
 
     Args:
         te: the module `transformer_engine.pytorch`.
-        eps: of the norm before the projections.
-
-    Raises:
-        ValueError: tp does not divide the heads.
     """
 
     def __init__(
-        self,
-        te: Any,
-        shape: GqaShape,
-        rope: RopeTable,
-        axes: tuple[Axis, Axis],
-        eps: float,
-        *,
-        sequence_parallel: bool,
-        backend: Backend,
+        self, te: Any, config: ModelConfig, axes: Axes, rope: RopeTable, norm: MakeNorm
     ) -> None:
-        super().__init__()
-        tp, cp = axes
-        self.tp, self.sequence_parallel, self.rope = tp, sequence_parallel, rope
-        self.head_dim = width = shape.head_dim
-        heads = chunk_of(shape.heads, "heads", tp.name, tp.size)
-        kv_heads = chunk_of(shape.kv_heads, "kv_heads", tp.name, tp.size)
-        self._widths = (heads * width, kv_heads * width, kv_heads * width)
-        make = _Split(te, tp, eps, sequence_parallel=sequence_parallel)
-        kv_width = shape.kv_heads * width
-        self.qkv = make.normed(
-            shape.hidden, {"wq": shape.heads * width, "wk": kv_width, "wv": kv_width}
-        )
-        self.wo = make.row(shape.heads * width, shape.hidden)
-        self.core = Core(te, heads, kv_heads, (width, width), cp)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if shape.norm_eps is not None:
-            self.q_norm = make_norm(backend, width, shape.norm_eps, tp, sees_part=True)
-            self.k_norm = make_norm(backend, width, shape.norm_eps, tp, sees_part=True)
-        table = {f"qkv.{n}_weight": Stretch(f"{n}.weight", columns(tp)) for n in ("wq", "wk", "wv")}
+        self._te = te
+        super().__init__(config, axes, rope, norm)
+
+    def _make_projections(self, config: ModelConfig, axes: Axes) -> None:
+        te, width, tp = self._te, self.head_dim, axes.tp
+        self._widths = (self.heads * width, self.kv_heads * width, self.kv_heads * width)
+        q_width, kv_width = config.heads * width, config.kv_heads * width
+        names = {"wq": q_width, "wk": kv_width, "wv": kv_width}
+        self.qkv = _normed(te, config.hidden, names, axes, config.norm_eps)
+        self.wo = projection(te, "row", q_width, config.hidden, axes)  # type: ignore[assignment]
+        self.core = Core(te, self.heads, self.kv_heads, (width, width), axes.cp)
+        table = {f"qkv.{n}_weight": Stretch(f"{n}.weight", columns(tp)) for n in names}
         set_stretches(self, table | {
             "qkv.layer_norm_weight": Stretch("../norm.weight"),
             "wo.weight": Stretch("wo.weight", rows(tp)),
         })  # fmt: skip
 
-    def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        cut: dict[str, Any] = {"sequence_parallel": self.sequence_parallel}
-        projected = by_sequence(self.qkv(x_BTH), self.tp, **cut)
+    def _project(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        projected = by_sequence(self.qkv(x_BTH), self.tp, sequence_parallel=self.sequence_parallel)
         q, k, v = (
             t.unflatten(-1, (-1, self.head_dim)) for t in projected.split(self._widths, dim=-1)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
-        positions = part.plan.positions
-        out = self.core(self.rope(q, positions), self.rope(k, positions), v, part)
-        result: torch.Tensor = self.wo(by_rank(out, self.tp, **cut))
+        return (q, k, v) if self.q_norm is None else (q.contiguous(), k.contiguous(), v)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
+    ) -> torch.Tensor:
+        out = self.core(q, k, v, part)
+        result: torch.Tensor = self.wo(
+            by_rank(out, self.tp, sequence_parallel=self.sequence_parallel)
+        )
         return result
 
 
-class LatentAttention(nn.Module):
-    """[B, T, H] -> [B, T, H], norm included, residual not; see `model.mla` for the layout.
+class LatentAttention(attention.LatentAttention):
+    """[B, T, H] -> [B, T, H], norm included, residual not.
 
     Args:
         te: the module `transformer_engine.pytorch`.
-
-    Raises:
-        ValueError: tp does not divide the heads.
     """
 
     def __init__(
-        self,
-        te: Any,
-        shape: MlaShape,
-        rope: RopeTable,
-        axes: tuple[Axis, Axis],
-        *,
-        sequence_parallel: bool,
-        backend: Backend,
+        self, te: Any, config: ModelConfig, axes: Axes, rope: RopeTable,
+        norm: MakeNorm, linear: MakeLinear,
+    ) -> None:  # fmt: skip
+        self._te = te
+        super().__init__(config, axes, rope, norm, linear)
+
+    def _make_projections(
+        self, config: ModelConfig, axes: Axes, norm: MakeNorm, linear: MakeLinear
     ) -> None:
-        super().__init__()
-        tp, cp = axes
-        self.shape, self.tp, self.sequence_parallel, self.rope = shape, tp, sequence_parallel, rope
-        heads, hidden = shape.heads, shape.hidden
-        local = chunk_of(heads, "heads", tp.name, tp.size)
-        make = _Split(te, tp, shape.norm_eps, sequence_parallel=sequence_parallel)
-        part: dict[str, Any] = {"sees_part": sequence_parallel}
-        q_width = heads * (shape.nope_dim + shape.rope_dim)
-        self.norm = make_norm(backend, hidden, shape.norm_eps, tp, **part)
-        self.wq_down: nn.Module | None = None
+        te, tp, heads, hidden = self._te, axes.tp, config.heads, config.hidden
+        sees_part, q_rank = axes.sequence_parallel, config.q_lora_rank
+        q_width = heads * (self.nope_dim + self.rope_dim)
+        self.norm = norm(hidden, sees_part=sees_part)
+        self.wq_down = None
         names: dict[str, Stretch] = {"norm.weight": Stretch("../norm.weight")}
-        if shape.q_lora_rank is None:
-            self.wq = make.column(hidden, q_width)
+        wq: nn.Module
+        if q_rank is None:
+            wq = projection(te, "column", hidden, q_width, axes)
             names["wq.weight"] = Stretch("wq.weight", columns(tp))
         else:
-            self.wq_down = make_replicated_linear(backend, hidden, shape.q_lora_rank, tp, **part)
-            self.wq = make.normed(shape.q_lora_rank, {"wq": q_width})
+            self.wq_down = linear(hidden, q_rank)
+            wq = _normed(te, q_rank, {"wq": q_width}, axes, config.norm_eps)
             names["wq.layer_norm_weight"] = Stretch("q_norm.weight")
             names["wq.wq_weight"] = Stretch("wq.weight", columns(tp))
-        self.wkv_down = make_replicated_linear(backend, hidden, shape.kv_lora_rank, tp, **part)
-        self.wk_rope = make_replicated_linear(TorchBackend(), hidden, shape.rope_dim, tp, **part)
-        self._widths = (local * shape.nope_dim, local * shape.v_dim)
-        self.wkv = make.normed(
-            shape.kv_lora_rank, {"wk": heads * shape.nope_dim, "wv": heads * shape.v_dim}
-        )
-        self.wo = make.row(heads * shape.v_dim, hidden)
-        self.core = Core(te, local, local, (shape.nope_dim + shape.rope_dim, shape.v_dim), cp)
+        self.wq = wq  # type: ignore[assignment]
+        self.wkv_down = linear(hidden, config.kv_lora_rank)
+        self.wk_rope = nn.Linear(hidden, self.rope_dim, bias=False)
+        if sees_part and tp.size > 1:
+            reduce_replicated_of(self.wk_rope, ["weight"], tp)
+        self._widths = (self.heads * self.nope_dim, self.heads * self.v_dim)
+        both = {"wk": heads * self.nope_dim, "wv": heads * self.v_dim}
+        self.wkv = _normed(te, config.kv_lora_rank, both, axes, config.norm_eps)
+        self.wo = projection(te, "row", heads * self.v_dim, hidden, axes)  # type: ignore[assignment]
+        widths = (self.nope_dim + self.rope_dim, self.v_dim)
+        self.core = Core(te, self.heads, self.heads, widths, axes.cp)
         set_stretches(self, names | {
             "wkv.layer_norm_weight": Stretch("kv_norm.weight"),
             "wkv.wk_weight": Stretch("wk.weight", columns(tp)),
@@ -366,20 +336,23 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
-        shape, positions, cut = self.shape, part.plan.positions, self.sequence_parallel
-        x_BTH = self.norm(x_BTH)
-        q = self._heads(self.wq(x_BTH if self.wq_down is None else self.wq_down(x_BTH)))
-        q_nope, q_rope = q.split((shape.nope_dim, shape.rope_dim), dim=-1)
-        q = torch.cat((q_nope, self.rope(q_rope, positions)), dim=-1)
-        both = by_sequence(self.wkv(self.wkv_down(x_BTH)), self.tp, sequence_parallel=cut)
-        k_nope, v = (t.unflatten(-1, (q.shape[2], -1)) for t in both.split(self._widths, dim=-1))
-        k_rope = enter(self.wk_rope(x_BTH), self.tp, sequence_parallel=cut)
-        k_rope = self.rope(k_rope.unsqueeze(2), positions).expand(-1, -1, k_nope.shape[2], -1)
-        out = self.core(q, torch.cat((k_nope, k_rope), dim=-1), v, part)
-        result: torch.Tensor = self.wo(by_rank(out, self.tp, sequence_parallel=cut))
-        return result
+        return super().forward(self.norm(x_BTH), part)
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, heads * width] in the layers' order of tokens -> [B, T, heads, width]."""
-        whole = by_sequence(x, self.tp, sequence_parallel=self.sequence_parallel)
-        return whole.unflatten(-1, (self.shape.heads // self.tp.size, -1))
+    def _queries(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        q = self.wq(x_BTH if self.wq_down is None else self.wq_down(x_BTH))
+        return self._by_head(by_sequence(q, self.tp, sequence_parallel=self.sequence_parallel))
+
+    def _keys_and_values(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.wkv(self.wkv_down(x_BTH))
+        both = by_sequence(both, self.tp, sequence_parallel=self.sequence_parallel)
+        k_nope, v = (self._by_head(t) for t in both.split(self._widths, dim=-1))
+        return k_nope, v
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
+    ) -> torch.Tensor:
+        out = self.core(q, k, v, part)
+        result: torch.Tensor = self.wo(
+            by_rank(out, self.tp, sequence_parallel=self.sequence_parallel)
+        )
+        return result

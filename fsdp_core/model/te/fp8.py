@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.model.around import After, Around, Begin, Getter, Plain
+from fsdp_core.model.layers import After, Begin, Getter, Precision
 from fsdp_core.parallel.mesh import Axes
 
 Meta = dict[str, Any]
@@ -59,8 +59,8 @@ _KEYS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 _FRESH = {"scale": 1.0, "amax_history": 0.0}
 
 
-class Scaling:
-    """`around.Around` by a recipe of fp8.
+class Scaling(Precision):
+    """`layers.Precision` by a recipe of fp8.
 
     Args:
         te: the module `transformer_engine.pytorch`.
@@ -172,7 +172,7 @@ def recipe_of(fp8: str) -> Any:
     return recipes[fp8]()
 
 
-def autocast(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Around:
+def precision(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Precision:
     """What is around the layers' forward. A collective over all ranks, for delayed scaling.
 
     Args:
@@ -180,7 +180,7 @@ def autocast(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Around:
         recipe: in place of the one of that name.
     """
     if fp8 == "none":
-        return Plain()
+        return Precision()
     recipe = recipe_of(fp8) if recipe is None else recipe
     if fp8 != "delayed":
         return Scaling(te, recipe, None)

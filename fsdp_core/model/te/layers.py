@@ -1,81 +1,183 @@
-"""TransformerEngine's order of tokens under sequence parallel, and cuts of its parameters.
-
-Its layers gather and scatter along dim 0, whatever that is, so activations [B, T / tp, H] become
-
-    [tp * B, T / tp, H]     ranks outermost, in place of [B, T, H]
-
-which no linear layer minds. Only what looks at neighbours, attention, needs sequences whole.
-
-Dense feed-forwards by TransformerEngine: norm, gate, up and down in one module, or split.
+"""The modules of a decoder's layers by TransformerEngine, chosen in `fsdp_core.model.decoder`.
 
 `LayerNormMLP` keeps gate above up as one parameter: gate.weight is the first half of a rank's rows,
 up.weight the second, each with its own cut, so the names and cuts are those of torch's.
 
-Experts by TransformerEngine's grouped products: gate_up and down, called or fused.
+Experts are grouped products, gate_up and down, called or fused:
 
     weight [L, out, in]   one parameter, as torch's experts have it
       --matrices--> L views [out, in], which TransformerEngine takes for its L parameters
       <--backward-- its kernels write all L gradients into one allocation: taken as it is
 
 TransformerEngine's own modules have a parameter an expert. One parameter keeps the names, the cuts
-and FSDP's rows those of the torch experts, and costs no copy: the gradient of the L views is the
-allocation that they are views of, where a plain `unbind` would stack them anew.
-
-Kernels want rows in multiples (of 16 for fp8), and none of them takes no rows at all, so each
-expert's rows are padded with zeros, whose outputs are cut away again. A rank without any row
-computes one padded expert: it then takes part in whatever collectives fp8 has.
-
-The parts of a decoder's layers by TransformerEngine: `fsdp_core.model.parts.Parts`.
+and FSDP's rows those of the torch experts, and costs no copy, where a plain `unbind` would stack
+the gradients anew. Kernels want rows in multiples (of 16 for fp8), and none of them takes no rows
+at all, so each expert's rows are padded with zeros, whose outputs are cut away again. A rank
+without any row computes one padded expert: it then takes part in whatever collectives fp8 has.
 """
 
+import ctypes
+import functools
+import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.model.backend import Backend
+from fsdp_core.model.attention import RopeTable
+from fsdp_core.model.layers import BackendMissing, LayerFactory, Precision
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
 from fsdp_core.model.moe.experts import FusedExperts, GroupedLinear, name_gate_up
-from fsdp_core.model.norm import make_norm
-from fsdp_core.model.parts import gqa_shape, mla_shape
-from fsdp_core.model.rope import RopeTable
-from fsdp_core.model.te import attention
-from fsdp_core.model.te.attention import columns, layer_options, rows
-from fsdp_core.model.te.fp8 import ROW_MULTIPLE
-from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.model.te import attention, fp8
+from fsdp_core.model.te.attention import columns, layer_options, projection, rows
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.param_sharding import Stretch, chunk_of, consecutive, set_stretches
 from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
+
+
+class TeLayers(LayerFactory):
+    """Makes modules by TransformerEngine; only on Linux with CUDA.
+
+    Args:
+        recipe: none, delayed, current or block: see `te.fp8`.
+        fused_experts: experts by its operators over both layers, not layer by layer; None: where it
+            has grouped kernels for that, see `fuses`.
+        dtype: compute dtype.
+
+    Raises:
+        BackendMissing: TransformerEngine or CUDA is absent.
+        ValueError: an unknown recipe.
+    """
+
+    def __init__(
+        self, *, recipe: str = "none", fused_experts: bool | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise BackendMissing(
+                "backend: te needs the package transformer-engine, which is not installed here; "
+                "install the extra 'te' on Linux with CUDA, or set backend: torch"
+            )
+        if not torch.cuda.is_available():
+            raise BackendMissing(
+                "backend: te needs a CUDA device, and torch sees none; set backend: torch"
+            )
+        prefer_cudnn_of_torch()
+        import transformer_engine.pytorch as te
+
+        if fused_experts is None:
+            # In blocks its operators found no kernel at any width (2.20.2 on Hopper).
+            made = None if recipe == "none" else fp8.recipe_of(recipe)
+            fused_experts = recipe != "block" and fuses(te, made, dtype)
+        super().__init__(fused_experts=fused_experts)
+        self.te: Any = te
+        self.recipe = recipe
+
+    def rms_norm(self, width: int, eps: float) -> nn.Module:
+        """`te.RMSNorm`."""
+        return cast("nn.Module", self.te.RMSNorm(width, eps=eps))
+
+    def linear(self, in_features: int, out_features: int) -> nn.Module:
+        """`te.Linear`, parameters in float32 as FSDP's main weights are."""
+        layer = self.te.Linear(in_features, out_features, bias=False, params_dtype=torch.float32)
+        return cast("nn.Module", layer)
+
+    def precision(self, axes: Axes) -> Precision:
+        """fp8, if it was asked for."""
+        return fp8.precision(self.te, self.recipe, axes)
+
+    def attention(
+        self, config: ModelConfig, axes: Axes, rope: RopeTable
+    ) -> tuple[nn.Module, nn.Module]:
+        """The norm is inside of what comes second."""
+        norm = functools.partial(self._norm, config, axes)
+        if config.attention == "mla":
+            linear = functools.partial(self._replicated, axes)
+            made = attention.LatentAttention(self.te, config, axes, rope, norm, linear)
+            return nn.Identity(), made
+        return nn.Identity(), attention.GroupedQueryAttention(self.te, config, axes, rope, norm)
+
+    def mlp(self, config: ModelConfig, axes: Axes) -> tuple[nn.Module, nn.Module]:
+        """The norm is inside of what comes second."""
+        return nn.Identity(), Mlp(self.te, config, axes)
+
+    def shared_experts(self, config: ModelConfig, axes: Axes) -> nn.Module | None:
+        """Shared experts, if the model has some."""
+        if not config.shared_expert_ffn:
+            return None
+        return SharedExperts(self.te, config.hidden, config.shared_expert_ffn, axes)
+
+    def experts(self, config: ModelConfig, axes: Axes) -> nn.Module:
+        """Routed experts."""
+        multiple = 1 if self.recipe == "none" else fp8.ROW_MULTIPLE
+        return make_experts(
+            self.te, config.experts, (config.hidden, config.expert_ffn), MoeAxes.of(axes),
+            multiple=multiple, fused=self.fused_experts,
+        )  # fmt: skip
+
+
+def prefer_cudnn_of_torch() -> None:
+    """Load every part of the cuDNN that torch brings, before TransformerEngine looks for one.
+
+    TransformerEngine finds a system cuDNN first. cuDNN loads its parts by name when they are
+    needed, so two versions in one process share parts, and one of the libraries then fails.
+
+    Raises:
+        BackendMissing: a part of another cuDNN was loaded before; both are named.
+    """
+    if importlib.util.find_spec("nvidia") is None:
+        return
+    spec = importlib.util.find_spec("nvidia.cudnn")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        # Those that others are linked to come first, or the loader would look for them itself.
+        found = sorted(
+            Path(folder, "lib").glob("libcudnn*.so*"), key=lambda path: "graph" not in path.name
+        )
+        for library in found:
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise BackendMissing(
+                    f"backend: te needs the cuDNN of torch, which cannot be loaded ({error}); "
+                    f"this process has loaded {', '.join(_loaded_cudnn()) or 'no other'}"
+                ) from error
+
+
+def _loaded_cudnn() -> list[str]:
+    """Files of cuDNN that are mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if "libcudnn" in line})
+
+
+# ---- feed-forwards
 
 
 class Mlp(nn.Module):
     """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp.
 
-    Args:
-        te: the module `transformer_engine.pytorch`.
-
     Raises:
         ValueError: tp does not divide the width.
     """
 
-    def __init__(
-        self, te: Any, hidden: int, ffn: int, eps: float, tp: Axis, *, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, te: Any, config: ModelConfig, axes: Axes) -> None:
         super().__init__()
-        width = chunk_of(ffn, "ffn", tp.name, tp.size)
+        tp = axes.tp
+        width = chunk_of(config.ffn, "ffn", tp.name, tp.size)
         self.fused = te.LayerNormMLP(
-            hidden,
-            ffn,
-            eps=eps,
+            config.hidden,
+            config.ffn,
+            eps=config.norm_eps,
             normalization="RMSNorm",
             zero_centered_gamma=False,
             activation="swiglu",
             set_parallel_mode=True,
-            **layer_options(tp, sequence_parallel=sequence_parallel),
+            **layer_options(tp, sequence_parallel=axes.sequence_parallel),
         )
-        if sequence_parallel and tp.size > 1:
+        if axes.sequence_parallel and tp.size > 1:
             reduce_replicated_of(self.fused, ["layer_norm_weight"], tp)
         halves = {"gate.weight": width, "up.weight": width}
         set_stretches(self, {
@@ -93,20 +195,13 @@ class Mlp(nn.Module):
 class SharedExperts(nn.Module):
     """The same without the norm, which the router shares: two layers and torch's activation."""
 
-    def __init__(
-        self, te: Any, hidden: int, ffn: int, tp: Axis, *, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, te: Any, hidden: int, ffn: int, axes: Axes) -> None:
         super().__init__()
+        tp = axes.tp
         chunk_of(ffn, "shared_expert_ffn", tp.name, tp.size)
-        options = layer_options(tp, sequence_parallel=sequence_parallel)
-        self.gate_up = te.Linear(
-            hidden,
-            2 * ffn,
-            parallel_mode="column",
-            parameters_split={"gate": ffn, "up": ffn},
-            **options,
-        )
-        self.down = te.Linear(ffn, hidden, parallel_mode="row", **options)
+        halves = {"gate": ffn, "up": ffn}
+        self.gate_up = projection(te, "column", hidden, 2 * ffn, axes, parameters_split=halves)
+        self.down = projection(te, "row", ffn, hidden, axes)
         set_stretches(self, {
             "gate_up.gate_weight": Stretch("gate.weight", columns(tp)),
             "gate_up.up_weight": Stretch("up.weight", columns(tp)),
@@ -118,6 +213,9 @@ class SharedExperts(nn.Module):
         gate, up = self.gate_up(x_BTH).chunk(2, -1)
         result: torch.Tensor = self.down(F.silu(gate) * up)
         return result
+
+
+# ---- experts
 
 
 def matrices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -348,71 +446,3 @@ def make_experts(
     experts = FusedExperts(gate_up, down, kernel)
     name_gate_up(experts, gate_up)
     return experts
-
-
-class TeParts:
-    """See `Parts`.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        fp8: as `precision` has it; decides what rows of experts are padded to.
-        fused_experts: experts by one operator over their layers, not layer by layer.
-    """
-
-    def __init__(
-        self, te: Any, config: ModelConfig, axes: Axes, rope: RopeTable, backend: Backend, *,
-        fp8: str, fused_experts: bool,
-    ) -> None:  # fmt: skip
-        self._te, self._config, self._axes, self._rope = te, config, axes, rope
-        self._backend, self._fused = backend, fused_experts
-        self._multiple = 1 if fp8 == "none" else ROW_MULTIPLE
-        self._cut: dict[str, Any] = {"sequence_parallel": axes.sequence_parallel}
-
-    def norm(self) -> nn.Module:
-        """A norm of the residual stream."""
-        config, axes = self._config, self._axes
-        return make_norm(self._backend, config.hidden, config.norm_eps, axes.tp,
-                         sees_part=axes.sequence_parallel)  # fmt: skip
-
-    def attention(self) -> tuple[nn.Module, nn.Module]:
-        """The norm is inside of what comes second."""
-        config, axes = self._config, self._axes
-        made: nn.Module
-        options = {"backend": self._backend, **self._cut}
-        pair = (axes.tp, axes.cp)
-        if config.attention == "mla":
-            made = attention.LatentAttention(
-                self._te, mla_shape(config), self._rope, pair, **options
-            )
-        else:
-            made = attention.GroupedQueryAttention(
-                self._te, gqa_shape(config), self._rope, pair, config.norm_eps, **options
-            )
-        return nn.Identity(), made
-
-    def mlp(self) -> tuple[nn.Module, nn.Module]:
-        """The norm is inside of what comes second."""
-        config = self._config
-        sizes = (config.hidden, config.ffn, config.norm_eps)
-        return nn.Identity(), Mlp(self._te, *sizes, self._axes.tp, **self._cut)
-
-    def shared_experts(self) -> nn.Module | None:
-        """Shared experts, if the model has some."""
-        config = self._config
-        if not config.shared_expert_ffn:
-            return None
-        return SharedExperts(
-            self._te, config.hidden, config.shared_expert_ffn, self._axes.tp, **self._cut
-        )
-
-    def experts(self) -> nn.Module:
-        """Routed experts."""
-        config = self._config
-        return make_experts(
-            self._te,
-            config.experts,
-            (config.hidden, config.expert_ffn),
-            MoeAxes.of(self._axes),
-            multiple=self._multiple,
-            fused=self._fused,
-        )

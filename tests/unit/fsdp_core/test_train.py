@@ -21,9 +21,9 @@ from fsdp_core.config import (
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
@@ -58,7 +58,7 @@ def config(**options: Any) -> TrainConfig:
 def plain_model(axes: Axes, seed: int, config: ModelConfig = MODEL) -> DecoderStage:
     """The decoder that nobody has wrapped."""
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
-    model = DecoderStage(config, axes, TorchBackend(), streams)
+    model = DecoderStage(config, axes, LayerFactory(), streams)
     init_weights([model], seed, layers=config.layers, init_std=config.init_std)
     return model
 

@@ -16,7 +16,7 @@ from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
 from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.model.rope import apply_rope, rope_tables
+from fsdp_core.model.attention import apply_rope, rope_tables
 
 DEVICE = Device("cpu")
 TIME = 12

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core.model.backend import BackendMissing, RmsNorm, TorchBackend, make_backend
+from fsdp_core.model.decoder import make_layers
+from fsdp_core.model.layers import BackendMissing, LayerFactory, RmsNorm
 
 
 def test_rms_norm_equals_its_formula() -> None:
@@ -41,9 +42,9 @@ def test_rms_norm_is_scale_free() -> None:
 
 def test_torch_backend_makes_plain_modules() -> None:
     """The torch backend's linear has no bias, and its norm starts at one."""
-    backend = make_backend("torch")
-    assert isinstance(backend, TorchBackend)
-    linear, norm = backend.linear(3, 5), backend.norm(7, 1e-6)
+    backend = make_layers("torch")
+    assert isinstance(backend, LayerFactory)
+    linear, norm = backend.linear(3, 5), backend.rms_norm(7, 1e-6)
     assert isinstance(linear, nn.Linear)
     assert dict(linear.named_parameters()).keys() == {"weight"}
     assert linear.weight.shape == (5, 3)
@@ -62,7 +63,7 @@ def test_te_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BackendMissing, match="transformer-engine, which is not installed"
     ) as caught:
-        make_backend("te")
+        make_layers("te")
     assert "backend: torch" in str(caught.value)
 
 
@@ -71,4 +72,4 @@ def test_te_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendMissing, match="needs a CUDA device"):
-        make_backend("te")
+        make_layers("te")

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_core.config import ModelConfig, model_from_preset
-from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.rope import RopeTable
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights, load_global
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
@@ -26,7 +26,7 @@ def build(config: ModelConfig, seed: int = 3, init_std: float = 0.15) -> Decoder
     one = {name: Axis(name, 1, 0, nobody) for name in names}
     axes = Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
     streams = RandomStreams(0, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), CPU)
-    model = DecoderStage(config, axes, TorchBackend(), streams)
+    model = DecoderStage(config, axes, LayerFactory(), streams)
     init_weights([model], seed, layers=config.layers, init_std=init_std)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

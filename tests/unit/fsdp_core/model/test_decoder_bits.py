@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdp_core.config import ModelConfig, model_from_preset
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes
@@ -21,7 +21,7 @@ def build(config: ModelConfig = DENSE, seed: int = 5) -> DecoderStage:
     """An initialised decoder on plain torch."""
     axes = single_axes()
     streams = RandomStreams(3, (axes.tp,), torch.device("cpu"))
-    model = DecoderStage(config, axes, TorchBackend(), streams)
+    model = DecoderStage(config, axes, LayerFactory(), streams)
     init_weights([model], seed, layers=config.layers, init_std=config.init_std)
     return model
 

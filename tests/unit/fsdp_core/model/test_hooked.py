@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from fsdp_core.model.moe.experts import run_fused
+from fsdp_core.model.moe.experts import call_with_module_hooks
 
 Log = list[tuple[Any, ...]]
 
@@ -30,7 +30,10 @@ class Pair(nn.Module):
 
     def fused(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """The kernel between the hooks of both."""
-        return run_fused((self.first, self.second), self.kernel, x, **kwargs)
+        made: torch.Tensor = call_with_module_hooks(
+            (self.first, self.second), self.kernel, x, **kwargs
+        )
+        return made
 
 
 @pytest.fixture
@@ -142,13 +145,6 @@ def test_other_inputs_are_refused(pair: Pair, hook: Any, with_kwargs: bool) -> N
         pair.fused(X, scale=2.0)
 
 
-def test_half_a_pair_is_refused(pair: Pair) -> None:
-    """A pre-hook with keywords returns both or nothing, as torch demands."""
-    pair.first.register_forward_pre_hook(lambda m, a, k: a, with_kwargs=True)
-    with pytest.raises(ValueError, match="a pair of arguments and keywords"):
-        pair.fused(X)
-
-
 def test_views_go_on_as_the_output(pair: Pair) -> None:
     """Whoever marks where backward begins returns a view; later hooks and the caller get it."""
     log: Log = []
@@ -184,42 +180,6 @@ def test_an_inner_output_cannot_change(pair: Pair, change: Any) -> None:
         pair.fused(X)
 
 
-def test_always_call_hooks_run_once_when_something_raises(pair: Pair) -> None:
-    """With `always_call` a hook runs though the kernel raises, told no output, others do not."""
-    log: Log = []
-    pair.first.register_forward_hook(noting(log, "always"), always_call=True)
-    pair.first.register_forward_hook(noting(log, "kw"), always_call=True, with_kwargs=True)
-    pair.second.register_forward_hook(noting(log, "never"))
-    with pytest.raises(RuntimeError, match="broken"):
-        run_fused((pair.first, pair.second), _raising, X, scale=1.0)
-    assert log == [("always", (X,), None), ("kw", (X,), {"scale": 1.0}, None)]
-    log.clear()
-    pair.fused(X)
-    assert [entry[0] for entry in log] == ["always", "kw", "never"]
-
-
-def test_always_call_hooks_that_ran_do_not_run_again(pair: Pair) -> None:
-    """If a later hook raises, those that have run are done, and modules not reached have none."""
-    log: Log = []
-    pair.first.register_forward_hook(noting(log, "first"), always_call=True)
-    pair.second.register_forward_hook(noting(log, "second", returns=_raising), always_call=True)
-    with pytest.raises(RuntimeError, match="broken"):
-        pair.fused(X)
-    assert [entry[0] for entry in log] == ["first", "second"]
-    log.clear()
-    pair.first.register_forward_pre_hook(_raising)
-    with pytest.raises(RuntimeError, match="broken"):
-        pair.fused(X)
-    assert [entry[0] for entry in log] == ["first"]
-
-
-def test_errors_of_always_call_hooks_do_not_hide_the_first(pair: Pair) -> None:
-    """What a hook raises while another error is on its way is a warning."""
-    pair.first.register_forward_hook(lambda m, a, out: out + "x", always_call=True)
-    with pytest.warns(UserWarning, match="always_call"), pytest.raises(RuntimeError, match="brok"):
-        run_fused((pair.first,), _raising, X)
-
-
 @pytest.mark.parametrize("register", ["full_backward", "full_backward_pre"])
 def test_backward_hooks_are_refused(pair: Pair, register: str) -> None:
     """A module's backward hooks are told gradients of tensors that do not exist here."""
@@ -237,18 +197,14 @@ def test_hooks_inside_are_refused(register: str) -> None:
     outer = nn.Sequential(inner)
     getattr(inner, f"register_{register}_hook")(lambda *told: None)
     with pytest.raises(ValueError, match="no hooks inside of Sequential"):
-        run_fused((outer,), lambda x: x, X)
+        call_with_module_hooks((outer,), lambda x: x, X)
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_modules_are_given_once(pair: Pair, count: int) -> None:
     """No module, or one twice, is a mistake of the caller."""
     with pytest.raises(ValueError, match="each once"):
-        run_fused((pair.first,) * count, pair.kernel, X)
-
-
-def _raising(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("broken")
+        call_with_module_hooks((pair.first,) * count, pair.kernel, X)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fsdp_core.config import model_from_preset
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import Capacity, Document, pack, packed_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
@@ -28,7 +28,7 @@ def build(preset: str, padding: float) -> DecoderStage:
     axes = Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
     streams = RandomStreams(0, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp),
                             torch.device("cpu"))  # fmt: skip
-    model = DecoderStage(config, axes, TorchBackend(), streams)
+    model = DecoderStage(config, axes, LayerFactory(), streams)
     init_weights([model], 3, layers=config.layers, init_std=0.15)
     with torch.no_grad():
         assert model.embedding is not None

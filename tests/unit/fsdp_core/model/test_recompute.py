@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fsdp_core.config import ModelConfig, model_from_preset
-from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
@@ -24,7 +24,7 @@ def build(config: ModelConfig, recompute: str) -> DecoderStage:
     one = {name: Axis(name, 1, 0, nobody) for name in names}
     axes = Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
     streams = RandomStreams(0, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), CPU)
-    model = DecoderStage(config, axes, TorchBackend(), streams, recompute=recompute)
+    model = DecoderStage(config, axes, LayerFactory(), streams, recompute=recompute)
     init_weights([model], 3, layers=config.layers, init_std=0.15)
     return model
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fsdp_core.model.rope import apply_rope, rope_tables
+from fsdp_core.model.attention import apply_rope, rope_tables
 
 SEQ, HEADS, DIM = 48, 3, 16
 CPU = torch.device("cpu")

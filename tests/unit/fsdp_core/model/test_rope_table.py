@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.model.rope import RopeTable, apply_rope, rope_tables
+from fsdp_core.model.attention import RopeTable, apply_rope, rope_tables
 
 NUM, WIDTH, THETA = 64, 8, 1000.0
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fsdp_core.config import model_from_preset
-from fsdp_core.model.backend import TorchBackend, make_backend
-from fsdp_core.model.rope import RopeTable
+from fsdp_core.model.decoder import make_layers
 from fsdp_core.model.te import layers as experts
 from fsdp_core.model.te.attention import by_rank, by_sequence
 from fsdp_core.model.te.fp8 import amax_group
@@ -95,8 +94,7 @@ def test_operators_take_the_weights_of_now() -> None:
     grads = []
     for fused in (True, False):
         backend = StandIn(fused_experts=fused)
-        rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
-        made = backend.parts(config, single_axes(), rope).experts()
+        made = backend.experts(config, single_axes())
         torch.manual_seed(2)
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -113,19 +111,19 @@ def test_operators_take_the_weights_of_now() -> None:
 def test_fp8_needs_te() -> None:
     """A backend that computes otherwise than it was told is refused."""
     with pytest.raises(ValueError, match="Expected backend te for fp8"):
-        make_backend("torch", fp8="current")
+        make_layers("torch", fp8="current")
 
 
 def test_fused_experts_in_blocks_are_refused() -> None:
     """TransformerEngine has no kernel for them, which it would say in the first step only."""
     with pytest.raises(ValueError, match="Expected fused_experts False for fp8 block, got True"):
-        make_backend("te", fp8="block", fused_experts=True)
+        make_layers("te", fp8="block", fused_experts=True)
 
 
 def test_torch_fuses_experts_if_told() -> None:
     """Off by default: bits of runs before it stay."""
-    assert cast("TorchBackend", make_backend("torch"))._fused_experts is False
-    assert cast("TorchBackend", make_backend("torch", fused_experts=True))._fused_experts is True
+    assert make_layers("torch").fused_experts is False
+    assert make_layers("torch", fused_experts=True).fused_experts is True
 
 
 def test_alone_there_is_nobody_to_reduce_amaxes_with() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core.model import backend
+from fsdp_core.model.decoder import make_layers
 from fsdp_core.model.te import attention as core
 from fsdp_core.model.te import fp8 as precision
 from fsdp_core.model.te import layers as experts
@@ -31,7 +31,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def scaling() -> Scaling:
     """Over the stand-in."""
-    te: Any = StandIn(fused_experts=False)._te
+    te: Any = StandIn(fused_experts=False).te
     return Scaling(te, fp8.Delayed(), None)
 
 
@@ -164,10 +164,10 @@ def test_experts_are_fused_where_there_are_kernels(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backend, "prefer_cudnn_of_torch", lambda: None)
+    monkeypatch.setattr(experts, "prefer_cudnn_of_torch", lambda: None)
     monkeypatch.setattr(precision, "recipe_of", lambda fp8: f"recipe {fp8}")
-    made: Any = backend.make_backend("te", fp8=name, fused_experts=asked, dtype=torch.float16)
-    assert made._fused_experts is fused
+    made: Any = make_layers("te", fp8=name, fused_experts=asked, dtype=torch.float16)
+    assert made.fused_experts is fused
     recipe = None if name == "none" else f"recipe {name}"
     assert questions in ([], [(recipe, torch.float16)])
     assert bool(questions) == (asked is None and name != "block")

@@ -15,7 +15,7 @@ from fsdp_core.config import DataConfig, ModelConfig
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.model.backend import BackendMissing
+from fsdp_core.model.layers import BackendMissing
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train.compiled import StaleGuards

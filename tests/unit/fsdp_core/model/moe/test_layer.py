@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer, SharedExperts
+from fsdp_core.model.moe.experts import Experts
+from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import named_cuts
+from tests.support.gated_experts import SharedExperts
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
 READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
@@ -44,7 +46,8 @@ def layer(
     always = None
     if shared:
         always = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=gated)
-    made = MoeLayer(HIDDEN, FFN, rule, axes, delivery=delivery, shared=always).double()
+    experts = Experts(EXPERTS, HIDDEN, FFN, axes)
+    made = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=always).double()
     generator = torch.Generator().manual_seed(8)
     for parameter in made.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -99,7 +102,8 @@ def test_operators_do_not_count_experts(
     for experts in (8, 64):
         rule = RouterRule(num_experts=experts, top_k=2, aux_coeff=0.1)
         delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
-        made = MoeLayer(HIDDEN, FFN - 4, rule, alone, delivery=delivery, path=path)
+        inner = Experts(experts, HIDDEN, FFN - 4, alone, path)
+        made = MoeLayer(HIDDEN, rule, alone, delivery=delivery, experts=inner)
         for parameter in made.parameters():
             parameter.data.normal_(generator=torch.Generator().manual_seed(8))
         with Operators() as seen:

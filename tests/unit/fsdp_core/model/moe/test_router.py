@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.model.moe.dispatcher import MoeAxes
-from fsdp_core.model.moe.replay import RoutingTape
 from fsdp_core.model.moe.router import Router, RouterRule
 
 HIDDEN, EXPERTS, TOKENS = 6, 4, 10
@@ -159,16 +158,6 @@ def make_on_meta(axes: MoeAxes) -> Router:
     return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
 
 
-def test_a_tape_sends_no_padding(alone: MoeAxes) -> None:
-    """Tokens that are not valid go nowhere, also where the tape says otherwise."""
-    router, x = make(alone), tokens()
-    router.tape = RoutingTape([torch.ones(TOKENS, 2, dtype=torch.int64)])
-    probs, experts = router(x, VALID)
-    assert (experts[~VALID] == EXPERTS).all()
-    assert (experts[VALID] == 1).all()
-    assert not probs[~VALID].any()
-
-
 def test_without_any_valid_token_losses_are_zero(alone: MoeAxes) -> None:
     """No division by zero."""
     router, x = make(alone), tokens()
@@ -229,75 +218,3 @@ def test_weights_are_nan_until_loaded(alone: MoeAxes) -> None:
     """A router that nobody initialised shows."""
     router = Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2), alone)
     assert router.weight.isnan().all()
-
-
-def test_a_tape_replays_what_it_recorded(alone: MoeAxes) -> None:
-    """Another router takes the recorded experts, and weighs them by scores of its own."""
-    router, x = make(alone), tokens()
-    router.tape = RoutingTape()
-    first = router(x, VALID)
-    second = router(x.flip(0))
-    tape = router.tape
-    tape.rewind()
-    other = make(alone)
-    other.weight.data.neg_()
-    other.tape = tape
-    for routing, data, valid in ((first, x, VALID), (second, x.flip(0), None)):
-        other.zero_grad()
-        replayed = other(data, valid)
-        assert torch.equal(replayed.experts, routing.experts)
-        scores = (data @ other.weight.t()).softmax(-1)
-        due = scores.gather(1, routing.experts.clamp(max=EXPERTS - 1))
-        due = due / due.sum(-1, keepdim=True) * (routing.experts < EXPERTS)
-        torch.testing.assert_close(replayed.probs, due)
-        replayed.probs.square().sum().backward()
-        assert other.weight.grad is not None
-        assert other.weight.grad.any()
-
-
-def test_recomputation_reads_the_tape_again(alone: MoeAxes) -> None:
-    """Two microbatches under recompute record two entries, and replay each of them twice."""
-    data = [tokens(), tokens().flip(0).detach().requires_grad_()]
-    router = make(alone)
-    router.tape = RoutingTape()
-
-    def both() -> list[torch.Tensor]:
-        outs = [checkpoint(lambda x: router(x)[0], x, use_reentrant=False) for x in data]
-        for out in outs:
-            (out * torch.arange(2.0)).sum().backward()
-        grads = [x.grad for x in data]
-        for x in data:
-            x.grad = None
-        assert all(grad is not None for grad in grads)
-        return [grad for grad in grads if grad is not None]
-
-    expected = both()
-    assert len(router.tape.entries) == 2
-    assert not torch.equal(*router.tape.entries)
-    router.tape.rewind()
-    for got, due in zip(both(), expected, strict=True):
-        assert torch.equal(got, due)
-
-
-def test_a_tape_says_what_is_wrong(alone: MoeAxes) -> None:
-    """A tape that is over, and an entry of another shape or type, are named."""
-    router, x = make(alone), tokens()
-    right = torch.zeros(TOKENS, 2, dtype=torch.int64)
-    router.tape = RoutingTape([right])
-    router(x)
-    with pytest.raises(RuntimeError, match="at most 1 forward passes"):
-        router(x)
-    for wrong in (right[:-1], right.int()):
-        router.tape = RoutingTape([wrong])
-        with pytest.raises(ValueError, match=r"Expected a routing int64 \(10, 2\) on cpu, got"):
-            router(x)
-
-
-def test_an_entry_is_loaded_in_place(alone: MoeAxes) -> None:
-    """A graph that reads an entry's memory sees what was loaded."""
-    router, x = make(alone), tokens()
-    router.tape = RoutingTape([torch.zeros(TOKENS, 2, dtype=torch.int64)])
-    held = router.tape.entries[0]
-    router.tape.load(0, torch.ones(TOKENS, 2, dtype=torch.int64))
-    assert held.data_ptr() == router.tape.entries[0].data_ptr()
-    assert (router(x).experts == 1).all()
