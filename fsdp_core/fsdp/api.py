@@ -58,8 +58,7 @@ def fully_shard(
         keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
 
     Raises:
-        ValueError: an argument out of range; a module that is a unit, twice in the list, or inside
-            another of it; a parameter that another unit holds, or that is not of floating point.
+        ValueError: an argument, module or parameter that cannot be, see the message.
         RuntimeError: an inner unit is gathered, or has reductions under way.
         NotImplementedError: a parameter that does not travel as one buffer.
     """
@@ -72,10 +71,10 @@ def fully_shard(
     policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
     nest = Nest(mesh, placements_of(strategy, mesh.ndim))
-    make = functools.partial(
-        ParamGroup, nest=nest, device=device, pool=chosen, keep_grads=keep_grads
-    )
-    groups = [make(part, dtypes=dtypes) for dtypes, part in _partition(owned, policy).items()]
+    groups = [
+        ParamGroup(part, nest, device, chosen, dtypes, keep_grads=keep_grads)
+        for dtypes, part in _partition(owned, policy).items()
+    ]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
     schedule = Schedule([unit, *inner], device, chosen, overlap)
     for each in modules:
@@ -123,17 +122,15 @@ def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
 
 def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     modules = list(given) if isinstance(given, list | tuple) else [given]
-    if not modules:
-        raise ValueError("Expected a module or several, got an empty list.")
-    if len(set(modules)) != len(modules):
-        raise ValueError("Expected each module once in the list, got one twice.")
+    every = [inner for module in modules for inner in set(module.modules())]
+    if not modules or any(every.count(module) > 1 for module in modules):
+        raise ValueError("Expected modules that do not hold each other, each once, in the list.")
     for module in modules:
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"Expected a module that is no unit yet, got {type(module).__name__}.")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(f"Expected a module with a forward, got {type(module).__name__}.")
-        if not set(module.modules()).isdisjoint(set(modules) - {module}):
-            raise ValueError("Expected modules that do not hold each other in the list.")
+        if isinstance(module, FSDPModule | nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                "Expected a module with a forward that is no unit yet, got "
+                f"{type(module).__name__}."
+            )
     return modules
 
 
@@ -142,21 +139,17 @@ def _check_at_rest(inner: list[Unit]) -> None:
         if unit.holds_buffers or unit.schedule.reductions:
             raise RuntimeError(
                 f"Expected inner units at rest, got {type(unit.modules[0]).__name__} gathered or "
-                "with gradients to reduce; reshard it, or finish the backward pass, before "
-                "wrapping around it."
+                "with gradients to reduce; reshard it, or finish the backward pass, first."
             )
 
 
 def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Owned]:
     """Parameters of the modules that no inner unit holds, with every place that holds each."""
-    # Modules that have been seen to, or that an inner unit has: not visited.
-    seen: set[nn.Module] = {
-        m for top in modules for m in top.modules() if isinstance(m, FSDPModule)
-    }
+    seen = {m for top in modules for m in top.modules() if isinstance(m, FSDPModule)}
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for top in modules:
-        for prefix, holder in top.named_modules(memo=seen):
+        for prefix, holder in top.named_modules(memo=cast("set[nn.Module]", seen)):
             for attribute, parameter in holder._parameters.items():
                 if parameter is not None and parameter not in ignored:
                     places.setdefault(parameter, []).append((holder, attribute))
@@ -186,8 +179,7 @@ def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDt
         setattr(parameter, _HELD, True)
         compute = policy.param_dtype or parameter.dtype
         main, reduce = policy.main_dtype or parameter.dtype, policy.reduce_dtype or compute
-        dtypes = GroupDtypes(main, compute, reduce)
-        groups.setdefault(dtypes, []).append(held)
+        groups.setdefault(GroupDtypes(main, compute, reduce), []).append(held)
     return groups
 
 
@@ -228,11 +220,7 @@ class FSDPModule:
         return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refused: a copy would share buffers and hooks.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refused: a copy would share buffers and hooks."""
         raise RuntimeError(
             "Expected a plain module to copy, got an FSDP unit; copy before sharding."
         )
@@ -314,10 +302,7 @@ class FSDPModule:
                 group.gradients.reduce_unused = reduce_scatter_unused_params
 
     def zero_main_grads(self) -> None:
-        """Drop every gradient of the root's units, with sums that are not reduced yet.
-
-        Each `grad` is None then; memory that `keep_grads` keeps stays.
-        """
+        """Drop every gradient of the root's units, with sums that are not reduced yet."""
         schedule = self.fsdp_schedule
         schedule.drain(keep=0)
         for group in self.fsdp_groups:
@@ -338,19 +323,13 @@ class FSDPModule:
         return [group for unit in self.fsdp_schedule.units for group in unit.groups]
 
     def refresh_model_weights(self) -> None:
-        """Tell all units of the root that main weights have changed; copies of them follow now.
-
-        A `torch.optim.Optimizer` does so by itself.
-        """
+        """Main weights were changed by who is no `torch.optim.Optimizer`: copies follow now."""
         with torch.no_grad():
             for group in self.fsdp_groups:
                 group.main_weight_changed()
 
     def reset_iter_state(self) -> None:
-        """Put right what a forward or backward that raised has left behind.
-
-        The next forward of the root does the same by itself.
-        """
+        """Put right what a pass that raised has left; the root's next forward does so, too."""
         self.fsdp_schedule.recover()
         self.fsdp_schedule.abandon_backward()
 

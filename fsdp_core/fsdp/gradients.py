@@ -34,13 +34,7 @@ class GroupDtypes:
 
 
 class FlatBuffers:
-    """What all flat buffers of a group have in common: which rows lie where, here and elsewhere.
-
-    Attributes:
-        owner: of the buffers' keys in the pool.
-        layout: places of parameters in a whole buffer.
-        specs: cuts of each parameter at main level.
-    """
+    """What all flat buffers of a group have in common: owner of their keys, places, and cuts."""
 
     def __init__(
         self, shapes: list[torch.Size], *, nest: Nest, device: Device, dtypes: GroupDtypes
@@ -60,10 +54,7 @@ class FlatBuffers:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level.
-
-        Without rows it has shape (0, ...), and (0,) where the parameter has no dimension.
-        """
+        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
         spec, slot = self.specs[index], self.layout.slots[index]
         if not spec.local_numel:
             return shard[:0].view(spec.local_shape)
@@ -128,7 +119,7 @@ class Gradients:
     # ---- before the reduction
 
     def arrived(self, index: int) -> None:
-        """Note that autograd has accumulated the gradient of one unsharded parameter."""
+        """Autograd has accumulated the gradient of one unsharded parameter."""
         parameter: Any = self.unsharded[index]
         if getattr(parameter, "grad_added_to_main_grad", False):
             # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
@@ -154,10 +145,8 @@ class Gradients:
     def copy_in(self, pool: Pool | None, stream: Any) -> None:
         """Move the gradients that have arrived into the full buffer.
 
-        Args:
-            pool: where a full buffer comes from; None: the buffer will outlive this backward pass
-                unreduced, and gets memory of its own.
-            stream: the current stream.
+        It comes from `pool`, used on `stream`; None: it will outlive this backward pass unreduced,
+        and gets memory of its own.
         """
         if not self._arrived:
             return
@@ -190,10 +179,10 @@ class Gradients:
         self._pool, self._views = pool, self.layout.views(self._full)
 
     def expose(self, pool: Pool | None, stream: Any) -> None:
-        """Give parameters a `main_grad` to write into, for backward kernels that add to it.
+        """Give fused parameters a zeroed `main_grad` in the full buffer.
 
-        The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad` and
-        sets `grad_added_to_main_grad`. `pool`, `stream`: see `copy_in`.
+        Megatron's and TransformerEngine's convention: the kernel adds to it, and sets
+        `grad_added_to_main_grad`. `pool`, `stream`: see `copy_in`.
         """
         self._take_full(pool, stream)
         for index in self.fused:
@@ -209,16 +198,10 @@ class Gradients:
     def reduce(self, stream: Any, *, final: bool) -> list[torch.Tensor]:
         """Reduce the full buffer, and what was carried, on `stream`, after the current one.
 
-        All memory is made on the current stream, so that it comes from, and goes back to, what that
-        stream has free.
-
-        Args:
-            stream: where the collectives run.
-            final: go on to the main level and into the parameters' `grad`; else stop at the
-                gradient's level and carry the sum into the next backward pass.
-
-        Returns:
-            Tensors that must live until `stream` has done its work.
+        Up to the main level and into the parameters' `grad`, if `final`; else to the gradient's
+        level, and the sum is carried into the next backward pass. All memory is made on the current
+        stream, so that it comes from what that one has free. Returns the tensors that must live
+        until `stream` has done its work.
         """
         full, nest = self._full, self.nest
         like = self._carried if full is None else full
@@ -262,10 +245,9 @@ class Gradients:
     def _make_rows(
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
     ) -> dict[int, torch.Tensor]:
-        """Memory of the reduced gradients of the parameters that get one; maybe without elements.
+        """Memory of the reduced gradients: in the last output, or in the kept buffer if it is free.
 
-        In the last output where its dtype allows it, or in the kept buffer, if nothing in it counts
-        any more. Else in pieces, a parameter each, which find room between activations.
+        Else in pieces, a parameter each, which find room between activations.
         """
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
         home = self.main_grad if all(p.grad is None for p in self.sharded) else None

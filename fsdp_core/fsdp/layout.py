@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,10 +102,7 @@ class FlatLayout:
         return [view_at(full, s.offset, s.shape) for s in self.slots]
 
     def row_bounds(self, index: int) -> tuple[int, ...]:
-        """Rows of parameter `index` before each shard, and all of them: shard s has [b[s], b[s+1]).
-
-        A parameter of no dimension counts as one row.
-        """
+        """Bounds b of the shards of parameter `index`: s has rows [b[s], b[s + 1])."""
         slot = self.slots[index]
         boundaries = (shard * self.shard_numel for shard in range(self.num_shards))
         before = (min(max(boundary - slot.offset, 0), slot.numel) for boundary in boundaries)
@@ -117,16 +114,10 @@ def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayo
     """Place `shapes` in order into the smallest equal shards that this search finds.
 
     A parameter that spans two boundaries or more needs the shard to be a multiple of its row; one
-    that spans one boundary only needs a suitable start. So the search first tries a number of sizes
-    that suit some of the large parameters' rows, in steps of what these have in common, then walks
-    over multiples of all of them, and beyond that over sizes which hold the largest parameter
-    whole, where a solution always exists.
-
-    Raises:
-        ValueError: `num_shards` is not positive.
+    that spans one boundary only needs a suitable start. So the search first tries sizes that suit
+    some of the large parameters' rows, then multiples of all of them, and beyond that sizes which
+    hold the largest parameter whole, where a solution always exists.
     """
-    if num_shards < 1:
-        raise ValueError(f"Expected num_shards >= 1, got {num_shards}.")
     # Starts and shards are aligned: no solution has less than all parameters rounded up.
     numels = [_round_up(math.prod(shape), ALIGN_NUMEL) for shape in shapes]
     lower = _round_up(max(-(-sum(numels) // num_shards), 1), ALIGN_NUMEL)
@@ -182,36 +173,18 @@ def _round_up(value: int, multiple: int) -> int:
 # ---- what is cut over which axis
 
 
-@dataclass(frozen=True)
-class Placements:
-    """Which of weight, gradient and main weight is cut over each mesh axis, outermost axis first.
+class Placements(NamedTuple):
+    """How a group is cut over a mesh.
 
-    The gradient is cut wherever the weight is, and the main weight wherever the gradient is.
+    Attributes:
+        nest: mesh axes that cut anything, coarsest first.
+        levels: how many of them cut the weight, the gradient, the main weight.
+        replicated: mesh axes over which even the main weight is whole: gradients are all-reduced.
     """
 
-    weight: tuple[bool, ...]
-    grad: tuple[bool, ...]
-    main: tuple[bool, ...]
-
-    @property
-    def nest(self) -> tuple[int, ...]:
-        """Mesh axes that cut anything, coarsest first: those of the weight, then the rest's.
-
-        Ties go to the last axis, which is the innermost and fastest of a mesh.
-        """
-        axes = [axis for axis, cut in enumerate(self.main) if cut]
-        depth = [self.weight[a] + self.grad[a] for a in axes]
-        return tuple(a for _, a in sorted(zip(depth, axes, strict=True), reverse=True))
-
-    @property
-    def levels(self) -> tuple[int, int, int]:
-        """Levels of weight, gradient and main weight: how many axes of `nest` cut each."""
-        return sum(self.weight), sum(self.grad), sum(self.main)
-
-    @property
-    def replicated(self) -> tuple[int, ...]:
-        """Mesh axes over which even the main weight is whole: gradients are all-reduced there."""
-        return tuple(axis for axis, cut in enumerate(self.main) if not cut)
+    nest: tuple[int, ...]
+    levels: tuple[int, int, int]
+    replicated: tuple[int, ...]
 
 
 def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
@@ -230,10 +203,13 @@ def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
             f"got {strategy!r}."
         )
     depths = [STRATEGIES.index(name) for name in names]
+    # Ties go to the last axis, which is the innermost and fastest of a mesh.
+    order = sorted(range(num_axes), key=lambda axis: (depths[axis], axis), reverse=True)
+    weight, grad, main = (sum(depth >= least for depth in depths) for least in (3, 2, 1))
     return Placements(
-        weight=tuple(depth >= 3 for depth in depths),
-        grad=tuple(depth >= 2 for depth in depths),
-        main=tuple(depth >= 1 for depth in depths),
+        nest=tuple(axis for axis in order if depths[axis]),
+        levels=(weight, grad, main),
+        replicated=tuple(axis for axis in range(num_axes) if not depths[axis]),
     )
 
 
@@ -263,19 +239,11 @@ class Nest:
         self.axes = placements.nest
         self.groups = [mesh.get_group(axis) for axis in self.axes]
         self.sizes = [mesh.size(axis) for axis in self.axes]
+        self.num_shards = math.prod(self.sizes)  # of the main weight
         self.coordinates = [mesh.get_local_rank(axis) for axis in self.axes]
         self.replica_groups = [mesh.get_group(axis) for axis in placements.replicated]
         self.weight_level, self.grad_level, self.main_level = placements.levels
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of the main weight."""
-        return math.prod(self.sizes)
-
-    @property
-    def shard_index(self) -> int:
-        """Which of them this rank holds."""
-        return self._index(self.main_level)
+        self.shard_index = self._index(self.main_level)  # which of them this rank holds
 
     def _index(self, level: int) -> int:
         index = 0
@@ -296,8 +264,7 @@ class Nest:
     def gather_steps(self, buffer: torch.Tensor, start: int, at: int) -> list[GatherStep]:
         """The all-gathers, finest axis first, that complete `buffer`, a slice at level `at`.
 
-        Of it this rank's slice at level `start` is there. In place: each collective's input is the
-        part of its output that it belongs in.
+        In place, from this rank's slice at level `start`: each input is a part of its output.
         """
         slices = [self.slice(buffer, at, level) for level in range(at, start + 1)]
         steps = zip(slices[:-1], slices[1:], self.groups[at:start], strict=True)

@@ -57,8 +57,7 @@ _STEPPED: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 def watch(group: Any, sources: Sequence[nn.Parameter] = ()) -> None:
     """Tell `group`, which is not kept alive, of every step of an optimizer of its parameters.
 
-    Optimizers that have others in the place of those at rest are refused: the gathered ones,
-    `sources`, which were there before, and, when called again, those that have been replaced.
+    Optimizers of others are refused: gathered ones, `sources`, replaced ones when called again.
     """
     _register_hooks()
     ref = weakref.ref(group)
@@ -82,12 +81,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse what would not train rightly.
-
-    Raises:
-        RuntimeError: the optimizer has parameters that modules do not hold at rest.
-        NotImplementedError: it needs whole tensors, or is used in a way that plain rows cannot be.
-    """
+    """Refuse what would not train rightly; give rows to kernels that take addresses."""
     _check_at_rest(optimizer)
     sharded = [p for p in _parameters(optimizer) if type(p) is RowSharded]
     if sharded and isinstance(optimizer, _WHOLE):
@@ -160,10 +154,7 @@ def _takes_addresses(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _on_rows(optimizer: torch.optim.Optimizer, sharded: list[Any]) -> torch.optim.Optimizer:
-    """The same optimizer over this rank's rows: plain tensors in the memory of `sharded`.
-
-    For one step. The optimizer itself is left as it is, even if the step raises.
-    """
+    """For one step, the same optimizer over this rank's rows, in the memory of `sharded`."""
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     if any(dtype != torch.float32 for dtype in dtypes.values()):
         raise NotImplementedError(
@@ -226,7 +217,7 @@ def clip_grad_norm_(
         max_norm: the largest total norm that is left as it is; inf: no gradient is touched.
         norm_type: p > 0, inf included.
         error_if_nonfinite: raise if the norm is not finite; waits for the device.
-        foreach: taken for torch's sake; torch's foreach operators know when to go one by one.
+        foreach: not used; torch's foreach operators know when to go one by one.
 
     Returns:
         The norm before clipping, 0-d, the same bits on every rank: float32, or float64 where any
@@ -262,9 +253,6 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
     """The norm of all gradients, as `clip_grad_norm_` has it but float64 throughout.
 
     So the order of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
-
-    Raises:
-        ValueError, NotImplementedError: as `clip_grad_norm_`; no parameters.
     """
     listed = list(parameters)
     return _total(listed, _groups(listed), float(norm_type), torch.float64)
@@ -272,11 +260,7 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
 
 @torch.no_grad()
 def scale_to(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale all gradients, whose total norm is `norm`, as `clip_grad_norm_` does.
-
-    Raises:
-        ValueError, NotImplementedError: as `clip_grad_norm_`.
-    """
+    """Scale all gradients, whose total norm is `norm`, as `clip_grad_norm_` does."""
     groups = _groups(list(parameters)).values()
     _scale([piece for group in groups for piece in group], max_norm, norm)
 

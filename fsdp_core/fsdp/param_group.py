@@ -65,10 +65,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 @dataclass(frozen=True)
 class Owned:
-    """Where modules hold a parameter: one place, or several if it is shared.
-
-    The parameter itself is not kept: it has its full size.
-    """
+    """Where modules hold a parameter, which is not kept: one place, or several if it is shared."""
 
     places: tuple[tuple[nn.Module, str], ...]
 
@@ -99,11 +96,11 @@ class ParamGroup:
     def __init__(
         self,
         owned: list[Owned],
-        *,
         nest: Nest,
         device: Device,
         pool: Pool,
         dtypes: GroupDtypes,
+        *,
         keep_grads: bool,
     ) -> None:
         sources = [o.current for o in owned]
@@ -193,16 +190,12 @@ class ParamGroup:
             owned.register(parameter)
 
     def readopt(self) -> None:
-        """Take what the modules' parameters hold now as the parameters at rest.
+        """Copy what the modules' parameters hold now into the flat buffer; dtypes must fit.
 
         For after `Module.to_empty`, `load_state_dict(assign=True)` and the like, which give
-        parameters memory of their own or put others in their place: their rows are copied into the
-        flat buffer. The parameters at rest stay who they are, but for those that were on the meta
-        device or have been moved: they are made anew. Nothing while some are still on the meta
-        device, as a unit of several modules has them.
-
-        Raises:
-            RuntimeError: they are not of the dtype of the main weights.
+        parameters memory of their own or put others in their place. The parameters at rest stay who
+        they are, but for those that were on the meta device or have been moved: they are made anew.
+        Nothing while some are still on the meta device.
         """
         current = [o.current for o in self.owned]
         moved = any(self._is_elsewhere(p) for p in self.sharded)
@@ -245,9 +238,8 @@ class ParamGroup:
     def refresh_model_weight(self) -> None:
         """Bring the copy kept at rest up to date with main_weight, if there is one and it is not.
 
-        Whether it is shows in the version counter of main_weight, which most torch operators raise
-        that write into it; `main_weight_changed` is for writers that do not, such as kernels that
-        are given addresses.
+        By the version counter of main_weight; `main_weight_changed` is for writers that do not
+        raise it, such as kernels that are given addresses.
         """
         if self.model_weight is None or self._fresh_version == self.main_weight._version:
             return
@@ -306,10 +298,7 @@ class ParamGroup:
         self._gathered_at = address
 
     def register_unsharded(self) -> None:
-        """Make the modules hold the gathered parameters; the current stream waits for the gather.
-
-        Not before somebody waits: whoever looked at them would read what is still being written.
-        """
+        """Make the modules hold the gathered parameters, once somebody has waited for them."""
         if not self.is_unsharded or self.is_registered:
             return
         for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
@@ -333,11 +322,9 @@ class ParamGroup:
             all_gather(*step)
 
     def _bind_unsharded(self, full: torch.Tensor) -> None:
-        """Point the unsharded parameters into a full buffer; they stay bound while it is the same.
-
-        `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
-        that saved views share is no in-place change of a parameter.
-        """
+        """Point the unsharded parameters into a full buffer."""
+        # `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
+        # that saved views share is no in-place change of a parameter.
         for parameter, view in zip(self.unsharded, self.layout.views(full), strict=True):
             parameter.data = view
 

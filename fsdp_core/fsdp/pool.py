@@ -9,20 +9,17 @@
 
 A key is (owner, role); a class is (role, dtype, numel). A miss, a key whose buffer another key
 holds, moves the key into a buffer of its own for ever; in a pass without gradients only until its
-end, so evaluation leaves addresses alone.
+end, so evaluation leaves addresses alone. A fixed buffer has the event of its last release, and the
+next acquire waits for that; all of it is legal inside a capture.
 
-**Ordering.** No memory is handed on by `record_stream`. A fixed buffer has the event of its last
-release, and the next acquire waits for that. All of it is legal inside a capture.
-
-**A key keeps its storage while autograd may hold views of it.** A matmul saves the transposed view
-of a parameter, not the parameter, and reads through it in backward; if the key were given another
-buffer by then, that view would read what the first buffer holds now. So from the first acquire or
-release under grad mode until `end_of_pass`, a miss of a key other than a gradient's raises.
+A key keeps its storage while autograd may hold views of it: a matmul saves the transposed view of a
+parameter, and reads through it in backward. So from the first acquire or release under grad mode
+until `end_of_pass`, a miss of a key other than a gradient's raises.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +35,8 @@ class Key(NamedTuple):
     role: str
 
 
-class Pool(Protocol):
-    """Hands out full-size buffers."""
+class Pool:
+    """Hands out full-size buffers; what an allocator does not say holds for all."""
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
         """A 1-d buffer for `key`, safe to write on `stream`. What it holds is undefined.
@@ -51,16 +48,15 @@ class Pool(Protocol):
             ValueError: the key had another numel or dtype before.
             RuntimeError: the key cannot have its buffer, and must not have another one now.
         """
+        raise NotImplementedError
 
     def release(self, key: Key, stream: Any) -> None:
-        """Give the buffer back once the work issued on `stream` so far is done.
-
-        Raises:
-            RuntimeError: the key is not held.
-        """
+        """Give the buffer of a held key back once the work issued on `stream` so far is done."""
+        raise NotImplementedError
 
     def can_acquire(self, key: Key) -> bool:
         """Whether `acquire` would give the key a buffer now: ask before a gather ahead."""
+        return True
 
     def end_of_pass(self) -> None:
         """A pass is over, its buffers are released, and no graph that saved views of them lives."""
@@ -77,20 +73,7 @@ class Pool(Protocol):
 
     def reserved_bytes(self) -> int:
         """Bytes that the pool itself holds now."""
-
-
-def make_pool(name: str, device: Device, *, persistent_on_miss: bool) -> Pool:
-    """The pool called `name`: `dynamic`, `double` or `traced`.
-
-    Raises:
-        ValueError: no pool has that name.
-    """
-    if name == "dynamic":
-        return DynamicPool(device)
-    slots = {"double": DoublePool, "traced": TracedPool}
-    if name not in slots:
-        raise ValueError(f"Expected pool dynamic, double or traced, got {name!r}.")
-    return slots[name](device, persistent_on_miss=persistent_on_miss)
+        raise NotImplementedError
 
 
 def _empty(numel: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
@@ -100,9 +83,9 @@ def _empty(numel: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
 
 
 def _check_size(key: Key, numel: int, dtype: torch.dtype, had: torch.Tensor) -> None:
-    if had.numel() != numel or had.dtype != dtype:
-        had_size = f"{had.numel()} x {had.dtype}"
-        raise ValueError(f"Expected {key} to have {had_size} as before, got {numel} x {dtype}.")
+    if (had.numel(), had.dtype) != (numel, dtype):
+        before = f"{had.numel()} x {had.dtype}"
+        raise ValueError(f"Expected {key} to have {before} as before, got {numel} x {dtype}.")
 
 
 # ---- the timeline of a pass, and a plan made of it
@@ -119,7 +102,7 @@ class Interval(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffer in bytes."""
+        """Of the buffer."""
         return self.numel * self.dtype.itemsize
 
 
@@ -155,8 +138,7 @@ def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
 
     Left-edge greedy (Hashimoto and Stevens, 1971): keys by size, largest first, then by first
     acquire; each goes into the first slot in which it overlaps nobody. With equal sizes and one
-    interval a key this uses the fewest slots; in general the fewest are NP-hard to find. Memory
-    never changes hands between roles, that is streams. Costs O(intervals ** 2) steps, once.
+    interval a key this uses the fewest slots. Memory stays with its role, that is its stream.
     """
     held: dict[Key, list[Interval]] = {}
     for interval in sorted(intervals, key=lambda interval: interval.start):
@@ -193,13 +175,12 @@ class _Buffer:
     home: Any = None
 
 
-class DynamicPool:
+class DynamicPool(Pool):
     """Frees a key's storage on release; the tensor and the storage object stay for ever.
 
-    All memory comes from the stream that is current at the acquire, whatever stream it is for: what
-    a caching allocator has on a side stream cannot use what activations freed. The user's stream is
-    made to come after the current one, and at the release the current one after the user's; so no
-    event is kept.
+    All memory comes from the stream that is current at the acquire, whatever stream it is for: a
+    caching allocator cannot give what activations freed to a side stream. The user's stream comes
+    after the current one, and at the release the current one after the user's; no event is kept.
     """
 
     def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
@@ -246,15 +227,6 @@ class DynamicPool:
         """Whether the key is acquired now."""
         return key in self._buffers and self._buffers[key].home is not None
 
-    def can_acquire(self, key: Key) -> bool:
-        """See `Pool`. Always."""
-        return True
-
-    def end_of_pass(self) -> None:
-        """See `Pool`. Nothing to do."""
-
-    freeze = forget_events = end_of_pass
-
     def reserved_bytes(self) -> int:
         """See `Pool`."""
         return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self._buffers.values())
@@ -276,9 +248,9 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Where a key lives; in pass `grad_pass` autograd may have saved views of it.
+    """Where a key lives, and its `refuge` while the slot is taken.
 
-    `refuge` is where the key lives while its slot is taken, once that has happened.
+    In pass `grad_pass` autograd may have saved views of it.
     """
 
     key: Key
@@ -290,13 +262,12 @@ class _Home:
     refuge: "_Home | None" = None
 
 
-class SlotPool:
+class SlotPool(Pool):
     """Fixed slots, and keys that live in them: the base of `double` and `traced`.
 
     A subclass says where a new key lives (`_choose_slot`). A key without a slot, or whose slot
-    another key holds, is a miss. With `persistent_on_miss` it gets a slot of its own, else it is
-    served dynamically. Either lasts until the end of the pass at least, not only until the release:
-    autograd may have saved views.
+    another key holds, is a miss: `persistent_on_miss` gives it a slot of its own, else it is served
+    dynamically, at least until the end of the pass: autograd may have saved views.
     """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
@@ -514,3 +485,13 @@ class TracedPool(SlotPool):
             for key in plan.keys:
                 self._settle(key, *sizes[key], slot)
         self._timeline, self._overflow = None, DynamicPool(self._device)
+
+
+def make_pool(name: str, device: Device, *, persistent_on_miss: bool) -> Pool:
+    """The pool called `name`: `dynamic`, `double` or `traced`; ValueError for another."""
+    if name == "dynamic":
+        return DynamicPool(device)
+    slots = {"double": DoublePool, "traced": TracedPool}
+    if name not in slots:
+        raise ValueError(f"Expected pool dynamic, double or traced, got {name!r}.")
+    return slots[name](device, persistent_on_miss=persistent_on_miss)

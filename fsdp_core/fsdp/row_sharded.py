@@ -13,21 +13,19 @@ To a user it is a tensor of the global shape on a mesh, as DTensor is:
     checkpoints                       hold pieces at their true row offsets
     matmul, views, indexing, .item()  raise
 
-torch's optimizers never learn that rows are cut: elementwise arithmetic is the same on a piece.
 Every operator has one of these kinds, or raises:
 
-    kind          operators                                  does
-    elementwise   tagged pointwise by torch, `_ELEMENTWISE`  runs on the pieces
-    lists         `_foreach_*` of those, fused optimizers    runs on lists of pieces
-    draw          normal_, uniform_, ...                     draws the whole tensor, keeps its rows
-    norm          vector_norm, _foreach_norm                 a `PendingNorm` of this rank's part
-    total         sum, any, all                              a scalar DTensor, reduced at once
-    same          detach, alias                              another object over the same piece
+    elementwise   tagged pointwise by torch, `_ELEMENTWISE`   runs on the pieces
+    lists         `_foreach_*` of those, fused optimizers     runs on lists of pieces
+    draw          normal_, uniform_, ...                      draws the whole tensor, keeps its rows
+    norm          vector_norm, _foreach_norm                  a `PendingNorm` of this rank's part
+    total         sum, any, all                               a scalar DTensor, reduced at once
+    same          detach, alias                               another object over the same piece
 
 Tensors in one call share one layout. Beside them may stand tensors of one element, and tensors of
 the global shape, of which each rank takes its rows. Nothing else: shapes that fit only because of
 how many rows a rank happens to hold must not pass. In-place operators also raise the version
-counter of the piece, hence of the flat buffer under it, as they would on the piece itself.
+counter of the flat buffer, as they would on the piece itself.
 """
 
 import copy
@@ -56,11 +54,10 @@ _Base: Any = DTensor if torch.__version__ >= "2.13" else torch.Tensor
 
 
 class RowShard(Shard):
-    """Placement on one mesh axis of a tensor whose rows are cut at `bounds`, not evenly.
+    """Placement on the mesh axis of the `level`-th cut of a tensor whose rows are cut at `bounds`.
 
-    Shard s holds rows [bounds[s], bounds[s + 1]); the axis makes the `level`-th cut, 0 is the
-    coarsest. It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with
-    it. Who asks the placement itself for its cuts gets the true ones where one axis cuts.
+    It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with it. Who
+    asks the placement itself for its cuts gets the true ones where one axis cuts.
     """
 
     def __init__(self, bounds: tuple[int, ...], level: int = 0) -> None:
@@ -215,8 +212,8 @@ class RowSharded(_Base):
     def full_tensor(self) -> torch.Tensor:
         """All rows, in memory of their own: a collective over the mesh.
 
-        Differentiable under DTensor's rule: every rank computes the same from it, so the gradient
-        of this rank's rows is this rank's gradient of them, not a sum.
+        Differentiable as DTensor's: every rank computes the same from it, so the gradient of this
+        rank's rows is no sum over ranks.
         """
         if self.requires_grad and torch.is_grad_enabled():
             return _Rows.apply(self, True)
@@ -246,10 +243,9 @@ class RowSharded(_Base):
 
     @property
     def data(self) -> torch.Tensor:
-        """A detached tensor over the same rows.
+        """A detached tensor over the same rows; setting it copies rows into the flat buffer.
 
-        Setting it to a tensor of this layout copies the rows into this one's memory, which the
-        unit's flat buffer shares; if its device or dtype differ, as in Module.to, it is rebound.
+        If device or dtype differ, as in Module.to, it is rebound.
         """
         return self.detach()
 
@@ -460,10 +456,7 @@ def _specs(rule: _Rule, lists: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 def _piece(rule: _Rule, key: int | str, value: Any, spec: RowSpec | None) -> torch.Tensor:
-    """This rank's part of argument `key`, or of its tensor at a position of layout `spec`.
-
-    None is the layout of positions of plain tensors, and of what holds for all positions.
-    """
+    """This rank's part of argument `key`, or of its tensor at a position; None: all are plain."""
     if type(value) is RowSharded:
         if spec is None:
             rule.refuse(" that stand for a scalar")
@@ -581,21 +574,13 @@ def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class PendingNorm(torch.Tensor):
-    """A norm [], or a stack of norms [n], of which each rank holds its part.
+    """A norm [], or a stack of norms [n], of which each rank holds its `parts`.
 
     torch's `clip_grad_norm_` and `get_total_norm` work on them: a stack may be of different length
-    on each rank, since a parameter that one rank uses and another does not has a gradient on one of
-    them, and its norm of the same order is one collective of one scalar an axis. Any other operator
-    on a 0-d one reduces it first, a collective.
-
-    A rank without any gradient takes no part, and the others would wait for it in vain:
-    `fsdp_core.fsdp.clip_grad_norm_` follows parameters, not gradients, and has no such limit; nor
-    does it mind plain gradients among sharded ones.
-
-    Attributes:
-        kind: order, which is p > 0, inf, or 0 for counts of elements; mesh of the tensors; and
-            the mesh axes that cut them, coarsest first.
-        parts: norms of the rows that lie here, 0-d.
+    on each rank, and its norm of the same order is one collective of one scalar an axis. Any other
+    operator on a 0-d one reduces it first. A rank without any gradient takes no part, and the
+    others would wait for it in vain: `fsdp_core.fsdp.clip_grad_norm_` has no such limit.
+    `kind` is the order (p > 0, inf, or 0 for counts), and mesh and axes that cut, coarsest first.
     """
 
     kind: tuple[float, DeviceMesh, tuple[int, ...]]

@@ -104,11 +104,7 @@ class _Call:
 def _on_gradient_of(
     unit: "weakref.ref[Unit]", number: int, index: int, parameter: torch.Tensor
 ) -> None:
-    """Hook of a parameter; holds nothing that holds the parameter.
-
-    Python's collector does not see what hooks of this kind hold (torch 2.11 and 2.13): a cycle
-    through one would keep the whole model in memory for ever.
-    """
+    """Hook of a parameter; its unit by weak reference: Python's collector sees no such hooks."""
     del parameter
     mine = unit()
     if mine is not None:
@@ -329,11 +325,10 @@ class Unit:
         return cast_floats(output, self.policy.output_dtype)
 
     def _hook_output(self, output: Any, inputs: list[GradientEdge]) -> bool:
-        """Mark where the backward pass enters a forward of the unit.
+        """Mark where backward enters the unit; False if it will, and there is no output to mark.
 
         By hooks of the nodes, which run after those of their tensors: if the tensor is another
-        unit's input, that unit closes before this one opens. False if gradients may come for this
-        unit and there is no output to mark.
+        unit's input, that unit closes before this one opens.
         """
         if not torch.is_grad_enabled() or not self.groups:
             return True
@@ -395,11 +390,7 @@ class Unit:
             self.close()
 
     def _open_late(self, group: ParamGroup, index: int) -> None:
-        """A gradient came though no output of the unit was reached, such as of a tensor kept aside.
-
-        Raises:
-            TensorError: the unit was not gathered, so its parameters were read where they are not.
-        """
+        """A gradient came though no output of the unit was reached, such as of a hidden tensor."""
         if not group.is_unsharded or self.gathered_event is not None:
             raise TensorError(
                 f"Expected backward to enter unit {self.name!r} through its outputs, but a "
@@ -485,10 +476,9 @@ class _Reduction:
 class Schedule:
     """Streams, pool, order and pending reductions of units, the first of which is the root.
 
-    The end of a backward pass waits and validates. The one piece of work it does is to reduce what
-    no unit's own end has: gradients out of nested backward passes (reentrant checkpoints inside a
-    unit), of which only then is it known that no more will come, and sums of earlier passes in
-    units that this one did not enter.
+    The end of a backward pass also reduces what no unit's own end has: gradients out of nested
+    backward passes (reentrant checkpoints inside a unit), and sums of earlier passes in units that
+    this one did not enter.
     """
 
     def __init__(self, units: list[Unit], device: Device, pool: Pool, overlap: int) -> None:
@@ -530,11 +520,7 @@ class Schedule:
         return self._side_streams[1] if self.overlap else self.device.current_stream()
 
     def quiesce(self) -> None:
-        """Finish all work and forget its events, so that a capture may begin or has ended.
-
-        An event recorded outside a capture must not be waited for inside it, nor the reverse. Nor
-        may what is known to be up to date outside be left out inside: a replay starts elsewhere.
-        """
+        """Finish all work, and forget its events and what is up to date: around captures."""
         self.device.synchronize()
         for reduction in self.reductions:
             reduction.event = None
@@ -680,11 +666,7 @@ class Schedule:
 
 @torch.compiler.disable
 def _finish(schedule: Schedule) -> None:
-    """End of a backward pass.
-
-    Raises:
-        RuntimeError: a unit went into backward and some of its gradients never came.
-    """
+    """End of a backward pass; raises if gradients of a unit that it entered never came."""
     missing = [(unit, name) for unit in schedule.units for name in unit.missing]
     schedule.end_backward()
     if missing:

@@ -92,8 +92,13 @@ def check(root: FSDPModule, expected: dict[str, torch.Tensor], told: Any) -> Non
 HOWS = ("each", "not last", "no sync", "no all-reduce", "mixed")
 
 
-def accumulate(shape: tuple[int, ...], keep_grads: bool, reduce_dtype: torch.dtype) -> int:
-    """Every strategy and every way; two rounds, zeroed in between. How many were checked."""
+def accumulate(
+    shape: tuple[int, ...], keep_grads: bool, reduce_dtype: torch.dtype, skip: int = -1
+) -> int:
+    """Every strategy and every way; two rounds, zeroed in between. How many were checked.
+
+    The last pass of a round does not enter the inner unit `skip`.
+    """
     mesh, world, checked = init_device_mesh("cpu", shape), dist.get_world_size(), 0
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for strategy in itertools.product(STRATEGIES, repeat=len(shape)):
@@ -103,8 +108,12 @@ def accumulate(shape: tuple[int, ...], keep_grads: bool, reduce_dtype: torch.dty
                 root.zero_main_grads()
                 for number in range(PASSES):
                     prepare(root, how, number)
-                    cast("Any", root)(inputs(dist.get_rank(), first + number), -1).backward()
-                check(root, due(world, range(first, first + PASSES)), (strategy, how, first))
+                    skipped = skip if number == PASSES - 1 else -1
+                    cast("Any", root)(inputs(dist.get_rank(), first + number), skipped).backward()
+                expected = due(world, range(first, first + PASSES))
+                before = due(world, range(first, first + PASSES - 1))
+                expected |= {n: g for n, g in before.items() if n.startswith(f"inner.{skip}.")}
+                check(root, expected, (strategy, how, first))
                 checked += 1
     return checked
 
@@ -122,6 +131,17 @@ def test_every_way_to_accumulate_gives_the_sum(
     for checked in warm_ranks.run(
         accumulate, shape, keep_grads, reduce_dtype, world_size=world_size
     ):
+        assert checked == 4 ** len(shape) * len(HOWS) * 2
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_a_unit_that_the_last_pass_skips(
+    warm_ranks: RankPool, shape: tuple[int, ...], skip: int
+) -> None:
+    """It has the sum of the passes before, and none of it is added to the next round's."""
+    args = (shape, False, torch.float32, skip)
+    for checked in warm_ranks.run(accumulate, *args, world_size=2 ** len(shape)):
         assert checked == 4 ** len(shape) * len(HOWS) * 2
 
 

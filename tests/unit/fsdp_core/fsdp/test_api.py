@@ -284,17 +284,17 @@ def test_refuses_modules_that_cannot_be_a_unit(mesh: DeviceMesh) -> None:
     fully_shard(block, mesh=mesh)
     with pytest.raises(ValueError, match="no unit yet, got FSDPLinear"):
         fully_shard(block, mesh=mesh)
-    with pytest.raises(ValueError, match="a forward, got ModuleList"):
+    with pytest.raises(ValueError, match="got ModuleList"):
         fully_shard(nn.ModuleList([nn.Linear(3, 3)]), mesh=mesh)
-    with pytest.raises(ValueError, match="a forward, got ModuleDict"):
+    with pytest.raises(ValueError, match="got ModuleDict"):
         fully_shard(nn.ModuleDict(), mesh=mesh)
-    with pytest.raises(ValueError, match="got an empty list"):
+    with pytest.raises(ValueError, match="each once, in the list"):
         fully_shard([], mesh=mesh)
     twice = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="got one twice"):
+    with pytest.raises(ValueError, match="each once, in the list"):
         fully_shard([twice, twice], mesh=mesh)
     net = build()
-    with pytest.raises(ValueError, match="do not hold each other"):
+    with pytest.raises(ValueError, match="each once, in the list"):
         fully_shard([net, net.blocks[0]], mesh=mesh)
 
 

@@ -1,5 +1,6 @@
 """The pool of fixed slots, double: which addresses hold, who moves when, and who is refused."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,6 +79,20 @@ def test_double_alternates_two_buffers(device: Device) -> None:
     assert {c, d} == {a, b}
     assert c != d
     assert e in (a, b)
+
+
+@pytest.mark.parametrize("keys", [GATHER, GRAD], ids=["gather", "grad"])
+def test_a_key_that_stays_leaves_two_buffers_to_the_others(device: Device, keys: list[Key]) -> None:
+    """A root of a layer's size: layers alternate, so one can be gathered while another computes."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    root = take(pool, keys[0]).data_ptr()
+    found = []
+    for key in keys[1:]:
+        found.append(take(pool, key).data_ptr())
+        give(pool, key)
+    assert (len(set(found)), root in found) == (2, False)
+    assert all(one != ahead for one, ahead in pairwise(found))
+    assert pool.misses == 0
 
 
 def test_double_addresses_are_sticky(device: Device) -> None:

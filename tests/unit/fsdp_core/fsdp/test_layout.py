@@ -127,10 +127,3 @@ def test_gaps_of_an_empty_layout() -> None:
     assert layout.gaps == ((0, layout.total_numel),)
     assert layout.shard_numel >= 1
     assert isinstance(layout, FlatLayout)
-
-
-@pytest.mark.parametrize("num_shards", [0, -1])
-def test_num_shards_must_be_positive(num_shards: int) -> None:
-    """A shard count below one is refused with the value."""
-    with pytest.raises(ValueError, match=f"num_shards >= 1, got {num_shards}"):
-        build_layout([(4, 4)], num_shards)

@@ -290,3 +290,19 @@ def test_forward_that_raised_leaves_the_units_usable(mesh: DeviceMesh) -> None:
     assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
     assert_grads(fsdp, plain)
     assert not any(group.is_unsharded for group in fsdp.fsdp_groups)
+
+
+def test_a_live_graph_without_backward_is_named(mesh: DeviceMesh) -> None:
+    """Outputs that somebody keeps end no pass; what then cannot be says so, and letting go helps.
+
+    Their saved views are of buffers that the pool could give to others.
+    """
+    net = build()
+    pool = shard(net, mesh, pool="traced").fsdp_schedule.pool
+    kept = [net(batch(1))]
+    run(net, batch(2))
+    with pytest.raises(RuntimeError, match="let go of outputs of forwards under grad mode"):
+        pool.freeze()
+    kept.clear()
+    run(net, batch(3))
+    pool.freeze()
