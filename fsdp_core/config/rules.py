@@ -218,7 +218,7 @@ def _stressors_are_known(run: "TrainConfig") -> None:
 
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
-         "compile", "compile_backend", "backend", "stress", "recompute"),
+         "compile", "compile_backend", "backend", "stress", "recompute", "resume_at"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""
@@ -318,8 +318,9 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              lambda run: run.capture_by != "ours" and run.graph and run.compile, "capture_by",
              "ours, as parts are compiled, whose guards no other maker checks", ("ours",)),
         Rule("graphs_are_replayed", "A graph that is never replayed proves nothing.",
-             lambda run: run.graph and run.steps <= run.graph_warmup_steps, "steps",
-             "more than graph_warmup_steps={0.graph_warmup_steps}, or no graph is ever replayed"),
+             lambda run: run.graph and run.steps <= run.resume_at + run.graph_warmup_steps, "steps",
+             "more than resume_at={0.resume_at} + graph_warmup_steps={0.graph_warmup_steps}, or no "
+             "graph is ever replayed"),
         Rule("partial_scopes_need_stable_pool",
              "Partial scopes read gathered parameters where they were captured: no dynamic pool.",
              lambda run: run.fsdp.pool == "dynamic" and _gathers_into_stable_buffers(run),
@@ -425,6 +426,9 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "Grouped products in blocks of fp8 have no fused kernel.",
              lambda run: run.fused_experts and (not run.model.experts or run.fp8 == "block"),
              "fused_experts", "false, as the model has no experts or fp8 is block"),
+        Rule("goes_on_after_it_resumed",
+             "A run that resumes after its last step shows nothing of it.",
+             lambda run: run.resume_at >= run.steps, "resume_at", "less than steps={0.steps}"),
     ),
 })  # fmt: skip
 

@@ -95,6 +95,9 @@ class TrainConfig:
     nothing, all of it, or its attention branch. `fused_experts` has one kernel compute both layers
     of the experts, each of which is then an FSDP unit whose hooks run around the kernel; without it
     the backend decides, and the experts are one unit.
+
+    `resume_at` is the number of steps after which the run is saved, ends its processes and goes on
+    in new ones; 0: never.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -114,6 +117,7 @@ class TrainConfig:
     recompute: str = "none"
     fused_experts: bool = False
     steps: int = 20
+    resume_at: int = 0
     microbatches: int = 1
     micro_batch_size: int = 1
     seed: int = 1234
@@ -128,6 +132,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         integers(self, 1, "steps", "microbatches", "micro_batch_size", "flush_every")
         integers(self, 1, "graph_warmup_steps")
+        integers(self, 0, "resume_at")
         integers(self, 0, "seed", "stress_seed", most=2**64 - 1)
         word(self, "engine", ENGINES)
         word(self, "backend", BACKENDS)

@@ -298,6 +298,12 @@ class Trainer:
             stream.name.partition(" at ")[0]: stream.get_state() for stream in self.streams.streams
         }
 
+    def set_rng_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Put back what `rng_states` returned, on a rank of the same place in the layout."""
+        self.device.set_rng_states([states[key] for key in ("cpu", "cuda") if key in states])
+        for stream in self.streams.streams:
+            stream.set_state(states[stream.name.partition(" at ")[0]])
+
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         """Inside, work is issued on the trainer's stream, and under stress if it has any.

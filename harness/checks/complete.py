@@ -303,8 +303,11 @@ def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
 
 
 def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
-    """The uses that a rank's end record must state; `captures` are the least."""
-    number = max(steps - run.graph_warmup_steps, 1)
+    """The uses that a rank's end record must state; `captures` are the least.
+
+    Of a run that resumes, those of the processes that went on.
+    """
+    number = max(steps - run.resume_at - run.graph_warmup_steps, 1)
     if WHOLE in run.graph:
         due = GraphUse(scope=WHOLE, layer=-1, direction="gradients", captures=1, replays=number)
         return [due, replace(due, direction="optimizer")][: 1 + run.graph_optimizer]
@@ -327,7 +330,7 @@ def _layers_of(run: TrainConfig, rank: int) -> set[int]:
 
 def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw | None:
     """The first use of a rank in `steps` steps that is not as owed, or that nobody asked for."""
-    step = min(run.graph_warmup_steps, steps - 1)
+    step = min(run.resume_at + run.graph_warmup_steps, steps - 1)
 
     def other(use: GraphUse, quantity: str, got: int, expected: int) -> Flaw:
         found = Difference(

@@ -310,7 +310,7 @@ class _Maker:
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
             graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
-            captured = max((config.graph_warmup_steps + 1 for config in graphed), default=0)
+            captured = max((c.resume_at + c.graph_warmup_steps + 1 for c in graphed), default=0)
             if skipped < captured:
                 expected = f"{captured} or more, as graphs are captured in the step before"
                 yield at, "checks.throughput.skip_steps", expected, str(skipped)

@@ -101,6 +101,13 @@ class Notes:
         return EventRecord(name=GIVEN, rank=rank, step=step, detail=detail)
 
     @contextlib.contextmanager
+    def outside_of_steps(self) -> Iterator[None]:
+        """Inside, what the rank gives is no part of a step."""
+        given, self.given = self.given, None
+        yield
+        self.given = given
+
+    @contextlib.contextmanager
     def modules(self, stages: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, whichever module runs is noted, too; for the step that captures graphs."""
         named = [(name, each) for stage in stages for name, each in stage.named_modules() if name]

@@ -5,13 +5,19 @@ and every rank is a fork of it.
 """
 
 import contextlib
+import faulthandler
+import itertools
+import math
 import os
+import shutil
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # the first collective imports it: a second that no rank should pay
@@ -29,10 +35,17 @@ from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.compiled import StaleGuards
+from fsdp_core.train.resume import load_state, save_state
 from harness import provenance
 from harness.engine.collective_log import place_path
 from harness.engine.outcome import FirstFailure, claim, find
-from harness.engine.process import wait_for_go
+from harness.engine.process import (
+    GATE_VARIABLE,
+    die_with_parent,
+    signal_quietly,
+    wait_for_go,
+)
+from harness.engine.ranks import flush_output
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
@@ -60,6 +73,8 @@ PACKAGES = ("numpy", "transformer-engine", "triton")
 """Whose versions decide bits, torch aside."""
 SEEDS_OF_RUN = 1 << 20
 """Seeds of roundings: one rank's follows another's, those of runs are further apart."""
+CHECKPOINT = "checkpoint"
+"""Of a run that resumes: in its folder, until it was loaded."""
 PATIENCE = timedelta(seconds=1)
 """How long a rank that lost another waits to be told why."""
 
@@ -72,8 +87,55 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """
     if (program := program_of(spec.config)) is not None:
         return run_program(program, folder, spec.key)
+    if not (resume_at := spec.config.get("resume_at", 0)):
+        return _take_part(spec, folder, rank, store_port, Part())
+    # The first steps in a process of their own; this one has done nothing yet, and begins anew.
+    first = Part(stop=resume_at)
+    if code := _in_child(lambda: _take_part(spec, folder, rank, store_port, first)):
+        return code
+    return _take_part(spec, folder, rank, store_port, Part(start=resume_at))
+
+
+class Part(NamedTuple):
+    """Steps that one process of a run takes: from `start` on, up to `stop` or to the run's end."""
+
+    start: int = 0
+    stop: float = math.inf
+
+
+def _in_child(work: Callable[[], int]) -> int:
+    """The exit code of `work` in a process that dies with this one, which dies by its signal.
+
+    Requests for stacks meanwhile are the child's to answer.
+    """
+    flush_output()
+    this, code = os.getpid(), 1
+    if (child := os.fork()) == 0:
+        try:
+            die_with_parent(this)
+            code = work()
+        except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
+            traceback.print_exc()
+        finally:
+            flush_output()
+            os._exit(code)
+    faulthandler.unregister(signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: signal_quietly(child, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        faulthandler.disable()
+        with contextlib.suppress(OSError):  # SIGKILL is as it is
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(this, -code)
+    signal.signal(signal.SIGUSR1, before)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.pop(GATE_VARIABLE, None)  # the child has waited there
+    return code
+
+
+def _take_part(spec: RunSpec, folder: Path, rank: int, store_port: int, part: Part) -> int:
     try:
-        session = _Session(spec, folder, rank)
+        session = _Session(spec, folder, rank, part)
         try:
             session.run(store_port)
         except RecordsUnwritable:
@@ -88,15 +150,16 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
 
 
 class _Session:
-    def __init__(self, spec: RunSpec, folder: Path, rank: int) -> None:
-        self.spec, self.rank, self.folder = spec, rank, folder
+    def __init__(self, spec: RunSpec, folder: Path, rank: int, part: Part) -> None:
+        self.spec, self.rank, self.folder, self.part = spec, rank, folder, part
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.plant = Plant(spec, rank, self.file)
-        self.step = -1
+        self.step = part.start - 1
         self.store: dist.Store | None = None
         self.stages: list[torch.nn.Module] = []
         old_s = age_s()
         self.started_unix_s, self.started_s = time.time() - old_s, time.monotonic() - old_s
+        self.part_started_s = time.monotonic() if part.start else self.started_s
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
@@ -108,19 +171,32 @@ class _Session:
         gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
         device = Device(self.spec.device, gpu)
         self.store = join_store(store_port)
-        self.plant.draw(self.store)
+        # Keys of the processes that took the first steps say nothing to those after them.
+        own = dist.PrefixStore("resumed", self.store) if self.part.start else self.store
+        self.plant.draw(own)
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
-        init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
+        init_ranks(device, own, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
         device.synchronize()  # makes the context of a GPU, where nothing has yet
         if (went_s := wait_for_go()) > self.started_s:
-            self.started_s, self.started_unix_s = went_s, time.time()
-        place, warm_up = place_path(self.folder, self.rank), config.graph_warmup_steps
+            self.started_s = self.part_started_s = went_s
+            self.started_unix_s = time.time()
+        place = place_path(self.folder, self.rank)
+        warm_up = self.part.start + config.graph_warmup_steps
         notes = noted(device, place, lambda: self.step, warm_up, gives=bool(config.taps))
         with device.counting_memory(), notes as noting:
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
+            checkpoint = self.folder / CHECKPOINT
+            if self.part.start:
+                with noting.outside_of_steps():
+                    load_state(trainer, checkpoint)
+                if self.rank == 0:
+                    shutil.rmtree(checkpoint)
             self._train(trainer, noting)
+            if self.part.stop < math.inf:
+                with noting.outside_of_steps():
+                    save_state(trainer, checkpoint, int(self.part.stop))
             # A process group must not be destroyed while a graph that used it is alive.
             trainer.close()
         dist.destroy_process_group()
@@ -132,20 +208,22 @@ class _Session:
         observer = Observer(trainer, rank, file)
         environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
                        "started_unix_s": self.started_unix_s}  # fmt: skip
-        file.write(
-            StartRecord(
-                schema=SCHEMA_VERSION, run=spec.key, rank=rank, world_size=spec.world_size,
-                pid=os.getpid(), device=device.name, tensors=observer.tensor_names,
-                taps=tuple(trainer.taps.names), tap_stages=tuple(trainer.taps.stages),
-                environment=environment,
-            )
-        )  # fmt: skip
-        file.write(observer.initial())
+        if not self.part.start:
+            file.write(
+                StartRecord(
+                    schema=SCHEMA_VERSION, run=spec.key, rank=rank, world_size=spec.world_size,
+                    pid=os.getpid(), device=device.name, tensors=observer.tensor_names,
+                    taps=tuple(trainer.taps.names), tap_stages=tuple(trainer.taps.stages),
+                    environment=environment,
+                )
+            )  # fmt: skip
+            file.write(observer.initial())
         device.synchronize()
-        startup_s = time.monotonic() - self.started_s
+        startup_s = time.monotonic() - self.part_started_s
         try:
-            soaking = Soaking(spec, rank, trainer, self.store, file.write)
-            for self.step in soaking.steps():
+            soaking = Soaking(spec, rank, trainer, self.store, file.write, first=self.part.start)
+            steps = itertools.takewhile(lambda step: step < self.part.stop, soaking.steps())
+            for self.step in steps:
                 observer.begin()
                 self.plant.before_step(trainer, self.step)
                 with rounding, self._modules_noted(notes):
@@ -157,6 +235,8 @@ class _Session:
                     file.write(notes.given_event(rank, self.step))
         finally:
             self._flush(observer)
+        if self.part.stop < math.inf:
+            return
         soaking.write_event()
         file.write(observer.graphs_event(self.step))
         file.write(memory_event(trainer, rank, self.step))
@@ -177,7 +257,7 @@ class _Session:
         """In the step that captures; compiled code would be guarded against what notes them."""
         config = self.spec.config
         is_it = config["graph"] and not config["compile"]
-        captures = is_it and self.step == config["graph_warmup_steps"]
+        captures = is_it and self.step == self.part.start + config["graph_warmup_steps"]
         return notes.modules(self.stages) if captures else contextlib.nullcontext()
 
     def _flush(self, observer: Observer) -> None:

@@ -571,6 +571,13 @@ def _update_neighbour(trainer: Trainer) -> None:
     params[-1] = weight.as_strided(weight.shape, weight.stride(), weight.storage_offset() - 1)
 
 
+def _forget_second_moment(site: Site, states: Any, loaded: Any) -> None:
+    """What was loaded of the last parameter's is left out."""
+    site.call(states, loaded)
+    *_, last = states.state.values()
+    last["exp_avg_sq"].to_local().zero_()
+
+
 def _copy_old_weights(trainer: Trainer) -> None:
     """The copies that are computed with are those of before the last update."""
     group = group_of_layer_1(trainer)

@@ -25,12 +25,13 @@ class Soaking:
     """Counts the steps of one rank, and says whose turn it is; a rank alone needs no store."""
 
     def __init__(
-        self, spec: RunSpec, rank: int, trainer: Trainer, store: Any, write: Callable[[Json], None]
-    ) -> None:
+        self, spec: RunSpec, rank: int, trainer: Trainer, store: Any,
+        write: Callable[[Json], None], first: int = 0,
+    ) -> None:  # fmt: skip
         self._soak, self._world_size, self._rank = spec.soak, spec.world_size, rank
         self._trainer, self._store, self._write = trainer, store, write
         self._began_s = time.monotonic()
-        self._done, self._turns = 0, 0
+        self._done, self._turns = first, 0
         self._asked = ""
 
     def steps(self) -> Iterator[int]:

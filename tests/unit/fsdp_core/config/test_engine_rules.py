@@ -16,7 +16,7 @@ REFUSED: dict[str, Any] = {
     "graph": ("attn",), "graph_layers": (0, 1), "graph_warmup_steps": 3, "graph_optimizer": False,
     "capture_by": "te",
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
-    "stress": ("jitter",), "recompute": "full", "fused_experts": True,
+    "stress": ("jitter",), "recompute": "full", "resume_at": 1, "fused_experts": True,
 }  # fmt: skip
 PARTS = ("model", "parallel", "fsdp", "optim", "data", "engine")
 

@@ -189,6 +189,7 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "taps_are_patterns": ("taps", {"taps": ("layers.*.attn:outputs",)},
                           {"taps": ("layers.*.attn:output",)}),
     "taps_differ": ("taps", {"taps": ("norm", "norm:output")}, {"taps": ("norm", "norm:input")}),
+    "goes_on_after_it_resumed": ("resume_at", {"resume_at": 4, "steps": 4}, {"resume_at": 3}),
     "text_fits_vocabulary": ("model.vocab_size",
                              {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
                              {"model": {"vocab_size": 256}}),

@@ -35,7 +35,7 @@ from harness.records import (
     StepRecord,
 )
 from harness.store.streams import rank_path, read_rank
-from harness.worker.main import _Session, classify, join_store, rank_main
+from harness.worker.main import Part, _Session, classify, join_store, rank_main
 from harness.worker.serve import open_torch_store
 
 Spec = Callable[..., RunSpec]
@@ -226,7 +226,7 @@ def test_a_rank_says_who_failed_before_it(
     blames: int | None, told: str,
 ) -> None:  # fmt: skip
     """A rank that lost another blames it, with its reason; one that failed by itself says so."""
-    session = _Session(spec(), tmp_path, 0)
+    session = _Session(spec(), tmp_path, 0, Part())
     store = session.store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=1))
     if before is not None:
