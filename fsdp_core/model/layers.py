@@ -187,5 +187,5 @@ class LayerFactory:
 def _summed(module: nn.Module, axes: Axes, *, sees_part: bool) -> nn.Module:
     """A module whose weight's gradient is summed over tp where it sees a part."""
     if sees_part and axes.tp.size > 1:
-        reduce_replicated_of(module, ["weight"], axes.tp)
+        reduce_replicated_of(module, "weight", axes.tp)
     return module

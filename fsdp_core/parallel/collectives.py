@@ -17,7 +17,7 @@ their differentiable variants, which accept a second derivative. Here it is refu
 leave out what other ranks contribute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,26 +26,31 @@ from torch.autograd.function import once_differentiable
 from fsdp_core.parallel.mesh import Axis
 
 _OPS: Any = torch.ops._c10d_functional
+Operator = Callable[..., torch.Tensor]
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x`, the same on every rank, for computation that differs by rank: gradients are summed."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    return x if axis.size == 1 else _Collective.apply(x, _view, all_reduce, axis)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's `x`; its gradient, the same on every rank, goes to each of them."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+    return x if axis.size == 1 else _Collective.apply(x, all_reduce, _same, axis)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's `x`, joined along `dim` in rank order, for computation that differs by rank."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _Collective.apply(x, all_gather, _reduce_scatter, axis, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's chunk along `dim`, a multiple of the ranks, of the sum of every rank's `x`."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _Collective.apply(x, _reduce_scatter, all_gather, axis, dim)
 
 
 def all_to_all(
@@ -68,7 +73,7 @@ def all_to_all(
     # Rows that nobody sends would be waited for without end.
     assert sum(outgoing) == x.shape[0], f"splits {outgoing} of {x.shape[0]} rows"
     assert len(outgoing) == len(incoming) == axis.size, f"{outgoing}, {incoming} on {axis}"
-    return _AllToAll.apply(x, axis, outgoing, incoming)
+    return _Collective.apply(x, _exchange, _exchange_back, axis, outgoing, incoming)
 
 
 # ---- without gradients
@@ -76,17 +81,9 @@ def all_to_all(
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's `x`, as a new tensor. Not differentiable."""
-    return x if axis.size == 1 else finish(start_all_reduce(x, axis))
-
-
-def start_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Begin `all_reduce`; the result is there after `finish`. The axis has several ranks."""
-    return _OPS.all_reduce(x.contiguous(), "sum", axis.group.group_name)
-
-
-def finish(pending: torch.Tensor) -> torch.Tensor:
-    """Wait, in stream order, for what `start_all_reduce` returned."""
-    return _OPS.wait_tensor(pending)
+    if axis.size == 1:
+        return x
+    return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", axis.group.group_name))
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -119,62 +116,31 @@ def _exchange(
 # ---- autograd
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """`there` forward, its conjugate `back` backward; both get the gradient's counterpart."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_reduce(grad, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return all_reduce(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, outgoing: list[int], incoming: list[int]
+        ctx: Any, x: torch.Tensor, there: Operator, back: Operator, axis: Axis, *args: Any
     ) -> torch.Tensor:
-        ctx.axis, ctx.outgoing, ctx.incoming = axis, outgoing, incoming
-        return _exchange(x, axis, outgoing, incoming)
+        ctx.back, ctx.axis, ctx.args = back, axis, args
+        return there(x, axis, *args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _exchange(grad, ctx.axis, ctx.incoming, ctx.outgoing), None, None, None
+        return ctx.back(grad, ctx.axis, *ctx.args), *(None,) * (3 + len(ctx.args))
+
+
+def _view(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _same(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return grad
+
+
+def _exchange_back(
+    x: torch.Tensor, axis: Axis, outgoing: list[int], incoming: list[int]
+) -> torch.Tensor:
+    return _exchange(x, axis, incoming, outgoing)

@@ -36,7 +36,7 @@ class RandomStream:
 
     Attributes:
         name: what it is equal over and this rank's coordinates on the other axes.
-        generator: what must be registered with CUDA graphs; None on the CPU.
+        generator: on CUDA what must be registered with graphs; None on the CPU.
         state: uint8, the state of the CPU's generator; None on CUDA.
     """
 
@@ -57,22 +57,23 @@ class RandomStream:
         """
         self._owner.enter(self)
         try:
-            if self.state is not None:
-                _exchange_state(self.state)
-                try:
-                    yield
-                finally:
-                    _exchange_state(self.state)
-            else:
-                with self._on_cuda():
-                    yield
+            with self._in_place_of_default():
+                yield
         finally:
             self._owner.leave()
 
     @contextlib.contextmanager
-    def _on_cuda(self) -> Iterator[None]:
+    def _in_place_of_default(self) -> Iterator[None]:
+        if self.state is not None:
+            _exchange_state(self.state)
+            try:
+                yield
+            finally:
+                _exchange_state(self.state)
+            return
         assert self.generator is not None
-        default = _default_cuda_generator(self._device)
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        default = torch.cuda.default_generators[index]
         kept = default.graphsafe_get_state()
         default.graphsafe_set_state(self.generator)
         try:
@@ -90,19 +91,19 @@ class RandomStream:
             return F.dropout(x, p, training=True)
 
     def get_state(self) -> torch.Tensor:
-        """A copy of the state, uint8 on the CPU. On CUDA it is held by the host: no sync."""
-        if self.state is not None:
-            return self.state.clone()
-        assert self.generator is not None
-        return self.generator.get_state()
+        """A copy of the state, uint8 on the CPU, also on CUDA: no sync."""
+        if self.generator is not None:
+            return self.generator.get_state()
+        assert self.state is not None
+        return self.state.clone()
 
     def set_state(self, state: torch.Tensor) -> None:
         """Put back what `get_state` returned, in place: graphs keep seeing it."""
-        if self.state is not None:
-            self.state.copy_(state)
-        else:
-            assert self.generator is not None
+        if self.generator is not None:
             self.generator.set_state(state)
+        else:
+            assert self.state is not None
+            self.state.copy_(state)
 
 
 class RandomStreams:
@@ -126,15 +127,8 @@ class RandomStreams:
 
         The same object each time. Streams equal over different axes are independent of each other,
         also where the axes have one rank.
-
-        Raises:
-            ValueError: a name of no axis.
         """
-        unknown = sorted(set(names) - self._axes.keys())
-        if unknown:
-            raise ValueError(
-                f"Expected names of axes out of {', '.join(self._axes)}, got {', '.join(unknown)}."
-            )
+        assert set(names) <= self._axes.keys(), f"{names} are not all of {[*self._axes]}"
         shared = "+".join(sorted(names)) or "nothing"
         places = [f"{a.name}={a.rank}" for a in self._axes.values() if a.name not in names]
         name = f"equal over {shared} at {' '.join(sorted(places)) or 'every rank'}"
@@ -182,13 +176,13 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def _remember(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        _refuse_capture(self._device)
+        self._refuse_capture()
         states.update(self.get_states())
         yield
 
     @contextlib.contextmanager
     def _repeat(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        _refuse_capture(self._device)
+        self._refuse_capture()
         kept, nested = self.get_states(), self._recomputing
         self.set_states(states)
         self._recomputing = True
@@ -197,6 +191,13 @@ class RandomStreams:
         finally:
             self._recomputing = nested
             self.set_states(kept)
+
+    def _refuse_capture(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "Expected checkpointing with random streams outside of CUDA graphs: a graph cannot "
+                "draw the same numbers twice. Leave dropout or checkpointing out of the capture."
+            )
 
     # The compiler would move the drawing past the change of state.
     @torch.compiler.disable
@@ -218,19 +219,6 @@ class RandomStreams:
     def leave(self) -> None:
         """Note that no stream is active."""
         self._active = None
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "Expected checkpointing with random streams outside of CUDA graphs: a graph cannot "
-            "draw the same numbers twice. Leave dropout or checkpointing out of the capture."
-        )
-
-
-def _default_cuda_generator(device: torch.device) -> torch.Generator:
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return torch.cuda.default_generators[index]
 
 
 def _seed(seed: int, name: str) -> int:

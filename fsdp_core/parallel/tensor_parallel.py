@@ -21,9 +21,8 @@ which gathers once, and sums their gradients before it communicates them once.
 Weights are NaN until they are initialised or loaded: a layer that was forgotten shows.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -34,11 +33,9 @@ from torch.autograd.function import once_differentiable
 from fsdp_core.parallel.collectives import (
     all_gather,
     copy_to,
-    finish,
     gather_from,
     reduce_from,
     reduce_scatter_to,
-    start_all_reduce,
 )
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of
@@ -165,74 +162,43 @@ def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, to
 # ---- replicated parameters that see only a part of what they act on
 
 
-def reduce_replicated(parameters: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
-    """Stand-ins for replicated parameters, whose gradients are summed over `axis`.
+def reduce_replicated(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A stand-in for a replicated parameter, whose gradient is summed over `axis`.
 
     For a forward that uses a replicated parameter on a part of what the whole model uses it on: a
     norm's weight under sequence parallel, which sees T / tp of the tokens, or the norm of queries
-    and keys, which sees this rank's heads. Use the stand-ins in place of the parameters. The sum is
-    a part of the backward pass, so it is in any graph that captures that, it comes once however
-    often gradients accumulate, and it is done before the gradient reaches FSDP.
-
-    Where every rank uses the parameter on the same whole, its gradient is whole on each of them,
-    and a sum would multiply it by the number of ranks.
+    and keys, which sees this rank's heads. The sum is a part of the backward pass, so it is in any
+    graph that captures that, it comes once however often gradients accumulate, and it is done
+    before the gradient reaches FSDP. Where every rank uses the parameter on the same whole, a sum
+    would multiply its gradient by the number of ranks.
     """
-    if axis.size == 1:
-        return tuple(parameters)
-    return _Replicated.apply(axis, *parameters)
+    return copy_to(parameter, axis)
 
 
-def reduce_replicated_of(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
-    """Make a module of any library use `reduce_replicated` for its own parameters `names`.
+def reduce_replicated_of(module: nn.Module, name: str, axis: Axis) -> None:
+    """Make a module of any library use `reduce_replicated` for its own parameter `name`.
 
     The module keeps the names of its parameters, its place in the model and its copies: it becomes
-    of a subclass whose forward runs with the stand-ins in place of the parameters.
-
-    Raises:
-        ValueError: a name that is no parameter of the module itself, or a module that was given
-            here before.
+    of a subclass whose forward runs with the stand-in in place of the parameter.
     """
-    if isinstance(module, _UsesStandIns):
-        raise ValueError(f"Expected a module without reduced parameters, got {type(module)}.")
-    for name in names:
-        if module._parameters.get(name) is None:
-            raise ValueError(f"Expected a parameter of {type(module).__name__}, got {name!r}.")
-    module._reduced_names, module._reduced_axis = tuple(names), axis  # type: ignore[assignment]
     kind = type(module)
-    module.__class__ = type(f"Reduced{kind.__name__}", (_UsesStandIns, kind), {})
+    assert module._parameters.get(name) is not None, f"no parameter {name} of {kind.__name__}"
+    assert not isinstance(module, _UsesStandIn), f"{kind.__name__} was given before"
+    module._reduced = name, axis  # type: ignore[assignment]
+    module.__class__ = type(f"Reduced{kind.__name__}", (_UsesStandIn, kind), {})
 
 
-class _UsesStandIns(nn.Module):
-    _reduced_names: tuple[str, ...]
-    _reduced_axis: Axis
+class _UsesStandIn(nn.Module):
+    _reduced: tuple[str, Axis]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._stand_ins():
-            return super().forward(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        held = {name: self._parameters[name] for name in self._reduced_names}
-        tensors = reduce_replicated([cast("torch.Tensor", p) for p in held.values()],
-                                    self._reduced_axis)  # fmt: skip
-        self._parameters.update(zip(held, cast("Any", tensors), strict=True))
+        name, axis = self._reduced
+        held = cast("nn.Parameter", self._parameters[name])
+        self._parameters[name] = cast("Any", reduce_replicated(held, axis))
         try:
-            yield
+            return super().forward(*args, **kwargs)
         finally:
-            self._parameters.update(held)
-
-
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.axis = axis
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        pending = [start_all_reduce(grad, ctx.axis) for grad in grads]
-        return None, *(finish(total) for total in pending)
+            self._parameters[name] = held
 
 
 # ---- loss

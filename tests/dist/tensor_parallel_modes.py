@@ -52,7 +52,7 @@ class Mlp(nn.Module):
         self.axis, self.sequence_parallel = axis, sequence_parallel
         self.norm = nn.LayerNorm(HIDDEN, bias=False)
         if sequence_parallel:
-            reduce_replicated_of(self.norm, ["weight"], axis)
+            reduce_replicated_of(self.norm, "weight", axis)
         cut: Any = {"sequence_parallel": sequence_parallel}
         self.gate = ColumnLinear(HIDDEN, FFN, axis, **cut)
         self.up = ColumnLinear(HIDDEN, FFN, axis, **cut)

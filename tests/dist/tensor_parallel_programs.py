@@ -69,7 +69,7 @@ class Chain(nn.Module):
         x = self.embedding(tokens)
         scale: torch.Tensor = self.scale
         if self.sequence_parallel:
-            (scale,) = tensor_module.reduce_replicated((scale,), self.axis)
+            scale = tensor_module.reduce_replicated(scale, self.axis)
         whole = enter(x * scale, self.axis, sequence_parallel=self.sequence_parallel)
         gated = self.gate(whole, entered=True) * self.up(whole, entered=True)
         logits: torch.Tensor = self.head(x + self.down(gated))
@@ -268,7 +268,7 @@ def _plants() -> dict[str, dict[str, Any]]:
             "reduce_from": _mean(reduce_from),
             "reduce_scatter_to": _mean(reduce_scatter_to),
         },
-        "replicated not summed": {"reduce_replicated": lambda parameters, axis: parameters},
+        "replicated not summed": {"reduce_replicated": _keep},
         "gathered in another order": {"gather_from": _swap(gather_from)},
     }
 

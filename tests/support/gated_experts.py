@@ -39,6 +39,6 @@ class SharedExperts(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.share_weight.to(dtype)
         if self._sequence_parallel:
-            (weight,) = reduce_replicated((weight,), self._tp)
+            weight = reduce_replicated(weight, self._tp)
         share = F.linear(x.to(dtype), weight).sigmoid()
         return (out * share).to(out.dtype)

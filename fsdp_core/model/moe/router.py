@@ -264,7 +264,7 @@ class Router(nn.Module):
             x_SH = x_SH.masked_fill(~valid_S[:, None], 0.0)
         weight = self.weight.to(dtype)
         if self._axes.sequence_parallel:
-            (weight,) = reduce_replicated((weight,), self._axes.tp)
+            weight = reduce_replicated(weight, self._axes.tp)
         logits_SE = F.linear(x_SH.to(dtype), weight)
         scores_SE = rule.score(logits_SE)
         experts_SK = rule.choose(scores_SE, self.expert_bias)

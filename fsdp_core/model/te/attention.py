@@ -236,7 +236,7 @@ def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: 
         **layer_options(axes.tp, sequence_parallel=axes.sequence_parallel),
     )
     if axes.sequence_parallel and axes.tp.size > 1:
-        reduce_replicated_of(layer, ["layer_norm_weight"], axes.tp)
+        reduce_replicated_of(layer, "layer_norm_weight", axes.tp)
     return layer
 
 
@@ -320,7 +320,7 @@ class LatentAttention(attention.LatentAttention):
         self.wkv_down = linear(hidden, config.kv_lora_rank)
         self.wk_rope = nn.Linear(hidden, self.rope_dim, bias=False)
         if sees_part and tp.size > 1:
-            reduce_replicated_of(self.wk_rope, ["weight"], tp)
+            reduce_replicated_of(self.wk_rope, "weight", tp)
         self._widths = (self.heads * self.nope_dim, self.heads * self.v_dim)
         both = {"wk": heads * self.nope_dim, "wv": heads * self.v_dim}
         self.wkv = _normed(te, config.kv_lora_rank, both, axes, config.norm_eps)

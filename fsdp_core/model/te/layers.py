@@ -178,7 +178,7 @@ class Mlp(nn.Module):
             **layer_options(tp, sequence_parallel=axes.sequence_parallel),
         )
         if axes.sequence_parallel and tp.size > 1:
-            reduce_replicated_of(self.fused, ["layer_norm_weight"], tp)
+            reduce_replicated_of(self.fused, "layer_norm_weight", tp)
         halves = {"gate.weight": width, "up.weight": width}
         set_stretches(self, {
             "fused.layer_norm_weight": Stretch("../norm.weight"),
