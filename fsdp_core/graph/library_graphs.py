@@ -23,6 +23,7 @@ autocast that the function enters itself.
 """
 
 import contextlib
+import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -117,29 +118,23 @@ class LibraryGraph:
         flat = results if isinstance(results, tuple) else (results,)
         node = next((result.grad_fn for result in flat if result.grad_fn is not None), None)
         if node is not None:
-            self._pending = self._await(node, Pending(after))
-        return results
+            pending = Pending(after)
+            self._pending = weakref.ref(pending)
+            node.register_hook(functools.partial(self._end, self._pending))
+            flat = _Begin.apply(self, pending, *flat)
+        return flat if isinstance(results, tuple) else flat[0]
 
-    def _await(self, node: Any, pending: Pending) -> weakref.ref[Pending]:
-        """The forward awaits its backward until the node has run or is gone."""
-        node.metadata["pending"] = pending
-        known = weakref.ref(pending)
+    def begin_backward(self, pending: Pending) -> None:
+        """Before the backward's replay, once whoever waits for its start has gathered weights."""
+        require_first_backward(self.name, pending)
+        self._check_addresses()
 
-        def begins(*_: object) -> None:
-            if (awaited := known()) is not None:
-                require_first_backward(self.name, awaited)
-            self._check_addresses()
-
-        def ends(*_: object) -> None:
-            self._count(1)
-            if (awaited := known()) is not None:
-                awaited.is_done = True
-                if awaited.after is not None:
-                    awaited.after()
-
-        node.register_prehook(begins)
-        node.register_hook(ends)
-        return known
+    def _end(self, pending: weakref.ref[Pending], *_: object) -> None:
+        self._count(1)
+        if (awaited := pending()) is not None:
+            awaited.is_done = True
+            if awaited.after is not None:
+                awaited.after()
 
     def _check_addresses(self) -> None:
         for ledger in self.ledgers:
@@ -154,6 +149,24 @@ class LibraryGraph:
         self._reset()
         self._replay, self._reset = None, lambda: None
         self.captures, self.ledgers = [0, 0], []
+
+
+class _Begin(torch.autograd.Function):
+    """Outputs as they are; in backward what comes before the library's."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: LibraryGraph, pending: Pending, *outputs: torch.Tensor) -> Tensors:
+        ctx.graph, ctx.pending = graph, pending
+        ctx.set_materialize_grads(False)
+        results = tuple(out.detach() for out in outputs)
+        pairs = zip(outputs, results, strict=True)
+        ctx.mark_non_differentiable(*(result for out, result in pairs if not out.requires_grad))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.graph.begin_backward(ctx.pending)
+        return (None, None, *grads)
 
 
 class _CloneGrad(torch.autograd.Function):

@@ -37,7 +37,6 @@ import torch.distributed as dist
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.fsdp.api import units_in
 from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
@@ -371,16 +370,14 @@ class SlotCapture:
             with region.without_hooks():
                 act(region)
 
-        units = [*units_in(region.layer)[:1], *region.inner_units]
         try:
             # Collectives: every rank issues them, whatever became of its captures.
-            for unit in units:
+            for unit in region.units:
                 unit.unshard()
                 unit.wait_unshard()
             self._options.attempt(attempted)
         finally:
-            for unit in reversed(units):
-                unit.reshard()
+            region.release()
 
     def _by_us(self) -> None:
         # All warm-ups first: they run what ranks do together, a capture on a GPU does not. So a
@@ -435,6 +432,7 @@ class SlotCapture:
             self._quiesce()
             with contextlib.ExitStack() as off:
                 for region, graph in zip(self._regions, graphs, strict=True):
+                    off.callback(region.release)  # a failure may come before the hook that does
                     graph.hooks = off.enter_context(self._rerouted(region))
                 capture_by_te(self._maker, graphs, self._pool)
 

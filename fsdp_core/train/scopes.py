@@ -166,6 +166,16 @@ class Region:
         """FSDP units inside, outermost first: they act around the replay, none inside of it."""
         return [unit for unit in units_in(*self.modules) if self.layer not in unit.modules]
 
+    @property
+    def units(self) -> list[Unit]:
+        """Those that hold its parameters: its layer's, then the inner ones."""
+        return [*units_in(self.layer)[:1], *self.inner_units]
+
+    def release(self) -> None:
+        """Give gathered parameters back; nothing if none are."""
+        for unit in reversed(self.units):
+            unit.reshard()
+
 
 def regions_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Region]:
     """The regions of a layer, in the order in which they run."""

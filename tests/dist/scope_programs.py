@@ -9,6 +9,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
+from tests.dist.library_graphs_stand_in import stood_in
 from tests.dist.train_layout_programs import DEVICE, Run, bits
 
 STEPS, WARMUP = 3, 1
@@ -33,6 +34,7 @@ class Scoped:
     graph: tuple[str, ...] = ()
     graph_optimizer: bool = True
     graph_layers: tuple[int, ...] = ()
+    capture_by: str = "ours"
     events: tuple[Event, ...] = STEADY
 
     @property
@@ -40,7 +42,8 @@ class Scoped:
         """As the trainer takes it."""
         return replace(
             self.run.config, graph=self.graph, graph_optimizer=self.graph_optimizer,
-            graph_layers=self.graph_layers, steps=STEPS, graph_warmup_steps=WARMUP,
+            graph_layers=self.graph_layers, capture_by=self.capture_by, steps=STEPS,
+            graph_warmup_steps=WARMUP,
         )  # fmt: skip
 
     @property
@@ -78,9 +81,10 @@ def _state(trainer: Trainer) -> Any:
 
 
 def train(scoped: Scoped, axes: Axes) -> Seen:
-    """All events of a run."""
+    """All events of a run; libraries that capture are stood in for."""
     trainer = Trainer(scoped.config, axes, DEVICE)
-    seen = [act(trainer, event) for event in scoped.events]
+    with stood_in():
+        seen = [act(trainer, event) for event in scoped.events]
     counts = trainer.counts
     trainer.close()
     return Seen(seen, counts.captured, counts.replays)

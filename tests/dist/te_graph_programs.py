@@ -10,6 +10,7 @@ import torch
 from fsdp_core.model.te import attention as core
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, trainer
+from tests.dist import library_graphs_stand_in
 from tests.dist import te_fp8_stand_in as stand_in
 from tests.dist.te_stand_in import DotProductAttention, StandIn
 from tests.dist.train_layout_programs import DEVICE, STEPS, Run, bits
@@ -26,6 +27,7 @@ def stood_in(*, fused: bool) -> Iterator[None]:
 
     narrow = (torch.float32, torch.bfloat16)
     with (
+        library_graphs_stand_in.stood_in(),
         mock.patch.object(trainer, "make_layers", make),
         mock.patch.object(core, "_NARROW", narrow),
     ):

@@ -39,6 +39,7 @@ class Run:
     preset: str = "dense_tiny"
     overrides: dict[str, Any] = field(default_factory=dict)
     graph: tuple[str, ...] = ()
+    capture_by: str = "ours"
     dtype: str = "fp32"
     backend: str = "torch"
     fp8: str = "none"
@@ -62,6 +63,7 @@ class Run:
             fsdp=FsdpConfig(**self.fsdp),
             optim=OptimConfig(clip_grad_norm=self.clip, lr=self.lr),
             graph=self.graph,
+            capture_by=self.capture_by,
             dtype=self.dtype,
             backend=self.backend,
             fp8=self.fp8,
