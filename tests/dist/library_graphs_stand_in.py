@@ -215,7 +215,7 @@ def torch_callables(
     pair.parameters = list(module.parameters())
     pair.capture_forward()
     pair.capture_backward()
-    module.forward = pair  # type: ignore[method-assign]
+    module.forward = pair
     return module
 
 
