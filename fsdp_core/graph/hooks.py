@@ -26,7 +26,6 @@ what they registered, also if they did so in between. The phases are those of Tr
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,28 +52,6 @@ _PRE, _POST = "_cuda_graph_backward_pre_handler", "_cuda_graph_backward_handler"
 _OWN, _CAPTURABLE = "_cuda_graph_handler", "_cuda_graph_capturable"
 
 
-def canonical_hooks(
-    num_callables: int, hooks: Sequence[CaptureHooks | None] | None
-) -> list[CaptureHooks]:
-    """One entry a callable, every phase in it.
-
-    Raises:
-        ValueError: another number of entries than callables, or a key that is no phase.
-    """
-    given = [None] * num_callables if hooks is None else list(hooks)
-    if len(given) != num_callables:
-        raise ValueError(
-            f"Expected capture_time_hooks of {num_callables} callables, got {len(given)}."
-        )
-    for entry in given:
-        unknown = sorted(set(entry or ()) - set(PHASES))
-        if unknown:
-            raise ValueError(
-                f"Expected capture_time_hooks out of {', '.join(PHASES)}, got {', '.join(unknown)}."
-            )
-    return [{phase: (entry or {}).get(phase, {}) for phase in PHASES} for entry in given]
-
-
 def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
     """Run the hooks of a phase in their order, with the module.
 
@@ -89,35 +66,6 @@ def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
                 f"Expected capture-time {phase} to return None, got {type(returned).__name__}: "
                 "inputs and outputs of a graph cannot be replaced."
             )
-
-
-def require_no_hooks(module: nn.Module) -> None:
-    """Refuse a module that a graph would silently rob of a hook.
-
-    Raises:
-        ValueError: the module has hooks, or an inner one has some that are not marked capturable.
-    """
-    for path, inner in module.named_modules():
-        for phase in PHASES:
-            for hook in getattr(inner, f"_{phase}").values():
-                if not path or not _is_capturable(hook):
-                    raise ValueError(
-                        f"Expected no {phase} of {path or type(module).__name__} at a capture, got "
-                        f"{_name(hook)}: take hooks off with hooks_off, and pass what has to run "
-                        "around warm-ups and captures as capture_time_hooks."
-                    )
-
-
-@contextlib.contextmanager
-def hooks_off(modules: Iterable[nn.Module]) -> Iterator[list[CaptureHooks]]:
-    """The hooks of the modules' subtrees off, what they do at capture time as `capture_time_hooks`.
-
-    Raises:
-        ValueError: a hook would be lost in a replay.
-        RuntimeError: hooks were registered inside.
-    """
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(ExtractedHooks(module)).capture_hooks for module in modules]
 
 
 @contextlib.contextmanager
@@ -144,46 +92,36 @@ def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             setattr(parameter, attribute, hooks)
 
 
-@dataclass(frozen=True)
-class _TakenOff:
-    """A dictionary of a module's hooks, and the numbers that were in it."""
-
-    owner: nn.Module
-    attribute: str
-    original: OrderedDict[int, Any]
-    numbers: frozenset[int]
-
-
 class ExtractedHooks:
     """The hooks of a module's subtree, taken off until `restore`.
+
+    Attributes:
+        capture_hooks: what they do at capture time.
 
     Raises:
         ValueError: a hook of an inner module, or of every module, would be lost in a replay.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._taken: list[_TakenOff] = []
-        self._is_restored = False
-        self.capture_hooks: CaptureHooks = _routed(module)
+        self._name = type(module).__name__
+        # Owner, attribute, the dictionary that was there, and the numbers that were in it.
+        self._taken: list[tuple[nn.Module, str, OrderedDict[int, Any], frozenset[int]]] = []
+        self.capture_hooks = _routed(module)
         for inner in module.modules():
             for attribute, sides in _SIDES.items():
-                self._take_off(inner, attribute, sides, keep_capturable=inner is not module)
+                self._take_off(inner, (attribute, *sides), keep_capturable=inner is not module)
         self._tensor_hooks = contextlib.ExitStack()
         self._tensor_hooks.enter_context(tensor_hooks_off(module.parameters()))
 
-    def _take_off(
-        self, owner: nn.Module, attribute: str, sides: Sequence[str], *, keep_capturable: bool
-    ) -> None:
-        originals = {name: getattr(owner, name) for name in (attribute, *sides)}
-        hooks = originals[attribute]
+    def _take_off(self, owner: nn.Module, names: Sequence[str], *, keep_capturable: bool) -> None:
+        hooks = getattr(owner, names[0])
         if not hooks:
             return
         kept = {n for n, hook in hooks.items() if keep_capturable and _is_capturable(hook)}
-        for name, original in originals.items():
-            self._taken.append(_TakenOff(owner, name, original, frozenset(original)))
-            remaining = ((n, value) for n, value in original.items() if n in kept)
-            setattr(owner, name, OrderedDict(remaining))
+        for name in names:
+            original = getattr(owner, name)
+            self._taken.append((owner, name, original, frozenset(original)))
+            setattr(owner, name, OrderedDict((n, v) for n, v in original.items() if n in kept))
 
     def restore(self) -> None:
         """Put everything back; a second call does nothing.
@@ -194,22 +132,18 @@ class ExtractedHooks:
             RuntimeError: hooks were registered meanwhile, with handles that cannot remove them any
                 more; everything is back nevertheless.
         """
-        if self._is_restored:
-            return
-        self._is_restored = True
         self._tensor_hooks.close()
-        added = []
-        for taken in self._taken:
-            current = getattr(taken.owner, taken.attribute)
-            new = {n: value for n, value in current.items() if n not in taken.numbers}
-            taken.original.update(new)
-            setattr(taken.owner, taken.attribute, taken.original)
+        taken, self._taken, added = self._taken, [], []
+        for owner, name, original, numbers in taken:
+            new = {n: value for n, value in getattr(owner, name).items() if n not in numbers}
+            original.update(new)
+            setattr(owner, name, original)
             if new:
-                added.append(f"{type(taken.owner).__name__}.{taken.attribute}")
+                added.append(f"{type(owner).__name__}.{name}")
         if added:
             raise RuntimeError(
-                f"Expected no new hooks while hooks are taken off {type(self._module).__name__}, "
-                f"got some in {', '.join(added)}: register them before a capture or after it."
+                f"Expected no new hooks while hooks are taken off {self._name}, got some in "
+                f"{', '.join(added)}: register them before a capture or after it."
             )
 
     def __enter__(self) -> "ExtractedHooks":
@@ -219,8 +153,13 @@ class ExtractedHooks:
         self.restore()
 
 
-def _is_capturable(hook: Any) -> bool:
-    return bool(getattr(hook, _CAPTURABLE, False))
+def own_capture_hooks(module: nn.Module) -> CaptureHooks:
+    """What the module's own hooks do at capture time, by phase; those of inner modules are left.
+
+    For the capture of a part of it, around which it stays as it is.
+    """
+    hooks = ((phase, h) for phase in PHASES for h in getattr(module, f"_{phase}").values())
+    return _by_phase([route for phase, hook in hooks for route in _routes(hook, phase, module)])
 
 
 def _routed(module: nn.Module) -> CaptureHooks:
@@ -235,53 +174,37 @@ def _routed(module: nn.Module) -> CaptureHooks:
     for path, inner in module.named_modules():
         for phase in PHASES:
             for hook in getattr(inner, f"_{phase}").values():
-                handlers = list(_handlers(hook, phase))
-                found += [(target, _of_inner(handler, inner)) for target, handler in handlers]
-                if path and not handlers and not _is_capturable(hook):
+                routes = list(_routes(hook, phase, inner))
+                found += routes
+                if path and not routes and not _is_capturable(hook):
                     raise ValueError(
                         f"Expected no {phase} of {path}, which is inside of what is captured, got "
-                        f"{_name(hook)}: no replay would run it. Remove it, hook the captured "
-                        f"module instead, or mark it {_CAPTURABLE} if it only computes on tensors."
+                        f"{getattr(hook, '__qualname__', type(hook).__name__)}: no replay would "
+                        "run it. Remove it, hook the captured module instead, or mark it "
+                        f"{_CAPTURABLE} if it only computes on tensors."
                     )
-    return {phase: _in_order(phase, [h for p, h in found if p == phase]) for phase in PHASES}
+    return _by_phase(found)
 
 
-def own_capture_hooks(module: nn.Module) -> CaptureHooks:
-    """What the module's own hooks do at capture time, by phase; those of inner modules are left.
-
-    For the capture of a part of it, around which it stays as it is.
-    """
-    found = [
-        (target, _of_inner(handler, module))
-        for phase in PHASES
-        for hook in getattr(module, f"_{phase}").values()
-        for target, handler in _handlers(hook, phase)
-    ]
-    return {phase: _in_order(phase, [h for p, h in found if p == phase]) for phase in PHASES}
-
-
-def _in_order(phase: str, handlers: list[CaptureHook]) -> dict[int, CaptureHook]:
+def _by_phase(routes: Sequence[tuple[str, CaptureHook]]) -> CaptureHooks:
     """Outer modules open first and close last."""
-    return dict(enumerate(reversed(handlers) if phase in _CLOSING else handlers))
+    found = {phase: [handler for to, handler in routes if to == phase] for phase in PHASES}
+    return {
+        phase: dict(enumerate(handlers[::-1] if phase in _CLOSING else handlers))
+        for phase, handlers in found.items()
+    }
 
 
-def _handlers(hook: Any, phase: str) -> Iterator[tuple[str, CaptureHook]]:
-    """Phases that a hook has something to do in, with what it does."""
-    own = getattr(hook, _OWN, None)
-    if own is not None:
-        yield phase, own
+def _routes(hook: Any, phase: str, module: nn.Module) -> Iterator[tuple[str, CaptureHook]]:
+    """Phases that a hook of a module has something to do in, with what it does to that module."""
+    marks = {_OWN: phase}
     if phase == "forward_hooks":
-        pre, post = getattr(hook, _PRE, None), getattr(hook, _POST, None)
-        if pre is not None:
-            yield "backward_pre_hooks", pre
-        if post is not None:
-            yield "backward_hooks", post
+        marks |= {_PRE: "backward_pre_hooks", _POST: "backward_hooks"}
+    for mark, target in marks.items():
+        handler = getattr(hook, mark, None)
+        if handler is not None:
+            yield target, lambda _, handler=handler: handler(module)  # type: ignore[misc]
 
 
-def _of_inner(handler: CaptureHook, inner: nn.Module) -> CaptureHook:
-    """The handler, given the module that it was hooked to, whichever is captured."""
-    return lambda _: handler(inner)
-
-
-def _name(hook: Any) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
+def _is_capturable(hook: Any) -> bool:
+    return bool(getattr(hook, _CAPTURABLE, False))

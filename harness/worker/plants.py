@@ -661,7 +661,7 @@ LINES: Mapping[str, Callable[..., Any]] = {
     "norm_of_own": lambda site, parameters, norm_type: torch.nn.utils.get_total_norm(
         [p.grad.to_local() for p in parameters if p.grad is not None], norm_type
     ),
-    "nothing_to_restore": lambda site, hooks: [each.original.clear() for each in hooks._taken],
+    "nothing_to_restore": lambda site, hooks: [taken[2].clear() for taken in hooks._taken],
     # All that `begin_backward` does but to ask for a call of the end.
     "only_wait": lambda site: site.owner.reduce_stream.wait_stream(
         site.owner.device.current_stream()

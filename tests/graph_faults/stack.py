@@ -31,7 +31,7 @@ from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession, Undo
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
-from fsdp_core.graph.hooks import CaptureHooks, hooks_off, run_hooks
+from fsdp_core.graph.hooks import CaptureHooks, ExtractedHooks, run_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.moe.dispatcher import MoeAxes
@@ -331,6 +331,13 @@ def capture_in_order(
             act(graph)
             for phase in ("forward_hooks", "backward_hooks") if mine else ():
                 run_hooks(mine, phase, block)
+
+
+@contextlib.contextmanager
+def hooks_off(blocks: list[nn.Module]) -> Iterator[list[CaptureHooks]]:
+    """The hooks of the blocks' subtrees off; what they do at capture time."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(ExtractedHooks(block)).capture_hooks for block in blocks]
 
 
 def session_hooks(session: CaptureSession, blocks: list[nn.Module]) -> Any:

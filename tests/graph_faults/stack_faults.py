@@ -81,8 +81,8 @@ def hooks_lost(moments: Moments) -> Iterator[None]:
     del moments
 
     def polluted(hooks: ExtractedHooks) -> None:
-        for taken in hooks._taken:
-            taken.original.clear()
+        for _, _, original, _ in hooks._taken:
+            original.clear()
         restore(hooks)
 
     restore = ExtractedHooks.restore
@@ -96,11 +96,12 @@ def hooks_doubled(moments: Moments) -> Iterator[None]:
     del moments
 
     def doubled(hooks: ExtractedHooks) -> None:
+        taken = list(hooks._taken)
         restore(hooks)
-        for taken in hooks._taken:
-            twice = OrderedDict(taken.original)
-            twice.update({number + 10**6: hook for number, hook in taken.original.items()})
-            setattr(taken.owner, taken.attribute, twice)
+        for owner, attribute, original, _ in taken:
+            twice = OrderedDict(original)
+            twice.update({number + 10**6: hook for number, hook in original.items()})
+            setattr(owner, attribute, twice)
 
     restore = ExtractedHooks.restore
     with mock.patch.object(ExtractedHooks, "restore", doubled):

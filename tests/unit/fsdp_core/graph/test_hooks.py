@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fsdp_core.graph.hooks import PHASES, ExtractedHooks, hooks_off, run_hooks, tensor_hooks_off
+from fsdp_core.graph.hooks import PHASES, ExtractedHooks, run_hooks, tensor_hooks_off
 
 DICTIONARIES = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
@@ -140,7 +140,7 @@ def test_hooks_go_back_after_a_failure() -> None:
     """An error inside leaves every hook where it was."""
     log: list[str] = []
     module, handles = hooked(log)
-    with pytest.raises(ZeroDivisionError), hooks_off([module, Outer()]):
+    with pytest.raises(ZeroDivisionError), ExtractedHooks(module):
         _ = 1 / 0
     run(module)
     assert len(log) == len(handles)
@@ -189,10 +189,10 @@ def test_routing_leaves_what_is_put_back_alone() -> None:
     """Changing the routed hooks changes nothing that is restored."""
     log: list[str] = []
     module = fsdp_like(log)
-    with hooks_off([module]) as (hooks,):
+    with ExtractedHooks(module) as extracted:
         for phase in PHASES:
-            assert isinstance(hooks, dict)
-            hooks[phase] = {}
+            assert isinstance(extracted.capture_hooks, dict)
+            extracted.capture_hooks[phase] = {}
     run(module)
     assert log == ["hook itself", "hook itself", "wrapper itself", "wrapper itself"]
 
