@@ -95,7 +95,9 @@ def _before_step(
         _STEPPED.add(optimizer)
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.empty_cache()
-    if not sharded or not _takes_addresses(optimizer):
+    # TransformerEngine's kernels take addresses, and would look for those of a DTensor.
+    kinds = [kind.__module__ for kind in type(optimizer).__mro__]
+    if not sharded or not any(kind.startswith("transformer_engine.") for kind in kinds):
         return None
     if any(option is not None for option in (*args[1:], *kwargs.values())):
         # Gradients of a closure would come too late, and a GradScaler would see this rank's only.
@@ -130,7 +132,6 @@ def _check_at_rest(optimizer: torch.optim.Optimizer) -> None:
 def _after_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refresh the groups whose parameters the optimizer has."""
     del kwargs
     if args[0] is not optimizer:
         _off_rows(optimizer, args[0])
@@ -141,16 +142,6 @@ def _after_step(
         for group in groups:
             if group is not None:
                 group.main_weight_changed()
-
-
-# --- optimizers whose kernels take addresses --------------------------------------------------
-
-
-def _takes_addresses(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it must be given plain rows: TransformerEngine's would look for a DTensor's."""
-    return any(
-        base.__module__.startswith("transformer_engine.") for base in type(optimizer).__mro__
-    )
 
 
 def _on_rows(optimizer: torch.optim.Optimizer, sharded: list[Any]) -> torch.optim.Optimizer:
@@ -249,13 +240,13 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients, as `clip_grad_norm_` has it but float64 throughout.
 
     So the order of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
     """
     listed = list(parameters)
-    return _total(listed, _groups(listed), float(norm_type), torch.float64)
+    return _total(listed, _groups(listed), 2.0, torch.float64)
 
 
 @torch.no_grad()

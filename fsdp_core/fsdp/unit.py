@@ -172,20 +172,18 @@ class Unit:
 
     @torch.compiler.disable
     def _on_state_dict(self, *_: Any) -> None:
-        """A state is of the parameters at rest, also where a unit stays gathered."""
+        # A state is of the parameters at rest, also where a unit stays gathered.
         if not self._forwards and not self.is_open:
             self.reshard()
 
     @torch.compiler.disable
     @torch.no_grad()
     def _on_loaded(self, *_: Any) -> None:
-        """Loading may have put others in the place of parameters."""
         for group in self.groups:
             group.readopt()
 
     @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The unit's forward begins with the first of its modules."""
         del module
         if self._modules_to_run:
             return self._cast_inputs(args, kwargs)
@@ -195,7 +193,6 @@ class Unit:
 
     @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The unit's forward ends with the last of its modules."""
         del args, kwargs
         if len(self.modules) > 1:
             self._modules_to_run.discard(id(module))
@@ -403,7 +400,6 @@ class Unit:
 
     @torch.compiler.disable
     def _on_boundary(self, grads: Any) -> None:
-        """The gradients of the unit's inputs are there."""
         del grads
         self._boundary_ahead = False
         self.close()
@@ -466,7 +462,7 @@ class Unit:
 
 @dataclass
 class _Reduction:
-    """A reduction under way; `held` is memory that it uses. Without an event it is over."""
+    """A reduction under way, and memory that it uses. Without an event it is over."""
 
     gradients: Gradients
     event: Any

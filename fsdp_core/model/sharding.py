@@ -25,7 +25,7 @@ from fsdp_core.fsdp.pool import Pool
 from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.param_sharding import named_cuts
 
 
@@ -83,35 +83,25 @@ def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
 # ---- the norm of all gradients
 
 
-def clip_grads(
-    stages: Iterable[nn.Module], axes: Axes, max_norm: float, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_grads(stages: Iterable[nn.Module], axes: Axes, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their total norm over the whole model is at most `max_norm`.
 
-    Each element of the global gradient counts once: FSDP's clipping sums over the ranks of each
-    mesh; what is cut over tp is summed over tp, what is cut over ep and etp is summed over these,
-    what is replicated over tp is the same on each of its ranks and not summed; then come the
-    stages of the pipeline. A collective over all ranks.
-
-    Args:
-        max_norm: 0 and inf scale nothing and only return the norm.
-
-    Returns:
-        The norm before clipping, the same on every rank.
+    Each element of the global gradient counts once: FSDP's norm sums over the ranks of each mesh;
+    what is cut over tp is summed over tp, what is cut over ep and etp is summed over these, what is
+    replicated over tp is not summed; then come the stages of the pipeline. A collective over all
+    ranks. With 0 and inf only the norm before clipping is returned, the same on every rank.
     """
     kinds = _by_kind(stages)
     parameters = [parameter for kind in kinds.values() for parameter in kind]
-    device = parameters[0].device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for names, across in _KINDS.items():
         # A kind that no parameter is of has norm 0.
-        norm = total_norm(kinds[names], norm_type) if kinds[names] else total * 0
-        power = _to_power(norm.to(device, torch.float64), norm_type)
+        norm = total_norm(kinds[names]) if kinds[names] else total * 0
+        power = norm.to(total.device) ** 2.0
         for name in across:
-            power = _sum(power, getattr(axes, name), norm_type)
-        total = torch.maximum(total, power) if norm_type == torch.inf else total + power
-    total = _sum(total, axes.pp, norm_type)
-    norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
+            power = all_reduce(power, getattr(axes, name))
+        total = total + power
+    norm = all_reduce(total, axes.pp) ** 0.5
     if max_norm > 0:
         scale_to(parameters, max_norm, norm)
     return norm if parameters[0].dtype == torch.float64 else norm.float()
@@ -124,32 +114,11 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 
 def _by_kind(stages: Iterable[nn.Module]) -> dict[str, list[torch.Tensor]]:
     kinds: dict[str, list[torch.Tensor]] = {kind: [] for kind in _KINDS}
+    named = {(): "replicated", ("tp",): "cut over tp", ("ep", "etp"): "experts"}
     for stage in stages:
         cuts = named_cuts(stage)
         for name, parameter in stage.named_parameters():
-            axes = {cut.axis for cut in cuts[name]}
-            if not axes:
-                kind = "replicated"
-            elif axes == {"tp"}:
-                kind = "cut over tp"
-            elif axes == {"ep", "etp"}:
-                kind = "experts"
-            else:
-                raise ValueError(f"Expected cuts over tp, or over ep and etp, got {name}: {axes}.")
-            kinds[kind].append(parameter)
+            axes = tuple(sorted({cut.axis for cut in cuts[name]}))
+            assert axes in named, f"expected cuts over tp, or over ep and etp, got {name}: {axes}"
+            kinds[named[axes]].append(parameter)
     return kinds
-
-
-def _to_power(norm: torch.Tensor, order: float) -> torch.Tensor:
-    return norm if order == torch.inf else norm**order
-
-
-def _sum(power: torch.Tensor, axis: Axis, order: float) -> torch.Tensor:
-    """Over the ranks of an axis; the largest for the norm of order infinity."""
-    if axis.size == 1:
-        return power
-    if order != torch.inf:
-        return all_reduce(power, axis)
-    row = torch.zeros(axis.size, dtype=power.dtype, device=power.device)
-    row[axis.rank] = power
-    return all_reduce(row, axis).amax()

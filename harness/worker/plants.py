@@ -658,8 +658,8 @@ LINES: Mapping[str, Callable[..., Any]] = {
         *args[:-1], [torch.full_like(step, 1e6) for step in args[-1]], **how
     ),
     "mean_of_own": lambda site, losses, axes: losses.double().mean().float(),
-    "norm_of_own": lambda site, parameters, norm_type: torch.nn.utils.get_total_norm(
-        [p.grad.to_local() for p in parameters if p.grad is not None], norm_type
+    "norm_of_own": lambda site, parameters: torch.nn.utils.get_total_norm(
+        [p.grad.to_local() for p in parameters if p.grad is not None]
     ),
     "nothing_to_restore": lambda site, hooks: [taken[2].clear() for taken in hooks._taken],
     # All that `begin_backward` does but to ask for a call of the end.
@@ -673,11 +673,11 @@ LINES: Mapping[str, Callable[..., Any]] = {
         *how,
     ),
     # Of shards, tp and pp, the last is left out where there are all three.
-    "sum_of_two_axes": lambda site, power, axis, order: (
+    "sum_of_two_axes": lambda site, power, axis: (
         power
         if axis is site.trainer.axes.pp and site.trainer.axes.dense_mesh.size() > 1
         and site.trainer.axes.tp.size > 1
-        else site.call(power, axis, order)
+        else site.call(power, axis)
     ),
     "wait_for_device": lambda site, x, *args: torch.cuda.synchronize(x.device),
 }  # fmt: skip

@@ -21,11 +21,11 @@ from tests.dist.parity_watch import Outcome
 
 
 def run_clipped(
-    problem: Problem, layout: Layout, routes: Routes | None, max_norm: float, norm_type: float
+    problem: Problem, layout: Layout, routes: Routes | None, max_norm: float
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The norm of the step's gradients, and the gradients after they were clipped."""
     stages, axes, _ = take_step(problem, layout, routes)
-    norm = clip_grads(stages, axes, max_norm, norm_type)
+    norm = clip_grads(stages, axes, max_norm)
     return norm.item(), gather_global_grads(stages, axes)
 
 
