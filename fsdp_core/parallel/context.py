@@ -29,6 +29,7 @@ B batch, T local tokens, S sequences.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
     """The part of one sequence along `dim` that `rank` has; a size of 1 has it whole.
 
     Raises:
-        ValueError: the sequence cannot be cut evenly.
+        ValueError: the sequence cannot be cut evenly, as by the plans below.
     """
     if size == 1:
         return whole
@@ -159,11 +160,7 @@ class ContextPlan:
 
 
 def dense_plan(length: int, size: int, rank: int, device: torch.device) -> ContextPlan:
-    """The plan of a batch whose rows are one sequence of `length` tokens each.
-
-    Raises:
-        ValueError: the sequence cannot be cut evenly.
-    """
+    """The plan of a batch whose rows are one sequence of `length` tokens each."""
     if size == 1:
         rows = torch.arange(length, device=device)
         spans = Spans(None, length)
@@ -186,9 +183,6 @@ def packed_plan(
         padded_offsets: int [S + 1], first token of each sequence, padding counted, multiples of
             2 * size. Tokens from the last offset to `total` are padding of no sequence.
         total: tokens of the whole row, over all ranks.
-
-    Raises:
-        ValueError: the row cannot be cut evenly.
     """
     chunk = _chunk_length(total, size)
     # A sequence for what lies behind the last offset: no token is without one.
@@ -243,15 +237,8 @@ def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- context sizes that change
 
 
-@dataclass(frozen=True)
-class MicrobatchLayout:
-    """Where a rank of dp x cp is in a microbatch of context size `size`.
-
-    Attributes:
-        num_packs: packs of sequences in the microbatch, over all ranks.
-        pack: the one that this rank works on.
-        cp_rank: which part of it.
-    """
+class MicrobatchLayout(NamedTuple):
+    """Which pack of sequences, of those over all ranks, a rank works on, and which part of it."""
 
     size: int
     num_packs: int
@@ -260,10 +247,7 @@ class MicrobatchLayout:
 
 
 class DynamicContext:
-    """The context axes of all supported sizes.
-
-    Every rank of the default group must make it, with the same arguments but `known`'s axes: making
-    groups is collective.
+    """The context axes of all supported sizes; collective, as groups are made.
 
     Args:
         rows: the global ranks of each dp x cp, in order; all rows of the layout, of equal length.
@@ -300,11 +284,7 @@ class DynamicContext:
         return self._axes[size]
 
     def check(self, axis: Axis) -> None:
-        """Raise unless `axis` has the very group that is kept for its size.
-
-        Raises:
-            RuntimeError: it has another group, of the same ranks perhaps, which no graph holds.
-        """
+        """Refuse (`RuntimeError`) another group, of the same ranks perhaps, than graphs hold."""
         if self.axis(axis.size).group is not axis.group:
             raise RuntimeError(
                 f"Expected the process group that is kept for context size {axis.size}, got "

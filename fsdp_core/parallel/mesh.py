@@ -26,13 +26,9 @@ _SHARDED_OVER = ("dp", "dp_outer", "edp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it.
+    """One parallel axis as this rank sees it: its name in `AXES`, and this rank's coordinate.
 
-    Attributes:
-        name: "tp", "cp", "pp", "dp", "dp_outer", "ep", "etp" or "edp".
-        size, rank: number of ranks along the axis, and this rank's coordinate on it.
-        group: the ranks along the axis, in the order of their coordinates; a group of one where
-            `size` is 1.
+    The group has the ranks along the axis in the order of their coordinates, one where `size` is 1.
     """
 
     name: str
@@ -72,11 +68,7 @@ class Axes:
 def init_ranks(
     device: Device, store: dist.Store, rank: int, world_size: int, timeout_s: float
 ) -> None:
-    """Join the default process group through `store`.
-
-    Raises:
-        torch.distributed.DistStoreError: not every rank arrived within `timeout_s`.
-    """
+    """Join the default process group through `store`; all ranks arrive within `timeout_s`."""
     dist.init_process_group(
         device.collective_backend,
         store=store,
@@ -111,19 +103,22 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
         expected, got = parallel.world_size, dist.get_world_size()
         raise ValueError(f"Expected {expected} ranks for {parallel}, got {got}.")
     made = _Groups(parallel, device)
+    me = dist.get_rank()
     axes = {
-        name: Axis(
-            name,
-            getattr(parallel, name),
-            axis_rank(parallel, name, dist.get_rank()),
-            made.group(name),
-        )
+        name: Axis(name, getattr(parallel, name), axis_rank(parallel, name, me), made.group(name))
         for name in AXES
     }
+    sizes, of_experts = dense_sizes(parallel), expert_sizes(parallel)
+    shape = (sizes.pp, sizes.dp_outer, sizes.dp * sizes.cp, sizes.tp)
+    flat: dict[str, str | tuple[str, ...]]
+    flat = {"pp": "pp", "dp_outer": "dp_outer", "dp_cp": ("dp", "cp"), "tp": "tp"}
+    dense = _whole_mesh(device, shape, {name: made.group(each) for name, each in flat.items()})
+    named = {axis: made.group(axis) for axis in of_experts._fields}
+    expert = _whole_mesh(device, of_experts, named)
     return Axes(
         **axes,
-        dense_mesh=_dense_mesh(parallel, device, made),
-        expert_mesh=_expert_mesh(parallel, device, made),
+        dense_mesh=dense["dp_cp"] if parallel.dp_outer == 1 else dense["dp_outer", "dp_cp"],
+        expert_mesh=expert["edp"],
         sequence_parallel=parallel.sequence_parallel,
     )
 
@@ -177,23 +172,6 @@ def _make_group(partition: Partition, device: Device, name: str) -> dist.Process
             mine = made if me in part else mine
     assert mine is not None
     return mine
-
-
-def _dense_mesh(parallel: ParallelConfig, device: Device, made: _Groups) -> DeviceMesh:
-    sizes = dense_sizes(parallel)
-    root = _whole_mesh(
-        device,
-        (sizes.pp, sizes.dp_outer, sizes.dp * sizes.cp, sizes.tp),
-        {"pp": made.group("pp"), "dp_outer": made.group("dp_outer"),
-         "dp_cp": made.group(("dp", "cp")), "tp": made.group("tp")},
-    )  # fmt: skip
-    return root["dp_cp"] if parallel.dp_outer == 1 else root["dp_outer", "dp_cp"]
-
-
-def _expert_mesh(parallel: ParallelConfig, device: Device, made: _Groups) -> DeviceMesh:
-    sizes = expert_sizes(parallel)
-    named = {axis: made.group(axis) for axis in sizes._fields}
-    return _whole_mesh(device, sizes, named)["edp"]
 
 
 def _whole_mesh(

@@ -26,11 +26,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Cut:
-    """Dim `dim` of a tensor is cut into `axis_size` equal chunks; this rank has chunk `index`.
-
-    Attributes:
-        axis: name of the parallel axis that has a chunk a rank.
-    """
+    """Dim `dim` is cut into `axis_size` equal chunks, one a rank of `axis`; ours is `index`."""
 
     axis: str
     dim: int
@@ -56,11 +52,7 @@ def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
 
 
 def take(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """This rank's part of a global tensor, as a contiguous copy.
-
-    Raises:
-        ValueError: a dim is not a multiple of the ranks that it is cut over.
-    """
+    """This rank's part of a global tensor, as a contiguous copy."""
     return _part(whole, cuts).clone(memory_format=torch.contiguous_format)
 
 

@@ -48,12 +48,7 @@ from fsdp_core.parallel.pipeline_schedule import (
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch as a rank sees it.
-
-    Attributes:
-        tokens: input of the first stage; other ranks may leave it out.
-        keywords: further arguments of every stage of this rank.
-    """
+    """Input of the first stage, and further arguments of every stage of this rank."""
 
     tokens: torch.Tensor | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
@@ -92,15 +87,9 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        axis: Axis,
-        activation: TensorSpec,
-        device: torch.device,
-        *,
-        num_slots: int,
-        copy_sent: bool = False,
-    ) -> None:
+        self, stages: Sequence[nn.Module], axis: Axis, activation: TensorSpec, device: torch.device,
+        *, num_slots: int, copy_sent: bool = False,
+    ) -> None:  # fmt: skip
         assert stages, "a rank has at least one stage"
         self.stages, self.axis, self.device = list(stages), axis, device
         self.activation, self.num_slots, self.copy_sent = activation, num_slots, copy_sent

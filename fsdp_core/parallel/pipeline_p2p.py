@@ -50,10 +50,11 @@ class _Posted:
 class Transfers:
     """Sends and receives of one rank over the pipeline axis, for one pass.
 
-    Args:
-        axis: the pipeline axis; stage s is on its rank s % size.
-        spec: what crosses every boundary, either way.
-        device: where tensors are received.
+    Stage s is on rank s % size of the axis; `spec` is what crosses every boundary, either way.
+
+    Raises:
+        TransferFailed: by every method, where a neighbour is gone or does not take part within the
+            timeout of the group.
     """
 
     def __init__(self, axis: Axis, spec: TensorSpec, device: torch.device) -> None:
@@ -62,11 +63,7 @@ class Transfers:
         self._incoming: dict[Transfer, _Posted] = {}
 
     def post(self, exchange: Exchange, outbox: dict[Transfer, torch.Tensor]) -> None:
-        """Begin all sends and receives of `exchange`; what is sent is taken out of `outbox`.
-
-        Raises:
-            TransferFailed: a neighbour is gone, or did not take what was sent before.
-        """
+        """Begin all sends and receives of `exchange`; what is sent is taken out of `outbox`."""
         self._let_go()
         posted, operations = [], []
         for transfer in exchange.transfers:
@@ -89,21 +86,13 @@ class Transfers:
             each.works = [works[i]] if len(works) == len(posted) else works
 
     def take(self, transfer: Transfer) -> torch.Tensor:
-        """What was received; waits for it.
-
-        Raises:
-            TransferFailed: it did not come within the timeout of the group.
-        """
+        """What was received; waits for it."""
         posted = self._incoming.pop(transfer)
         self._wait(posted)
         return posted.tensor
 
     def finish(self) -> None:
-        """Wait until everything is sent.
-
-        Raises:
-            TransferFailed: a neighbour did not take it within the timeout of the group.
-        """
+        """Wait until everything is sent."""
         assert not self._incoming, f"received and not used: {list(self._incoming)}"
         while self._sent:
             self._wait(self._sent.pop())
@@ -144,7 +133,6 @@ def compare_facts(axis: Axis, facts: Mapping[str, str]) -> None:
 
     Raises:
         ValueError: ranks differ in a fact; on every rank, with what each has.
-        TransferFailed: a rank did not take part within the timeout of the group.
     """
     gathered: list[Any] = [None] * axis.size
     with _naming(f"all ranks of {axis.name} to compare what they run"):
@@ -162,9 +150,6 @@ def open_links(axis: Axis, device: torch.device) -> None:
     NCCL connects two ranks at their first message, in an exchange that takes both to have the same
     sends and receives in their batch. The batches of a schedule differ: one rank sends and
     receives where its neighbour only receives. Connected before, they may.
-
-    Raises:
-        TransferFailed: a neighbour did not take part within the timeout of the group.
     """
     neighbours = sorted({(axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size})
     operations = [
@@ -178,11 +163,7 @@ def open_links(axis: Axis, device: torch.device) -> None:
 
 
 def broadcast_from_last(axis: Axis, tensor: torch.Tensor) -> None:
-    """Give every rank of the axis the last one's tensor, in place.
-
-    Raises:
-        TransferFailed: a rank did not take part within the timeout of the group.
-    """
+    """Give every rank of the axis the last one's tensor, in place."""
     with _naming(f"all ranks of {axis.name} to take part in a broadcast from the last"):
         source = dist.get_global_rank(axis.group, axis.size - 1)
         dist.broadcast(tensor, source, group=axis.group)

@@ -28,6 +28,7 @@ Standard library only: the checks of a run without torch use it.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _FORWARD_COST, _BACKWARD_COST = 1, 2  # units of time in the simulated run that orders transfers
 
@@ -69,14 +70,7 @@ Step = Action | Exchange
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank of a pipeline, in order.
-
-    Attributes:
-        pp, chunks: ranks, and pieces of the model that each has.
-        microbatches: how many go through.
-        actions: of each rank.
-        is_training: with backwards.
-    """
+    """The actions of every rank of a pipeline, in order; with backwards if `is_training`."""
 
     pp: int
     chunks: int
@@ -249,16 +243,10 @@ def _merge(
     actions: Sequence[Action], starts: Sequence[int], transfers: Sequence[tuple[int, Transfer]]
 ) -> tuple[Step, ...]:
     """Actions by their starts and transfers by their times, transfers first where these equal."""
+    timed: list[tuple[int, Action | Transfer]] = [*transfers, *zip(starts, actions, strict=True)]
+    timed.sort(key=lambda each: (each[0], isinstance(each[1], Action)))  # stable: in their orders
     steps: list[Step] = []
-    done = 0
-    for action, start in zip(actions, starts, strict=True):
-        until = done
-        while until < len(transfers) and transfers[until][0] <= start:
-            until += 1
-        if until > done:
-            steps.append(Exchange(tuple(t for _, t in transfers[done:until])))
-        steps.append(action)
-        done = until
-    if done < len(transfers):
-        steps.append(Exchange(tuple(t for _, t in transfers[done:])))
+    for are_actions, group in itertools.groupby(timed, lambda each: isinstance(each[1], Action)):
+        found: list[Any] = [each for _, each in group]
+        steps += found if are_actions else [Exchange(tuple(found))]
     return tuple(steps)

@@ -30,6 +30,8 @@ import torch.nn.functional as F
 
 from fsdp_core.parallel.mesh import Axis
 
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
 
 class RandomStream:
     """One sequence of random numbers. `RandomStreams.equal_over` makes it.
@@ -51,16 +53,14 @@ class RandomStream:
     def active(self) -> Iterator[None]:
         """Kernels inside that draw from the default generator draw from this stream.
 
-        Raises:
-            RuntimeError: in a backward pass outside of `RandomStreams.checkpoint_contexts`, or
-                while a stream is active already.
+        Not in a backward pass outside of `checkpoint_contexts`, and not within another stream.
         """
         self._owner.enter(self)
         try:
             with self._in_place_of_default():
                 yield
         finally:
-            self._owner.leave()
+            self._owner.drawing = None
 
     @contextlib.contextmanager
     def _in_place_of_default(self) -> Iterator[None]:
@@ -107,19 +107,13 @@ class RandomStream:
 
 
 class RandomStreams:
-    """The random streams of one rank.
-
-    Args:
-        seed: the run's.
-        axes: every axis over which ranks may differ, each once; dense or expert axes.
-        device: where numbers are drawn.
-    """
+    """The random streams of one rank, of a run's seed; `axes` are all on which ranks may differ."""
 
     def __init__(self, seed: int, axes: Iterable[Axis], device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._axes = {axis.name: axis for axis in axes}
         self._streams: dict[str, RandomStream] = {}
-        self._active: RandomStream | None = None
+        self.drawing: RandomStream | None = None
         self._recomputing = False
 
     def equal_over(self, *names: str) -> RandomStream:
@@ -151,21 +145,12 @@ class RandomStreams:
         return {name: stream.get_state() for name, stream in self._streams.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put back what `get_states` returned.
-
-        Raises:
-            ValueError: states of other streams than there are.
-        """
-        if states.keys() != self._streams.keys():
-            raise ValueError(
-                f"Expected states of the streams {sorted(self._streams)}, got {sorted(states)}."
-            )
+        """Put back what `get_states` returned, of the streams that there are."""
+        assert states.keys() == self._streams.keys(), (sorted(self._streams), sorted(states))
         for name, state in states.items():
             self._streams[name].set_state(state)
 
-    def checkpoint_contexts(
-        self,
-    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def checkpoint_contexts(self) -> Contexts:
         """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
         The second run of what is checkpointed draws the numbers of the first, and leaves the
@@ -202,10 +187,10 @@ class RandomStreams:
     # The compiler would move the drawing past the change of state.
     @torch.compiler.disable
     def enter(self, stream: RandomStream) -> None:
-        """Note that `stream` becomes active; for `RandomStream.active`."""
-        if self._active is not None:
+        """Note that `stream` becomes active."""
+        if self.drawing is not None:
             raise RuntimeError(
-                f"Expected no active random stream, got {self._active.name!r} while entering "
+                f"Expected no active random stream, got {self.drawing.name!r} while entering "
                 f"{stream.name!r}."
             )
         if torch._C._current_graph_task_id() != -1 and not self._recomputing:
@@ -214,11 +199,7 @@ class RandomStreams:
                 "again would be dropped elsewhere than the first time. Use checkpoint(..., "
                 "use_reentrant=False, context_fn=streams.checkpoint_contexts)."
             )
-        self._active = stream
-
-    def leave(self) -> None:
-        """Note that no stream is active."""
-        self._active = None
+        self.drawing = stream
 
 
 def _seed(seed: int, name: str) -> int:

@@ -63,7 +63,11 @@ def leave(partial: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torc
 
 
 class _CutLayer(CutModule):
-    """A layer of one weight, of which each rank of `axis` has a chunk along `dim`."""
+    """A layer of one weight, of which each rank of `axis` has a chunk along `dim`.
+
+    Raises:
+        ValueError: the size of `dim`, which is called `what`, is not a multiple of the ranks.
+    """
 
     weight: nn.Parameter
 
@@ -85,11 +89,7 @@ class _CutLayer(CutModule):
 
 
 class ColumnLinear(_CutLayer):
-    """A linear layer without bias whose outputs are cut over `axis`.
-
-    Raises:
-        ValueError: `out_features` is not a multiple of the ranks.
-    """
+    """A linear layer without bias whose outputs are cut over `axis`."""
 
     def __init__(
         self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
@@ -105,11 +105,7 @@ class ColumnLinear(_CutLayer):
 
 
 class RowLinear(_CutLayer):
-    """A linear layer without bias whose inputs are cut over `axis`; outputs are summed over it.
-
-    Raises:
-        ValueError: `in_features` is not a multiple of the ranks.
-    """
+    """A linear layer without bias whose inputs are cut over `axis`; outputs are summed over it."""
 
     def __init__(
         self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
@@ -129,9 +125,6 @@ class VocabEmbedding(_CutLayer):
     Equal in every bit to the embedding that is whole: all ranks but one add a negative zero, which
     alone changes no number. A token outside the vocabulary is the error that `F.embedding` makes
     of it.
-
-    Raises:
-        ValueError: the vocabulary is not a multiple of the ranks.
     """
 
     def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
