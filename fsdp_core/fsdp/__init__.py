@@ -1,19 +1,25 @@
 """Fully sharded data parallelism with torch FSDP2's interface. DESIGN.md says how it works."""
 
 from fsdp_core.fsdp.api import (
+    CPUOffloadPolicy,
     FSDPModule,
+    OffloadPolicy,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from fsdp_core.fsdp.optimizer import clip_grad_norm_
 from fsdp_core.fsdp.param_group import MixedPrecisionPolicy
 
 __all__ = [
+    "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -5,13 +5,16 @@ Signature and methods are torch FSDP2's, so code written for it runs with anothe
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.gradients import GroupDtypes
@@ -19,6 +22,19 @@ from fsdp_core.fsdp.layout import Nest, placements_of
 from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, Owned, ParamGroup
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.unit import Schedule, Unit
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where parameters, gradients and optimizer states rest: on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """They rest on the CPU. A mesh of CPU ranks does so anyway; any other refuses the policy."""
+
+    pin_memory: bool = True
+
 
 _HELD = "_fsdp_held"
 """Set on a parameter that a unit has copied from: a second unit would train a second copy."""
@@ -28,10 +44,10 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: None = None,
+    offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
     strategy: str | Sequence[str] = "optim_grads_params",
     pool: Pool | str = "dynamic",
@@ -45,8 +61,9 @@ def fully_shard(
             inside another, becomes one unit.
         mesh: one axis, or two: outer and inner. None: all ranks on one axis.
         reshard_after_forward: release gathered parameters between forward and backward. None: yes,
-            except for the root.
-        shard_placement_fn, offload_policy: of torch FSDP2; must be None.
+            except for the root. A number that divides the inner axis: 1 is False, else True.
+        shard_placement_fn: must give None or `Shard(0)` for each parameter.
+        offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
         mp_policy: dtypes.
         ignored_params: parameters that stay as they are.
         strategy: what is cut over the mesh, see `layout`; one name, or one an axis.
@@ -60,14 +77,15 @@ def fully_shard(
     Raises:
         ValueError: an argument, module or parameter that cannot be, see the message.
         RuntimeError: an inner unit is gathered, or has reductions under way.
-        NotImplementedError: a parameter that does not travel as one buffer.
+        NotImplementedError: what DESIGN.md's table says so of, naming the parameter.
     """
-    _refuse(shard_placement_fn, offload_policy, reshard_after_forward, overlap)
     modules = _listed(module)
     inner = units_in(*modules)
     _check_at_rest(inner)
-    owned = _own_parameters(modules, ignored_params or set())
+    owned = _own_parameters(modules, ignored_params or set(), shard_placement_fn)
     mesh = mesh or _whole_mesh(owned)
+    _check_options(offload_policy, mesh, overlap)
+    reshard_after_forward = _reshards(reshard_after_forward, mesh)
     policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
     nest = Nest(mesh, placements_of(strategy, mesh.ndim))
@@ -92,18 +110,47 @@ def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
     cast("FSDPModule", module)._fsdp_unit = unit
 
 
-def _refuse(placement_fn: object, offload_policy: object, reshard: object, overlap: int) -> None:
-    if placement_fn is not None:
-        raise ValueError("Expected shard_placement_fn=None: parameters are cut by whole rows.")
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise ValueError(f"Expected offload_policy=None, got {offload_policy}.")
-    if reshard is not None and not isinstance(reshard, bool):
-        raise ValueError(
-            f"Expected reshard_after_forward to be True, False or None, got {reshard!r}; for "
-            "parameters cut inside a node only, use a mesh of two axes (HSDP, HFSDP)."
-        )
+def _check_cut(name: str, parameter: nn.Parameter, cut: Shard | None) -> None:
+    if cut is None:
+        return
+    num_dims = max(parameter.ndim, 1)
+    if not isinstance(cut, Shard):
+        raise ValueError(f"Expected Shard(0) or None for {name}, got {cut!r}.")
+    if not -num_dims <= cut.dim < num_dims:
+        raise ValueError(f"Expected a dimension of {name} {tuple(parameter.shape)}, got {cut}.")
+    if cut.dim % num_dims:
+        raise NotImplementedError(f"Expected Shard(0) for {name}, got {cut}: whole rows are cut.")
+
+
+def _check_options(policy: object, mesh: DeviceMesh, overlap: int) -> None:
     if isinstance(overlap, bool) or overlap not in (0, 1, 2):
         raise ValueError(f"Expected overlap 0, 1 or 2 side streams, got {overlap!r}.")
+    kind = type(policy).__name__
+    if policy is not None and kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise ValueError(f"Expected an OffloadPolicy, got {policy!r}.")
+    if kind == "CPUOffloadPolicy" and mesh.device_type != "cpu":
+        raise NotImplementedError(
+            f"Expected OffloadPolicy() on {mesh.device_type}, got {policy!r}: weights rest there."
+        )
+
+
+def _reshards(given: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    """Whether to release between forward and backward; see `fully_shard`."""
+    if given is None or isinstance(given, bool):
+        return given
+    ranks = mesh.size(mesh.ndim - 1)
+    if not isinstance(given, int) or given < 1 or ranks % given:
+        raise ValueError(
+            f"Expected reshard_after_forward to be a bool, None or a divisor of {ranks} ranks, "
+            f"got {given!r}."
+        )
+    if 1 < given < ranks:
+        warnings.warn(
+            f"reshard_after_forward={given} releases as True does: backward gathers over all "
+            f"{ranks} ranks. Weights cut inside a node only: a mesh of two axes, see `strategy`.",
+            stacklevel=3,
+        )
+    return given > 1
 
 
 def _device_of(mesh: DeviceMesh) -> Device:
@@ -126,7 +173,9 @@ def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     if not modules or any(every.count(module) > 1 for module in modules):
         raise ValueError("Expected modules that do not hold each other, each once, in the list.")
     for module in modules:
-        if isinstance(module, FSDPModule | nn.ModuleList | nn.ModuleDict):
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        lacks_forward = is_container and type(module).forward is nn.Module.forward
+        if isinstance(module, FSDPModule) or lacks_forward:
             raise ValueError(
                 "Expected a module with a forward that is no unit yet, got "
                 f"{type(module).__name__}."
@@ -143,7 +192,9 @@ def _check_at_rest(inner: list[Unit]) -> None:
             )
 
 
-def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Owned]:
+def _own_parameters(
+    modules: list[nn.Module], ignored: set[nn.Parameter], placement_fn: Any
+) -> list[Owned]:
     """Parameters of the modules that no inner unit holds, with every place that holds each."""
     seen = {m for top in modules for m in top.modules() if isinstance(m, FSDPModule)}
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -161,12 +212,17 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
                 f"Expected {name} to be gathered as it is, got a {type(parameter).__name__}, whose "
                 "own form would be lost: an extension of the all-gather, or quantised weights."
             )
-        if not parameter.is_floating_point():
-            raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
         if hasattr(parameter, _HELD):
             raise ValueError(
                 f"Expected {name} to be held by one unit, got a parameter shared with another; "
                 "wrap the modules that share it as one unit: fully_shard([a, b])."
+            )
+        if placement_fn is not None:
+            _check_cut(name, parameter, placement_fn(parameter))
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"Expected {name} to be whole on each rank of the mesh, got a DTensor, such as "
+                "parallelize_module makes: cut over ranks of other meshes by modules of your own."
             )
     return [Owned(tuple(where)) for where in places.values()]
 
@@ -177,9 +233,13 @@ def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDt
     for held in owned:
         parameter = held.current
         setattr(parameter, _HELD, True)
-        compute = policy.param_dtype or parameter.dtype
-        main, reduce = policy.main_dtype or parameter.dtype, policy.reduce_dtype or compute
-        groups.setdefault(GroupDtypes(main, compute, reduce), []).append(held)
+        if parameter.is_floating_point():
+            compute = policy.param_dtype or parameter.dtype
+            main, reduce = policy.main_dtype or parameter.dtype, policy.reduce_dtype or compute
+            dtypes = GroupDtypes(main, compute, reduce)
+        else:  # numbers that are not trained stay what they are
+            dtypes = GroupDtypes(*[parameter.dtype] * 3)
+        groups.setdefault(dtypes, []).append(held)
     return groups
 
 
@@ -301,6 +361,56 @@ class FSDPModule:
             for group in unit.groups:
                 group.gradients.reduce_unused = reduce_scatter_unused_params
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None
+    ) -> None:
+        """Call `hook` with this unit's flat sum of gradients [n], cut, before it is divided.
+
+        It runs on the reduce stream, after the reduction over the mesh, and may write to the sum.
+
+        Raises:
+            ValueError: a `stream` on a mesh whose outer axis is reduced over anyway.
+            NotImplementedError: a `stream` of a CUDA device.
+        """
+        for group in self._fsdp_unit.groups:
+            if stream is not None and group.nest.replica_groups:
+                raise ValueError("Expected stream=None on a mesh of two axes, which all-reduces.")
+            if stream is not None and group.nest.mesh.device_type != "cpu":
+                raise NotImplementedError("Expected stream=None: a hook runs on the reduce stream.")
+            group.gradients.sum_hook = hook
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Gathers also wait for `event`; they wait for the current stream in any case."""
+        self.fsdp_schedule.gather_stream.wait_event(event)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing to do: collectives always sum, and gradients are divided afterwards."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Full gradient buffers in flight: 1, or 2 (the default), of the root and all its units.
+
+        Raises:
+            ValueError: neither, or 2 units of buffers without side streams.
+        """
+        most = min(self.fsdp_schedule.overlap, 2)
+        if max_input_buffers not in range(1, max(most, 1) + 1):
+            raise ValueError(
+                f"Expected 1 to {max(most, 1)} buffers in flight, got {max_input_buffers}."
+            )
+        self.fsdp_schedule.most_reductions = max_input_buffers
+
+    def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
+        raise NotImplementedError(
+            "Expected the collectives that fsdp_core.fsdp makes itself, in flat buffers from its "
+            "pool: custom collectives and memory of a process group are not supported."
+        )
+
+    set_custom_all_gather = set_custom_reduce_scatter = _refuse
+    set_allocate_memory_from_process_group_for_comm = set_symm_mem_for_comm = _refuse
+    set_separate_reduce_scatter_group = _refuse
+
     def zero_main_grads(self) -> None:
         """Drop every gradient of the root's units, with sums that are not reduced yet."""
         schedule = self.fsdp_schedule
@@ -385,3 +495,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return post(method(*args, **kwargs))
 
     setattr(module, method_name, wrapped)
+
+
+def share_comm_ctx(modules: "Iterable[FSDPModule]") -> None:
+    """Let roots that run one after another, such as stages of a pipeline, share side streams."""
+    first, *others = [_unit_of(module).schedule for module in modules]
+    for schedule in others:
+        schedule.side_streams = first.side_streams

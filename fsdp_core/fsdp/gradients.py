@@ -10,6 +10,7 @@ main_grad      main          main    what `grad` of the parameters at rest are v
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class Gradients:
         pooled: the full buffer that the pool gave last, also while it has it back.
         divide_factor: what sums are divided by; None: the number of ranks.
         fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
+        sum_hook: called with the sum over the ranks before it is divided; may write to it.
         reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
@@ -94,6 +96,7 @@ class Gradients:
         self.nest, self.dtypes = flat.nest, flat.dtypes
         self.divide_factor: float | None = None
         self.reduce_unused = False
+        self.sum_hook: Callable[[torch.Tensor], Any] | None = None
         self.main_grad: torch.Tensor | None = None
         self.pooled: torch.Tensor | None = None
         self._kept: list[RowSharded] = []
@@ -224,6 +227,8 @@ class Gradients:
             partial = nest.reduce(partial, above, nest.grad_level)
             for group in nest.replica_groups:
                 all_reduce(partial, group)
+            if self.sum_hook is not None:
+                self.sum_hook(partial)
             self._fill_rows(rows, partial)
             self._deposit(rows)
         return [*outputs, *rows.values()]

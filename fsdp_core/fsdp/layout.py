@@ -36,8 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_core.config import STRATEGIES
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_HAS_SINGLE = hasattr(dist, "all_gather_single")
 
 GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
 """Arguments of an `all_gather`: output, input, ranks."""
@@ -216,19 +215,45 @@ def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
 # ---- collectives from level to level
 
 
+# Looked up when called: a profiler or a test may have put its own in their place.
+def _all_gather(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+    single: Any = dist.all_gather_single if _HAS_SINGLE else dist.all_gather_into_tensor
+    single(*tensors, group=group)
+
+
+def _reduce_scatter(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+    single: Any = dist.reduce_scatter_single if _HAS_SINGLE else dist.reduce_scatter_tensor
+    single(*tensors, group=group)
+
+
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `full` [ranks * n] with every rank's `shard` [n], in rank order."""
-    _all_gather(full, shard, group=group)
+    if group.size() == 1:
+        _copy(full, shard)
+    elif full.element_size() == 1:  # as bytes: not every backend knows fp8
+        _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+    else:
+        _all_gather(full, shard, group=group)
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum `full` [ranks * n] over the ranks and give each its part in `shard` [n]."""
-    _reduce_scatter(shard, full, group=group)
+    if group.size() == 1:
+        _copy(shard, full)
+    else:
+        _reduce_scatter(shard, full, group=group)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` over the ranks, in place."""
-    dist.all_reduce(tensor, group=group)
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """What a collective of one rank does."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 class Nest:

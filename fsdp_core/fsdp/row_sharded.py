@@ -667,7 +667,17 @@ def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
 
 
+def _equal(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether two tensors of one layout are equal on all ranks: a collective."""
+    spec: RowSpec = next(t.row_spec for t in args if type(t) is RowSharded)
+    _specs(rule, [[t] for t in args])
+    here = torch.equal(*[_piece(rule, at, t, spec) for at, t in enumerate(args)])
+    everywhere = over_ranks(torch.tensor(here), spec.mesh, spec.axes, torch.all)
+    return bool(everywhere)
+
+
 _HANDLERS: dict[str, _Handler] = {
+    "equal": _equal,
     "detach": _same,
     "alias": _same,
     "detach_": lambda rule, args, kwargs: args[0],

@@ -162,6 +162,8 @@ class Unit:
         for number, group in enumerate(groups):
             for index, parameter in enumerate(group.unsharded):
                 hook = functools.partial(_on_gradient_of, weakref.ref(self), number, index)
+                if not parameter.is_floating_point():
+                    continue
                 # A frozen parameter may be thawed later; a hook needs requires_grad.
                 trainable = parameter.requires_grad
                 parameter.requires_grad_(True)
@@ -485,6 +487,7 @@ class Schedule:
             for group in unit.groups:
                 group.pool = pool
         self.is_last_backward = True
+        self.most_reductions = 2 if overlap == 2 else 1  # full gradient buffers at a time
         # Forward calls whose graphs live, by weak reference: a backward pass may still come.
         self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.reductions: list[_Reduction] = []
@@ -500,7 +503,8 @@ class Schedule:
     # ---- streams
 
     @functools.cached_property
-    def _side_streams(self) -> tuple[Any, Any]:
+    def side_streams(self) -> tuple[Any, Any]:
+        """Of gathers and of reductions."""
         gather = self.device.new_stream("gather")
         both = self.overlap == 2
         return gather, self.device.new_stream("reduce") if both else gather
@@ -508,12 +512,12 @@ class Schedule:
     @property
     def gather_stream(self) -> Any:
         """Stream of the gathers."""
-        return self._side_streams[0] if self.overlap else self.device.current_stream()
+        return self.side_streams[0] if self.overlap else self.device.current_stream()
 
     @property
     def reduce_stream(self) -> Any:
         """Stream of the reductions."""
-        return self._side_streams[1] if self.overlap else self.device.current_stream()
+        return self.side_streams[1] if self.overlap else self.device.current_stream()
 
     def quiesce(self) -> None:
         """Finish all work, and forget its events and what is up to date: around captures."""
@@ -616,7 +620,7 @@ class Schedule:
         if gradients.is_pending:
             return
         newest = self.reductions[-1].gradients if self.reductions else None
-        self.drain(keep=1 if self.overlap == 2 and newest is not gradients else 0)
+        self.drain(keep=self.most_reductions - 1 if newest is not gradients else 0)
 
     def drain(self, keep: int) -> None:
         """Release gradient buffers whose reduction is queued, all but the newest `keep`."""

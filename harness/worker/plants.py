@@ -282,14 +282,14 @@ def _reshard_released(site: Site, stream: Any) -> None:
 def _end_without_joining(site: Site) -> None:
     """The end of backward as if there were no stream of reductions."""
     schedule = site.owner
-    streams = schedule._side_streams
+    streams = schedule.side_streams
     for reduction in schedule.reductions:
         reduction.event = None
-    schedule.__dict__["_side_streams"] = (streams[0], streams[0])
+    schedule.__dict__["side_streams"] = (streams[0], streams[0])
     try:
         site.call()
     finally:
-        schedule.__dict__["_side_streams"] = streams
+        schedule.__dict__["side_streams"] = streams
 
 
 def _unordered(site: Site, *args: Any) -> Any:

@@ -132,14 +132,19 @@ def agrees_on_verdicts(name: str) -> None:
             tensor = sharded(full, spec)
             assert bool(torch.isnan(tensor).any())
             assert not bool(torch.isfinite(tensor).all())
+            other = torch.ones(7, 3)
+            other[row, 1] = 2.0
+            assert not torch.equal(sharded(torch.ones(7, 3), spec), sharded(other, spec))
+            assert not torch.equal(sharded(torch.ones(7, 3), spec), other)
         clean = sharded(torch.ones(7, 3), spec)
         assert not bool(torch.isnan(clean).any())
         assert bool(torch.isfinite(clean).all())
+        assert torch.equal(clean, torch.ones(7, 3))
 
 
 @pytest.mark.parametrize("name", ["three", "replicas of two", "inner then outer"])
 def test_any_and_all_see_every_rank(warm_ranks: RankPool, name: str) -> None:
-    """One NaN in one row is found on every rank, also by those without rows."""
+    """One NaN, or one difference, in one row is found on every rank, also without rows there."""
     warm_ranks.run(agrees_on_verdicts, name, world_size=world_of(name))
 
 

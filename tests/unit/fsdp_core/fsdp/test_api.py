@@ -1,15 +1,24 @@
 """`fully_shard` on one rank: what it refuses, what it leaves, what it costs."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    api,
+    fully_shard,
+)
 from fsdp_core.fsdp.pool import make_pool
 from tests.unit.fsdp_core.fsdp.nets import (
     STRATEGIES,
@@ -255,9 +264,14 @@ def test_without_a_mesh_all_ranks_are_one_axis(mesh: DeviceMesh) -> None:
         ),
         ({"strategy": ""}, "Expected a strategy"),
         ({"strategy": ("no_shard", "optim")}, "one for each of 1 mesh axes"),
-        ({"reshard_after_forward": 2}, "True, False or None, got 2; .*mesh of two axes"),
-        ({"shard_placement_fn": lambda p: None}, "shard_placement_fn=None"),
-        ({"offload_policy": object()}, "offload_policy=None"),
+        ({"reshard_after_forward": 2}, "a divisor of 1 ranks, got 2"),
+        ({"reshard_after_forward": 0}, "a divisor of 1 ranks, got 0"),
+        ({"shard_placement_fn": lambda p: Shard(p.ndim)}, r"a dimension of blocks\.0\.weight"),
+        (
+            {"shard_placement_fn": lambda p: Replicate()},
+            r"Shard\(0\) or None for gain",
+        ),
+        ({"offload_policy": object()}, "Expected an OffloadPolicy"),
         ({"pool": "triple"}, "triple"),
     ],
 )
@@ -288,6 +302,8 @@ def test_refuses_modules_that_cannot_be_a_unit(mesh: DeviceMesh) -> None:
         fully_shard(nn.ModuleList([nn.Linear(3, 3)]), mesh=mesh)
     with pytest.raises(ValueError, match="got ModuleDict"):
         fully_shard(nn.ModuleDict(), mesh=mesh)
+    called = fully_shard(ListWithForward([nn.Linear(3, 3)]), mesh=mesh)
+    assert called(torch.ones(1, 3)).shape == (1, 3)
     with pytest.raises(ValueError, match="each once, in the list"):
         fully_shard([], mesh=mesh)
     twice = nn.Linear(3, 3)
@@ -312,6 +328,13 @@ def test_refuses_a_parameter_of_two_units(mesh: DeviceMesh) -> None:
         fully_shard(net, mesh=mesh)
 
 
+class ListWithForward(nn.ModuleList):
+    """A container that can be called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self[0](x))
+
+
 class Extended(torch.Tensor):
     """A tensor that says what is gathered of it."""
 
@@ -327,12 +350,41 @@ def test_refuses_extensions_of_the_all_gather(mesh: DeviceMesh) -> None:
         fully_shard(net, mesh=mesh)
 
 
-def test_refuses_integers(mesh: DeviceMesh) -> None:
-    """A parameter that is not of floating point would be cast: refused by name."""
+def test_refuses_cuts_that_are_not_of_rows(mesh: DeviceMesh) -> None:
+    """Rows are what is cut: any other dimension is refused by name, and the module stays plain."""
     net = build()
-    net.head.weight = nn.Parameter(torch.ones(3, 6, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match=r"head\.weight.*floating point, got torch\.int64"):
-        fully_shard(net, mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"Expected Shard\(0\) for blocks\.0\.weight"):
+        fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(-1))
+    assert type(net) is Net
+    fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(-p.ndim) if p.ndim > 1 else None)
+
+
+def test_offloads_to_the_cpu_from_there_only(mesh: DeviceMesh) -> None:
+    """On CPU ranks parameters rest on the CPU anyway; a GPU's would not move."""
+    fully_shard(build(), mesh=mesh, offload_policy=OffloadPolicy())
+    fully_shard(build(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    gpu = SimpleNamespace(device_type="cuda")
+    with pytest.raises(NotImplementedError, match=r"OffloadPolicy\(\) on cuda, got CPUOffload"):
+        api._check_options(CPUOffloadPolicy(), cast("Any", gpu), 2)
+
+
+def test_integers_stay_what_they_are(mesh: DeviceMesh) -> None:
+    """They are in a group of their own, which the policy's dtypes do not reach."""
+    net = build()
+    numbers = torch.arange(18).reshape(3, 6)
+    net.head.weight = nn.Parameter(numbers, requires_grad=False)
+    fsdp = shard(net, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fsdp.unshard()
+    assert torch.equal(cast("Any", fsdp).head.weight, numbers)
+    fsdp.reshard()
+    assert torch.equal(cast("Any", fsdp).head.weight.full_tensor(), numbers)
+
+
+@pytest.mark.parametrize("name", ["set_custom_all_gather", "set_symm_mem_for_comm"])
+def test_refuses_others_collectives(mesh: DeviceMesh, name: str) -> None:
+    """Never in silence: nothing would call them."""
+    with pytest.raises(NotImplementedError, match="custom collectives"):
+        getattr(shard(build(), mesh), name)(object())
 
 
 def test_refuses_to_wrap_around_a_gathered_unit(mesh: DeviceMesh) -> None:

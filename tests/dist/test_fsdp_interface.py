@@ -1,0 +1,93 @@
+"""What torch FSDP2's interface has beside wrapping, on two ranks; DESIGN.md has the differences."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from tests.dist.fsdp_models import net, rows, shard
+from tests.dist.fsdp_regression_programs import whole_mesh
+from tests.dist.fsdp_sides import api_of
+from tests.dist.rank_pool import RankPool
+
+
+def _wrapped(**options: Any) -> FSDPModule:
+    return cast("FSDPModule", shard(api_of("ours"), net(), whole_mesh(), **options))
+
+
+def _grads(model: Any) -> list[torch.Tensor]:
+    model(rows(1)).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def hooks_see_sums() -> None:
+    """Each unit's hook gets its whole sum, before it is divided, and may change it."""
+    expected = [grad * 3 for grad in _grads(_wrapped())]
+    model: Any = _wrapped()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_all_reduce_hook(lambda total: total.mul_(3))
+    for grad, due in zip(_grads(model), expected, strict=True):
+        torch.testing.assert_close(grad, due)
+
+
+def frozen_numbers_travel() -> None:
+    """fp8 and integer parameters that are not trained arrive as they are."""
+    model: Any = nn.Linear(4, 4)
+    tables = torch.arange(-3, 3).reshape(6, 1), torch.arange(5.0).to(torch.float8_e4m3fn)
+    model.numbers, model.small = (nn.Parameter(t, requires_grad=False) for t in tables)
+    fully_shard(model)
+    model.unshard()
+    assert torch.equal(model.numbers, tables[0])
+    assert torch.equal(model.small.view(torch.uint8), tables[1].view(torch.uint8))
+    model.reshard()
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def numbers_of_ranks() -> None:
+    """A number releases as a bool does; one that does not fit is refused."""
+    for given, kept in ((1, True), (2, False)):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)), reshard_after_forward=given)
+        model(torch.ones(1, 4))
+        assert isinstance(model[0].weight, dist.tensor.DTensor) != kept
+    with pytest.raises(ValueError, match="a divisor of 2 ranks, got 3"):
+        fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
+
+
+def stages_share_streams() -> None:
+    """Roots that share streams, and wait for an event of the user's, compute the same bits."""
+    expected, first, second = _grads(_wrapped()), _wrapped(), _wrapped()
+    share_comm_ctx([first, second])
+    assert first.fsdp_schedule.gather_stream is second.fsdp_schedule.gather_stream
+    stream: Any = torch.cpu.current_stream()
+    second.set_post_optim_event(stream.record_event())
+    second.set_reduce_scatter_max_input_buffers(1)
+    second.set_force_sum_reduction_for_comms(True)
+    assert all(map(torch.equal, _grads(second), expected))
+    with pytest.raises(ValueError, match="1 to 2 buffers"):
+        second.set_reduce_scatter_max_input_buffers(3)
+
+
+@pytest.mark.parametrize(
+    "program", [hooks_see_sums, frozen_numbers_travel, numbers_of_ranks, stages_share_streams]
+)
+def test_interface(warm_ranks: RankPool, program: Any) -> None:
+    """See each program."""
+    warm_ranks.run(program, world_size=2, timeout_s=60.0)
+
+
+def one_rank_is_silent() -> None:
+    """There is nobody to talk to."""
+    with CommDebugMode() as seen:
+        _grads(_wrapped())
+    assert seen.get_total_counts() == 0
+
+
+def test_one_rank_issues_no_collective(warm_ranks: RankPool) -> None:
+    """A world of one rank gathers and reduces by copies."""
+    warm_ranks.run(one_rank_is_silent, world_size=1, timeout_s=60.0)
