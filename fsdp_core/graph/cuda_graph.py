@@ -1,13 +1,11 @@
-"""The CUDA maker of graphs: `torch.cuda.CUDAGraph` behind the interface that the host graph has.
+"""CUDA graphs: `torch.cuda.CUDAGraph` behind the interface that the host graph has.
 
 Capture mode is `thread_local`, because NCCL's watchdog thread may query events while we capture.
-A `Recorder` runs beside the capture, only to list the external storages for the address ledger.
+A `Recorder` runs around the capture, only to list the external storages for the address ledger.
 
-A capture that CUDA refuses leaves torch half in it: `CUDAGraph.capture_end` raises before it tells
-its allocator and its generators, which then refuse to free memory and to draw outside of captures
-(torch up to 2.12). Both are put right, so that a program can go on eagerly, and capture again.
-
-Which storages a CUDA graph made in its private memory although no operator did.
+A capture that CUDA refuses leaves torch half in it: `CUDAGraph.capture_end` raises before it ends
+it for its allocator and generators, which then refuse to free memory and to draw outside of
+captures (torch up to 2.12). Both are put right, so that a program can go on, and capture again.
 
 Code that a compiler generated allocates past torch's dispatcher, so a recorder meets such a storage
 first when an operator writes it, as it meets one of the program's. The allocator knows better: in
@@ -53,7 +51,7 @@ class MemoryPool:
         return found
 
     def recordings(self) -> list[Recording]:
-        """Of graphs that are captured into it."""
+        """Those of graphs that are captured into it."""
         return [user.recording for user in self._users if user.is_captured]
 
     def give_up(self) -> None:
@@ -86,7 +84,7 @@ class CudaGraph:
         """
         recorder = OverCompiled(keep_operations=False)
         states = self._device.rng_states()
-        own_states = [generator.get_state() for generator in self._generators]
+        own_states = [(generator, generator.get_state()) for generator in self._generators]
         for generator in self._generators:
             self._graph.register_generator_state(generator)
         stream = torch.cuda.current_stream(self._device.torch_device)
@@ -115,10 +113,9 @@ class CudaGraph:
             raise CaptureRefused(f"cannot capture: {cause}") from cause
         finally:
             self._device.set_rng_states(states)
-            for generator, state in zip(self._generators, own_states, strict=True):
+            for generator, state in own_states:
                 generator.set_state(state)
         self.recording = recorder.recording
-        self.recording.operations = []
         let_go_of_gradients(self._device)
         memory.mark_own(self.recording)
         self.is_captured = True

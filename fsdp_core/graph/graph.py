@@ -1,10 +1,6 @@
-"""Graphs of training code over either maker, and the simplest use: one graph of a function.
+"""What makes graphs, and the simplest use of one: of a function that runs forward and backward.
 
-    GraphMaker         makes graphs, and what the graphs of one model share
-    CapturedFunction   one graph of a function that runs forward and backward itself
-
-The ledger of addresses is checked before each replay. Parts of a step that autograd joins are
-captured by `fsdp_core.graph.graphed_callable`.
+Parts of a step that autograd joins are captured by `fsdp_core.graph.graphed_callable`.
 """
 
 import weakref
