@@ -78,10 +78,6 @@ class Segment:
     resolve: Resolver | None = None
     on_replay: Callable[[int], None] = lambda launches: None
 
-    def copied_samples(self) -> Tensors:
-        """Leaves like the samples, to read inputs from."""
-        return tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in self.samples)
-
     def ledger(
         self,
         recording: Recording,
@@ -95,8 +91,8 @@ class Segment:
             yield Ledger(recording, self.resolve, partner, own=own, relied=relied, within=self.name)
 
 
-class GraphedCallable:
-    """The forward and backward graphs of a segment, with the tensors that they read and write.
+class Replayed:
+    """What all graphs of a segment have in common, whoever captured them: counts and checks.
 
     Attributes:
         captures: captured graphs, forward and backward.
@@ -104,13 +100,82 @@ class GraphedCallable:
         ledgers: those of the captured graphs.
     """
 
-    def __init__(self, maker: GraphMaker, segment: Segment) -> None:
-        self.segment, self._maker = segment, maker
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
         self.captures, self.replays = [0, 0], [0, 0]
         self.ledgers: list[Ledger] = []
+        self._inputs = tuple(
+            s.detach().clone().requires_grad_(s.requires_grad) for s in segment.samples
+        )
+        self._pending: weakref.ref[Pending] | None = None
+
+    @property
+    def name(self) -> str:
+        """The segment's."""
+        return self.segment.name
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last forward still awaits its backward."""
+        last = self._pending() if self._pending is not None else None
+        return last is not None and not last.is_done
+
+    def _require_captured(self) -> None:
+        if not self.captures[0]:
+            raise RuntimeError(f"Expected a captured forward of {self.name}, got an empty graph.")
+
+    def _check(self, tensors: Tensors) -> None:
+        """Refuse what must not be replayed: see `GraphedCallable.__call__`."""
+        self._require_captured()
+        if len(tensors) != len(self._inputs):
+            raise ValueError(
+                f"Expected {len(self._inputs)} inputs of {self.name}, got {len(tensors)}."
+            )
+        for number, (x, sample) in enumerate(zip(tensors, self._inputs, strict=True)):
+            if (x.shape, x.dtype, x.device) != (sample.shape, sample.dtype, sample.device):
+                raise ValueError(
+                    f"Expected the captured input {number} of {self.name}, {_kind(sample)}, got "
+                    f"{_kind(x)}."
+                )
+            if x.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"Expected input {number} of {self.name} without a gradient, as captured, got "
+                    "one that requires grad. Detach it, or capture with such a sample."
+                )
+        if self.is_waiting:
+            raise RuntimeError(
+                f"Expected {self.name} to be free, got one whose forward still awaits its "
+                "backward: a replay would overwrite what it saved. Capture it as often as there "
+                "are microbatches between forward and backward."
+            )
+
+    def _require_first_backward(self, pending: Pending) -> None:
+        if pending.is_done:
+            raise RuntimeError(
+                f"Expected one backward of {self.name} for each forward, got a second: its graphs "
+                "give up what the forward saved. Run it without graphs to keep it."
+            )
+
+    def _count(self, direction: int) -> None:
+        self.replays[direction] += 1
+        self.segment.on_replay(1)
+
+    def _end_backward(self, pending: Pending) -> None:
+        """The backward has been replayed."""
+        self._count(1)
+        pending.is_done = True
+        if pending.after is not None:
+            pending.after()
+
+
+class GraphedCallable(Replayed):
+    """The forward and backward graphs of a segment, with the tensors that they read and write."""
+
+    def __init__(self, maker: GraphMaker, segment: Segment) -> None:
+        super().__init__(segment)
+        self._maker = maker
         # Parameters that get a gradient; until the backward is captured, those that want one.
         self._trained = tuple(p for p in segment.parameters if p.requires_grad)
-        self._inputs = segment.copied_samples()
         # Inputs that get a gradient; until then, those that want one.
         self._connected = tuple(s.requires_grad for s in segment.samples)
         self._forward, self._backward = maker.new(), maker.new()
@@ -121,13 +186,7 @@ class GraphedCallable:
         self._outputs: Tensors = ()
         self._grad_outputs: Tensors = ()
         self._grads: tuple[torch.Tensor | None, ...] = ()
-        self._pending: weakref.ref[Pending] | None = None
         self._versions: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The segment's."""
-        return self.segment.name
 
     # ---- capture
 
@@ -292,17 +351,7 @@ class GraphedCallable:
         own = enumerate(self._grads)
         return found | {f"{self.name} gradient {i}": g for i, g in own if g is not None}
 
-    def _require_captured(self) -> None:
-        if not self.captures[0]:
-            raise RuntimeError(f"Expected a captured forward of {self.name}, got an empty graph.")
-
     # ---- replay
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the last forward still awaits its backward."""
-        last = self._pending() if self._pending is not None else None
-        return last is not None and not last.is_done
 
     def __call__(
         self, *tensors: torch.Tensor, after: Callable[[], None] | None = None
@@ -319,9 +368,7 @@ class GraphedCallable:
             RuntimeError: the last forward still awaits its backward.
             StaleAddress: something that the graph reads or writes has moved.
         """
-        self._require_captured()
-        check_inputs(self.name, self._inputs, tensors)
-        require_free(self.name, is_waiting=self.is_waiting)
+        self._check(tensors)
         inputs = (
             x if keep else x.detach() for x, keep in zip(tensors, self._connected, strict=True)
         )
@@ -350,7 +397,7 @@ class GraphedCallable:
     ) -> tuple[torch.Tensor | None, ...]:
         """Copy the outputs' gradients in, replay, and return clones of the gradients."""
         self._require_captured()
-        require_first_backward(self.name, pending)
+        self._require_first_backward(pending)
         for number, (output, version) in enumerate(zip(self._outputs, self._versions, strict=True)):
             if output._version != version:
                 raise RuntimeError(
@@ -369,15 +416,8 @@ class GraphedCallable:
                 )
             static.copy_(grad)
         self._backward.replay()
-        self._count(1)
-        pending.is_done = True
-        if pending.after is not None:
-            pending.after()
+        self._end_backward(pending)
         return tuple(None if grad is None else grad.clone() for grad in self._grads)
-
-    def _count(self, direction: int) -> None:
-        self.replays[direction] += 1
-        self.segment.on_replay(1)
 
     def reset(self) -> None:
         """Drop the graphs and the static tensors; a second time does nothing."""
@@ -422,44 +462,6 @@ def _moved_out(
         else:
             free = [each for each in free if each is not place]
             yield place.copy_(grad)
-
-
-# ---- what every replay is checked for, whoever captured it
-
-
-def check_inputs(name: str, samples: Tensors, tensors: Tensors) -> None:
-    """Refuse inputs that were not captured (`ValueError`): see `GraphedCallable.__call__`."""
-    if len(tensors) != len(samples):
-        raise ValueError(f"Expected {len(samples)} inputs of {name}, got {len(tensors)}.")
-    for number, (x, sample) in enumerate(zip(tensors, samples, strict=True)):
-        if (x.shape, x.dtype, x.device) != (sample.shape, sample.dtype, sample.device):
-            raise ValueError(
-                f"Expected the captured input {number} of {name}, {_kind(sample)}, got {_kind(x)}."
-            )
-        if x.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"Expected input {number} of {name} without a gradient, as captured, got one that "
-                "requires grad. Detach it, or capture with such a sample."
-            )
-
-
-def require_free(name: str, *, is_waiting: bool) -> None:
-    """Refuse a replay over what a forward saved and its backward has not read yet."""
-    if is_waiting:
-        raise RuntimeError(
-            f"Expected {name} to be free, got one whose forward still awaits its backward: a "
-            "replay would overwrite what it saved. Capture it as often as there are microbatches "
-            "between forward and backward."
-        )
-
-
-def require_first_backward(name: str, pending: Pending) -> None:
-    """Refuse a second backward of one forward."""
-    if pending.is_done:
-        raise RuntimeError(
-            f"Expected one backward of {name} for each forward, got a second: its graphs give up "
-            "what the forward saved. Run it without graphs to keep it."
-        )
 
 
 def _lies_in(x: torch.Tensor, storages: set[int]) -> bool:

@@ -23,7 +23,6 @@ autocast that the function enters itself.
 """
 
 import contextlib
-import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -36,16 +35,8 @@ from torch import nn
 from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.cuda_graph import end_refused
 from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.graphed_callable import (
-    Pending,
-    Segment,
-    Tensors,
-    check_inputs,
-    require_first_backward,
-    require_free,
-)
+from fsdp_core.graph.graphed_callable import Pending, Replayed, Segment, Tensors
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
-from fsdp_core.graph.ledger import Ledger
 from fsdp_core.graph.recorder import Recording
 
 WARM_UPS = 2
@@ -67,30 +58,27 @@ class _Callee(nn.Module):
         return iter(self._segment.parameters)
 
 
-class LibraryGraph:
-    """What a library captured of a segment; it offers what `GraphedCallable` does at replays.
+class LibraryGraph(Replayed):
+    """What a library captured of a segment, used as a `GraphedCallable` is.
+
+    Its ledger has parameters and what the segment relies on; graphs show nothing else.
 
     Attributes:
+        callee: what the library is given.
         hooks: what `capture_by_te` runs around warm-ups and captures, by phase.
-        captures: captured graphs, forward and backward.
-        replays: launches, of the forward graph and of the backward one.
-        ledgers: of the parameters and what the segment relies on; graphs show nothing else.
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment, self.callee = segment, _Callee(segment)
-        self.samples = segment.copied_samples()
+        super().__init__(segment)
+        self.callee = _Callee(segment)
         self.hooks: CaptureHooks = {phase: {} for phase in PHASES}
-        self.captures, self.replays = [0, 0], [0, 0]
-        self.ledgers: list[Ledger] = []
-        self._replay: Callable[..., Any] | None = None
-        self._reset: Callable[[], None] = lambda: None
-        self._pending: weakref.ref[Pending] | None = None
+        self._replay: Callable[..., Any] = _nothing
+        self._reset: Callable[[], None] = _nothing
 
     @property
-    def name(self) -> str:
-        """The segment's."""
-        return self.segment.name
+    def samples(self) -> Tensors:
+        """What the graphs read inputs from."""
+        return self._inputs
 
     def is_gathered(self) -> None:
         """Parameters are where the graph reads them: enter them in the ledger."""
@@ -100,18 +88,9 @@ class LibraryGraph:
         """What the library made of it, and what drops that."""
         self._replay, self._reset, self.captures = replay, reset, [1, 1]
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the last forward still awaits its backward."""
-        last = self._pending() if self._pending is not None else None
-        return last is not None and not last.is_done
-
     def __call__(self, *tensors: torch.Tensor, after: Callable[[], None] | None = None) -> Any:
         """See `GraphedCallable`."""
-        if self._replay is None:
-            raise RuntimeError(f"Expected a captured forward of {self.name}, got an empty graph.")
-        check_inputs(self.name, self.samples, tensors)
-        require_free(self.name, is_waiting=self.is_waiting)
+        self._check(tensors)
         self._check_addresses()
         results = self._replay(*map(_with_cloned_grad, tensors))
         self._count(0)
@@ -120,35 +99,28 @@ class LibraryGraph:
         if node is not None:
             pending = Pending(after)
             self._pending = weakref.ref(pending)
-            node.register_hook(functools.partial(self._end, self._pending))
+            node.register_hook(lambda *_: self._end_backward(pending))
             flat = _Begin.apply(self, pending, *flat)
         return flat if isinstance(results, tuple) else flat[0]
 
     def begin_backward(self, pending: Pending) -> None:
         """Before the backward's replay, once whoever waits for its start has gathered weights."""
-        require_first_backward(self.name, pending)
+        self._require_first_backward(pending)
         self._check_addresses()
-
-    def _end(self, pending: weakref.ref[Pending], *_: object) -> None:
-        self._count(1)
-        if (awaited := pending()) is not None:
-            awaited.is_done = True
-            if awaited.after is not None:
-                awaited.after()
 
     def _check_addresses(self) -> None:
         for ledger in self.ledgers:
             ledger.check()
 
-    def _count(self, direction: int) -> None:
-        self.replays[direction] += 1
-        self.segment.on_replay(1)
-
     def reset(self) -> None:
         """Drop the graphs; a second time does nothing."""
         self._reset()
-        self._replay, self._reset = None, lambda: None
+        self._replay = self._reset = _nothing
         self.captures, self.ledgers = [0, 0], []
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 class _Begin(torch.autograd.Function):

@@ -18,8 +18,7 @@ from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.graph import CapturedFunction
-from fsdp_core.graph.graphed_callable import GraphedCallable
-from fsdp_core.graph.library_graphs import LibraryGraph
+from fsdp_core.graph.graphed_callable import Replayed
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
@@ -100,7 +99,7 @@ def _owner(frame: FrameType, names: dict[int, str]) -> str:
     owner = frame.f_locals.get("self")
     if isinstance(owner, Unit | ParamGroup):
         return "" if owner.name == "root" else owner.name
-    if isinstance(owner, GraphedCallable | LibraryGraph):
+    if isinstance(owner, Replayed):
         # What a capture leaves undone is refused at its end, when no module runs any more.
         name = owner.name.partition(" ")[0]  # without the slot
         return name if name in names.values() else ""

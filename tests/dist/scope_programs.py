@@ -26,8 +26,8 @@ class Scoped:
     """One training under graph scopes; of `run` all but the scopes is that of the eager run.
 
     Attributes:
-        events: what is done in order: ("step", index), ("evaluate", index),
-            ("smaller", index, microbatches, rows), ("shown",) or ("close",).
+        events: what is done in order: ("step", index), ("evaluate", index), ("shown",) or
+            ("close",).
     """
 
     run: Run

@@ -45,7 +45,7 @@ def test_dropless_is_refused_by_name(warm_ranks: RankPool) -> None:
     """A dropless dispatch reads its sizes on the host, which no graph can hold."""
     said = warm_ranks.run(capture_dropless, Layout(ep=2), world_size=2)
     assert all(text.startswith("CaptureRefused") for text in said), said
-    assert all("dispatch.py" in text for text in said), said
+    assert all("dispatcher.py" in text for text in said), said
 
 
 DELIVERIES = [
