@@ -203,22 +203,14 @@ def clip_grad_norm_(
     on every rank. A collective: every rank passes the same parameters in the same order. Gradients
     that are None count as zero.
 
-    Args:
-        parameters: one or more parameters.
-        max_norm: the largest total norm that is left as it is; inf: no gradient is touched.
-        norm_type: p > 0, inf included.
-        error_if_nonfinite: raise if the norm is not finite; waits for the device.
-        foreach: not used; torch's foreach operators know when to go one by one.
-
-    Returns:
-        The norm before clipping, 0-d, the same bits on every rank: float32, or float64 where any
-        parameter is.
+    `max_norm` inf touches no gradient; `foreach` is not used. The norm before clipping is 0-d, and
+    the same bits on every rank: float32, or float64 where any parameter is.
 
     Raises:
         ValueError: `norm_type` is not positive, or a gradient is laid out otherwise than its
             parameter.
         NotImplementedError: a DTensor gradient that is pending a reduction.
-        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite and `error_if_nonfinite`, which waits for the device.
     """
     order = float(norm_type)
     if not order > 0:
@@ -226,8 +218,7 @@ def clip_grad_norm_(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed:
         return torch.tensor(0.0)
-    groups = _groups(listed)
-    total = _total(listed, groups, order, torch.float32)
+    total = _total(listed, order, torch.float32)
     if all(parameter.dtype != torch.float64 for parameter in listed):
         total = total.float()
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -235,7 +226,7 @@ def clip_grad_norm_(
             f"Expected a finite gradient norm of order {order}, got {total.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same."
         )
-    _scale([piece for group in groups.values() for piece in group], max_norm, total)
+    scale_to(listed, max_norm, total)
     return total
 
 
@@ -245,31 +236,25 @@ def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
     So the order of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
     """
-    listed = list(parameters)
-    return _total(listed, _groups(listed), 2.0, torch.float64)
+    return _total(list(parameters), 2.0, torch.float64)
 
 
 @torch.no_grad()
 def scale_to(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Scale all gradients, whose total norm is `norm`, as `clip_grad_norm_` does."""
-    groups = _groups(list(parameters)).values()
-    _scale([piece for group in groups for piece in group], max_norm, norm)
-
-
-def _scale(pieces: list[Any], max_norm: float, norm: torch.Tensor) -> None:
     if max_norm == math.inf:
         return  # inf / inf would be NaN, in every gradient
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for alike in _alike(pieces):
+    groups = _groups(list(parameters)).values()
+    for alike in _alike([piece for group in groups for piece in group]):
         # Single precision at least: a factor in bfloat16 would miss the norm by 0.4 %.
         dtype = torch.promote_types(alike[0].dtype, torch.float32)
         torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
 
 
-def _total(
-    listed: list[torch.Tensor], groups: dict[_Layout, list[Any]], order: float, least: torch.dtype
-) -> torch.Tensor:
-    """Norm of the gradients in `groups`, float64; that of each one in `least` or wider."""
+def _total(listed: list[torch.Tensor], order: float, least: torch.dtype) -> torch.Tensor:
+    """Norm of the gradients, float64; that of each one in `least` or wider."""
+    groups = _groups(listed)
     device = next((piece for group in groups.values() for piece in group), listed[0]).device
     powers = [
         total_power(_norms(group, order, device, least), order, mesh, axes)
