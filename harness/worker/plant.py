@@ -290,7 +290,7 @@ def _skip(trainer: Any, path: str, when: str = "", value: str = "null") -> None:
     def skipped(site: Site, *args: Any, **how: Any) -> Any:
         if {"first": site.number > 1, "in_backward": not in_backward()}.get(when):
             return site.call(*args, **how)
-        return args[0] if value == "$0" else value_of(trainer, value)
+        return args[int(value[1:])] if value.startswith("$") else value_of(trainer, value)
 
     surround(trainer, path, skipped)
 

@@ -6,7 +6,7 @@ from fsdp_core.device import Device
 from fsdp_core.model.decoder import make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import clip_grads, shard_stage
-from fsdp_core.model.weights import gather_global, gather_global_grads, init_weights, load_global
+from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import build_axes
 from tests.dist import parity_faults
 from tests.dist.parity_programs import (
@@ -18,6 +18,7 @@ from tests.dist.parity_programs import (
     take_step,
 )
 from tests.dist.parity_watch import Outcome
+from tests.support.global_weights import gather_global, gather_global_grads, load_global
 
 
 def run_clipped(

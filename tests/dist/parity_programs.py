@@ -30,7 +30,7 @@ from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import Sharding, shard_stage
-from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
+from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axes, Axis, build_axes
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
@@ -39,6 +39,7 @@ from fsdp_core.parallel.rng import RandomStreams
 from tests.dist import parity_faults
 from tests.dist.parity_batches import Batch, Share, rank_share, whole_share
 from tests.dist.parity_watch import Found, Key, Outcome, Watch, join, local_numbers
+from tests.support.global_weights import gather_global_grads, load_global
 from tests.support.routing_tape import RoutingTape, attach
 
 DTYPES = {

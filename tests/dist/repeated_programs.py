@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.model.decoder import make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import shard_stage
-from fsdp_core.model.weights import gather_global_grads, load_global
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from tests.dist.parity_programs import (
@@ -23,6 +22,7 @@ from tests.dist.parity_programs import (
     sharding_of,
     streams_of,
 )
+from tests.support.global_weights import gather_global_grads, load_global
 
 Step = tuple[list[float], dict[str, torch.Tensor]]
 """Losses, and on rank 0 the global gradients."""

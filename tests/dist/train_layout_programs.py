@@ -20,11 +20,12 @@ from fsdp_core.device import Device
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.weights import gather_global, init_weights
+from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
 from tests.dist.parity_programs import single_axes
+from tests.support.global_weights import gather_global
 
 STEPS, WARMUP = 4, 2
 SMALL: dict[str, Any] = {"vocab_size": 48, "hidden": 32, "ffn": 48, "seq": 16}

@@ -34,7 +34,7 @@ from fsdp_core.model.moe.experts import FusedExperts
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.model.te.attention import Core
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
-from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
+from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.param_sharding import named_stretches
@@ -42,6 +42,7 @@ from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from tests.dist import parity_programs
 from tests.dist.parity_programs import Problem, Routes
+from tests.support.global_weights import gather_global_grads, load_global
 
 Tensors = dict[str, torch.Tensor]
 Found = dict[str, float]

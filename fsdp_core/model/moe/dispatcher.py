@@ -39,7 +39,6 @@ float64), and only their result is rounded. A token's terms are added in the ord
 `all_gather` adds the choices of one rank of ep in that order and then the ranks' sums: with up to
 two choices the bits are those of `all_to_all`, but for the sign of a zero."""
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -134,7 +133,7 @@ class MoeAxes:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """How rows travel to experts.
+    """How rows travel to experts, as `ModelConfig` has it.
 
     Attributes:
         dispatcher: `all_to_all` sends each row to its expert's rank; `all_gather` gives every
@@ -142,9 +141,6 @@ class Delivery:
         capacity_factor: None is dropless: sizes depend on the data, so the host reads them, once a
             forward pass, and no graph can hold it. A number makes every shape static.
         drop: which rows are dropped past the capacity, see the module.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     dispatcher: str = "all_to_all"
@@ -152,12 +148,8 @@ class Delivery:
     drop: str = "position"
 
     def __post_init__(self) -> None:
-        if self.dispatcher not in DISPATCHERS:
-            raise ValueError(f"Expected dispatcher in {DISPATCHERS}, got {self.dispatcher!r}.")
-        if self.drop not in DROPS:
-            raise ValueError(f"Expected drop in {DROPS}, got {self.drop!r}.")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(f"Expected a finite capacity_factor > 0, got {self.capacity_factor}.")
+        assert self.dispatcher in DISPATCHERS
+        assert self.drop in DROPS
 
     @property
     def gathers(self) -> bool:
@@ -196,7 +188,7 @@ class Plan(NamedTuple):
 
 
 class Preprocess(nn.Module):
-    """Experts of this rank's slots -> `Plan`. Talks to the ranks of ep and etp; no gradient.
+    """Experts of this rank's slots -> `Plan`. Collectives over ep and etp; no gradient.
 
     Buffers:
         dropped: int64 scalar, slots that the last forward pass dropped for want of capacity: of

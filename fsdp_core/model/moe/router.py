@@ -14,7 +14,6 @@ whatever the layout. S tokens of this rank, H hidden, E experts, K choices a tok
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
@@ -50,19 +49,14 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRule:
-    """Settings of a router.
+    """Settings of a router, as `ModelConfig` has them.
 
     Attributes:
-        num_experts, top_k: experts in all, and of each token.
         scores: softmax over all experts, or a sigmoid of each logit.
         normalised: divide the chosen scores by their sum.
         scale: multiplies the chosen scores, after that.
-        aux_coeff: coefficient of the load-balancing loss; 0 leaves it out.
-        z_coeff: coefficient of the z-loss; 0 leaves it out.
+        aux_coeff, z_coeff: of the load-balancing loss and the z-loss; 0 leaves it out.
         expert_bias: add a bias to the scores for the choice alone, see `Router.update_bias`.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     num_experts: int
@@ -75,15 +69,8 @@ class RouterRule:
     expert_bias: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"Expected top_k in 1..{self.num_experts}, got {self.top_k}.")
-        if self.scores not in SCORES:
-            raise ValueError(f"Expected scores in {SCORES}, got {self.scores!r}.")
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"Expected a finite scale > 0, got {self.scale}.")
-        for name in ("aux_coeff", "z_coeff"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"Expected a finite {name} >= 0, got {getattr(self, name)}.")
+        assert 1 <= self.top_k <= self.num_experts
+        assert self.scores in SCORES
 
     @property
     def watches_load(self) -> bool:

@@ -11,9 +11,10 @@ from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.weights import init_weights, load_global
+from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
+from tests.support.global_weights import load_global
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
