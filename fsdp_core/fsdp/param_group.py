@@ -278,7 +278,8 @@ class ParamGroup:
                 "to_empty(device=...) and initialise the parameters first."
             )
         # What is made in inference mode could not be used for training afterwards.
-        with torch.inference_mode(mode=False):
+        # Nor could what is made under functorch's transforms, which wrap it.
+        with torch.inference_mode(mode=False), torch._C._DisableFuncTorch():
             full = None
             if self.nest.weight_level:
                 # On the current stream: memory comes from, and goes back to, what it has free.

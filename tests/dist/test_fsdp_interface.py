@@ -73,8 +73,23 @@ def stages_share_streams() -> None:
         second.set_reduce_scatter_max_input_buffers(3)
 
 
+def gathers_under_a_transform() -> None:
+    """A unit that is gathered inside `torch.func.jvp` first is gathered as anywhere else."""
+    expected, model, x = cast("Any", _wrapped())(rows(1)), cast("Any", _wrapped()), torch.ones(3)
+    out, tangent = cast("Any", torch.func.jvp)(lambda _: model(rows(1)), (x,), (x,))
+    assert torch.equal(out, expected)
+    assert not tangent.any()
+
+
 @pytest.mark.parametrize(
-    "program", [hooks_see_sums, frozen_numbers_travel, numbers_of_ranks, stages_share_streams]
+    "program",
+    [
+        gathers_under_a_transform,
+        hooks_see_sums,
+        frozen_numbers_travel,
+        numbers_of_ranks,
+        stages_share_streams,
+    ],
 )
 def test_interface(warm_ranks: RankPool, program: Any) -> None:
     """See each program."""

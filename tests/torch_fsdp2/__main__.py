@@ -26,7 +26,7 @@ from tests.torch_fsdp2.adapt import Test, calls, collect, load, use_cpu, use_our
 
 MAX_RANKS = 4
 ENGINES = ("torch", "ours")
-NOTHING_WRAPPED = "passes, but wraps nothing"
+NOT_RUN = "not run"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,28 +37,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-k", default="", help="only tests whose name has this text")
     parser.add_argument("--timeout-s", type=float, default=90.0, help="of one test")
     parser.add_argument("--results", type=Path, help="a JSON file to read and to add results to")
-    parser.add_argument("--traceback", action="store_true", help="of each failure")
     try:
         asked = parser.parse_args(arguments)
     except argparse.ArgumentError as wrong:
         sys.stderr.write(f"{wrong}\n")
         return 4
-    files = sorted(asked.folder.glob("test_*.py"))
     use_cpu(MAX_RANKS)
+    files = sorted(asked.folder.glob("test_*.py"))
     tests = [test for file in files for test in collect(file) if asked.k in test.name]
-    if not tests:
-        sys.stderr.write(f"no test in {asked.folder} has {asked.k!r} in its name\n")
-        return 2
     results: dict[str, dict[str, str]] = {}
     if asked.results and asked.results.exists():
         results = json.loads(asked.results.read_text())
     for test in tests:
         for engine in ENGINES if asked.engine is None else (asked.engine,):
             error = _run(test, engine, asked.timeout_s)
-            sys.stderr.write(f"{test.name}  {engine}: {_first_line(error) or 'pass'}\n")
-            if asked.traceback and error:
-                sys.stderr.write(f"{error}\n")
-            results.setdefault(test.name, {})[engine] = _first_line(error)
+            sys.stderr.write(f"{test.name}  {engine}: {error or 'pass'}\n")
+            results.setdefault(test.name, {})[engine] = error
             if asked.results:
                 asked.results.write_text(json.dumps(results, indent=1, sort_keys=True))
     return _report(tests, results)
@@ -66,60 +60,54 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(tests: list[Test], results: dict[str, dict[str, str]]) -> int:
     """Print the table and the counts; the exit code."""
-    passed = dict.fromkeys(ENGINES, 0)
-    counted = counted_passed = 0
-    sys.stdout.write("| test | torch | ours | private names | first line of the error |\n")
+    sys.stdout.write(
+        f"| test | {' | '.join(ENGINES)} | private names | first line of the error |\n"
+    )
     sys.stdout.write("| --- | --- | --- | --- | --- |\n")
+    passed, counted = dict.fromkeys(ENGINES, 0), []
     for test in tests:
         errors = results.get(test.name, {})
-        words = {e: _word(errors.get(e)) for e in ENGINES}
+        words = {engine: _word(errors.get(engine, NOT_RUN)) for engine in ENGINES}
         for engine in ENGINES:
             passed[engine] += words[engine] == "pass"
-        if words["torch"] == "pass" and words["ours"] != "not run" and not test.private:
-            counted += 1
-            counted_passed += words["ours"] == "pass"
-        error = errors.get("ours") or errors.get("torch") or ""
-        private = ", ".join(test.private[:3])
-        sys.stdout.write(
-            f"| {test.name} | {words['torch']} | {words['ours']} | {private} | {error[:160]} |\n"
-        )
+        if words["torch"] == "pass" and words["ours"] != NOT_RUN and not test.private:
+            counted.append(words["ours"] == "pass")
+        error = _first_line(errors.get("ours") or errors.get("torch") or "")[:160]
+        cells = test.name, *words.values(), ", ".join(test.private[:3]), error
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
     ran = sum(bool(results.get(test.name)) for test in tests)
-    share = f" ({counted_passed / counted:.0%})" if counted else ""
+    share = f" ({sum(counted) / len(counted):.0%})" if counted else ""
     sys.stdout.write(
         f"\n{len(tests)} tests, {ran} ran; torch passes {passed['torch']}, ours {passed['ours']}.\n"
-        f"Torch passes and nothing private: {counted}; of these ours {counted_passed}{share}.\n"
+        f"Torch passes and nothing private: {len(counted)}; of these ours {sum(counted)}{share}.\n"
     )
-    if not ran:
-        return 2
-    return int(counted_passed < counted)
+    return int(not all(counted)) if ran else 2
 
 
-def _word(error: str | None) -> str:
-    if error is None:
-        return "not run"
-    if error.startswith("skipped") or error == NOTHING_WRAPPED:
-        return error.split(",")[0].split(":")[0]
+def _word(error: str) -> str:
+    if error == NOT_RUN or error.startswith("skipped"):
+        return error.split(":")[0]
     return "FAIL" if error else "pass"
 
 
 def _first_line(error: str) -> str:
     """The exception's own first line, not the traceback's."""
     lines = [line for line in error.splitlines() if line.strip()]
-    own = [line for line in lines if not line.startswith((" ", "Traceback", "The above", "During"))]
-    return (own or lines or [""])[-1 if len(own) == 1 else 0].strip()
+    own = [line for line in lines if not line.startswith((" ", "Traceback"))]
+    return (own or lines or [""])[0].strip()
 
 
 def _run(test: Test, engine: str, timeout_s: float) -> str:
     """Run one test on its ranks: an empty text if all passed, else the first failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = test.ranks(MAX_RANKS)
-        pids = [_fork(test, engine, rank, ranks, Path(folder)) for rank in range(ranks)]
-        left, deadline = set(pids), time.monotonic() + timeout_s
-        reports = [Path(folder) / f"{rank}.txt" for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as name:
+        folder, ranks = Path(name), test.ranks(MAX_RANKS)
+        reports = [folder / f"{rank}.txt" for rank in range(ranks)]
+        left = {_fork(test, engine, rank, ranks, folder) for rank in range(ranks)}
+        deadline = time.monotonic() + timeout_s
         while left and time.monotonic() < deadline:
             left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
-            failed = any(report.exists() and report.read_text() for report in reports)
-            if failed:  # the others wait for it in a collective: a moment for their own reports
+            if any(report.exists() and report.read_text() for report in reports):
+                # The others wait for it in a collective: a moment for reports of their own.
                 deadline = min(deadline, time.monotonic() + 2.0)
             time.sleep(0.02)
         for pid in left:
@@ -128,18 +116,15 @@ def _run(test: Test, engine: str, timeout_s: float) -> str:
         texts = [report.read_text() if report.exists() else None for report in reports]
     # A rank that another's failure has cut off says less than the one that failed first.
     said = sorted((t for t in texts if t), key=lambda t: "Connection closed by peer" in t)
-    if said:
-        return said[0]
-    if None in texts:
+    if not said and None in texts:
         return f"no report of rank {texts.index(None)} within {timeout_s:g} s"
-    return ""
+    return said[0] if said else ""
 
 
 def _fork(test: Test, engine: str, rank: int, ranks: int, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
-    report, part = folder / f"{rank}.txt", folder / f"{rank}.part"
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -151,8 +136,9 @@ def _fork(test: Test, engine: str, rank: int, ranks: int, folder: Path) -> int:
         text = f"skipped: {reason}"
     except BaseException:  # noqa: BLE001
         text = traceback.format_exc(chain=False)
+    part = folder / f"{rank}.part"
     part.write_text(text)
-    part.rename(report)
+    part.rename(folder / f"{rank}.txt")
     os._exit(0)
 
 
@@ -168,7 +154,7 @@ def _run_on_rank(test: Test, engine: str, rank: int) -> str:
     case.perThreadSetUp()
     getattr(case, test.method)()
     dist.barrier()
-    return "" if calls else NOTHING_WRAPPED
+    return "" if calls else "passes, but wraps nothing"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ PUBLIC = re.compile(r"torch|dist\b|super|nn\b|\w*mesh")
 
 SOURCE = (
     (r"torch\.distributed\._composable\.fsdp(\.fully_shard)?\b", "torch.distributed.fsdp"),
-    (r"\breduce_scatter_single\b", "reduce_scatter_tensor"),
     (r"(?m)^(import torch_npu|from torch_npu\S* import .*)$", ""),
     (r"@SupportedDevices\(.*\)", ""),
     (r"@skipIfUnsupportMultiNPU\(.*\)", ""),
@@ -182,62 +181,49 @@ def load(file: Path) -> types.ModuleType:
 
 def collect(file: Path) -> list[Test]:
     """The tests of a file."""
-    module = load(file)
-    tree = ast.parse(file.read_text())
-    private = _Private(tree)
-    tests = []
+    module, tests = load(file), []
+    functions, imported = _functions(ast.parse(file.read_text()))
     for case, made in vars(module).items():
-        if not (isinstance(made, type) and issubclass(made, unittest.TestCase)):
-            continue
-        if made.__module__ == module.__name__ and made is not CpuTest:
+        is_case = isinstance(made, type) and issubclass(made, unittest.TestCase)
+        if is_case and made.__module__ == module.__name__:
+            owners = [base.__name__ for base in made.__mro__]
             for method in unittest.TestLoader().getTestCaseNames(made):
-                owners = [base.__name__ for base in made.__mro__]
-                tests.append(Test(file, case, method, private.of(owners, method)))
+                private = _private_names(functions, imported, owners, method)
+                tests.append(Test(file, case, method, private))
     return tests
 
 
-class _Private:
-    """Which names of torch's implementation a method uses, itself or through what it calls."""
+def _functions(tree: ast.Module) -> tuple[dict[str, ast.AST], set[str]]:
+    """Functions by name, methods by class and name; names imported from private modules."""
+    found: dict[str, ast.AST] = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for made in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        methods = (part for part in made.body if isinstance(part, ast.FunctionDef))
+        found |= {f"{made.name}.{method.name}": method for method in methods}
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    private = (node for node in imports if PRIVATE.search(str(node.module)))
+    return found, {alias.asname or alias.name for node in private for alias in node.names}
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.imported: set[str] = set()
-        self.functions: dict[str, ast.AST] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and PRIVATE.search(str(node.module)):
-                self.imported |= {alias.asname or alias.name for alias in node.names}
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                self.functions[node.name] = node
-            if isinstance(node, ast.ClassDef):
-                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-                self.functions |= {f"{node.name}.{method.name}": method for method in methods}
 
-    def of(self, owners: list[str], method: str) -> tuple[str, ...]:
-        """Names that the method of a class with these bases uses."""
-        found: set[str] = set()
-        todo, seen = [method], set()
-        while todo:
-            name = todo.pop()
-            keys = [name, *(f"{owner}.{name}" for owner in owners)]
-            for node in [self.functions[key] for key in keys if key in self.functions]:
-                if node not in seen:
-                    seen.add(node)
-                    todo += self._called(node, found)
-        return tuple(sorted(found))
-
-    def _called(self, function: ast.AST, found: set[str]) -> list[str]:
-        called = []
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name):
-                called.append(node.id)
-                if node.id in self.imported or PATCHERS.match(node.id):
-                    found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                base = ast.unparse(node.value)
-                if base in ("self", "cls"):
-                    called.append(node.attr)
-                elif base == "fully_shard" and node.attr == "state":
-                    found.add("fully_shard.state")
-                elif re.match("_[^_]", node.attr) and not PUBLIC.match(base):
-                    found.add(node.attr)
-        return called
+def _private_names(
+    functions: dict[str, ast.AST], imported: set[str], owners: list[str], method: str
+) -> tuple[str, ...]:
+    """Names of torch's implementation that a method uses, itself or through what it calls."""
+    found: set[str] = set()
+    todo = [method]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        for key in {name, *(f"{owner}.{name}" for owner in owners)} & functions.keys() - seen:
+            seen.add(key)
+            for node in ast.walk(functions[key]):
+                base = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
+                if isinstance(node, ast.Name):
+                    todo.append(node.id)
+                    found |= {node.id} if node.id in imported or PATCHERS.match(node.id) else set()
+                elif isinstance(node, ast.Attribute) and base in ("self", "cls"):
+                    todo.append(node.attr)
+                elif isinstance(node, ast.Attribute):
+                    is_private = re.match("_[^_]", node.attr) and not PUBLIC.match(base)
+                    is_state = (base, node.attr) == ("fully_shard", "state")
+                    found |= {node.attr} if is_private or is_state else set()
+    return tuple(sorted(found))
