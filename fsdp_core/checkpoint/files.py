@@ -5,16 +5,12 @@
         .metadata  __0_0.distcp   torch DCP's own
         checkpoint.json           what DCP has no place for, and a checksum of every file
       step-00000020.incomplete/   being written, or left by a crash: the next save removes it
-      step-00000005.deleted/      being removed: likewise
-      .lock                       held by the process that saves
 
 A save writes and syncs every file of the incomplete folder, then the folder, and renames it once
-all ranks are done. A folder is renamed before it is removed. So no name of a complete one ever
-stands for half of it.
+all ranks are done. One run at a time saves into a folder.
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -38,7 +34,6 @@ DOCUMENT = "checkpoint.json"
 FORMAT = 1
 _METADATA = ".metadata"
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_LEFT_OVER = re.compile(r"step-\d{8,}\.(incomplete|deleted)")
 _BLOCK_BYTES = 1 << 22
 
 
@@ -171,57 +166,31 @@ class StepWriter(FileSystemWriter):
     Args:
         folder: of all steps.
         step: names the checkpoint.
-        keep: how many complete checkpoints stay, this one included; None: all.
     """
 
-    def __init__(self, folder: Path, step: int, keep: int | None) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
         self.complete_path = step_path(folder, step)
         # Files sync themselves: DCP syncs .metadata before its last bytes left the buffer.
-        super().__init__(_renamed(self.complete_path, "incomplete"), sync_files=False)
+        incomplete = self.complete_path.with_name(f"{self.complete_path.name}.incomplete")
+        super().__init__(incomplete, sync_files=False)
         self._files = self.fs = _SummedFiles()
         self._document: dict[str, Any] = {}
-        self._lock: int | None = None
 
     def begin(self, document: dict[str, Any]) -> None:
-        """On the coordinator, before anyone writes: lock, remove what a crash left, make room.
+        """On the coordinator, before anyone writes: remove what a crash left, make room.
 
         Raises:
-            ValueError: the step exists, or another process saves into the folder.
+            ValueError: the step exists.
         """
         self._document = document
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
         if self.complete_path.exists():
             raise ValueError(f"Expected a step not saved before, got {self.complete_path}.")
-        for entry in list(self._folder.iterdir()):
-            if _LEFT_OVER.fullmatch(entry.name):
-                shutil.rmtree(entry)
+        for left_over in self._folder.glob("step-*.incomplete"):
+            shutil.rmtree(left_over)
         Path(self.path).mkdir()
         _sync_folder(self._folder)
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # Of the process, so that data loaders forked from it do not hold it on.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise ValueError(
-                f"Expected one save at a time into {self._folder}, got one by another process."
-            ) from error
-        except OSError:
-            pass  # a file system without locks
-
-    def release(self) -> None:
-        """Let others save into the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Leave it: what asynchronous saves are given is a copy on the CPU already."""
-        self.per_thread_copy_ahead = 0  # so the thread that writes touches no CUDA stream
-        return state_dict
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See `StorageWriter`; the results end with sums of this rank's files."""
@@ -254,21 +223,6 @@ class StepWriter(FileSystemWriter):
         _sync_folder(path)
         path.rename(self.complete_path)
         _sync_folder(self._folder)
-        self._remove_oldest()
-
-    def _remove_oldest(self) -> None:
-        """Keep as many as wanted. The new one stands whatever happens here."""
-        others = [step_path(self._folder, step) for step in complete_steps(self._folder)]
-        others.remove(self.complete_path)
-        for path in others[: -(self._keep - 1) or None] if self._keep else []:
-            with contextlib.suppress(OSError):
-                path.rename(_renamed(path, "deleted"))
-                _sync_folder(self._folder)
-                shutil.rmtree(_renamed(path, "deleted"))
-
-
-def _renamed(path: Path, suffix: str) -> Path:
-    return path.with_name(f"{path.name}.{suffix}")
 
 
 def _sync_folder(path: Path) -> None:

@@ -1,38 +1,32 @@
 """Save and load model and optimizer through torch Distributed Checkpoint, bit for bit.
 
-    save(folder, 10, model, optimizer, {"tokens": 5}, keep=3)   all ranks; returns when complete
-    pending = save_async(...)                                   returns once copied to the CPU
-    latest(folder)                                              10
-    loaded = load(folder, model, optimizer)                     all ranks; any world, any strategy
+    save(folder, 10, model, optimizer, {"tokens": 5})   all ranks; returns when complete
+    latest(folder)                                      10
+    loaded = load(folder, model, optimizer)             all ranks; any world, any strategy
 
 Main weights, buffers, optimizer states and hyperparameters, and `extra`; no gradients, no random
 numbers. What is loaded may have another number of ranks, another strategy, other units, or none:
 tensors are called by parameter names and hold true row offsets. `torch.distributed.checkpoint.load`
 reads the folders too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
-Modules of another library have the same names (`param_sharding`), and beside them states of
+What modules say is cut over an axis, tensor or expert parallel, is stored as the tensor of the
+model that is not cut: any product of layouts, or one process, loads what any other has saved.
+Copies of a piece that ranks share are compared, so a save of ranks that have drifted apart fails.
+Modules of another library have the same names (`parallel.global_names`), and beside them states of
 their own, such as scales of eight-bit numbers: who has none takes none, and who finds none keeps
 what it has and warns.
 
-`files` says why a crash harms no complete checkpoint, `state` what is stored.
-
-Pipeline stages are given as a list. What modules say is cut over an axis, tensor or expert
-parallel, is stored as the tensor of the model that is not cut: any product of layouts, or one
-process, loads what any other has saved. Copies of a piece that ranks share are compared, so a save
-of ranks that have drifted apart fails.
-
-Ranks talk over a gloo group of their own, made by the first call, so that an asynchronous save and
-training do not meet. Saves of one process follow each other; another process that saves into the
-same folder is refused. What fails on one rank raises on all of them.
+`files` says why a crash harms no complete checkpoint, `state` what is stored. Ranks talk over a
+gloo group of their own, made by the first call. What fails on one rank raises on all of them.
 """
 
 import contextlib
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +36,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp_core.checkpoint.files import (
     CheckpointError,
@@ -52,28 +48,264 @@ from fsdp_core.checkpoint.files import (
     find_step,
     read_document,
 )
-from fsdp_core.checkpoint.fit import Fit, check_complete
-from fsdp_core.checkpoint.pieces import local_pieces, on_cpu
 from fsdp_core.checkpoint.state import (
+    SINGLE_STATES,
     Modules,
     OptimizerView,
+    Piece,
     RankState,
+    Stretched,
     check_equal,
     checksum,
+    decode,
     describe,
     fsdp_groups,
+    global_names,
+    global_parts,
+    has_pieces,
     held_twice,
+    is_here,
+    local_pieces,
     merge,
+    model_state,
+    plain_name,
     rename_differing,
     saved_state,
+    stretches_of,
 )
 from fsdp_core.fsdp.api import FSDPModule
 
-__all__ = ["CheckpointError", "Loaded", "PendingSave", "latest", "load", "save", "save_async"]
+_HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Entries of a parameter group that stay as the optimizer was built: they change no formula."""
+
+
+class Fit:
+    """Which stored tensor goes into which memory of a model and an optimizer.
+
+    `choose` checks that everything fits and fills `targets`; once those are read, `apply` hands
+    them to the model and the optimizer.
+    """
+
+    def __init__(self, document: dict[str, Any], rank: int, world_size: int) -> None:
+        self._document = document
+        self._own = f"rank{rank}." if world_size == document["world_size"] else None
+        self._per_rank = set(document["per_rank"])
+        self._stored: dict[str, Any] = {}
+        self._parameters: set[str] = set()
+        self._stretched: Stretched = {}
+        self._apply: list[Callable[[], Any]] = []
+        self.targets: dict[str, Any] = {}
+        self.extra: Any = None
+
+    def choose(
+        self, metadata: Metadata, modules: Modules, optimizer: torch.optim.Optimizer | None, *,
+        are_stages: bool,
+    ) -> set[str]:  # fmt: skip
+        """Fill `targets`; global names of this rank's parameters and buffers.
+
+        If `are_stages`, the model may be a part of the one that was saved; see `check_complete`.
+
+        Raises:
+            ValueError: names, shapes, dtypes or the optimizer's type differ.
+        """
+        self._stored, self._stretched = metadata.state_dict_metadata, stretches_of(modules)
+        names = self._choose_model(modules, are_stages=are_stages)
+        if optimizer is not None:
+            self._choose_optimizer(OptimizerView(optimizer, modules))
+        self.extra = decode(self._document["extra"], self._make)
+        return names
+
+    def apply(self) -> None:
+        """Hand over what was read."""
+        for step in self._apply:
+            step()
+
+    def _make(self, entry: dict[str, Any], like: torch.Tensor | None = None) -> torch.Tensor:
+        """Enter a target: `like` itself if it is of the stored shape and dtype, else new memory."""
+        key = entry["$tensor"]
+        if key in self._per_rank:
+            key = self._key_of_rank(key)
+        stored = self._stored[key]
+        dtype, size = stored.properties.dtype, stored.size
+        if like is None or (like.dtype, like.shape) != (dtype, size):
+            like = torch.empty(size, dtype=dtype)
+        self.targets[key] = like
+        return like
+
+    def _key_of_rank(self, key: str) -> str:
+        if self._own is not None and self._own + key in self._stored:
+            return self._own + key
+        if not key.startswith("model.") or key in self._parameters:
+            raise ValueError(
+                f"Expected the {self._document['world_size']} ranks that saved, as {key} differed "
+                "between them, got others."
+            )
+        warnings.warn(
+            f"{key} differed between the ranks that saved: taking the first's.", stacklevel=2
+        )
+        return key
+
+    def _choose_model(self, modules: Modules, *, are_stages: bool) -> set[str]:
+        tree, state, parts = self._document["model"], model_state(modules), saved_state(modules)
+        saved = tree.keys() & parts.keys() if are_stages else tree.keys()
+        _check_names("parameters and buffers", _needed(parts, tree), _needed(saved, parts))
+        if fresh := sorted(parts.keys() - tree.keys()):
+            warnings.warn(
+                f"The checkpoint is of other modules and has no {_some(fresh)}: these stay as they "
+                "are.",
+                stacklevel=2,
+            )
+        self._parameters = {
+            f"model.{each}"
+            for name, value in state.items()
+            if isinstance(value, nn.Parameter)
+            for each in global_names(name, self._stretched)
+        }
+        for name, value in parts.items():
+            if (
+                name not in fresh
+                and isinstance(value, torch.Tensor)
+                and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            ):
+                self._check_tensor(name, value, tree[name])
+        found = {
+            name: value if name in fresh else self._decoded(name, value, tree)
+            for name, value in state.items()
+        }
+        for module in modules:
+            loaded = {raw: found[plain_name(raw)] for raw in module.state_dict()}
+            self._apply.append(partial(module.load_state_dict, loaded))
+        return set(parts)
+
+    def _decoded(self, name: str, value: Any, tree: dict[str, Any]) -> Any:
+        if name not in self._stretched:
+            make = partial(self._make, like=_memory(value, tree[name]))
+            return decode(tree[name], make)
+        for each, piece in global_parts(name, value, self._stretched).items():
+            self._make(tree[each], piece)
+        return value.detach()
+
+    def _check_tensor(self, name: str, value: torch.Tensor, entry: Any) -> None:
+        stored = self._stored[entry["$tensor"]]
+        expected, got = (value.dtype, value.shape), (stored.properties.dtype, stored.size)
+        if value.is_meta:
+            raise ValueError(f"Expected {name} in memory, got a meta tensor: call to_empty first.")
+        if expected != got:
+            raise ValueError(f"Expected {name} of {_text(expected)}, got {_text(got)}.")
+
+    def _choose_optimizer(self, view: OptimizerView) -> None:
+        parameters = saved_state(view.modules)
+        saved = self._document["optimizer"]
+        if saved is None:
+            raise ValueError("Expected an optimizer's state, got a checkpoint saved without.")
+        kind = type(view.optimizer).__name__
+        if (kind, len(view.groups)) != (saved["type"], len(saved["groups"])):
+            raise ValueError(
+                f"Expected {kind} with {len(view.groups)} parameter groups, got {saved['type']} "
+                f"with {len(saved['groups'])}."
+            )
+        groups = []
+        for number, (group, stored) in enumerate(zip(view.groups, saved["groups"], strict=True)):
+            own = [view.names[i] for i in group["params"]]
+            names = [each for name in own for each in global_names(name, self._stretched)]
+            # Who builds an optimizer may leave out what has no rows on this rank.
+            mine = [n for n in stored["params"] if n in parameters]
+            needed = [n for n in mine if n in names or is_here(parameters[n])]
+            _check_names(f"parameters in group {number}", names, needed)
+            values = decode(stored["values"], self._make)
+            kept = {k: v for k, v in group.items() if k in _HOW_NOT_WHAT}
+            groups.append(group | values | kept)
+        state: dict[int, Any] = {}
+        for index in range(len(view.names)):
+            if not view.is_torchs and not is_here(view.parameters[index]):
+                # Kernels of libraries keep nothing of parameters without rows here.
+                state |= {i: view.state[i] for i in (index,) if i in view.state}
+            elif states := self._choose_states(view, index, saved["state"]):
+                state[index] = states
+        self._apply.append(partial(view.load, {"state": state, "param_groups": groups}))
+
+    def _choose_states(self, view: OptimizerView, index: int, saved: Any) -> dict[str, Any]:
+        """The states of a parameter, of all tensors that it is made of; none if none were saved."""
+        name, parameter, now = view.names[index], view.parameters[index], view.state.get(index, {})
+        parts = global_parts(name, parameter, self._stretched)
+        made: dict[str, Any] = {}
+        for each, part in parts.items():
+            if each not in saved:
+                continue
+            if before := now or made:
+                _check_names(f"states of {each}", before.keys(), saved[each].keys())
+            for key, tree in saved[each].items():
+                make = partial(self._make_state, (each, key), parameter, part)
+                like = made.get(key, now.get(key))
+                made[key] = decode(tree, partial(make, like))
+        return made
+
+    def _make_state(
+        self, what: tuple[str, str], parameter: Any, part: Any, like: Any, entry: dict[str, Any]
+    ) -> torch.Tensor:
+        """Enter a target for a state `like`, of the parameter or of its piece `part`.
+
+        `what` is the global name and the state's key; `like` is None if there is no such state yet.
+        """
+        name, key = what
+        stored, was_cut = self._stored[entry["$tensor"]], self._document["model"][name]["pieces"]
+        alike = not was_cut and stored.size == part.shape and key not in SINGLE_STATES
+        if not (entry["pieces"] or alike):
+            return self._make(entry, None if has_pieces(like) else like)
+        if stored.size != part.shape:
+            raise ValueError(
+                f"Expected {key} of {name} of {tuple(part.shape)}, got {tuple(stored.size)}."
+            )
+        dtype = stored.properties.dtype
+        if has_pieces(like) != has_pieces(parameter) or getattr(like, "dtype", None) != dtype:
+            like = torch.empty_like(parameter.detach(), dtype=dtype)
+        assert isinstance(like, torch.Tensor)
+        self._make(entry, Piece.of(like, part.stretch) if isinstance(part, Piece) else like)
+        return like
+
+
+def check_complete(saved: Collection[str], ranks: Sequence[set[str]]) -> None:
+    """Compare the names in a checkpoint with those of all ranks together.
+
+    Raises:
+        ValueError: no rank has what the checkpoint holds.
+    """
+    found = set().union(*ranks)
+    _check_names(
+        "parameters and buffers over all stages", _needed(found, saved), _needed(saved, found)
+    )
+
+
+def _needed(names: Iterable[str], others: Container[str]) -> list[str]:
+    """Without what modules of one library alone keep, such as scales of eight-bit numbers."""
+    return [n for n in names if n in others or not n.endswith(_EXTRA_STATE_KEY_SUFFIX)]
+
+
+def _memory(value: Any, tree: Any) -> torch.Tensor | None:
+    alike = isinstance(value, torch.Tensor) and isinstance(tree, dict) and "$tensor" in tree
+    return value.detach() if alike else None
+
+
+def _text(kind: tuple[torch.dtype, torch.Size]) -> str:
+    return f"{kind[0]} {tuple(kind[1])}"
+
+
+def _check_names(what: str, expected: Iterable[str], got: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"Expected the same {what}, got a checkpoint without {_some(missing)} and with "
+            f"{_some(unexpected)} besides."
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5]) or 'nothing'}{more}"
+
 
 _own_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _own_groups = weakref.WeakKeyDictionary()
-_unsettled: "list[PendingSave]" = []
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the stages that this rank has of one, in a list."""
@@ -106,9 +338,6 @@ def save(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
-    *,
-    keep: int | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save as `folder/step-<step>`, on the disk when this returns. A collective.
 
@@ -118,82 +347,52 @@ def save(
         model: with FSDP units or without; units may be gathered. A list: stages, whose names are
             those of the whole model, so that ranks have other names.
         optimizer: over the model's parameters.
-        extra: JSON values, tuples and tensors; the same on all ranks.
-        keep: complete checkpoints that stay, this one among them; the lowest steps go first, once
-            this one is complete. None: all.
-        group: ranks that save, with a CPU backend. None: all, over a gloo group of their own with
-            the default group's timeout.
+        extra: JSON values, tuples and tensors; the same on all ranks, but for what is in tensors.
 
     Raises:
-        ValueError: an argument out of range; the step exists; something that cannot be stored;
-            another process saves into the folder; copies of one piece differ between ranks.
+        ValueError: the step is negative or exists; something that cannot be stored; copies of one
+            piece differ between ranks.
         CheckpointError: a rank failed or died. Complete checkpoints are as before.
     """
-    job = _Save(folder, step, keep, group)
-    try:
-        tensors = job.prepare(model, optimizer, extra)
-        with job.ranks.errors():
-            dcp.save(tensors, **job.options)
-    finally:
-        job.writer.release()
-    return job.writer.complete_path
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
+    ranks = _Ranks(f"Saving step {step} into {folder}")
+    wrapper, modules = ranks.wrapper, _modules(model)
+    is_alone = wrapper.get_world_size() == 1
+    writer, tensors = StepWriter(Path(folder), step), dict[str, Any]()
+    document: dict[str, Any] = {}  # on the coordinator
+
+    def local() -> RankState:
+        view = None if optimizer is None else OptimizerView(optimizer, modules).value()
+        value = {"model": saved_state(modules), "optimizer": view, "extra": extra or {}}
+        return describe(value | {"step": step}, tensors, is_alone=is_alone)
+
+    def common(states: list[RankState]) -> dict[str, int]:
+        tree, differing = merge(states, are_stages=not isinstance(model, nn.Module))
+        document.update(tree, world_size=len(states), per_rank=list(differing))
+        return differing
+
+    with ranks.errors():
+        differing = wrapper.all_reduce("describe", local, common)
+        if not is_alone:
+            _compare_copies(wrapper, tensors)
+        wrapper.broadcast("begin", lambda: writer.begin(document))
+        rename_differing(tensors, differing, wrapper.get_rank())
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.options)
+    return writer.complete_path
 
 
-class PendingSave:
-    """A save under way. `wait` for it, or the next save or load does and raises what it raised."""
+def _compare_copies(wrapper: _DistWrapper, tensors: dict[str, Any]) -> None:
+    """Compare the bits of pieces that several ranks have; others are not even read."""
+    mine = dict(local_pieces(tensors))
+    shared = wrapper.all_reduce("pieces", lambda: list(mine), held_twice)
 
-    def __init__(self, job: "_Save", future: "Future[Any]") -> None:
-        self._job, self._future = job, future
-        self.path = job.writer.complete_path
+    def sums() -> dict[str, int]:
+        return {name: checksum(t) for name, t in mine.items() if name in shared}
 
-    def done(self) -> bool:
-        """Whether the save is over, well or not."""
-        return self._future.done()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is complete; its path. Every rank has to, before it leaves.
-
-        Raises:
-            CheckpointError: a rank failed or died. Complete checkpoints are as before.
-        """
-        if self in _unsettled:
-            _unsettled.remove(self)
-        with self._job.ranks.errors():
-            self._future.result()
-        return self.path
-
-
-def save_async(
-    folder: str | Path,
-    step: int,
-    model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
-    extra: dict[str, Any] | None = None,
-    *,
-    keep: int | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> PendingSave:
-    """Like `save`, but return once everything is copied to the CPU: training may go on at once.
-
-    A thread writes, and completes the checkpoint whether or not anybody waits. `group` must not be
-    used meanwhile.
-
-    Raises:
-        As `save`, for what goes wrong before the writing; the rest, `PendingSave.wait` raises.
-    """
-    job = _Save(folder, step, keep, group)
-    try:
-        tensors = job.prepare(model, optimizer, extra)
-        with job.ranks.errors():
-            future = dcp.async_save({k: on_cpu(t) for k, t in tensors.items()}, **job.options)
-    except BaseException:
-        job.writer.release()
-        raise
-    assert isinstance(future, Future)
-    future.add_done_callback(job.end)
-    pending = PendingSave(job, future)
-    _unsettled.append(pending)
-    return pending
+    if shared:
+        wrapper.all_reduce("copies", sums, check_equal)
 
 
 def load(
@@ -202,7 +401,6 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load the checkpoint of `step`, or the latest, into model and optimizer. A collective.
 
@@ -216,7 +414,7 @@ def load(
         CheckpointError: missing or damaged files; or a rank failed or died, which may leave the
             model half loaded if it was while reading.
     """
-    ranks = _Ranks(f"Loading from {folder}", group)
+    ranks = _Ranks(f"Loading from {folder}")
     wrapper, modules = ranks.wrapper, _modules(model)
     checked: list[dict[str, Any]] = []
 
@@ -234,11 +432,10 @@ def load(
             if isinstance(module, FSDPModule):
                 module.reshard()
         reader = dcp.FileSystemReader(path)
+        are_stages = not isinstance(model, nn.Module)
         found = wrapper.all_gather(
             "fit",
-            lambda: fit.choose(
-                reader.read_metadata(), modules, optimizer, are_stages=_are_stages(model)
-            ),
+            lambda: fit.choose(reader.read_metadata(), modules, optimizer, are_stages=are_stages),
         )
         check_complete(checked[0]["model"], found)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -250,10 +447,6 @@ def load(
     return Loaded(checked[0]["step"], fit.extra, path)
 
 
-def _are_stages(model: Model) -> bool:
-    return not isinstance(model, nn.Module)
-
-
 def _modules(model: Model) -> Modules:
     return [model] if isinstance(model, nn.Module) else list(model)
 
@@ -261,17 +454,12 @@ def _modules(model: Model) -> Modules:
 class _Ranks:
     """The ranks that save or load, and what becomes of their errors."""
 
-    def __init__(self, doing: str, group: dist.ProcessGroup | None) -> None:
-        for pending in list(_unsettled):
-            pending.wait()
+    def __init__(self, doing: str) -> None:
         self.doing = doing
         in_use = dist.is_initialized()
-        if group is not None and torch.device("cpu") not in group._device_types:
-            raise ValueError(f"Expected a group with a CPU backend, got {group._device_types}.")
         if not in_use:
-            # DCP says so each time, from the thread that writes as well.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        self.group = group or (_own_group() if in_use else None)
+        self.group = _own_group() if in_use else None
         self.wrapper = _DistWrapper(self.group, in_use, 0)
         self.options: dict[str, Any] = {"process_group": self.group, "no_dist": not in_use}
 
@@ -295,7 +483,7 @@ class _Ranks:
 
     def leave(self, error: BaseException) -> None:
         """Close the own group, so that ranks that wait for this one learn of it at once."""
-        if self.group is not None and self.group in _own_groups.values():
+        if self.group is not None:
             own, self.group, self.wrapper.group = self.group, None, None
             self.options.clear()
             _own_groups.clear()
@@ -312,70 +500,3 @@ def _own_group() -> dist.ProcessGroup:
         timeout = world._get_backend(world._device_types[0]).options._timeout
         _own_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return _own_groups[world]
-
-
-class _Save:
-    """One save: its folder, and what is common to both ways of saving."""
-
-    def __init__(
-        self, folder: str | Path, step: int, keep: int | None, group: dist.ProcessGroup | None
-    ) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"Expected keep to be None or 1 or more, got {keep!r}.")
-        self.step = step
-        self.ranks = _Ranks(f"Saving step {step} into {folder}", group)
-        self.writer = StepWriter(Path(folder), step, keep)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of DCP's functions. Made anew, so that nothing here holds the group."""
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        return self.ranks.options | {"storage_writer": self.writer, "planner": planner}
-
-    def end(self, future: "Future[Any]") -> None:
-        """What follows an asynchronous save, in its thread, whether or not anybody waits."""
-        self.writer.release()
-        error = future.exception()
-        if isinstance(error, RuntimeError):
-            self.ranks.leave(error)
-
-    def prepare(
-        self, model: Model, optimizer: torch.optim.Optimizer | None, extra: Any
-    ) -> dict[str, Any]:
-        """Tensors to store, of this rank; the folder is ready for them."""
-        tensors: dict[str, Any] = {}
-        wrapper, modules = self.ranks.wrapper, _modules(model)
-        is_alone = wrapper.get_world_size() == 1
-
-        def local() -> RankState:
-            view = None if optimizer is None else OptimizerView(optimizer, modules).value()
-            value = {"model": saved_state(modules), "optimizer": view, "extra": extra or {}}
-            return describe(value | {"step": self.step}, tensors, is_alone=is_alone)
-
-        document: dict[str, Any] = {}  # on the coordinator
-
-        def common(ranks: list[RankState]) -> dict[str, int]:
-            tree, differing = merge(ranks, are_stages=_are_stages(model))
-            document.update(tree, world_size=len(ranks), per_rank=list(differing))
-            return differing
-
-        with self.ranks.errors():
-            differing = wrapper.all_reduce("describe", local, common)
-            if not is_alone:
-                self._compare_copies(tensors)
-            wrapper.broadcast("begin", lambda: self.writer.begin(document))
-        rename_differing(tensors, differing, wrapper.get_rank())
-        return tensors
-
-    def _compare_copies(self, tensors: dict[str, Any]) -> None:
-        """Compare the bits of pieces that several ranks have; others are not even read."""
-        wrapper, mine = self.ranks.wrapper, dict(local_pieces(tensors))
-        shared = wrapper.all_reduce("pieces", lambda: list(mine), held_twice)
-
-        def sums() -> dict[str, int]:
-            return {name: checksum(t) for name, t in mine.items() if name in shared}
-
-        if shared:
-            wrapper.all_reduce("copies", sums, check_equal)

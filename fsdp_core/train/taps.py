@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint.pieces import Piece, plain_name
+from fsdp_core.checkpoint.state import Piece, plain_name
 from fsdp_core.config import ConfigError, TapPattern, TrainConfig, tap_pattern
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import (

@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.checkpoint import CheckpointError, files, latest, load, save, save_async
+from fsdp_core.checkpoint import CheckpointError, files, latest, load, save
 from tests.dist.checkpoint_layouts import OPTIMIZERS, build, fill, misses, snapshot, train
 from tests.dist.forks import fork_each
 from tests.dist.fsdp_sides import differences
@@ -43,7 +42,7 @@ def attempt(action: Any, *args: Any) -> str:
 # --- one rank fails ---------------------------------------------------------------------------
 
 
-def fail_then_save(folder: str, how: str, asynchronous: bool) -> dict[str, Any]:
+def fail_then_save(folder: str, how: str) -> dict[str, Any]:
     """A save that fails on rank 1 alone, and what comes after."""
     model, made = build("optim")
     train(model, made, range(1))
@@ -52,14 +51,8 @@ def fail_then_save(folder: str, how: str, asynchronous: bool) -> dict[str, Any]:
     fill(model, made, 2)
     extra: dict[str, Any] = {"rank": 0}
 
-    def save_second() -> None:
-        if asynchronous:
-            save_async(folder, 2, model, made, extra).wait()
-        else:
-            save(folder, 2, model, made, extra)
-
     with planted(how, extra):
-        text = attempt(save_second)
+        text = attempt(save, folder, 2, model, made, extra)
     dist.barrier()
     names = names_in(folder)
     step = load(folder, model, made).step
@@ -109,14 +102,6 @@ def refusals(folder: str, kinds: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def save_elsewhere(folder: str, step: int, asynchronous: bool) -> str:
-    """Try to save from another process; what it raised."""
-    model = nn.Linear(2, 2)
-    if asynchronous:
-        return attempt(lambda: save_async(folder, step, model).wait())
-    return attempt(save, folder, step, model)
-
-
 # --- ranks are killed -------------------------------------------------------------------------
 
 NUM_MORTALS = 4
@@ -124,21 +109,19 @@ NUM_MORTALS = 4
 
 
 def kill_while_saving(
-    folder: str, victims: list[int], where: str, asynchronous: bool
+    folder: str, victims: list[int], where: str
 ) -> tuple[list[int], list[tuple[str, float]]]:
     """A save of step 2 over step 1 in which ranks die: exit codes, and what the others report.
 
     For a process of its own. Reports are the error, or the path, and the time that it took in s.
     """
-    body = partial(_save_and_die, folder, victims, where, asynchronous)
+    body = partial(_save_and_die, folder, victims, where)
     codes = fork_each(body, NUM_MORTALS)
     texts = [path.read_text() for path in sorted(Path(folder).glob("report*"))]
     return codes, [(text, float(seconds)) for seconds, text in (t.split(" ", 1) for t in texts)]
 
 
-def _save_and_die(
-    folder: str, victims: list[int], where: str, asynchronous: bool, rank: int
-) -> None:
+def _save_and_die(folder: str, victims: list[int], where: str, rank: int) -> None:
     store = dist.FileStore(f"{folder}/store", NUM_MORTALS)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=NUM_MORTALS, timeout=timedelta(seconds=60)
@@ -150,16 +133,6 @@ def _save_and_die(
         store.set(f"{name}{rank}", "")
         store.wait([f"{name}{r}" for r in alive])
 
-    def save_second() -> None:
-        if asynchronous:
-            pending = save_async(saved, 2, model, made, keep=1)
-            # The thread that saves tells the others: nobody has to ask for the outcome.
-            wait([pending._future])
-            meet("over")
-            pending.wait()
-        else:
-            save(saved, 2, model, made, keep=1)
-
     model, made = build("hfsdp")
     train(model, made, range(1))
     fill(model, made, 1)
@@ -169,11 +142,10 @@ def _save_and_die(
         owner, name = {
             "writing": (files._SummedFile, "write"),
             "renaming": (Path, "rename"),
-            "removing": (shutil, "rmtree"),
         }[where]
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
-    text = attempt(save_second)
+    text = attempt(save, saved, 2, model, made)
     Path(folder, f"report{rank}").write_text(f"{time.monotonic() - start} {text}")
     # Others must not learn of it from this process's end.
     meet("end")
@@ -192,7 +164,7 @@ def load_and_save(folder: str, seed: int) -> tuple[int, list[str], list[str]]:
 
 
 def die_everywhere(folder: Path) -> list[int]:
-    """Save step 2 in place of step 1, killed at each point on the way; steps that were left.
+    """Save step 2 after step 1, killed at each point on the way; steps that were left.
 
     For a process of its own.
     """
@@ -210,16 +182,15 @@ def die_everywhere(folder: Path) -> list[int]:
 
         def save_and_die(_: int, here: Path = here, point: int = point) -> None:
             die_at(point)
-            save(here, 2, model, made, keep=1)
+            save(here, 2, model, made)
 
         code = fork_each(save_and_die, 1)[0]
         step = latest(here)
         assert step is not None, point
         complete = files.complete_steps(here)
         check_complete(here, complete)
-        assert names_in(here) in (
-            [".lock", *(f"step-{s:08d}" for s in sorted({*old, 3}))] for old in ((step,), (1, 2))
-        )
+        assert complete == list(range(1, step + 1))
+        assert names_in(here) == [f"step-{s:08d}" for s in (*complete, 3)]
         if code != -signal.SIGKILL:
             assert code == 0
             return left

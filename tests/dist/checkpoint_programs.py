@@ -1,8 +1,6 @@
-"""Programs that save and load on ranks: round trips, gathered weights, asynchronous saves."""
+"""Programs that save and load on ranks: round trips, gathered weights."""
 
-import threading
 import warnings
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.checkpoint import latest, load, save, save_async
-from fsdp_core.checkpoint.files import StepWriter
+from fsdp_core.checkpoint import load, save
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.dist.checkpoint_layouts import (
     LAYOUTS,
@@ -131,7 +128,7 @@ def read_with_dcp(folder: str, seed: int) -> list[str]:
     return unlike(tensors(model), seed)
 
 
-# --- gathered weights, asynchronous saves -----------------------------------------------------
+# --- gathered weights ---------------------------------------------------------------------------
 
 
 def gathered(folder: str, layout: str) -> tuple[list[str], list[torch.Tensor]]:
@@ -169,41 +166,3 @@ def check_copies(model: Any) -> None:
         for copy, parameter in zip(group.unsharded, group.sharded, strict=True):
             if group.nest.weight_level == 0:
                 assert same_bits(copy.detach(), parameter.detach().full_tensor().bfloat16())
-
-
-def save_while_training(folder: str, layout: str) -> tuple[list[str], str]:
-    """How two asynchronous saves, although training went on, differ from what was there."""
-    model, made = build(layout)
-    train(model, made, range(1))
-    expected = [snapshot(model, made)]
-    held = hold()
-    pending = save_async(folder, 1, model, made)
-    train(model, made, range(1, 3))
-    assert not pending.done()
-    assert latest(folder) is None
-    held.set()
-    expected.append(snapshot(model, made))
-    second = save_async(folder, 2, model, made)
-    assert pending.done()
-    train(model, made, range(3, 4))
-    assert second.wait() == Path(folder) / "step-00000002"
-    dist.barrier()
-    assert latest(folder) == 2
-    found = []
-    for step in (1, 2):
-        load(folder, model, made, step=step)
-        found.append(snapshot(model, made))
-    return differences(expected, found), pending.wait().name
-
-
-def hold() -> threading.Event:
-    """Keep the next save from writing until this event is set."""
-    may, write = threading.Event(), StepWriter.write_data
-
-    def wait_and_write(self: Any, plan: Any, planner: Any) -> Any:
-        assert may.wait(30)
-        StepWriter.write_data = write  # type: ignore[method-assign]
-        return write(self, plan, planner)
-
-    StepWriter.write_data = wait_and_write  # type: ignore[method-assign]
-    return may

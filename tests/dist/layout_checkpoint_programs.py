@@ -152,17 +152,6 @@ def drift_and_save(folder: str, what: Problem, layout: Layout) -> None:
     checkpoint.save(folder, 5, stages, optimizer)
 
 
-def save_asynchronously(folder: str, what: Problem, layout: Layout) -> list[str]:
-    """Values that change once the save has begun; what of the saved ones is not there again."""
-    stages, optimizer = build(what, layout)
-    fill(stages, optimizer, 3)
-    pending = checkpoint.save_async(folder, 7, stages, optimizer)
-    fill(stages, optimizer, 4)
-    pending.wait()
-    checkpoint.load(folder, stages, optimizer)
-    return wrong(stages, optimizer, 3)
-
-
 def load_part(folder: str, what: Problem, layout: Layout, leave_out: str) -> None:
     """Load into stages of which one layer is missing."""
     stages, _ = build(what, layout)

@@ -122,18 +122,3 @@ def test_torchs_own_load_reads_the_folder(warm_ranks: RankPool, saved: Saved) ->
     """`torch.distributed.checkpoint.load` of the model's state_dict loads the same weights."""
     for wrong in warm_ranks.run(programs.read_with_dcp, *saved["hsdp"], world_size=3):
         assert wrong == []
-
-
-# --- asynchronous saves -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["optim", "hsdp", "plain"])
-def test_training_goes_on_during_an_asynchronous_save(
-    warm_ranks: RankPool, tmp_path: Path, layout: str
-) -> None:
-    """What was there at the call is saved; a second save waits for the first."""
-    for changed, name in warm_ranks.run(
-        programs.save_while_training, str(tmp_path), layout, world_size=world_of(layout)
-    ):
-        assert changed == []
-        assert name == "step-00000001"

@@ -62,15 +62,6 @@ def test_every_layout_loads_what_any_other_saved(
         assert [(names, compared > 20) for names, compared in found] == [([], True)] * len(sources)
 
 
-def test_save_goes_on_while_stages_train(warm_ranks: RankPool, tmp_path: Path) -> None:
-    """What an asynchronous save of cut stages holds is what they had when it began."""
-    what = programs.problem(2)
-    for left in warm_ranks.run(
-        programs.save_asynchronously, str(tmp_path), what, FEW, world_size=4
-    ):
-        assert left == []
-
-
 def test_copies_that_drifted_apart_are_not_saved(warm_ranks: RankPool, tmp_path: Path) -> None:
     """A replicated weight with other bits on another rank of tp stops the save, by its name."""
     what = programs.problem(2)

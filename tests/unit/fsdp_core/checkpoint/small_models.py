@@ -46,4 +46,4 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
 
 def names(folder: Path) -> list[str]:
     """Entries of a folder, but for the lock."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in folder.iterdir())
