@@ -272,7 +272,8 @@ class StepRecord(Json):
     the step, `peak` so far, `device` on the whole GPU by the driver, at the last step of a flush,
     `host` of the rank's process that no file holds. `taps`: the rows, `TAP_HEX_CHARS` each.
     `pointer_changes`: long-lived tensors that moved since the step before; None if not counted.
-    `skipped`: why the optimizer did not take the step; "" where it did.
+    `skipped`: why the optimizer did not take the step; "" where it did. `evaluation`: the loss of
+    the evaluation after it; None without one.
     """
 
     step: int
@@ -290,6 +291,7 @@ class StepRecord(Json):
     device_bytes: int | None = None
     host_bytes: int | None = None
     skipped: str = ""
+    evaluation: FloatBits | None = None
     kind: Literal["step"] = "step"
 
 

@@ -218,7 +218,8 @@ def _stressors_are_known(run: "TrainConfig") -> None:
 
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
-         "compile", "compile_backend", "backend", "stress", "recompute", "resume_at"),
+         "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
+         "evaluate_every"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""
@@ -403,6 +404,10 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
         Rule("text_fits_vocabulary", "Text is read byte by byte: 256 tokens.",
              lambda run: run.data.kind == "text" and run.model.vocab_size < 256,
              "model.vocab_size", ">= 256 for byte-level text"),
+        Rule("evaluation_moves_no_scales",
+             "fp8's delayed scales follow each forward pass, those of an evaluation, too.",
+             lambda run: run.evaluate_every and run.fp8 == "delayed",
+             "evaluate_every", "0, as fp8 is delayed", (0,)),
         Rule("recompute_is_eager_or_captured_whole",
              "Graphs of parts of a layer are replayed once, so they hold no whole layer again.",
              lambda run: (

@@ -29,7 +29,11 @@ POOLS = ("dynamic", "double", "traced")
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """How parameters are sharded and where gathered buffers come from."""
+    """How parameters are sharded and where gathered buffers come from.
+
+    `overlap` is the number of side streams of communication: 2, gathers and reductions on one each;
+    1, both on one; 0, on the stream of compute, with nothing gathered ahead.
+    """
 
     strategy: str = "optim_grads_params"
     outer_strategy: str = "no_shard"
@@ -37,6 +41,7 @@ class FsdpConfig:
     persistent_on_miss: bool = True
     reshard_after_forward: bool = True
     reduce_dtype: str = "fp32"
+    overlap: int = 2
 
     def __post_init__(self) -> None:
         word(self, "strategy", STRATEGIES)
@@ -44,6 +49,7 @@ class FsdpConfig:
         word(self, "pool", POOLS)
         word(self, "reduce_dtype", DTYPES)
         bools(self, "persistent_on_miss", "reshard_after_forward")
+        integers(self, 0, "overlap", most=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +100,8 @@ class TrainConfig:
     `recompute` is what each layer computes again in its backward pass, in place of keeping it:
     nothing, all of it, or its attention branch. `fused_experts` has one kernel compute both layers
     of the experts, each of which is then an FSDP unit whose hooks run around the kernel; without it
-    the backend decides, and the experts are one unit.
-
+    the backend decides, and the experts are one unit. `evaluate_every` has the loss of one batch
+    that is never trained on evaluated after every so many steps; 0: never.
     `resume_at` is the number of steps after which the run is saved, ends its processes and goes on
     in new ones; 0: never.
     """
@@ -122,6 +128,7 @@ class TrainConfig:
     micro_batch_size: int = 1
     seed: int = 1234
     flush_every: int = 1
+    evaluate_every: int = 0
     graph_warmup_steps: int = 2
     graph_optimizer: bool = True
     ledger: bool = True
@@ -132,7 +139,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         integers(self, 1, "steps", "microbatches", "micro_batch_size", "flush_every")
         integers(self, 1, "graph_warmup_steps")
-        integers(self, 0, "resume_at")
+        integers(self, 0, "evaluate_every", "resume_at")
         integers(self, 0, "seed", "stress_seed", most=2**64 - 1)
         word(self, "engine", ENGINES)
         word(self, "backend", BACKENDS)
@@ -145,6 +152,10 @@ class TrainConfig:
         name_tuples(self, "graph", "compile", "stress", "taps")
         integer_tuples(self, 0, "graph_layers")
         obey_all(self)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows that step."""
+        return self.evaluate_every > 0 and (step + 1) % self.evaluate_every == 0
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON-ready plain values; `from_dict` is its inverse."""

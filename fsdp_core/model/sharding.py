@@ -60,7 +60,11 @@ def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
     dense, fsdp = axes.dense_mesh, how.fsdp
     strategy = (fsdp.outer_strategy, fsdp.strategy) if dense.ndim == 2 else fsdp.strategy
     shard = functools.partial(
-        fully_shard, mp_policy=how.policy, pool=how.pool, keep_grads=how.keep_grads
+        fully_shard,
+        mp_policy=how.policy,
+        pool=how.pool,
+        keep_grads=how.keep_grads,
+        overlap=fsdp.overlap,
     )
     for layer in stage.numbered_layers.values():
         mlp = layer.mlp

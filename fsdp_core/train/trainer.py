@@ -66,6 +66,8 @@ from fsdp_core.train.taps import Snapshots, TensorCopies, branch_places, open_ta
 
 OF_GRADIENTS = ("samples", "grads")
 """Groups that are digested once the gradients are there; all others follow the update."""
+EVALUATED = 2**32
+"""Step whose batch `evaluate_every` evaluates: one that no run trains on."""
 STATE = ("weights", "optim")
 """Groups that last from step to step."""
 
@@ -81,6 +83,7 @@ class StepOutputs:
             Their mean over microbatches and over the ranks that hold different tokens is `loss`.
         loss: float32 scalar, the mean over all tokens of the step, on every rank the same.
         grad_norm: float32 scalar, of the whole model's gradient, before clipping.
+        evaluation: float32 scalar, the loss of the last evaluation that `evaluate_every` asked for.
         digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any
             element is not finite.
     """
@@ -88,11 +91,13 @@ class StepOutputs:
     losses: torch.Tensor
     loss: torch.Tensor
     grad_norm: torch.Tensor
+    evaluation: torch.Tensor
     digests: dict[str, torch.Tensor]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them by name."""
-        yield from {"losses": self.losses, "loss": self.loss, "grad_norm": self.grad_norm}.items()
+        for name in ("losses", "loss", "grad_norm", "evaluation"):
+            yield name, getattr(self, name)
         for group, rows in self.digests.items():
             yield f"digest of {group}", rows
 
@@ -344,6 +349,8 @@ class Trainer:
                     self._update()
             else:
                 self._iteration()
+            if self.config.evaluates_after(index):
+                self.outputs.evaluation.copy_(self._evaluate(EVALUATED))
         return self.outputs
 
     def evaluate(self, index: int) -> torch.Tensor:
@@ -352,15 +359,18 @@ class Trainer:
         Eagerly, without dropout or gradients; outputs, weights and random states stay as they are.
         """
         with self.at_work():
-            self._inputs.fill(index)
+            return self._evaluate(index)
+
+    def _evaluate(self, index: int) -> torch.Tensor:
+        self._inputs.fill(index)
+        for stage in self.stages:
+            stage.eval()
+        try:
+            losses = self._pipeline.forward_only(self._inputs.microbatches())
+        finally:
             for stage in self.stages:
-                stage.eval()
-            try:
-                losses = self._pipeline.forward_only(self._inputs.microbatches())
-            finally:
-                for stage in self.stages:
-                    stage.train()
-            return mean_loss(losses, self.axes)
+                stage.train()
+        return mean_loss(losses, self.axes)
 
     def _iteration(self) -> None:
         self._gradients()
@@ -472,6 +482,7 @@ class Trainer:
             losses=torch.zeros(self.config.microbatches, device=device),
             loss=torch.zeros((), device=device),
             grad_norm=torch.zeros((), device=device),
+            evaluation=torch.zeros((), device=device),
             digests=self._digests.empty(device),
         )
 

@@ -62,6 +62,8 @@ def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
         yield f"microbatch_losses[{index}]", value
     if record.grad_norm is not None:
         yield "grad_norm", record.grad_norm
+    if record.evaluation is not None:
+        yield "evaluation", record.evaluation
 
 
 # --- digests of the state ---------------------------------------------------------------------
@@ -251,7 +253,7 @@ def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
     for index, (name, value) in enumerate(quantities(record)):
         if not value.finite and not (record.skipped and name == "grad_norm"):
             # The norm is computed from the gradients, so a bad gradient is named before it.
-            at = (2, 0) if name == "grad_norm" else (0, index)
+            at = (2, index) if name in ("grad_norm", "evaluation") else (0, index)
             found.append((at, rank, name, "", show_float(value)))
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
         if record.skipped and group == "grads":

@@ -277,7 +277,7 @@ _CAUSES = {
 }
 _KINDS = {
     "samples": "taps.input", "loss": "forward", "microbatch_losses": "forward",
-    "taps.output": "forward",
+    "taps.output": "forward", "evaluation": "forward",
     "grad_norm": "backward", "taps.gradient": "backward", "grads": "backward",
     "losses": "backward", "buffers": "backward", "weights": "update", "optim": "update",
 }  # fmt: skip

@@ -101,6 +101,9 @@ def _compare(
     pairs = set(shared_pairs(step_table(reference), step_table(candidate)))
     left, right = _values(reference), _values(candidate)
     both = [(at, left.get(at), right.get(at)) for at in left | right if at[:2] in pairs]
+    if len({run.spec.config.get("evaluate_every", 0) for run in (reference, candidate)}) == 2:
+        # Evaluations of one run alone, which must leave all else as it is.
+        both = [each for each in both if each[0][2] != "evaluation" or None not in each]
     if not both:
         message = "the runs share no recorded loss or norm: nothing to compare"
         return error("loss", "not_run", message)
@@ -132,9 +135,10 @@ def _compare(
 
 
 def _order(at: Place) -> tuple[object, ...]:
-    """At the lowest step a loss comes before the gradient norm, then the lowest rank."""
+    """At the lowest step losses come before norm and evaluation, then the lowest rank."""
     step, rank, name = at
-    return (step, name == "grad_norm", name != "loss", len(name), name, rank)
+    late = {"grad_norm": 1, "evaluation": 2}.get(name, 0)
+    return (step, late, name != "loss", len(name), name, rank)
 
 
 def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) -> CheckResult:

@@ -186,23 +186,26 @@ class Observer:
         return moved
 
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
-        floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
+        scalars = torch.stack((outputs.loss, outputs.grad_norm, outputs.evaluation))
+        floats = torch.cat((outputs.losses, scalars))
         digests = [outputs.digests[group].flatten() for group in self._groups]
         rows = self._trainer.taps.rows.flatten()
         return torch.cat((floats.view(torch.int32), *digests, rows))
 
     def _record(self, row: torch.Tensor, rng: str, facts: dict[str, Any]) -> StepRecord:
-        num_losses = self._trainer.config.microbatches
-        bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
+        config = self._trainer.config
+        num_floats = config.microbatches + 3
+        floats = row[:num_floats].tolist()
+        *losses, loss, norm, evaluation = (FloatBits.from_bits(v & 0xFFFFFFFF) for v in floats)
         sizes = [len(self._trainer.digested[group][0]) * NUM_COLUMNS for group in self._groups]
-        num_taps = len(row) - num_losses - 2 - sum(sizes)
-        _, *parts, taps = row.split([num_losses + 2, *sizes, num_taps])
+        num_taps = len(row) - num_floats - sum(sizes)
+        _, *parts, taps = row.split([num_floats, *sizes, num_taps])
         rows = [part.view(-1, NUM_COLUMNS) for part in parts]
         digests, nonfinite = self._digests(dict(zip(self._groups, rows, strict=True)), rng)
         return StepRecord(
-            rank=self._rank, loss=bits[num_losses], microbatch_losses=tuple(bits[:num_losses]),
-            grad_norm=bits[num_losses + 1], digests=digests, nonfinite=nonfinite,
-            taps=self._taps_text(taps), **facts,
+            rank=self._rank, loss=loss, microbatch_losses=tuple(losses), grad_norm=norm,
+            evaluation=evaluation if config.evaluates_after(facts["step"]) else None,
+            digests=digests, nonfinite=nonfinite, taps=self._taps_text(taps), **facts,
         )  # fmt: skip
 
     def _taps_text(self, row: torch.Tensor) -> str:

@@ -16,7 +16,8 @@ REFUSED: dict[str, Any] = {
     "graph": ("attn",), "graph_layers": (0, 1), "graph_warmup_steps": 3, "graph_optimizer": False,
     "capture_by": "te",
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
-    "stress": ("jitter",), "recompute": "full", "resume_at": 1, "fused_experts": True,
+    "evaluate_every": 2, "stress": ("jitter",), "recompute": "full", "resume_at": 1,
+    "fused_experts": True,
 }  # fmt: skip
 PARTS = ("model", "parallel", "fsdp", "optim", "data", "engine")
 
@@ -52,6 +53,7 @@ def test_options_of_sharding(engine: str, takes: tuple[str, ...]) -> None:
     others: dict[str, Any] = {
         "strategy": "optim", "outer_strategy": "optim", "pool": "traced",
         "persistent_on_miss": False, "reshard_after_forward": False, "reduce_dtype": "bf16",
+        "overlap": 0,
     }  # fmt: skip
     assert set(others) == {field.name for field in dataclasses.fields(FsdpConfig)}
     for key, value in others.items():

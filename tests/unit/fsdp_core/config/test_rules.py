@@ -186,6 +186,9 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
                          {"model": {"ffn": 176}}),
     "fp8_takes_tokens": ("fp8", {"fp8": "delayed", "backend": "te", "model": {"seq": 24}},
                          {"model": {"seq": 48}}),
+    "evaluation_moves_no_scales": (
+        "evaluate_every", {"evaluate_every": 2, "fp8": "delayed", "backend": "te"},
+        {"fp8": "current"}),
     "taps_are_patterns": ("taps", {"taps": ("layers.*.attn:outputs",)},
                           {"taps": ("layers.*.attn:output",)}),
     "taps_differ": ("taps", {"taps": ("norm", "norm:output")}, {"taps": ("norm", "norm:input")}),

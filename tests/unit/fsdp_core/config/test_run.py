@@ -46,6 +46,8 @@ REFUSALS: list[Refusal] = [
     *words(FsdpConfig, "outer_strategy", config.STRATEGIES),
     *words(FsdpConfig, "pool", config.POOLS),
     *words(FsdpConfig, "reduce_dtype", config.DTYPES),
+    *integers(FsdpConfig, "overlap", 0),
+    *integers(TrainConfig, "evaluate_every", 0),
     *(
         rule
         for key in ("lr", "weight_decay", "clip_grad_norm")
