@@ -53,12 +53,12 @@ class Sharded:
     Attributes:
         module: takes what the stage takes.
         optimizer: over the stage's parameters as the engine holds them.
-        around: what a microbatch runs in, given whether it is the step's last.
+        before_last: what all microbatches of a step but the last run in.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    around: Callable[[bool], contextlib.AbstractContextManager[object]]
+    before_last: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 def _adamw(parameters: Iterable[nn.Parameter], options: OptimConfig) -> torch.optim.AdamW:
@@ -74,12 +74,6 @@ def _adamw(parameters: Iterable[nn.Parameter], options: OptimConfig) -> torch.op
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=options.eps, fused=True)
 
 
-def _always(is_last: bool) -> contextlib.AbstractContextManager[object]:  # noqa: FBT001
-    """Gradients are reduced with each microbatch."""
-    del is_last
-    return contextlib.nullcontext()
-
-
 def fsdp2(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
     """torch FSDP2, with its defaults but for the precision."""
     policy = torch_fsdp.MixedPrecisionPolicy(
@@ -92,7 +86,7 @@ def fsdp2(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
     for layer in stage.numbered_layers.values():
         shard(layer, reshard_after_forward=config.fsdp.reshard_after_forward)
     shard(stage)
-    return Sharded(stage, _adamw(stage.parameters(), config.optim), _always)
+    return Sharded(stage, _adamw(stage.parameters(), config.optim))
 
 
 class _Cast(nn.Module):
@@ -116,10 +110,7 @@ def ddp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
         # Routers count the slots of their own rank in buffers.
         broadcast_buffers=False,
     )
-    optimizer = _adamw(stage.parameters(), config.optim)
-    return Sharded(
-        module, optimizer, lambda is_last: contextlib.nullcontext() if is_last else module.no_sync()
-    )
+    return Sharded(module, _adamw(stage.parameters(), config.optim), module.no_sync)
 
 
 def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
@@ -143,7 +134,7 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
         parameter.data = parameter.data.to(TORCH_DTYPES[config.dtype])
         # Main weights are made of these where there are any, else of weights that are rounded.
         given: Any = parameter
-        given.get_high_precision_init_val = functools.partial(_itself, whole)
+        given.get_high_precision_init_val = lambda whole=whole: whole
         given.clear_high_precision_init_val = functools.partial(
             delattr, parameter, "get_high_precision_init_val"
         )
@@ -159,11 +150,7 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
     )
     module._replace_param_with_distributed_if_needed()
     optimizer = api.fully_shard_optimizer(_adamw(stage.parameters(), config.optim))
-    return Sharded(module, optimizer, _always)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return Sharded(module, optimizer)
 
 
 _MAKERS: dict[str, Callable[[DecoderStage, TrainConfig, Axes], Sharded]] = {
@@ -263,8 +250,8 @@ class EngineTrainer(Trainer):
     def _build_stages(self, backend: LayerFactory) -> list[DecoderStage]:
         config = self.config
         stages = make_stages(config.model, self.axes, backend, self.streams)
-        model = config.model
-        init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
+        layers, init_std = config.model.layers, config.model.init_std
+        init_weights(stages, config.seed, layers=layers, init_std=init_std)
         (stage,) = stages
         stage.set_loss_scale(1.0 / config.microbatches)
         stage.to(self.device.torch_device)
@@ -282,7 +269,8 @@ class EngineTrainer(Trainer):
         self.taps.begin()
         self.optimizer.zero_grad()
         for index, batch in enumerate(self._inputs.microbatches()):
-            with self._sharded.around(index == number - 1):
+            is_last = index == number - 1
+            with contextlib.nullcontext() if is_last else self._sharded.before_last():
                 loss = self._sharded.module(batch.tokens, **batch.keywords)
                 outputs.losses[index].copy_(loss.detach())
                 (loss * (1.0 / number)).backward()

@@ -64,7 +64,7 @@ def enter_optimizer(book: AddressBook, optimizer: AdamW) -> None:
 def enter_attributes(
     book: AddressBook, owner: object, named: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Names that an owner gives; looked up anew where they are names of its attributes."""
+    """Names that an owner gives; looked up again where they are names of its attributes."""
     for name, tensor in named:
         if getattr(owner, name, None) is tensor:
             book.enter(name, _attribute(owner, name))

@@ -61,8 +61,7 @@ MUTATIONS = [
          "    if not both:\n        return passed(\"loss\", \"\")\n        message = "),
         ("first_loss_is_last", "_, at, a, b = min(beyond, key=",
          "_, at, a, b = max(beyond, key="),
-        ("norm_before_loss", 'return (step, name == "grad_norm", name != "loss",',
-         'return (step, name != "grad_norm", name != "loss",'),
+        ("norm_before_loss", 'late = {"grad_norm": 1,', 'late = {"grad_norm": -1,'),
     ),
     *slips_of(
         "checks/exact.py",

@@ -6,8 +6,8 @@ RUNNING = [
     *slips_of(
         "worker/observe.py",
         "worker/test_observe",
-        ("norm_is_loss", "grad_norm=bits[num_losses + 1],", "grad_norm=bits[num_losses],"),
-        ("microbatches_off_by_one", "tuple(bits[:num_losses])", "tuple(bits[1 : num_losses + 1])"),
+        ("norm_is_loss", "grad_norm=norm,", "grad_norm=loss,"),
+        ("microbatches_off_by_one", "tuple(losses)", "(*losses[1:], loss)"),
         ("one_nan_is_none", "zip(names, counts, strict=True) if count)",
          "zip(names, counts, strict=True) if count > 1)"),
         ("generator_by_its_seed", "hashed(state.numpy().tobytes())",

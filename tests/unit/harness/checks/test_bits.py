@@ -154,6 +154,9 @@ FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
       for change, name in (({"grad_norm": None}, "grad_norm"), ({"loss": None}, "loss"),
                            ({"microbatch_losses": ()}, "microbatch_losses[0]"))
       for sides in ((same, at(1, 1, **change)), (at(1, 1, **change), same))),
+    # An evaluation, also where one run alone has it.
+    *(("loss", at(1, 1, evaluation=left), at(1, 1, evaluation=TWO), (1, 1, "evaluation"))
+      for left in (None, f32(1.0))),
     # In a step a loss of a later rank comes before the norm of an earlier one.
     ("loss", same, both(at(0, 2, grad_norm=TWO), at(1, 2, loss=TWO), at(0, 3, loss=TWO)),
      (2, 1, "loss")),
@@ -183,6 +186,14 @@ def test_what_is_excused(ours: Edit, theirs: Edit) -> None:
     """Copies that strategies keep otherwise, a mask of both runs, gradients of a skipped step."""
     for check in ("state", "finite"):
         assert ask(check, ours(REFERENCE), theirs(CANDIDATE)).outcome == "passed"
+
+
+def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None:
+    """A value of both is compared all the same."""
+    asked = configured(CANDIDATE, evaluate_every=2)
+    assert ask("loss", REFERENCE, at(0, 1, evaluation=TWO)(asked)).outcome == "passed"
+    assert ask("loss", at(0, 1, evaluation=f32(1.0))(REFERENCE),
+               at(0, 1, evaluation=TWO)(asked)).outcome == "failed"  # fmt: skip
 
 
 def test_answers_count_what_they_compared() -> None:

@@ -80,7 +80,7 @@ def bits(value: torch.Tensor) -> str:
 
 def test_records_hold_the_tensors_bits(watched: Watched, path: Path) -> None:
     """Each record is, bit for bit, what the step's tensors and the generator were at that step."""
-    trainer, observer = watched(steps=4, flush_every=3)
+    trainer, observer = watched(steps=4, flush_every=3, evaluate_every=2)
     expected: list[dict[str, Any]] = []
     for step in range(4):
         outputs = trainer.step(step)
@@ -91,6 +91,7 @@ def test_records_hold_the_tensors_bits(watched: Watched, path: Path) -> None:
             "step": step, "rank": 0, "nonfinite": {}, "loss": bits(outputs.loss),
             "microbatch_losses": [bits(v) for v in outputs.losses],
             "grad_norm": bits(outputs.grad_norm),
+            "evaluation": bits(outputs.evaluation) if step % 2 else None,
             "digests": digests | {"rng": "".join(each.hexdigest() for each in hashes)},
         })  # fmt: skip
         observer.observe(step)
@@ -101,6 +102,7 @@ def test_records_hold_the_tensors_bits(watched: Watched, path: Path) -> None:
         found = {name: plain[name] for name in wanted}
         for name in ("loss", "grad_norm"):
             found[name] = found[name]["bits"]
+        found["evaluation"] = found["evaluation"] and found["evaluation"]["bits"]
         found["microbatch_losses"] = [each["bits"] for each in found["microbatch_losses"]]
         assert found == wanted
         assert record.step_s > 0
