@@ -41,6 +41,8 @@ _BY_CODE = (
     ("fsdp_core/optim.py", "optimizer"),
     ("fsdp_core/graph/digest", "digests"),
     ("fsdp_core/train/taps.py", "digests"),
+    ("fsdp_core/train/trainer.py:mean_loss", "digests"),
+    ("fsdp_core/train/trainer.py:update", "digests"),
     ("harness/worker/observe.py", "digests"),
     ("fsdp_core/graph/", "graph pools"),
     ("fsdp_core/train/inputs.py", "data"),

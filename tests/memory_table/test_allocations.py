@@ -47,7 +47,7 @@ def test_what_was_live_at_the_peak_is_what_a_copy_would_hold(
         (("fsdp_core/model/attention.py:forward", "fsdp_core/graph/host_graph.py:capture"),
          "graph pools"),
         (("fsdp_core/graph/graphed_callable.py:__init__",), "graph pools"),
-        (("fsdp_core/graph/digest.py:mix", "fsdp_core/train/outputs.py:update"), "digests"),
+        (("fsdp_core/graph/digest.py:mix", "fsdp_core/train/trainer.py:update"), "digests"),
         (("fsdp_core/model/weights.py:init_weights", "fsdp_core/train/build.py:build_stages"),
          "building"),
         (("fsdp_core/fsdp/optimizer.py:norm", "fsdp_core/model/sharding.py:clip_grads"),
