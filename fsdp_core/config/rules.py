@@ -76,6 +76,12 @@ _OF_EXPERTS = ("moe_router", "moe_preprocess", "moe", "experts")
 _ROUTER = frozenset({"moe_router", "moe_preprocess"})
 
 
+def _known(run: "TrainConfig", key: str, legal: tuple[str, ...], what: str) -> None:
+    for name in getattr(run, key):
+        if name not in legal:
+            raise ConfigError(key, expected=what, got=name, legal=legal)
+
+
 # --- graph scopes -----------------------------------------------------------------------------
 
 
@@ -90,13 +96,6 @@ def layers_with(model: ModelConfig, part: str) -> list[int]:
     has = dict.fromkeys(_OF_EXPERTS, True) | {"mlp": False}
     numbers = range(model.layers)
     return [n for n in numbers if part not in has or model.has_experts(n) is has[part]]
-
-
-def _scopes_are_known(run: "TrainConfig") -> None:
-    for scope in run.graph:
-        if scope not in SCOPES:
-            legal = (EAGER, *SCOPES)
-            raise ConfigError("graph", expected="graph scopes", got=scope, legal=legal)
 
 
 def _scopes_need_experts(run: "TrainConfig") -> None:
@@ -129,13 +128,6 @@ def _gathers_into_stable_buffers(run: "TrainConfig") -> bool:
 
 
 # --- compiled parts ---------------------------------------------------------------------------
-
-
-def _parts_are_known(run: "TrainConfig") -> None:
-    for part in run.compile:
-        if part not in PARTS:
-            legal = (NO_COMPILE, *PARTS)
-            raise ConfigError("compile", expected="parts of layers", got=part, legal=legal)
 
 
 def _compiled_layers_have_no_experts(run: "TrainConfig") -> None:
@@ -210,12 +202,6 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 # --- stressors, engines, taps -----------------------------------------------------------------
 
 
-def _stressors_are_known(run: "TrainConfig") -> None:
-    for name in run.stress:
-        if name not in STRESSORS:
-            raise ConfigError("stress", expected="stressors", got=name, legal=STRESSORS)
-
-
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
          "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
@@ -268,7 +254,8 @@ def _repeats(names: tuple[object, ...]) -> bool:
 
 RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
     "graph": (
-        Rule("scopes_are_known", "A graph scope is one of the names above.", _scopes_are_known),
+        Rule("scopes_are_known", "A graph scope is one of the names above.",
+             lambda run: _known(run, "graph", (EAGER, *SCOPES), "graph scopes")),
         Rule("scopes_differ", "No scope is named twice.",
              lambda run: _repeats(run.graph), "graph", "each scope once"),
         Rule("full_iteration_stands_alone", "full_iteration holds every other scope.",
@@ -332,7 +319,8 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "fsdp.persistent_on_miss", "true for partial graph scopes", (True,)),
     ),
     "compile": (
-        Rule("parts_are_known", "A compiled part is one of the names above.", _parts_are_known),
+        Rule("parts_are_known", "A compiled part is one of the names above.",
+             lambda run: _known(run, "compile", (NO_COMPILE, *PARTS), "parts of layers")),
         Rule("parts_differ", "No part is named twice.",
              lambda run: _repeats(run.compile), "compile", "each part once"),
         Rule("layer_is_compiled_alone", "layer holds a layer's branches.",
@@ -379,7 +367,8 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              _fp8_takes_tokens),
     ),
     "stress": (
-        Rule("stressors_are_known", "A stressor is one of the names above.", _stressors_are_known),
+        Rule("stressors_are_known", "A stressor is one of the names above.",
+             lambda run: _known(run, "stress", STRESSORS, "stressors")),
         Rule("stressors_differ", "No stressor is named twice.",
              lambda run: _repeats(run.stress), "stress", "each stressor once"),
     ),
