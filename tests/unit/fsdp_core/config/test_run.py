@@ -97,7 +97,7 @@ REFUSALS: list[Refusal] = [
         TrainConfig,
         {"graph": ("attn",), "steps": 2},
         "steps",
-        "more than graph_warmup_steps=2, or no graph is ever replayed",
+        "more than resume_at=0 + graph_warmup_steps=2, or no graph is ever replayed",
         2,
         (),
     ),
