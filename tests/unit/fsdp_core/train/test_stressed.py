@@ -25,7 +25,7 @@ WORK: dict[str, dict[str, Any]] = {
 }
 """What a trainer is asked to do, in order."""
 LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", "rng_states",
-         "take_turn"}  # fmt: skip
+         "set_rng_states", "take_turn"}  # fmt: skip
 """Methods that issue nothing on the stream, or read the state while nothing is under stress."""
 
 
