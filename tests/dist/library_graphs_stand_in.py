@@ -76,8 +76,8 @@ class Pair:
     def capture_backward(self) -> None:
         """Capture the backward."""
         self.static = [torch.zeros_like(o) if o.requires_grad else None for o in self.outputs]
-        statics = [static for static in self.static if static is not None]
-        found = iter(self.backward_graph.capture(lambda: self._differentiated(statics)))
+        kept = [static for static in self.static if static is not None]
+        found = iter(self.backward_graph.capture(lambda: self._differentiated(kept)))
         tensors = (*self.samples, *self.parameters)
         self.grads = [next(found) if x.requires_grad else None for x in tensors]
         self.outputs = [output.detach() for output in self.outputs]
