@@ -200,7 +200,7 @@ class Pipeline:
         if stage == state.schedule.num_stages - 1:
             _check_loss(output)
             state.losses[i].copy_(output.detach())
-            kept = output * (1.0 / len(state.microbatches)) if is_training else output
+            kept = self._loss(state, i, output) if is_training else output
         else:
             self._check_activation(stage, output, is_training=is_training)
             kept = get_gradient_edge(output) if is_training else output
@@ -220,6 +220,11 @@ class Pipeline:
         if stage > 0:
             grad = torch.zeros_like(x) if x.grad is None else x.grad
             self._give(state, Transfer(stage, stage - 1, i), grad)
+
+    def _loss(self, state: _Pass, i: int, value: torch.Tensor) -> torch.Tensor:
+        """What the backward of microbatch i begins with."""
+        del i
+        return value * (1.0 / len(state.microbatches))
 
     def _give(self, state: _Pass, transfer: Transfer, tensor: torch.Tensor) -> None:
         own = tensor.detach()

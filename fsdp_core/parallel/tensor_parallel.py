@@ -177,17 +177,18 @@ def reduce_replicated_of(module: nn.Module, name: str, axis: Axis) -> None:
     kind = type(module)
     assert module._parameters.get(name) is not None, f"no parameter {name} of {kind.__name__}"
     assert not isinstance(module, _UsesStandIn), f"{kind.__name__} was given before"
-    module._reduced = name, axis  # type: ignore[assignment]
+    module._reduced_name, module._reduced_axis = name, axis  # type: ignore[assignment]
     module.__class__ = type(f"Reduced{kind.__name__}", (_UsesStandIn, kind), {})
 
 
 class _UsesStandIn(nn.Module):
-    _reduced: tuple[str, Axis]
+    _reduced_name: str
+    _reduced_axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name, axis = self._reduced
+        name = self._reduced_name
         held = cast("nn.Parameter", self._parameters[name])
-        self._parameters[name] = cast("Any", reduce_replicated(held, axis))
+        self._parameters[name] = cast("Any", reduce_replicated(held, self._reduced_axis))
         try:
             return super().forward(*args, **kwargs)
         finally:

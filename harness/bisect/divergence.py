@@ -604,6 +604,8 @@ def _entered(
     labels = {call.label for call in given if call.label}
     around = [label for label in labels if f"{name}.".startswith(f"{label}.")]
     unit = max(around, key=len, default="root")
+    if unit_of(unit) != unit_of(name):
+        return []  # a unit of one rank, as experts may be, enters none
     calls = [c for c in given if c.label == unit and c.operator.startswith(kinds)]
     return calls if given else None
 
@@ -621,7 +623,10 @@ def _by_givers(
         unit = ours[0].label
         if [*map(_kind, ours)] != [*map(_kind, theirs)]:
             told = f"rank {rank} entered {_counted(theirs)} for {unit} where the reference entered "
-            return found.saying(told + _counted(ours), unknown=SUM_HIDES_RANK) if is_sum else None
+            if not is_sum:
+                return None
+            told += _counted(ours)
+            return found.saying(told, unknown=SUM_HIDES_RANK, phase="reduce", near="in")
         # Of the first collective only: what later ones are given is made of what came out.
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if _kind(a) == _kind(ours[0])]
         wrong += [rank] if any(a.digest != b.digest for a, b in pairs) else []

@@ -518,14 +518,14 @@ def _mean_of_blocks(site: Site, one: Any, other: Any) -> Any:
 
 
 def _give_old(
-    site: Site, state: Any, transfer: Any, tensors: tuple[Any, ...], activations: Any
+    site: Site, state: Any, transfer: Any, tensor: torch.Tensor, activations: Any
 ) -> None:
     """A stage sends what it made of the microbatch before."""
-    if transfer.is_activation is activations:
-        old = site.kept if transfer.microbatch and site.kept is not None else tensors
-        site.kept = tuple(tensor.detach().clone() for tensor in tensors)
-        tensors = old
-    site.call(state, transfer, tensors)
+    if (transfer.target > transfer.source) is activations:
+        old = site.kept if transfer.microbatch and site.kept is not None else tensor
+        site.kept = tensor.detach().clone()
+        tensor = old
+    site.call(state, transfer, tensor)
 
 
 def _one_nan(site: Site, *args: Any, **how: Any) -> torch.Tensor:
