@@ -46,6 +46,7 @@ from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import Begin
+from fsdp_core.model.te.layers import prefer_cudnn_of_torch
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
@@ -434,6 +435,7 @@ class SlotCapture:
                 for region, graph in zip(self._regions, graphs, strict=True):
                     off.callback(region.release)  # a failure may come before the hook that does
                     graph.hooks = off.enter_context(self._rerouted(region))
+                prefer_cudnn_of_torch()  # before TransformerEngine is imported
                 capture_by_te(self._maker, graphs, self._pool)
 
         for region in self._regions:

@@ -623,10 +623,7 @@ def _by_givers(
         unit = ours[0].label
         if [*map(_kind, ours)] != [*map(_kind, theirs)]:
             told = f"rank {rank} entered {_counted(theirs)} for {unit} where the reference entered "
-            if not is_sum:
-                return None
-            told += _counted(ours)
-            return found.saying(told, unknown=SUM_HIDES_RANK, phase="reduce", near="in")
+            return found.saying(told + _counted(ours), unknown=SUM_HIDES_RANK) if is_sum else None
         # Of the first collective only: what later ones are given is made of what came out.
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if _kind(a) == _kind(ours[0])]
         wrong += [rank] if any(a.digest != b.digest for a, b in pairs) else []
