@@ -13,6 +13,7 @@ of the coordinate. Example, dp 2, cp 2, tp 2, ep 2, etp 2:
     expert    edp 0       edp 1             etp groups 01 23 45 67, ep groups 02 13 46 57
 """
 
+import math
 from typing import NamedTuple
 
 from fsdp_core.config import ParallelConfig
@@ -80,9 +81,10 @@ def groups(parallel: ParallelConfig, axes: str | tuple[str, ...]) -> tuple[tuple
 
 
 def _unravel(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    place = []
+    place, rest = [], rank
     for size in reversed(sizes):
-        rank, coordinate = divmod(rank, size)
+        rest, coordinate = divmod(rest, size)
         place.append(coordinate)
-    assert rank == 0, "a rank outside the layout"
+    if rest:  # of records, which may be anybody's
+        raise ValueError(f"Expected a rank below {math.prod(sizes)}, got {rank}.")
     return tuple(reversed(place))

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fsdp_core.graph.capture_session import CaptureSession
+from fsdp_core.graph import capture_session
 from fsdp_core.graph.hooks import ExtractedHooks
 from tests.graph_faults import stack
 from tests.graph_faults.programs import WARMUP, Moments, Planting
@@ -172,5 +172,5 @@ def capture_leaves_wreck(moments: Moments) -> Iterator[None]:
         kept.extend(functions)
         functions.clear()
 
-    with mock.patch.object(CaptureSession, "_call", staticmethod(put_nothing_back)):
+    with mock.patch.object(capture_session, "_call", put_nothing_back):
         yield

@@ -216,7 +216,7 @@ BLAMES: list[tuple[Exception, FirstFailure | None, int | None, str]] = [
     (CaptureAborted("attn", {0: "KeyError: x", 1: "KeyError: y"}), None, None, "rank 1: KeyErr"),
     (CaptureLost("attn", {1: "KeyError: x", 0: "OSError: y"}, "z"), None, 1, "rank 1: KeyError"),
     (CaptureLost("attn", {0: "OSError: y"}, "z"), None, None, "rank 0: OSError"),
-    (CaptureLost("attn", {}, "z"), None, None, "no rank said why"),
+    (CaptureLost("attn", {}, "z"), None, None, "on another rank"),
 ]
 
 

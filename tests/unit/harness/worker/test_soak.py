@@ -44,7 +44,7 @@ def soaking(
     config = {"steps": 8, "flush_every": 4, "stress": (), "stress_seed": 1} | config
     spec = RunSpec(config=config, device="cpu", world_size=world_size, timeout_s=9.0, soak=soak)
     counts = SimpleNamespace(replays=0, captured=1)
-    trainer: Any = SimpleNamespace(config=SimpleNamespace(**config), counts=counts)
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(**config), counts=counts, stressors=None)
     written: list[Json] = []
     return Soaking(spec, rank, trainer, store, written.append), counts, written
 
