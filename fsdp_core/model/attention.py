@@ -116,7 +116,21 @@ MakeLinear = Callable[[int, int], nn.Module]
 """Makes a linear layer that every tp rank has whole: in features, out features."""
 
 
-class GroupedQueryAttention(nn.Module):
+class _Attention(nn.Module):
+    """What both kinds do with queries, keys and values."""
+
+    wo: nn.Module
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
+    ) -> torch.Tensor:
+        """Attention and wo: [B, T, H]."""
+        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp)
+        result: torch.Tensor = self.wo(out.flatten(2))
+        return result
+
+
+class GroupedQueryAttention(_Attention):
     """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies.
 
     Raises:
@@ -164,16 +178,8 @@ class GroupedQueryAttention(nn.Module):
         )
         return q, k, v
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
-    ) -> torch.Tensor:
-        """Attention and wo: [B, T, H]."""
-        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp)
-        result: torch.Tensor = self.wo(out.flatten(2))
-        return result
 
-
-class LatentAttention(nn.Module):
+class LatentAttention(_Attention):
     """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies.
 
     Raises:
@@ -231,14 +237,6 @@ class LatentAttention(nn.Module):
         latent = enter(latent, self.tp, sequence_parallel=self.sequence_parallel)
         k_nope = self._by_head(self.wk(latent, entered=True))
         return k_nope, self._by_head(self.wv(latent, entered=True))
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
-    ) -> torch.Tensor:
-        """Attention and wo: [B, T, H]."""
-        out = causal_attention(q, k, v, plan=part.plan, axis=part.cp)
-        result: torch.Tensor = self.wo(out.flatten(2))
-        return result
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, heads * width] -> [B, T, heads, width], this rank's heads."""

@@ -259,7 +259,7 @@ class GroupedQueryAttention(attention.GroupedQueryAttention):
         q_width, kv_width = config.heads * width, config.kv_heads * width
         names = {"wq": q_width, "wk": kv_width, "wv": kv_width}
         self.qkv = _normed(te, config.hidden, names, axes, config.norm_eps)
-        self.wo = projection(te, "row", q_width, config.hidden, axes)  # type: ignore[assignment]
+        self.wo = projection(te, "row", q_width, config.hidden, axes)
         self.core = Core(te, self.heads, self.kv_heads, (width, width), axes.cp)
         table = {f"qkv.{n}_weight": Stretch(f"{n}.weight", columns(tp)) for n in names}
         set_stretches(self, table | {
@@ -324,7 +324,7 @@ class LatentAttention(attention.LatentAttention):
         self._widths = (self.heads * self.nope_dim, self.heads * self.v_dim)
         both = {"wk": heads * self.nope_dim, "wv": heads * self.v_dim}
         self.wkv = _normed(te, config.kv_lora_rank, both, axes, config.norm_eps)
-        self.wo = projection(te, "row", heads * self.v_dim, hidden, axes)  # type: ignore[assignment]
+        self.wo = projection(te, "row", heads * self.v_dim, hidden, axes)
         widths = (self.nope_dim + self.rope_dim, self.v_dim)
         self.core = Core(te, self.heads, self.heads, widths, axes.cp)
         set_stretches(self, names | {
