@@ -35,17 +35,20 @@ class HostStream:
         return HostEvent()
 
 
+_HOST_STREAM = HostStream()
+
+
 class HostStreams:
     """The streams of the CPU, and what stands for them in `Device.modelling_streams`."""
 
     def new_stream(self, name: str) -> Any:
         """A side stream; `name` may be empty."""
         del name
-        return HostStream()
+        return _HOST_STREAM
 
     def current_stream(self) -> Any:
         """The stream that work is issued on now."""
-        return HostStream()
+        return _HOST_STREAM
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Issue work on `stream` inside the context."""

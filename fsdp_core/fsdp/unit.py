@@ -141,6 +141,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.gathered_event: Any = None
         self.is_prefetched = self.is_open = False
+        self._stream: Any = None  # that of the backward pass, while it is open
         # Forwards that have begun and not ended: where the backward pass leaves each.
         self._forwards: list[list[GradientEdge]] = []
         self._modules_to_run: set[int] = set()
@@ -358,7 +359,7 @@ class Unit:
         schedule = self.schedule
         schedule.begin_backward()
         if not self.is_open:
-            self.is_open = True
+            self.is_open, self._stream = True, schedule.device.current_stream()
             trained = ((place, p) for place, p in self._parameters.items() if p.requires_grad)
             planned = {place for place, p in trained if _will_run(get_gradient_edge(p))}
             self._awaited = planned - self._seen.get(task, set())
@@ -375,10 +376,26 @@ class Unit:
         self._prefetch(self.backward_prefetch, schedule.preceding(self))
 
     def on_gradient(self, group: ParamGroup, index: int) -> None:
-        """The gradient of parameter `index` of `group` has come."""
-        place = (group, index)
+        """The gradient of parameter `index` of `group` has come.
+
+        Autograd accumulates on the stream on which a parameter was first used in a graph of its
+        that still lives. Graphs of torch's and TransformerEngine's `make_graphed_callables` live on,
+        and were made on the stream of the capture.
+        """
         if not self.is_open:
             self._open_late(group, index)
+        device = self.schedule.device
+        accumulated, mine = device.current_stream(), self._stream
+        if accumulated == mine:
+            self._take_gradient(group, index)
+            return
+        mine.wait_stream(accumulated)
+        with device.on(mine):
+            self._take_gradient(group, index)
+        accumulated.wait_stream(mine)  # before it uses the gradient's memory again
+
+    def _take_gradient(self, group: ParamGroup, index: int) -> None:
+        place = (group, index)
         self._awaited.discard(place)
         self._seen.setdefault(torch._C._current_graph_task_id(), set()).add(place)
         group.gradients.arrived(index)
@@ -398,7 +415,8 @@ class Unit:
                 group.names[index],
             )
         self.schedule.begin_backward()
-        self.is_open, self._awaited, self._awaits_all = True, set(), False
+        self.is_open, self._stream = True, self.schedule.device.current_stream()
+        self._awaited, self._awaits_all = set(), False
 
     @torch.compiler.disable
     def _on_boundary(self, grads: Any) -> None:

@@ -3,7 +3,10 @@
 They run on ranks; `test_fsdp_regressions` says what is due.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, fully_shard
+from fsdp_core.fsdp import unit as fsdp_unit
 from fsdp_core.fsdp.pool import Key, Pool, make_pool
 from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
 from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
@@ -72,7 +76,8 @@ def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> di
     """Steps with streams that keep clocks: races found, collectives in order, streams used."""
     names = ("outer", "inner")[: len(shape)]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else whole_mesh()
-    with watching() as found:
+    elsewhere = _accumulating_elsewhere if what == "elsewhere" else contextlib.nullcontext
+    with watching() as found, elsewhere():
         # Wide, so that the head's gradient alone is moved, first of all in a backward pass.
         model = net(1, 40) if what == "not_last" else net(3)
         if what == "checkpointed":
@@ -100,6 +105,24 @@ def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> di
         "kinds": sorted({c.kind for c in found.collectives}),
         "aliased": [c for c in found.collectives if c.aliased],
     }
+
+
+@contextlib.contextmanager
+def _accumulating_elsewhere() -> Iterator[None]:
+    """Parameters whose gradients autograd accumulates on a stream of a capture, after its producer.
+
+    On the CPU autograd has no streams: the hooks that run there are put on one.
+    """
+    device, hook = Device("cpu"), fsdp_unit._on_gradient_of
+    stream = device.new_stream("capture")
+
+    def on_that_stream(*args: Any) -> None:
+        stream.wait_stream(device.current_stream())
+        with device.on(stream):
+            hook(*args)
+
+    with mock.patch.object(fsdp_unit, "_on_gradient_of", on_that_stream):
+        yield
 
 
 class WatchedPool:

@@ -34,7 +34,9 @@ def test_stale_gather(warm_ranks: RankPool, strategy: str, gathered: str) -> Non
             assert_equal(plain, ours)
 
 
-@pytest.mark.parametrize("what", ["plain", "accumulated", "evaluated", "checkpointed", "zeroed"])
+@pytest.mark.parametrize(
+    "what", ["plain", "accumulated", "evaluated", "checkpointed", "zeroed", "elsewhere"]
+)
 @pytest.mark.parametrize("pool", ["dynamic", "double", "traced"])
 def test_streams_wait(warm_ranks: RankPool, pool: str, what: str) -> None:
     """No operator touches memory that another stream may still use, nor does the allocator.

@@ -10,9 +10,6 @@ from tests.gpu import scopes_on_gpus as programs
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
-pytestmark = pytest.mark.xfail(
-    strict=False, reason="12 of 16 differ from eager on an H200, scope layer first: cause not known"
-)
 LIBRARIES = [pytest.param("te", marks=needs_te), "torch"]
 SCOPES = {
     "moe_tiny": ("attn+moe_router+moe_preprocess", "attn+moe", "layer"),
@@ -35,7 +32,7 @@ def check(
 @pytest.mark.parametrize("preset", SCOPES)
 @pytest.mark.parametrize("by", LIBRARIES)
 def test_every_scope_on_one_gpu(gpu_ranks: RankPool, by: str, preset: str) -> None:
-    """Dropout's generators are among those of the graphs."""
+    """Graphs draw dropout from the same random streams as eager."""
     check(gpu_ranks, by, preset, "alone", 1)
 
 
