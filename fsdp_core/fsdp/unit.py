@@ -43,11 +43,9 @@ from fsdp_core.fsdp.pool import Pool
 _NOT_COMPILED = "FSDP gathers or releases here: compile the modules of units, or without fullgraph"
 """What the compiler says where it meets the hooks on its way into a unit."""
 
-_COPY_FRACTION = 4
-"""Gradients are copied when a quarter of a group waits: few kernels, and little held twice."""
+_COPY_FRACTION = 4  # copy when a quarter of a group waits: few kernels, and little held twice
 
-Place = tuple[ParamGroup, int]
-"""A parameter of a unit: its group, number in the group."""
+Place = tuple[ParamGroup, int]  # a parameter of a unit: its group, number in the group
 
 
 def in_backward() -> bool:
@@ -144,6 +142,7 @@ class Unit:
         self._stream: Any = None  # that of the backward pass, while it is open
         # Forwards that have begun and not ended: where the backward pass leaves each.
         self._forwards: list[list[GradientEdge]] = []
+        self._is_recomputed = False  # the last one that began
         self._modules_to_run: set[int] = set()
         self._awaited: set[Place] = set()
         self._awaits_all = True
@@ -206,9 +205,8 @@ class Unit:
 
     # What must happen around captures of a module that this one is inside of, where hooks are off.
     _on_pre_forward._cuda_graph_handler = _gather
-    _on_post_forward._cuda_graph_handler = _release
     _on_post_forward._cuda_graph_backward_pre_handler = _gather
-    _on_post_forward._cuda_graph_backward_handler = _release
+    _on_post_forward._cuda_graph_handler = _on_post_forward._cuda_graph_backward_handler = _release
 
     # ---- weights
 
@@ -281,7 +279,8 @@ class Unit:
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the forward: gathers, and the inputs in the compute dtype."""
-        if in_backward():
+        self._is_recomputed = in_backward()
+        if self._is_recomputed:
             # Recomputation: its backward follows at once, so gather, and nothing else. The one
             # before may have stopped before its end: nothing must pile up.
             self._forwards.clear()
@@ -348,7 +347,7 @@ class Unit:
             self.reshard()
 
     def _forget_forwards(self) -> None:
-        """No forward is under way: what has begun raised, or recomputed and had what it wanted."""
+        # What has begun raised, or recomputed and had what it wanted.
         self._forwards.clear()
         self._modules_to_run.clear()
 
@@ -378,21 +377,20 @@ class Unit:
     def on_gradient(self, group: ParamGroup, index: int) -> None:
         """The gradient of parameter `index` of `group` has come.
 
-        Autograd accumulates on the stream on which a parameter was first used in a graph of its
-        that still lives. Graphs of torch's and TransformerEngine's `make_graphed_callables` live on,
-        and were made on the stream of the capture.
+        Autograd accumulates on the stream where its node for the parameter was made. Torch's and
+        TransformerEngine's `make_graphed_callables` keep that of their capture, on its stream.
         """
         if not self.is_open:
             self._open_late(group, index)
         device = self.schedule.device
         accumulated, mine = device.current_stream(), self._stream
         if accumulated == mine:
-            self._take_gradient(group, index)
-            return
+            return self._take_gradient(group, index)
         mine.wait_stream(accumulated)
         with device.on(mine):
             self._take_gradient(group, index)
         accumulated.wait_stream(mine)  # before it uses the gradient's memory again
+        return None
 
     def _take_gradient(self, group: ParamGroup, index: int) -> None:
         place = (group, index)
@@ -407,6 +405,13 @@ class Unit:
 
     def _open_late(self, group: ParamGroup, index: int) -> None:
         """A gradient came though no output of the unit was reached, such as of a hidden tensor."""
+        if self._forwards and len(self.modules) == 1 and not self._is_recomputed:
+            raise TensorError(
+                f"Expected the forward hooks of unit {self.name!r} to run, as its pre-hooks did, "
+                f"but a gradient of {group.names[index]!r} came first: whoever computes with its "
+                "weights in place of its forward, such as a fused kernel, must run both.",
+                group.names[index],
+            )
         if not group.is_unsharded or self.gathered_event is not None:
             raise TensorError(
                 f"Expected backward to enter unit {self.name!r} through its outputs, but a "
@@ -430,8 +435,7 @@ class Unit:
             self.is_open = False
             self.reduce()
             if self.reshard_after_backward:
-                # Last, so that the next gather finds this memory whole.
-                self.reshard()
+                self.reshard()  # last, so that the next gather finds this memory whole
 
     def reduce(self) -> None:
         """Start to reduce what has come, in this pass or before it, as far as this pass does."""

@@ -23,6 +23,12 @@ def test_bypassed_hooks_show(warm_ranks: RankPool) -> None:
         assert said != "nothing"
 
 
+def test_bypassed_forward_hooks_are_named(warm_ranks: RankPool) -> None:
+    """Weights are gathered, but nothing tells where the unit's backward pass begins."""
+    for named in warm_ranks.run(programs.without_forward_hooks, "dynamic", world_size=2):
+        assert named == "layers.1.gate_up.weight"
+
+
 def test_both_gathers_and_the_reduction_happen(warm_ranks: RankPool) -> None:
     """Each unit is gathered in forward, again in backward if it was released, and reduced."""
     for events in warm_ranks.run(programs.gathers, "dynamic", world_size=2):
