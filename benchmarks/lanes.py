@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_core.graph import digest as definition
+from fsdp_core.graph import digest_torch as definition
 
 Words = npt.NDArray[np.uint32]
 

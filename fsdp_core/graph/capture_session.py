@@ -7,20 +7,7 @@
             with unit_gathered():               collectives: every rank, whatever happened before
                 session.attempt(lambda: graphed.capture_forward(0))
 
-Ranks exchange what became of their captures (one all-gather of 512 bytes a rank) and keep their
-graphs only if all have them: one that replays while another runs eagerly would hang. Inside,
-garbage collection is off: it could destroy a graph while another is captured, which CUDA forbids.
-
-A failure inside of `attempt` waits for the end, so that the rank goes on to issue the collectives
-around the captures which the others wait in. Where the captured functions themselves hold some
-(`communicates`), nobody can make up for those that the failed one did not issue: there the body
-ends at once. Either way a rank that failed leaves a note in the store of the default process group,
-and waits at the end for the others with a patience far below the groups' timeout: one that waits in
-a collective of the failed function never comes. Then it raises `CaptureLost` and has to end, which
-ends the others' waiting; they find in its note why it left.
-
-`Undo` puts back what warm-ups change: routers count tokens, scales of fp8 move, generators are
-drawn from, and a run that went on from there would differ from one that never warmed up.
+What a failed rank does for those that wait for it is in DESIGN.md, "All ranks or none".
 """
 
 import contextlib
@@ -66,8 +53,7 @@ class CaptureLost(RuntimeError):
     """A capture failed, and not all ranks can be met again: every process of the run has to end.
 
     Attributes:
-        refusals: why, by rank of the default process group, as far as it is known; the first rank
-            that failed is the first one here.
+        refusals: as far as they are known; the first rank that failed is the first one here.
     """
 
     def __init__(self, what: str, refusals: dict[int, str], then: str) -> None:
@@ -107,11 +93,7 @@ class CaptureSession:
         self._collects = False
 
     def __enter__(self) -> Self:
-        """Meet the other ranks.
-
-        Raises:
-            CaptureAborted: a rank refuses, captures something else, or cannot save its state.
-        """
+        """Meet the other ranks; `CaptureAborted` if one refuses or captures something else."""
         # Graphs that are garbage already go now.
         gc.collect()
         refusal, cause = self._refusal, None
@@ -139,10 +121,8 @@ class CaptureSession:
         self._on_abort.append(function)
 
     def attempt(self, function: Callable[[], None]) -> None:
-        """Call it unless something failed before; if it raises, the session fails at its end.
-
-        Raises:
-            Exception: what it raised, where functions communicate.
+        """Call it unless something failed before; what it raises fails the session at its end, and
+        is raised here, too, where functions communicate.
         """
         if self._failure is not None:
             return
@@ -159,11 +139,8 @@ class CaptureSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Exchange with the other ranks how it went; keep the captures or undo them.
-
-        Raises:
-            CaptureAborted: a capture failed on some rank; raised from this rank's own error.
-            CaptureLost: the same, and a rank does not get here, or has gone.
+        """Keep the captures if all ranks have them, else undo them and raise `CaptureAborted`, or
+        `CaptureLost` if a rank does not get here.
         """
         try:
             ended = _call(self._at_end)
@@ -242,8 +219,8 @@ def _rank() -> int:
 def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[int, str]:
     """Every rank's refusal by its rank in the default process group; empty if none refuses.
 
-    A collective of 512 bytes a rank, on the current stream; the host waits for it. Ranks that name
-    another `what` than rank 0 refuse. Long reasons are cut.
+    A collective of 512 bytes a rank, which the host waits for. Ranks that name another `what` than
+    rank 0 refuse. Long reasons are cut.
     """
     if not dist.is_initialized():
         return {} if refusal is None else {0: refusal}
@@ -267,10 +244,7 @@ def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[in
 
 
 class _Notes:
-    """What ranks leave in the store of one capture, where they cannot meet in a collective.
-
-    Every rank makes as many of these as the others, in one order. A few messages to the store each.
-    """
+    """What ranks leave in the store of one capture, where they cannot meet in a collective."""
 
     def __init__(self) -> None:
         alone = not dist.is_initialized()
@@ -338,8 +312,7 @@ class Undo:
 
     Args:
         generators: in addition to the device's default ones.
-        state: tensors that may be changed by means that torch does not see: kernels of libraries
-            and of the compiler.
+        state: tensors that kernels may write which no operator shows.
     """
 
     def __init__(
@@ -353,7 +326,9 @@ class Undo:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # One for all that is watched: what was made in a forward is no trace of its backward's.
         self._recorder = _Writes(
-            keep_operations=False, before_write=lambda number, tensor: self._save(tensor)
+            keep_operations=False,
+            before_write=lambda number, tensor: self._save(tensor),
+            on_host=not device.is_cuda,
         )
         for tensor in state:
             self._save(tensor)

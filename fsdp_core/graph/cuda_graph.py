@@ -1,16 +1,7 @@
 """CUDA graphs: `torch.cuda.CUDAGraph` behind the interface that the host graph has.
 
-Capture mode is `thread_local`, because NCCL's watchdog thread may query events while we capture.
-A `Recorder` runs around the capture, only to list the external storages for the address ledger.
-
-A capture that CUDA refuses leaves torch half in it: `CUDAGraph.capture_end` raises before it ends
-it for its allocator and generators, which then refuse to free memory and to draw outside of
-captures (torch up to 2.12). Both are put right, so that a program can go on, and capture again.
-
-Code that a compiler generated allocates past torch's dispatcher, so a recorder meets such a storage
-first when an operator writes it, as it meets one of the program's. The allocator knows better: in
-the private pool only captures allocate. A storage that lies there is the capture's own, unless its
-block was there before; and even then, if what held that block has died during the capture.
+Capture mode is `thread_local`, because NCCL's watchdog thread may query events while we capture. A
+`Recorder` runs around the capture, only to list the external storages for the address ledger.
 """
 
 import contextlib
@@ -29,8 +20,8 @@ T = TypeVar("T")
 class MemoryPool:
     """The private memory that graphs of one model share.
 
-    torch gives a pool up once no captured graph is left in it, also while a result of one is still
-    held, and cannot capture into it again: the next graph then starts another.
+    torch gives a pool up once no captured graph is left in it and cannot capture into it again: the
+    next graph then starts another.
     """
 
     def __init__(self) -> None:
@@ -62,8 +53,7 @@ class MemoryPool:
 class CudaGraph:
     """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
 
-    Args:
-        generators: that the graph draws from beside the default one.
+    `generators` are those that the graph draws from beside the default one.
     """
 
     def __init__(
@@ -78,11 +68,9 @@ class CudaGraph:
 
     def capture(self, function: Callable[[], T]) -> T:
         """Capture `function` on the current stream; nothing of it runs on the device.
-
-        Raises:
-            CaptureRefused: CUDA refused an operation in it; the graph is unusable.
+        `CaptureRefused` if CUDA refused an operation in it; the graph is then unusable.
         """
-        recorder = OverCompiled(keep_operations=False)
+        recorder = OverCompiled(keep_operations=False, on_host=False)
         states = self._device.rng_states()
         own_states = [(generator, generator.get_state()) for generator in self._generators]
         for generator in self._generators:
@@ -149,9 +137,8 @@ def let_go_of_gradients(device: Device) -> None:
 def end_refused(device: Device, pool: Any, generators: Sequence[torch.Generator]) -> None:
     """After a capture that failed: tell torch's allocator and generators that it has ended.
 
-    Args:
-        pool: that it was captured into; the next one needs another.
-        generators: that it was to draw from, beside the default one.
+    `CUDAGraph.capture_end` raises before it tells them (torch up to 2.12), and they would refuse to
+    free memory and to draw outside of captures. The next capture needs another pool.
     """
     with contextlib.suppress(RuntimeError):  # it has been told
         torch._C._cuda_endAllocateToPool(device.torch_device.index, pool)
@@ -185,9 +172,10 @@ def blocks_of(pool: Any) -> Blocks:
 class PrivateMemory:
     """What is in a memory pool when a capture into it begins.
 
-    Args:
-        pool: id of the pool.
-        earlier: recordings of the graphs that are in it.
+    Code that a compiler generated allocates past torch's dispatcher, so a recorder takes such
+    storages for the program's. But in the private pool only captures allocate: a storage there is
+    the capture's own, unless its block was there before and what held that has not died since.
+    `earlier` are recordings of the graphs that are in the pool.
     """
 
     def __init__(self, pool: Any, earlier: Iterable[Recording]) -> None:

@@ -1,18 +1,17 @@
-"""The digest of `fsdp_core.graph.digest` as one Triton kernel over many tensors.
+"""The digest of `digest_torch` as one Triton kernel over many tensors.
 
     tensors -> chunks of up to 1 MiB, each with its address, in one table on the device
     program -> one chunk: loads words, mixes, sums lanes in registers, five atomics at the end
 
 Integer addition has no order, so the atomics are deterministic. One launch covers every tensor of
-one bit pattern (all fp32 state is one launch). Vector loads need 16-byte addresses: a tensor that
-starts elsewhere gets a first chunk of up to three words, which the masked path reads. What cannot
-be read in place as 32-bit words, a tensor that is not contiguous or starts at an address that is no
-multiple of four, is copied to a staging buffer first, inside the call.
+one bit pattern. What cannot be read in place as 32-bit words is copied to a staging buffer first,
+inside the call. Vector loads need 16-byte addresses: a tensor that starts elsewhere gets a first
+chunk of up to three words, which the masked path reads.
 
-What makes it fast: few instructions a word (fp32: 17 on the integer pipes) and few registers (32,
-so that many warps wait for memory at once). Hence a tile is [words / 4, 4], a thread's 16 bytes
-are summed before they meet an accumulator; the key is stepped, not computed from the index; and
-floats are tested on the float pipe, as word * 0.0 is NaN exactly if the word is not finite.
+What makes it fast: few instructions a word (fp32: 17 on the integer pipes) and few registers (32).
+Hence a tile is [words / 4, 4], a thread's 16 bytes are summed before they meet an accumulator; the
+key is stepped, not computed; and floats are tested as word * 0.0, which is NaN if the word is not
+finite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_core.graph import digest as definition
-from fsdp_core.graph.digest import (
+from fsdp_core.graph import digest_torch as definition
+from fsdp_core.graph.digest_torch import (
     INT_OF_SIZE,
     NUM_COLUMNS,
     PATTERNS,
@@ -101,9 +100,8 @@ def _nonfinite(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_rest(address, num_words, num_tail, offset):  # type: ignore[no-untyped-def]
-    """Words at `offset` of a chunk and whether they exist; the last may be a partial one.
-
-    Loads through casts of its own: the alignment that whole tiles claim does not hold here.
+    """Words at `offset` of a chunk and whether they exist; the last may be a partial one. Casts of
+    its own: the alignment that whole tiles claim does not hold here.
     """
     words = address.to(tl.pointer_type(tl.uint32))
     word = tl.load(words + offset, mask=offset < num_words, other=0)
@@ -275,9 +273,8 @@ def _needs_staging(tensor: Tensor) -> bool:
 
 
 def _chunks(row: int, address: int, num_bytes: int, chunk_words: int) -> Iterator[tuple[int, ...]]:
-    """Table entries of one tensor: address, first word, whole words, tail bytes, row.
-
-    Cuts at 16-byte addresses and at multiples of 2**32 words, so that a chunk's high index is one.
+    """Table entries of one tensor: address, first word index, whole words, tail bytes, row. Cut at
+    16-byte addresses and at multiples of 2**32 words, so that a chunk's high index is one.
     """
     num_words, tail = divmod(num_bytes, WORD_BYTES)
     word = 0

@@ -1,26 +1,14 @@
 """Hooks around captures: taken off a subtree in two phases, run at capture time, put back whole.
 
-A graph holds device work and no Python, so a hook inside of what is captured acts at capture and
-never again. Before a capture hooks are therefore taken off:
+A graph holds no Python, so a hook inside of what is captured acts at capture and never again. What
+must run around warm-up and capture says so by attributes of the hook:
 
-    extract    every dictionary of hooks of every module of the subtree, side dictionaries (which
-               hooks take keywords, which run always) and the hooks of parameters included
-    route      what must run around warm-up and capture goes to one of four phases, as a function of
-               the module: a hook says so by attributes of its own,
+    _cuda_graph_handler                in the hook's own phase, in place of it
+    _cuda_graph_backward_pre_handler   before the backward, for a forward hook
+    _cuda_graph_backward_handler       after the backward, likewise
+    _cuda_graph_capturable = True      it is nothing but work on tensors: captured with the rest
 
-        _cuda_graph_handler                in the hook's own phase, in place of it
-        _cuda_graph_backward_pre_handler   before the backward, for a forward hook that arranges
-                                           something for then
-        _cuda_graph_backward_handler       after the backward, likewise
-        _cuda_graph_capturable = True      it is nothing but work on tensors: it stays where it is
-                                           and is captured with the rest (inner modules only)
-
-    A hook that is rerouted is withheld itself. Other hooks of the outer module are withheld too:
-    they run around every replay. Other hooks of inner modules would never run again: refused.
-
-What was taken off is put back as the very dictionaries that were there, so handles still remove
-what they registered, also if they did so in between. The phases are those of TransformerEngine's
-`capture_time_hooks`.
+The phases are those of TransformerEngine's `capture_time_hooks`; DESIGN.md has the table.
 """
 
 import contextlib
@@ -53,11 +41,7 @@ _OWN, _CAPTURABLE = "_cuda_graph_handler", "_cuda_graph_capturable"
 
 
 def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
-    """Run the hooks of a phase in their order, with the module.
-
-    Raises:
-        RuntimeError: a hook returned something, which nothing would use.
-    """
+    """Run the hooks of a phase in their order, with the module; they must return None."""
     for hook in hooks[phase].values():
         # A hook of somebody else may return what its type says it does not.
         returned: object = hook(module)
@@ -93,13 +77,9 @@ def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class ExtractedHooks:
-    """The hooks of a module's subtree, taken off until `restore`.
+    """The hooks of a module's subtree, taken off until `restore`; `capture_hooks` are by phase.
 
-    Attributes:
-        capture_hooks: what they do at capture time.
-
-    Raises:
-        ValueError: a hook of an inner module, or of every module, would be lost in a replay.
+    `ValueError` for a hook of an inner module, or of every module, that no replay would run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -124,13 +104,10 @@ class ExtractedHooks:
             setattr(owner, name, OrderedDict((n, v) for n, v in original.items() if n in kept))
 
     def restore(self) -> None:
-        """Put everything back; a second call does nothing.
+        """Put back the very dictionaries, so that handles still work; a second call does nothing.
 
-        Hooks that were registered meanwhile stay, behind those that were there.
-
-        Raises:
-            RuntimeError: hooks were registered meanwhile, with handles that cannot remove them any
-                more; everything is back nevertheless.
+        `RuntimeError` if hooks were registered meanwhile, whose handles cannot remove them; they
+        stay.
         """
         self._tensor_hooks.close()
         taken, self._taken, added = self._taken, [], []
@@ -154,10 +131,7 @@ class ExtractedHooks:
 
 
 def own_capture_hooks(module: nn.Module) -> CaptureHooks:
-    """What the module's own hooks do at capture time, by phase; those of inner modules are left.
-
-    For the capture of a part of it, around which it stays as it is.
-    """
+    """What the module's own hooks do at capture time, by phase; those of inner modules are left."""
     hooks = ((phase, h) for phase in PHASES for h in getattr(module, f"_{phase}").values())
     return _by_phase([route for phase, hook in hooks for route in _routes(hook, phase, module)])
 

@@ -1,14 +1,10 @@
 """The host graph: on the CPU, what a CUDA graph is on a GPU.
 
-Capture runs the function once under a `Recorder`, then undoes it: external storages that were
-written get their old bytes back, and so does the generator, so that capturing has no effect, as on
-CUDA. Replay runs the recorded operators into the same storages and no Python of the program.
-
-Internal storages that died during the capture share one arena, placed by their live ranges, as a
-graph's private pool does; those that outlive it are the graph's outputs and keep their own memory.
-External storages are not kept alive: as on CUDA, what the program gave up since the capture is
-gone, and here the replay says so. Random operators draw from the default generator again at each
-replay, in the recorded order, so dropout gives eager's bits.
+Capture runs the function once under a `Recorder`, then undoes it, so that capturing has no effect.
+Replay runs the recorded operators into the same storages. Internal storages that died during the
+capture share one arena, placed by live ranges, as in a graph's private pool. External ones are not
+kept alive: a replay over what was freed raises. Random operators draw from the default generator
+again, in the recorded order.
 """
 
 import contextlib
@@ -50,11 +46,10 @@ class _Step:
 
 
 class HostGraph:
-    """Capture and replay of CPU operators. See the module's docstring.
+    """Capture and replay of CPU operators.
 
-    Args:
-        holds_compiled: compiled code runs compiled inside of a capture, as it does on CUDA; all of
-            it must be `fsdp_core.train.compiled` parts. Otherwise it runs uncompiled there.
+    With `holds_compiled` compiled code, all of it `fsdp_core.train.compiled` parts, runs compiled
+    inside of a capture, as it does on CUDA.
     """
 
     def __init__(self, device: Device, *, holds_compiled: bool = False) -> None:
@@ -68,10 +63,8 @@ class HostGraph:
         self.recording = Recording()
 
     def capture(self, function: Callable[[], T]) -> T:
-        """Record `function`; its result's tensors get their values at each replay.
-
-        Raises:
-            CaptureRefused: something in it cannot be captured; nothing is left changed.
+        """Record `function`; its result's tensors get their values at each replay. `CaptureRefused`
+        if it cannot be; nothing is left changed.
         """
         with self.capturing():
             result = function()
@@ -163,11 +156,9 @@ class HostGraph:
         self.recording.operations = []
 
     def replay(self) -> None:
-        """Run the recorded operators again, into the same storages.
-
-        Raises:
-            RuntimeError: not captured, or an external storage was freed, has moved or shrunk since:
-                on CUDA that is an illegal memory access or a silent read of foreign memory.
+        """Run the recorded operators again, into the same storages. `RuntimeError` if an external
+        storage was freed, has moved or shrunk: on CUDA an illegal access or a silent read of
+        foreign memory.
         """
         if not self._steps:
             raise RuntimeError("Expected a captured graph, got an empty one.")
@@ -215,13 +206,10 @@ class HostGraph:
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Place buffers with live ranges into one arena: first fit, largest first.
+    """Place buffers of (bytes, first operation, last operation) into one arena: first fit, largest
+    first.
 
-    Args:
-        ranges: (bytes, first operation, last operation), both inclusive.
-
-    Returns:
-        An offset for each, and the arena's size, in bytes. Buffers alive together never overlap.
+    Returns an offset for each, and the arena's size. Buffers alive together never overlap.
     """
     order = sorted(range(len(ranges)), key=lambda i: -ranges[i][0])
     offsets = [0] * len(ranges)

@@ -1,17 +1,9 @@
 """The address ledger: a graph may only be replayed while everything it reads is where it was.
 
 A GPU that replays over a freed parameter does not fault, it reads what the allocator put there. So
-at capture each external storage is entered with its address, its size and a name; before each
-replay the address is looked up again and must be the same.
-
-    by owner    names that the program gives (parameters, gradients, buffers, inputs): the tensor is
-                looked up anew, so one that the program has replaced is found as well; one in memory
-                that others use in turn must be held by its owner, as it was at capture
-    by place    memory that no owner names, as libraries keep it: the operator and module that used
-                it first; the storage itself is watched, so it is found if it was freed or moved
-
-What is neither is counted as unnamed. Kernels that are called past torch's dispatcher show no
-operator: what they read is entered if the owner says that the graph relies on it.
+each external storage is entered at capture with its address, size and name: a name of its owner,
+which is looked up anew before each replay, or the operator and module that used it first, whose
+storage is watched itself. What is neither is counted as unnamed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,10 +22,8 @@ Getter = Callable[[], torch.Tensor | None]
 
 
 class StaleAddress(TensorError):
-    """A graph was about to be replayed over memory that is no longer what it captured.
-
-    Attributes:
-        names: the tensors at fault, in the order in which the graph's owner names them.
+    """A graph was about to be replayed over memory that is no longer what it captured; `names` are
+    in the order in which the graph's owner names them.
     """
 
     def __init__(self, names: list[str], detail: str) -> None:
@@ -42,20 +32,15 @@ class StaleAddress(TensorError):
 
 
 class AddressBook(Mapping[str, torch.Tensor]):
-    """Tensors by name, each looked up when it is asked for; `now` is a `Resolver`.
-
-    A check of a graph that uses ten tensors looks up ten, however many the program has.
-    """
+    """Tensors by name, each looked up when it is asked for; `now` is a `Resolver`."""
 
     def __init__(self) -> None:
         self._getters: dict[str, Getter] = {}
         self._holders: dict[str, Callable[[], bool]] = {}
 
     def enter(self, name: str, getter: Getter, is_held: Callable[[], bool] | None = None) -> None:
-        """Add a name; `ValueError` if it is taken: two tensors of one name are not told apart.
-
-        Args:
-            is_held: whether the owner holds the tensor's memory now, if others use it in turn.
+        """Add a name that is not taken. `is_held` says whether the owner holds the tensor's memory
+        now, if others use it in turn.
         """
         if name in self._getters:
             raise ValueError(f"Expected a name of one tensor, got {name} again.")
@@ -111,8 +96,7 @@ class Ledger:
     """Addresses that one graph relies on.
 
     Args:
-        recording: what the capture saw.
-        resolve: looks names up again at each check; called now and before every replay.
+        resolve: looks names up again; called now and before every replay.
         partner: recording of a graph that owns memory this one uses (forward, for a backward).
         own: names of what the graph's owner made for it alone, such as static inputs.
         relied: tensors that the graph reads whether or not an operator showed it.
@@ -154,11 +138,9 @@ class Ledger:
         return sum(not entry.place for _, entry in self._watched)
 
     def check(self) -> None:
-        """Compare every address with what it was at capture; no device work.
-
-        Raises:
-            StaleAddress: naming every tensor that moved, shrank, vanished, was freed, or whose
-                memory its owner does not hold.
+        """Compare every address with what it was at capture; no device work. `StaleAddress` names
+        every tensor that moved, shrank, vanished, was freed, or whose memory its owner does not
+        hold.
         """
         stale: list[tuple[str, str]] = []
         for resolve, named in self._sources:
@@ -177,11 +159,7 @@ class Ledger:
 
 
 class AddressLog:
-    """Counts how many named tensors moved since it last looked.
-
-    Attributes:
-        moved: names of those that moved, were made or went away between the last two looks.
-    """
+    """Counts how many named tensors moved since it last looked; `moved` are their names."""
 
     def __init__(self, resolve: Resolver) -> None:
         self._resolve, self.moved = resolve, list[str]()

@@ -1,25 +1,12 @@
 """Graphs captured by `make_graphed_callables` of TransformerEngine or torch, used as our own.
 
-    capture_by_te       several callables at once: all forwards, then all backwards in reverse, in
-                        one memory pool; hooks run around each forward and backward of each warm-up
-                        and capture, outside of the graphs: there parameters are gathered
-    capture_by_torch    one callable, in a pool of its own: torch takes no hooks, so its parameters
-                        are gathered by the caller around all of it
+    capture_by_te       several callables at once, in one memory pool; hooks gather parameters
+                        around each forward and backward of each warm-up and capture
+    capture_by_torch    one callable, in a pool of its own, its parameters gathered by the caller
 
-What is added around them, because they do not do it themselves:
-
-    a failed capture    leaves TransformerEngine capturing for ever, its wrapper on the class, hooks
-                        on inner modules and gradients lost, and torch in the capture and on its
-                        stream: all undone
-    state               what torch's operators write in warm-ups is put back; what libraries' own
-                        kernels write is the caller's to put back
-    random streams      are registered with the graphs
-    replays             check inputs and addresses, refuse one that would overwrite what awaits its
-                        backward, and return gradients of inputs as clones
-
-Version 2.20 of TransformerEngine moves scales of fp8 itself, after replays and at the end of the
-autocast that they are in (graph.py: `Graphed.backward`, `new_fwd`). Its captures run in the
-autocast that the function enters itself.
+What is added around them is in DESIGN.md, "Graphs of libraries". TransformerEngine 2.20 moves
+scales of fp8 itself, after replays and at the end of the autocast that they are in (graph.py:
+`Graphed.backward`, `new_fwd`). Its captures run in the autocast that the function enters itself.
 """
 
 import contextlib
@@ -34,8 +21,7 @@ from torch import nn
 
 from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.cuda_graph import end_refused
-from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.graphed_callable import Pending, Replayed, Segment, Tensors
+from fsdp_core.graph.graph import GraphMaker, Pending, Replayed, Segment, Tensors
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
 from fsdp_core.graph.recorder import Recording
 
@@ -61,11 +47,9 @@ class _Callee(nn.Module):
 class LibraryGraph(Replayed):
     """What a library captured of a segment, used as a `GraphedCallable` is.
 
-    Its ledger has parameters and what the segment relies on; graphs show nothing else.
-
-    Attributes:
-        callee: what the library is given.
-        hooks: what `capture_by_te` runs around warm-ups and captures, by phase.
+    Its ledger has parameters and what the segment relies on; graphs show nothing else. `callee` is
+    what the library is given, `hooks` run around TransformerEngine's warm-ups and captures, by
+    phase.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -168,14 +152,9 @@ def te_graphs() -> Any:
 
 
 def capture_by_te(maker: GraphMaker, graphs: Sequence[LibraryGraph], pool: Any) -> None:
-    """Capture functions that run one after another; CUDA only.
+    """Capture functions that run one after another; CUDA only. Nothing is left of a failure.
 
-    Args:
-        pool: memory to capture into; graphs in it must not be replayed between a forward and a
-            backward of these.
-
-    Raises:
-        RuntimeError: what TransformerEngine raises; nothing is left of the capture.
+    Graphs in `pool` must not be replayed between a forward and a backward of these.
     """
     if not graphs:
         return
@@ -257,11 +236,7 @@ def _te_undone(te: Any, callees: Sequence[_Callee]) -> Iterator[None]:
 
 
 def capture_by_torch(maker: GraphMaker, graph: LibraryGraph) -> None:
-    """Capture one function, whose parameters are gathered; CUDA only.
-
-    Raises:
-        RuntimeError: what torch raises; nothing is left of the capture.
-    """
+    """Capture one function, whose parameters are gathered; CUDA only. A failure leaves nothing."""
     callee, made = graph.callee, list[Any]()
     pool = torch.cuda.graph_pool_handle() if maker.device.is_cuda else None
     with Undo(maker.device, maker.generators) as undo:

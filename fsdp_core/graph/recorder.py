@@ -1,16 +1,9 @@
 """Watches operators while a graph is captured: what they touch, and what cannot be captured.
 
-For CUDA graphs the dispatch mode only lists the external storages that captured kernels read or
-write, which the driver does not say. For the host graph it also keeps each operator with its
-arguments described by storage, so that it can be run again.
-
 A storage is *internal* if an operator inside the capture made it, else *external*. Tensors are kept
-as descriptions (storage number, offset, size, stride), never as tensors, so that an internal
-storage dies during the capture exactly when the program lets it die.
-
-Workspaces, tables and counters of libraries are in no list of parameters or buffers. What names
-them is who used them first, looked up on the stack: the module whose forward runs, else the
-autograd node, else the line of the program.
+as descriptions, never as tensors, so that an internal storage dies during the capture exactly when
+the program lets it die. Memory of libraries, which no list names, is named by who used it first:
+the module whose forward runs, else the autograd node, else the line of the program.
 """
 
 import sys
@@ -56,13 +49,11 @@ class TensorRef:
 
 @dataclass
 class StorageEntry:
-    """One storage that the capture touched.
+    """One storage that the capture touched, `nbytes` at `address` when first seen.
 
     Attributes:
-        nbytes, address: when first seen.
         internal: made inside the capture.
         first, last: numbers of the first and last operator that touch it.
-        written: an operator of the capture writes it.
         made_by: operator that made it, or first touched it.
         released: its memory was given back inside the capture by resizing the storage to nothing.
         place: of an external storage, which part of the program first touched it.
@@ -125,11 +116,15 @@ class Recorder(TorchDispatchMode):
     Args:
         keep_operations: keep operators for a host graph, with its refusals; False lists storages.
         before_write: called with a tensor of each external storage before it is first written.
+        on_host: what it watches runs on the CPU.
     """
 
-    def __init__(self, *, keep_operations: bool, before_write: Any = None) -> None:
+    def __init__(
+        self, *, keep_operations: bool, before_write: Any = None, on_host: bool = True
+    ) -> None:
         super().__init__()
         self.recording, self.keeps_operations = Recording(), keep_operations
+        self._on_host = on_host
         self._before_write = before_write
         self._numbers: dict[int, int] = {}
         self._num_operations = 0
@@ -151,11 +146,10 @@ class Recorder(TorchDispatchMode):
 
         arg_refs, kwarg_refs = tree_map_only(torch.Tensor, refer, (args, kwargs))
         out = func(*args, **kwargs)
-        if self.keeps_operations:
-            if func.namespace == "c10d":
-                out = _finish_collective(out)
-            if reason := _unreplayable(out):
-                raise _refused(func, reason)
+        if self._on_host and func.namespace == "c10d":
+            out = _finish_collective(out)
+        if self.keeps_operations and (reason := _unreplayable(out)):
+            raise _refused(func, reason)
         fresh = self._fresh_outputs(out, name)
         if not self.keeps_operations:
             self._num_operations += 1
@@ -178,10 +172,8 @@ class Recorder(TorchDispatchMode):
     def record_call(self, function: Any, args: tuple[Any, ...], writes: Container[int]) -> Any:
         """Run a function of tensors and record it as one operation; its outputs are tensors.
 
-        Args:
-            function: does the same work again at each replay; `function.__self__.namespace` says
-                whose it is.
-            writes: numbers of arguments that it changes.
+        `function` does the same work at each replay, `function.__self__.namespace` says whose it
+        is; `writes` are numbers of arguments that it changes.
         """
         name = f"{function.__self__.namespace} kernels"
 
@@ -288,8 +280,9 @@ def _finish_collective(out: Any) -> Any:
     """Wait for a collective here, and hand on a handle that is finished already.
 
     When gloo's reduce-scatter is waited for, it copies its result out of a buffer of its own, by
-    operators. In the program's wait the recorder would see them, and a replay would copy what that
-    buffer held at capture over its own result; here they run unseen.
+    operators. Seen in the program's wait, a replay would copy what that buffer held at capture, and
+    where collectives run on aliases (`Lending`) an undo would write to memory that the alias does
+    not own.
     """
 
     def finished(value: Any) -> Any:

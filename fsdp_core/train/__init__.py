@@ -4,7 +4,7 @@ build      stages of the decoder on a device, sharded
 inputs     what a rank has of every microbatch, in static tensors
 names      everything long-lived on a rank, by name
 scopes     what of a layer each scope captures, and what stays eager
-graphs     all graphs of a trainer, on every rank or on none; static_part: what they read of packs
+graphs     all graphs of a trainer, on every rank or on none
 trainer    the step, and what it shows: losses, norm, digests
 resume     what of a trainer lasts, saved and loaded
 engines    the step by torch's FSDP2 or DDP, or by megatron-fsdp; `make_trainer`

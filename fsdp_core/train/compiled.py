@@ -1,19 +1,9 @@
 """torch.compile for parts of a model, eager or captured: what it compiled when, and why again.
 
-    Compiler       compiles functions, and knows what is going on: a step, a warm-up, a capture
-    CompiledPart   one of them; its guards are held for graphs that captured it
-    HeldGuards     checked before a replay: what the compiled code took for constant still is
-
-A graph holds compiled code as it was at the capture. The compiler checks its guards at each call,
-and compiles anew where a value that it built in has changed; a replay calls nothing. So the guards
-of what was captured are kept and checked before each replay.
-
-If a warm-up or a capture makes the compiler compile once more, the graph would hold other code than
-eager steps run: refused, with the compiler's reason. What is compiled after the capture (an
-evaluation, a batch of other shape) is other code for other work; it is listed. CUDA graphs of its
-own the compiler makes none: they would be captures inside of captures.
-
-Parts are compiled in place of their Python, so replays and eager steps find them:
+A graph holds compiled code as it was at the capture. The compiler checks its guards at each call; a
+replay calls nothing, so the guards of what was captured are kept and checked before each replay. A
+warm-up or capture that makes the compiler compile once more is refused: the graph would hold other
+code than eager steps run. Parts are compiled in place of their Python:
 
     attn, mlp, layer, experts    the module's `forward`: hooks, FSDP's too, run around it
     moe_router                   the branch's `front`; its `forward` is the front and its rest
@@ -46,13 +36,8 @@ MOST_VARIANTS = 8
 
 @dataclass(frozen=True)
 class Compilation:
-    """Code that was compiled.
-
-    Attributes:
-        part: in whose call.
-        code: `decoder.py:66 forward`: of one part, or shared by those of several layers.
-        reason: why it was compiled again; empty the first time.
-        late: after graphs were captured.
+    """Code that was compiled, in the call of `part`; `code` is `decoder.py:66 forward`, `reason`
+    why it was compiled again, and `late` whether graphs had been captured.
     """
 
     part: str
@@ -65,10 +50,8 @@ class Compilation:
 
 
 class StaleGuards(RuntimeError):
-    """A graph was about to replay compiled code that no longer fits the program around it.
-
-    Attributes:
-        part: that was compiled.
+    """A graph was about to replay compiled code of `part` that no longer fits the program around
+    it.
     """
 
     def __init__(self, part: str, reason: str) -> None:
@@ -87,11 +70,7 @@ class HeldGuards:
         self._part, self._entry, self._values = part, entry, values
 
     def check(self) -> None:
-        """Check them as the compiler would at a call; no device work.
-
-        Raises:
-            StaleGuards: one does not hold.
-        """
+        """Check them as the compiler does at a call; no device work. `StaleGuards` if not."""
         guards = self._entry.guard_manager
         if not guards.check(self._values):
             said = guards.check_verbose(self._values).verbose_code_parts
@@ -134,11 +113,8 @@ class Compiler:
     def compile(
         self, name: str, function: Callable[..., Any], parts: tuple[str, ...] = ()
     ) -> "CompiledPart":
-        """The function, compiled at its first call.
-
-        Args:
-            name: for messages, `layers.3.attn`.
-            parts: what of a configuration's `compile` it is.
+        """The function, compiled at its first call; `parts` are what of a configuration's `compile`
+        it is.
         """
         self._parts[name] = parts
         return CompiledPart(self, name, function)
@@ -176,10 +152,8 @@ class Compiler:
             self.held = before
 
     def make(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph, as torch.compile asks its backend to.
-
-        Raises:
-            CaptureRefused: nothing may be compiled now.
+        """Compile a graph, as torch.compile asks its backend to; `CaptureRefused` if nothing may
+        be.
         """
         found = Compilation(self.part, _code(graph), _reason(), self.has_graphs)
         if self._settled is not None:
@@ -362,11 +336,8 @@ def _brief(reason: str) -> str:
 def compile_parts(config: TrainConfig, stages: Sequence[DecoderStage]) -> Compiler:
     """Put compiled parts in place of those that `config.compile` names, after taps are.
 
-    Returns:
-        The compiler of all, to be closed after the graphs that hold its code.
-
-    Raises:
-        ConfigError: taps watch modules inside of compiled parts.
+    Returns their compiler, to be closed after the graphs that hold its code. `ConfigError` if taps
+    watch modules inside of compiled parts.
     """
     compiler = Compiler(config.compile_backend if config.compile else "")
     for stage in stages:

@@ -4,24 +4,18 @@
     partial scopes    graphs[stage, context size, slot][region]: a forward and a backward graph each
 
 **Slots.** A pipeline has several microbatches between forward and backward, each in a slot with
-graphs of its own. Those of one slot share a memory pool: its microbatch goes forward through the
-layers and then backward, so what a forward saved may be used again once its backward is over. Slots
-share none: another slot's microbatch comes in between, in an order that changes with their number.
+graphs of its own. Those of one slot share a memory pool, as what a forward saved may be used again
+once its backward is over; slots share none: another microbatch comes in between.
 
-**Context sizes.** Under dynamic context parallelism a graph fixes its communicator and its sizes:
-there is a set of graphs for each size, captured largest first, as what that frees is enough for
-others; sizes share a slot's memory. Each rank chooses by its own microbatch. Ranks of one context
-group have one size, groups may differ, and nobody waits: of the collectives in partial scopes only
-those of attention depend on the size, and they stay in the group.
+**Context sizes.** Under dynamic context parallelism there is a set of graphs for each size,
+captured largest first; sizes share a slot's memory. Each rank chooses by its own microbatch, and
+nobody waits: of the collectives in partial scopes only attention's depend on the size, and they
+stay in the context group.
 
-**A capture** is made while each stage's schedule is quiet, before and after: events do not cross.
-All regions of all stages are captured before any is installed, so none over a replay of another.
-Then pools are frozen. Of a capture that fails nothing is left but the failure.
-
-**A replay** stands in for the region's Python. FSDP gathers before it and reduces after it: hooks
-of the layer, a unit, run as eagerly. Units inside (experts) are gathered around the whole replay.
-What modules do in Python for scales of fp8 is done by `layers.Precision`, or by TransformerEngine
-for its own graphs. Evaluation, passes without gradients and other shapes run eagerly.
+**A capture** is made while each stage's schedule is quiet. All regions of all stages are captured
+before any is installed, then pools are frozen. **A replay** stands in for the region's Python:
+hooks of the layer, a unit, run around it as eagerly, and units inside are gathered around all of
+it. Evaluation, passes without gradients and other shapes run eagerly.
 """
 
 import contextlib
@@ -38,8 +32,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule
 from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.hooks import PHASES, CaptureHook, CaptureHooks, own_capture_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_by_torch
@@ -52,7 +45,7 @@ from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train.build import roots
 from fsdp_core.train.compiled import Compiler, HeldGuards
-from fsdp_core.train.inputs import Inputs, PackInputs
+from fsdp_core.train.inputs import Inputs, PackInputs, StaticPart
 from fsdp_core.train.scopes import (
     GraphCounts,
     GraphUse,
@@ -62,7 +55,6 @@ from fsdp_core.train.scopes import (
     regions_in,
     sum_uses,
 )
-from fsdp_core.train.static_part import StaticPart
 
 
 class Graphs:
@@ -71,12 +63,10 @@ class Graphs:
     Args:
         streams: of random numbers, whose states captures leave alone.
         resolve: names every tensor that graphs may use.
-        compiler: of parts that graphs may hold.
 
     Attributes:
         counts: what the graphs did.
-        iteration: the graph of scope full_iteration.
-        parts: those of partial scopes.
+        iteration, parts: the graph of scope full_iteration; those of partial scopes.
     """
 
     def __init__(
@@ -99,14 +89,8 @@ class Graphs:
     def capture_iteration(
         self, function: Callable[[], None], moments: Sequence[torch.Tensor]
     ) -> None:
-        """Capture scope full_iteration.
-
-        Args:
-            moments: what the optimizer's step writes; whether the graph does is counted.
-
-        Raises:
-            CaptureAborted: it cannot be captured, here or on another rank.
-            CaptureLost: the same, and not all ranks can be met again.
+        """Capture scope full_iteration; `CaptureAborted` or `CaptureLost` if a rank cannot. Whether
+        the graph writes the optimizer's `moments` is counted.
         """
         with self._session() as session:
             session.attempt(lambda: self._capture_iteration(function, moments))
@@ -123,15 +107,8 @@ class Graphs:
         self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
 
     def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
-        """Capture partial scopes.
-
-        Args:
-            sample: like what enters a layer.
-            num_slots: microbatches that a stage may have between forward and backward at a time.
-
-        Raises:
-            CaptureAborted: a scope cannot be captured, here or on another rank.
-            CaptureLost: the same, and not all ranks can be met again.
+        """Capture partial scopes; `CaptureAborted` or `CaptureLost` if a rank cannot. `sample` is
+        like what enters a layer; `num_slots` microbatches may be between a forward and backward.
         """
         config = self._config
         refused = refusal(self._stages, config.graph, config.graph_layers)
@@ -222,10 +199,8 @@ class Graphs:
 
 
 def communicates(config: TrainConfig) -> bool:
-    """Whether captures hold collectives that a failed one does not issue.
-
-    Those of partial scopes do, beside FSDP's around them, by the layout and scope.
-    TransformerEngine has FSDP's, too, in what it calls between its captures.
+    """Whether captures hold collectives that a failed one does not issue: by layout and scope, and
+    all of TransformerEngine's, whose hooks have FSDP's.
     """
     layout = config.parallel
     if layout.tp > 1 or layout.cp > 1 or layout.dynamic_cp or config.capture_by == "te":
@@ -284,12 +259,9 @@ class CaptureOptions:
     """What all captures of partial scopes have in common.
 
     Attributes:
-        capture_by: who captures.
         new_maker: of graphs that share a memory pool.
         resolve: names tensors for ledgers; None: no ledgers.
-        counts: told of every launch.
         attempt: what captures are made through: `CaptureSession.attempt`.
-        compiler: of compiled parts.
         num_slots: microbatches that a stage may have between forward and backward at a time.
         meet: called before each context size: nothing may be under way, on no rank.
     """
@@ -308,7 +280,6 @@ class SlotCapture:
     """Captures all regions of a stage in one slot, by whichever maker.
 
     Args:
-        regions: in the order in which they run.
         maker, pool: of the slot: what else it captures, shares their memory.
         part: what layers see of any microbatch that is replayed, in tensors that stay.
         sample: like what enters a layer.
@@ -463,16 +434,13 @@ class SlotCapture:
 
 
 class PartialGraphs:
-    """Graphs of every stage of a rank, of every context size, in every slot.
+    """Graphs of every stage of a rank, by stage, context size and slot.
 
     Args:
         regions: of each stage, in the order in which they run.
         samples: for each context size, a part like those of microbatches to come.
         context: the groups of all sizes where microbatches bring their own metadata, which are then
             copied to where graphs read them; None where all have the sample's.
-
-    Attributes:
-        graphs: by stage, context size and slot.
     """
 
     def __init__(
@@ -495,9 +463,6 @@ class PartialGraphs:
         """Capture all, largest sizes first, and install them; if one raises, there are none.
 
         Every rank must call it: warming up talks over the groups of each size in turn.
-
-        Raises:
-            CaptureRefused: something in a scope cannot be captured.
         """
         # A graph knows addresses, not tensors: tables that the model replaces must stay.
         self._kept = [buffer for stage in self._stages for buffer in stage.rope.buffers()]
@@ -556,11 +521,9 @@ class PartialGraphs:
     def choose(self, stage: int, part: Part, slot: int) -> SlotGraphs | None:
         """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
 
-        Raises:
-            ValueError: more sequences, tokens or microbatches than there is room for, or a context
-                size that nothing was captured for.
-            RuntimeError: a group that was made anew, or the slot's last microbatch still awaits its
-                backward.
+        `ValueError` for more than there is room for, or a context size without graphs;
+        `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
+        its backward.
         """
         size = part.cp.size
         if self._context is None:
@@ -608,11 +571,8 @@ class PartialGraphs:
 
 
 class StageGraphs:
-    """Replays in place of the regions of a stage, until `remove`.
-
-    Args:
-        choose: the graphs of a microbatch with that part in that slot; None: it runs eagerly. Asked
-            once a microbatch that trains.
+    """Replays in place of the regions of a stage, until `remove`. `choose`, asked once a microbatch
+    that trains, gives its graphs by part and slot; None: it runs eagerly.
     """
 
     def __init__(

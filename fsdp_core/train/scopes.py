@@ -8,13 +8,8 @@
     moe              a whole expert branch, drop and pad      attention
     layer            both branches                            nothing
 
-    scope            crosses to what is eager
-    moe_router       normed x, weights and numbers of choices, output of shared experts, x
-    moe_preprocess   the plan, too
-    others           x
-
-x enters each of them. The eager rest computes with what the replay gave, so that the weights of
-choices stay connected to the router.
+x enters each of them, and x crosses to what is eager; of moe_router normed x, weights and numbers
+of choices and the output of shared experts, too, and of moe_preprocess the plan.
 """
 
 import contextlib
@@ -42,11 +37,8 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 class GraphUse:
     """What graphs of one scope of one layer did in one direction, in all slots and sizes.
 
-    Attributes:
-        layer: number in the model; -1 for full_iteration.
-        direction: `forward`, `backward`; of full_iteration `gradients`, and `optimizer` if the
-            graph writes every moment of the optimizer.
-        captures, replays: graphs, and launches of them.
+    `layer` is -1 for full_iteration; `direction` is `forward` or `backward`, of full_iteration
+    `gradients`, and `optimizer` if the graph writes every moment of the optimizer.
     """
 
     scope: str
@@ -70,11 +62,7 @@ def sum_uses(uses: Iterable[GraphUse]) -> list[GraphUse]:
 class GraphCounts:
     """What the graphs of a run did, and the memory that they use and do not own.
 
-    Attributes:
-        replays: launches of any captured graph.
-        external_names: names that its owners give; each graph's.
-        external_places: the operator and place that used it first, where no owner names it.
-        unnamed_externals: storages that have neither.
+    External storages are named by their owners, or by the operator and place that used them first.
     """
 
     captured: int = 0
@@ -107,9 +95,8 @@ class Region:
 
     Attributes:
         name: `layers.3.attn`.
-        scopes: that it is captured by; the router's graph may hold what moe_preprocess names, too.
-        number: of its layer in the model.
-        layer: that it is of, an FSDP unit.
+        scopes: that it is captured by.
+        number: of its layer, an FSDP unit, in the model.
         owner: the module whose forward takes x and a part, and which the replay stands in for.
         modules: what of it is captured.
         run: x [B, T, H] and the part to what crosses.
@@ -129,13 +116,10 @@ class Region:
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[CaptureHooks]:
-        """Capture inside: hooks are off, as a replay would not run them again.
+        """Capture inside: hooks are off; yields what they do at capture time, by phase.
 
-        Yields what they do at capture time, by phase.
-
-        Raises:
-            ValueError: hooks that no replay would run, or kernels that add to gradients' buffers,
-                which may move.
+        `ValueError` for hooks that no replay would run, or kernels that add to gradients' buffers,
+        which may move.
         """
         for module in nn.ModuleList(self.modules).modules():
             if getattr(module, "fuse_wgrad_accumulation", False):
@@ -196,10 +180,8 @@ def regions_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Reg
 def regions_in(
     stage: DecoderStage, scopes: Sequence[str], layers: Sequence[int] = ()
 ) -> list[Region]:
-    """The regions of a stage's layers, in the order in which they run.
-
-    Args:
-        layers: the first and the last that are captured; empty for all.
+    """The regions of a stage's layers, in the order in which they run. `layers` are the first and
+    the last that are captured; empty for all.
     """
     return [
         region

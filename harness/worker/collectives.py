@@ -104,8 +104,10 @@ class Notes:
     def outside_of_steps(self) -> Iterator[None]:
         """Inside, what the rank gives is no part of a step."""
         given, self.given = self.given, None
-        yield
-        self.given = given
+        try:
+            yield
+        finally:
+            self.given = given
 
     @contextlib.contextmanager
     def modules(self, stages: Sequence[nn.Module]) -> Iterator[None]:
@@ -115,11 +117,13 @@ class Notes:
         for name, each in named:
             # The instance's own, which `Module.__call__` finds first.
             each._call_impl = self._noting(name, each._call_impl)
-        yield
-        for (_, each), own in zip(named, before, strict=True):
-            del each._call_impl
-            if own is not None:
-                each._call_impl = own
+        try:
+            yield
+        finally:
+            for (_, each), own in zip(named, before, strict=True):
+                del each._call_impl
+                if own is not None:
+                    each._call_impl = own
 
     def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

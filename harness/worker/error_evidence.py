@@ -17,8 +17,7 @@ from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.graph import CapturedFunction
-from fsdp_core.graph.graphed_callable import Replayed
+from fsdp_core.graph.graph import CapturedFunction, Replayed
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW

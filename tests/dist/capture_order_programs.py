@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from fsdp_core.graph.graphed_callable import GraphedCallable
+from fsdp_core.graph.graph import GraphedCallable
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.scope_programs import WARMUP, Scoped

@@ -50,12 +50,14 @@ class RankError(AssertionError):
     Attributes:
         rank: the first rank that failed.
         kind: name of the exception's type, or `died`, or `hang`.
+        exit_code: of a rank that died; negative: the signal that ended it.
     """
 
-    def __init__(self, rank: int, kind: str, text: str) -> None:
+    def __init__(self, rank: int, kind: str, text: str, exit_code: int = 0) -> None:
         super().__init__(f"rank {rank}: {kind}\n{text}")
         self.rank = rank
         self.kind = kind
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class _Answer:
     text: str = ""
     at: float = 0.0
     num_threads: int = 0
+    exit_code: int = 0
 
 
 @dataclass
@@ -213,7 +216,8 @@ class RankPool:
         failed = [(a.at, rank) for rank, a in answers.items() if a.kind]
         if failed:
             first = min(failed)[1]
-            raise RankError(first, answers[first].kind, answers[first].text)
+            answer = answers[first]
+            raise RankError(first, answer.kind, answer.text, answer.exit_code)
         silent = [rank for rank in range(world_size) if rank not in answers]
         if silent:
             text = f"no answer within {limit_s} s from ranks {silent}\n{self._stacks(silent)}"
@@ -229,8 +233,9 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             rank.process.join()
             # No time of its own: a death comes before the errors of those that it left alone.
-            text = f"exit code {rank.process.exitcode}\n{self._stack_text(number)}"
-            return _Answer(kind="died", text=text)
+            code = rank.process.exitcode
+            text = f"exit code {code}\n{self._stack_text(number)}"
+            return _Answer(kind="died", text=text, exit_code=code)
         assert isinstance(answer, _Answer)
         return answer
 

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import named_cuts
 from fsdp_core.parallel.rng import RandomStreams

@@ -12,8 +12,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost, CaptureSession
-from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import GraphedCallable, GraphMaker, Segment
 from tests.dist.rank_pool import RankPool
 
 DEVICE = Device("cpu")

@@ -11,6 +11,7 @@ from torch.distributed import _functional_collectives as funcol
 from fsdp_core.device import Device
 from fsdp_core.fsdp.layout import all_gather, reduce_scatter
 from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.recorder import Recorder
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp import settled
 
@@ -183,3 +184,28 @@ def count_functional() -> list[int]:
 def test_pending_results_are_counted_once(warm_ranks: RankPool) -> None:
     """A functional collective's wrapped result neither hides nor doubles its memory."""
     assert warm_ranks.run(count_functional, world_size=2) == [[4 * NUMEL * 3, 0]] * 2
+
+
+def write_to_what_dies() -> list[str]:
+    """Who made the external storages that a warm-up writes, where collectives run on aliases."""
+    device = Device("cpu")
+    saved: list[str] = []
+    recorder = Recorder(
+        keep_operations=False, before_write=lambda number, _: saved.append(str(number))
+    )
+    with device.counting_memory(), recorder:
+        whole = torch.ones(NUMEL * dist.get_world_size())
+        for work in (None, HANDLES):
+            mine = torch.empty(NUMEL)
+            handle = scatter_async(mine, whole, async_op=work is not None)
+            if handle is not None:
+                handle.wait()
+    return saved + [entry.made_by for entry in recorder.recording.external()]
+
+
+def test_a_warm_up_saves_nothing_of_its_own_collectives(warm_ranks: RankPool) -> None:
+    """Counted collectives run on aliases of the program's tensors, which do not own the memory.
+
+    An undo that saved one would write to freed memory when it puts back.
+    """
+    assert warm_ranks.run(write_to_what_dies, world_size=2) == [[], []]

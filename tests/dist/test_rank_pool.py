@@ -101,7 +101,7 @@ def test_a_death_is_reported_with_its_exit_code(pool: RankPool) -> None:
     """A rank that is killed is an error of its own, with the signal."""
     with pytest.raises(RankError, match="exit code -9") as caught:
         pool.run(kill_on, 0, world_size=2)
-    assert (caught.value.rank, caught.value.kind) == (0, "died")
+    assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (0, "died", -9)
 
 
 def test_a_crash_names_its_place(pool: RankPool) -> None:

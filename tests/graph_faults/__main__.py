@@ -4,8 +4,9 @@
 
 Rows come as they are done, on the standard error stream, then the table. On GPUs as many ranks may
 share one as RANKS_PER_GPU says. `--write` puts the table into `fsdp_core/graph/FAULTS.md`, where
-each kind of device has its own; it takes all faults and all columns. Exit codes: 0, 1 a clean
-program was wronged or a fault could not be run, 4 usage.
+each kind of device has its own; it takes all faults and all columns. A fault whose rank dies or
+does not answer has a row that says so. Exit codes: 0, 1 a clean program was wronged or the document
+does not expect a rank to be lost, 4 usage.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 from tests.conftest import RANKS_PER_GPU
 from tests.dist.rank_pool import RankError, RankPool
 from tests.graph_faults.catalogue import FAULTS, GraphFault
-from tests.graph_faults.compare import COLUMNS, Legs, false_alarms, join, run_on_rank
-from tests.graph_faults.table import names, render, row_of, write
+from tests.graph_faults.compare import COLUMNS, Legs, false_alarms, join, lost_legs, run_on_rank
+from tests.graph_faults.table import is_expected, names, render, row_of, write
 
 MAX_RANKS = 4
 
@@ -74,12 +75,13 @@ def _run(
                     run_on_rank, fault.name, columns, device, is_first, world_size=fault.num_ranks
                 )
                 clean.add((fault.program, fault.right))
+                results.append((fault, join(ranks)))
             except RankError as error:
-                failed = True
+                results.append((fault, lost_legs(columns, error)))
                 _tell(f"{fault.name}: {error}")
-                continue
-            results.append((fault, join(ranks)))
-            _tell(" | ".join(row_of(*results[-1]).values()))
+            row = row_of(*results[-1])
+            failed |= bool(results[-1][1].lost) and not is_expected(row, device)
+            _tell(" | ".join(row.values()))
             for column in false_alarms(results[-1][1]):
                 words = [shown.said for shown in results[-1][1].clean[column]]
                 _tell(f"{fault.name}: the clean program is wronged by {column}: {words}")

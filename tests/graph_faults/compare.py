@@ -7,9 +7,11 @@ others      a stressor each: bits of the loss, and digests
 """
 
 import re
+import signal
 import struct
 from dataclasses import dataclass
 
+from tests.dist.rank_pool import RankError
 from tests.graph_faults.catalogue import FAULTS
 from tests.graph_faults.programs import Leg, Planting, Shown, make_device, run_leg
 
@@ -29,12 +31,16 @@ class Legs:
         reference: eager, without the fault.
         clean, planted: graphed, by column.
         refused: with the check that stops the fault, if the plant takes one away.
+        lost: how a rank ended that did not come back, so that there is nothing to compare.
+        last_words: what is known of its end.
     """
 
     reference: list[Shown]
     clean: dict[str, list[Shown]]
     planted: dict[str, list[Shown]]
     refused: list[Shown]
+    lost: str = ""
+    last_words: str = ""
 
 
 def leg_of(column: str, *, planted: bool) -> Leg:
@@ -68,6 +74,16 @@ def join(of_ranks: list[Legs]) -> Legs:
     )
 
 
+def lost_legs(columns: tuple[str, ...], error: RankError) -> Legs:
+    """What there is of a fault whose ranks did not come back."""
+    lost = {"died": "died", "hang": "no answer"}.get(error.kind, f"raised {error.kind}")
+    if error.exit_code < 0:
+        lost = f"died by {signal.Signals(-error.exit_code).name}"
+    elif error.exit_code:
+        lost = f"died with exit code {error.exit_code}"
+    return Legs([], {}, {column: [] for column in columns}, [], lost, str(error))
+
+
 # ---- what is seen
 
 
@@ -96,6 +112,8 @@ def _aspect(aspect: str, shown: Shown) -> list[object]:
 
 def cells(legs: Legs, column: str, *, planted: bool = True) -> str:
     """A column's cell: what of its aspects is seen, and in which step."""
+    if legs.lost:
+        return " | ".join([legs.lost] * (len(PLAIN_ASPECTS) if column == "plain" else 1))
     shown = (legs.planted if planted else legs.clean)[column]
     if column == "ledger":
         stale = [s for s in shown if s.said.startswith("StaleAddress")]
@@ -120,6 +138,8 @@ def false_alarms(legs: Legs) -> list[str]:
 
 def said(legs: Legs) -> list[tuple[str, str]]:
     """By what, and the message that the first rank got; each message once."""
+    if legs.lost:
+        return [("the end of a rank", brief(legs.last_words.replace("\n", " ")))]
     found: dict[str, str] = {}
     runs = [*legs.planted.items(), *([("refusal", legs.refused)] if legs.refused else [])]
     for by, shown in runs:

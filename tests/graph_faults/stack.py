@@ -29,8 +29,7 @@ from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession, Undo
 from fsdp_core.graph.digest import Digester, empty_rows
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.hooks import CaptureHooks, ExtractedHooks, run_hooks
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused

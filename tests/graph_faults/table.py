@@ -58,29 +58,37 @@ def render(results: list[tuple[GraphFault, Legs]]) -> str:
         f"Faults: {len(rows)}. The loss at five decimals misses {len(missed)}: "
         f"{', '.join(missed) or 'none'}. Harmless here, nothing to see: "
         f"{', '.join(harmless) or 'none'}.",
+        *[f"{fault.name} {legs.lost}." for fault, legs in results if legs.lost],
         "",
         f"Clean runs of the same programs: {clean}. False alarms: {alarms}.",
     ]
     return "\n".join(lines)
 
 
-def document_rows() -> dict[str, Row]:
-    """The rows of the table in the document, by fault."""
-    lines = _table().splitlines()
+def document_rows(device: str = "cpu") -> dict[str, Row]:
+    """The rows of the table of a kind of device in the document, by fault."""
+    inside = re.search(f"{BEGIN[device]}(.*?){END}", DOCUMENT.read_text(), re.DOTALL)
+    assert inside is not None
+    lines = inside[1].splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| fault |"))
+    headers = _cells(lines[start])
     found = {}
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        row = dict(zip(HEADERS, (cell.strip() for cell in line[1:-1].split(" | ")), strict=True))
+        row = dict(zip(headers, _cells(line), strict=True))
         found[row["fault"]] = row
     return found
 
 
-def _table() -> str:
-    inside = re.search(f"{BEGIN['cpu']}(.*?){END}", DOCUMENT.read_text(), re.DOTALL)
-    assert inside is not None
-    return inside[1]
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line[1:-1].split(" | ")]
+
+
+def is_expected(row: Row, device: str) -> bool:
+    """Whether the document says of the fault what the row says."""
+    documented = document_rows(device).get(row["fault"], {})
+    return row == {name: documented.get(name) for name in row}
 
 
 def write(table: str, device: str) -> None:

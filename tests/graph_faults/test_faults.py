@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.rank_pool import RankPool
+from tests.dist.rank_pool import RankError, RankPool
+from tests.graph_faults import __main__ as faults_command
 from tests.graph_faults import table
 from tests.graph_faults.__main__ import main
 from tests.graph_faults.catalogue import FAULTS, GraphFault
@@ -63,6 +64,52 @@ def test_stressors_see_what_a_plain_run_cannot() -> None:
         if row["digests"] == "·":
             seen = [column for column in STRESS if set(row[column]) - set("· /")]
             assert seen or name in ("F03b", "F19b"), name
+
+
+class _LosingPool:
+    """Ranks that do not come back."""
+
+    def __init__(self, error: RankError) -> None:
+        self._error = error
+
+    def run(self, *_: object, **__: object) -> None:
+        raise self._error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "cell"),
+    [
+        (RankError(1, "died", "exit code -6\nframes", -6), "died by SIGABRT"),
+        (RankError(0, "died", "exit code 3", 3), "died with exit code 3"),
+        (RankError(0, "hang", "no answer within 1 s"), "no answer"),
+        (RankError(0, "KeyError", "frames"), "raised KeyError"),
+    ],
+)
+def test_a_lost_rank_has_a_row(
+    error: RankError,
+    cell: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It fails the command, unless the document expects that very end."""
+    monkeypatch.setattr(faults_command, "RankPool", lambda *_, **__: _LosingPool(error))
+    assert main(["F18", "--columns", "plain,races"]) == 1
+    output = capsys.readouterr().out
+    assert f"`whole` |{f' {cell} |' * 5}" in output
+    assert "Faults: 1." in output
+    assert f"\nF18 {cell}.\n" in output
+
+    document = table.DOCUMENT.read_text()
+    row = document_rows()["F18"]
+    lost = row | dict.fromkeys(HEADERS[3:], cell)
+    before, after = (f"| {' | '.join(each.values())} |" for each in (row, lost))
+    monkeypatch.setattr(table, "DOCUMENT", tmp_path / "FAULTS.md")
+    table.DOCUMENT.write_text(document.replace(before, after))
+    assert main(["F18", "--columns", "plain,races"]) == 0
 
 
 # ---- what is compared

@@ -11,7 +11,7 @@ from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.cuda_graph import CudaGraph
-from fsdp_core.graph.graphed_callable import GraphedCallable
+from fsdp_core.graph.graph import GraphedCallable
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.train.build import roots
 from harness.worker.plants import act_before_step

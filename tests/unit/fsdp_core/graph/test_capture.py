@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.attention import apply_rope, rope_tables

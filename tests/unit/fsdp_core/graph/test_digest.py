@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import corruptions
 from benchmarks.digest import count_misses, digest_texts
-from fsdp_core.graph import digest as definition
+from fsdp_core.graph import digest_torch as definition
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
 
 MASK = 0xFFFF_FFFF

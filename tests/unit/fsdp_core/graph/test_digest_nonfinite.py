@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.graph import digest as definition
+from fsdp_core.graph import digest_torch as definition
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 
 FLOATS = [dtype for dtype, pattern in definition.PATTERNS.items() if pattern.fields]

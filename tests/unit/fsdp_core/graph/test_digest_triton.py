@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.graph import digest as definition
+from fsdp_core.graph import digest_torch as definition
 from fsdp_core.graph.digest import Digester, empty_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

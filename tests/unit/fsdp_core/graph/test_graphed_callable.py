@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.recorder import CaptureRefused
 
 DEVICE = Device("cpu")

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.train.compiled import Compiler, StaleGuards
 

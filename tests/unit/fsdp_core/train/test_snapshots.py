@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_core.graph.digest import INT_OF_SIZE, PATTERNS
+from fsdp_core.graph.digest_torch import INT_OF_SIZE, PATTERNS
 from fsdp_core.train.taps import CallCopies, SnapshotArena, TensorCopies
 
 CPU = torch.device("cpu")

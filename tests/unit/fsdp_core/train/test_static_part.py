@@ -13,7 +13,7 @@ from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.train.static_part import StaticPart, _leaves_of
+from fsdp_core.train.inputs import StaticPart, _leaves_of
 
 LOCAL = 16
 

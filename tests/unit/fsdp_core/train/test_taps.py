@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
 
 DEVICE = Device("cpu")

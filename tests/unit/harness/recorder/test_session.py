@@ -267,6 +267,7 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
         "fsdp_core",
         "fsdp_core.graph",
         "fsdp_core.graph.digest",
+        "fsdp_core.graph.digest_torch",
     }
     expected |= {f"harness.recorder.{part}" for part in parts}
     assert set(whole) == expected

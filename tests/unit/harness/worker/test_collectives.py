@@ -145,6 +145,20 @@ def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
     assert last_module(tmp_path, 1) == ""
 
 
+def test_what_raises_outside_of_a_step_or_in_a_module_leaves_no_trace(rank: Rank) -> None:
+    """Notes of a step go on, and modules are called as before."""
+    stage = nn.ModuleDict({"attn": nn.Bilinear(1, 1, 1)})
+    given: list[GivenCall] = []
+    rank.notes.given = given
+    with pytest.raises(KeyError), rank.notes.outside_of_steps():
+        assert rank.notes.given is None
+        raise KeyError
+    assert rank.notes.given is given
+    with pytest.raises(TypeError), rank.notes.modules([stage]):
+        stage["attn"]()
+    assert "_call_impl" not in vars(stage["attn"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_is_brought_along_decides_the_digest(rank: Rank, dtype: torch.dtype) -> None:
     """Every bit of the input counts, in any dtype and layout; what the output holds does not."""

@@ -11,8 +11,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.api import FSDPModule
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.graphed_callable import GraphedCallable, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
