@@ -152,17 +152,12 @@ class CapturedFunction:
         self._function = self.result = None
 
 
-# ---- a part of a step
-
-
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Pending:
     """A forward that awaits its backward, which autograd's node holds; `after` follows eagerly."""
 
-    __slots__ = ("__weakref__", "after", "is_done")
-
-    def __init__(self, after: Callable[[], None] | None = None) -> None:
-        self.is_done = False
-        self.after = after
+    after: Callable[[], None] | None = None
+    is_done: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +184,7 @@ class Segment:
     modules: tuple[nn.Module, ...] = ()
     relied: Callable[[], Iterable[torch.Tensor]] = tuple
     resolve: Resolver | None = None
-    on_replay: Callable[[int], None] = lambda launches: None
+    on_replay: Callable[[], None] = lambda: None
 
     def ledger(
         self,
@@ -255,8 +250,7 @@ class Replayed:
         if self.is_waiting:
             raise RuntimeError(
                 f"Expected {self.name} to be free, got one whose forward still awaits its "
-                "backward: a replay would overwrite what it saved. Capture it as often as there "
-                "are microbatches between forward and backward."
+                "backward. Capture it for each microbatch between forward and backward."
             )
 
     def _require_first_backward(self, pending: Pending) -> None:
@@ -268,7 +262,7 @@ class Replayed:
 
     def _count(self, direction: int) -> None:
         self.replays[direction] += 1
-        self.segment.on_replay(1)
+        self.segment.on_replay()
 
     def _end_backward(self, pending: Pending) -> None:
         """The backward has been replayed."""
@@ -493,8 +487,8 @@ class GraphedCallable(Replayed):
         for number, (output, version) in enumerate(zip(self._outputs, self._versions, strict=True)):
             if output._version != version:
                 raise RuntimeError(
-                    f"Expected output {number} of {self.name} unchanged until its backward, which "
-                    "may read it, got one that was changed in place. Use an operation out of place."
+                    f"Expected output {number} of {self.name} unchanged until its backward, got "
+                    "one that was changed in place. Use an operation out of place."
                 )
         if self.ledgers:
             self.ledgers[-1].check()
@@ -503,8 +497,7 @@ class GraphedCallable(Replayed):
             if grad is None:
                 raise RuntimeError(
                     f"Expected a gradient of each differentiable output of {self.name}, got none "
-                    f"of the one numbered {number}: the graph computes with all. Detach in the "
-                    "function what nothing goes on with."
+                    f"of number {number}. Detach in the function what nothing goes on with."
                 )
             static.copy_(grad)
         self._backward.replay()

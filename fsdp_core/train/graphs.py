@@ -92,19 +92,18 @@ class Graphs:
         """Capture scope full_iteration; `CaptureAborted` or `CaptureLost` if a rank cannot. Whether
         the graph writes the optimizer's `moments` is counted.
         """
-        with self._session() as session:
-            session.attempt(lambda: self._capture_iteration(function, moments))
-        self._keep()
 
-    def _capture_iteration(
-        self, function: Callable[[], None], moments: Sequence[torch.Tensor]
-    ) -> None:
-        # At its replays parameters are at rest: guards, which look at them, cannot be checked.
-        with self._compiler.captured():
-            self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
-        entries = self.iteration.graph.recording.external()
-        written = {entry.address for entry in entries if entry.written}
-        self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
+        def capture() -> None:
+            # At its replays parameters are at rest: guards, which look at them, cannot be checked.
+            with self._compiler.captured():
+                self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+            entries = self.iteration.graph.recording.external()
+            written = {entry.address for entry in entries if entry.written}
+            self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
+
+        with self._session() as session:
+            session.attempt(capture)
+        self._keep()
 
     def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
         """Capture partial scopes; `CaptureAborted` or `CaptureLost` if a rank cannot. `sample` is
@@ -208,9 +207,6 @@ def communicates(config: TrainConfig) -> bool:
     return layout.ep * layout.etp > 1 and not set(config.graph) <= {"attn", "mlp"}
 
 
-# ---- one region
-
-
 @dataclass
 class CapturedRegion:
     """The graphs of a region in one slot, and what is done around their replays.
@@ -251,9 +247,6 @@ SlotGraphs = dict[str, CapturedRegion]
 """The regions of a stage by name, for one microbatch at a time."""
 
 
-# ---- capture
-
-
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
     """What all captures of partial scopes have in common.
@@ -276,63 +269,59 @@ class CaptureOptions:
     meet: Callable[[], None]
 
 
+@dataclass
 class SlotCapture:
     """Captures all regions of a stage in one slot, by whichever maker.
 
-    Args:
+    Attributes:
         maker, pool: of the slot: what else it captures, shares their memory.
         part: what layers see of any microbatch that is replayed, in tensors that stay.
         sample: like what enters a layer.
         suffix: of names; what tells these graphs from others of the stage.
     """
 
-    def __init__(
-        self,
-        stage: DecoderStage,
-        regions: Sequence[Region],
-        maker: GraphMaker,
-        pool: Any,
-        part: Part,
-        sample: torch.Tensor,
-        options: CaptureOptions,
-        suffix: str,
-    ) -> None:
-        self._stage, self._regions, self._part, self._sample = stage, regions, part, sample
-        self._maker, self._pool, self._suffix = maker, pool, suffix
-        self._options, self._compiler = options, options.compiler
-        self._quiesce = cast("FSDPModule", stage).fsdp_schedule.quiesce
-        self.found: SlotGraphs = {}
+    stage: DecoderStage
+    regions: Sequence[Region]
+    maker: GraphMaker
+    pool: Any
+    part: Part
+    sample: torch.Tensor
+    options: CaptureOptions
+    suffix: str
+    found: SlotGraphs = field(default_factory=dict)
 
     def run(self) -> None:
         """Capture into `found`; what failed has to be dropped."""
-        {"ours": self._by_us, "te": self._by_te, "torch": self._by_torch}[
-            self._options.capture_by
-        ]()
+        makers = {"ours": self._by_us, "te": self._by_te, "torch": self._by_torch}
+        makers[self.options.capture_by]()
+
+    def _quiesce(self) -> None:
+        cast("FSDPModule", self.stage).fsdp_schedule.quiesce()
 
     def _function(self, region: Region) -> Callable[[torch.Tensor], Outputs]:
         def run(x: torch.Tensor) -> Outputs:
-            with self._stage.around.captured():
-                return region.run(x, self._part)
+            with self.stage.around.captured():
+                return region.run(x, self.part)
 
         return run
 
     def _state_of(self, region: Region) -> list[torch.Tensor]:
         """What its kernels write from pass to pass."""
-        held = (get() for m in region.modules for _, get in self._stage.around.state(m))
+        held = (get() for m in region.modules for _, get in self.stage.around.state(m))
         return [tensor for tensor in held if tensor is not None]
 
     def _segment(self, region: Region, state: Sequence[torch.Tensor] = ()) -> Segment:
         """The region, its parameters gathered."""
         return Segment(
-            name=region.name + self._suffix,
+            name=region.name + self.suffix,
             function=self._function(region),
-            samples=(self._sample,),
+            samples=(self.sample,),
             parameters=region.parameters,
             state=state,
             modules=region.modules,
             relied=functools.partial(self._state_of, region),
-            resolve=self._options.resolve,
-            on_replay=self._options.counts.launched,
+            resolve=self.options.resolve,
+            on_replay=self.options.counts.launched,
         )
 
     def _gathered(self, region: Region, act: Callable[[Region], None]) -> None:
@@ -347,7 +336,7 @@ class SlotCapture:
             for unit in region.units:
                 unit.unshard()
                 unit.wait_unshard()
-            self._options.attempt(attempted)
+            self.options.attempt(attempted)
         finally:
             region.release()
 
@@ -355,23 +344,23 @@ class SlotCapture:
         # All warm-ups first: they run what ranks do together, a capture on a GPU does not. So a
         # rank whose capture fails leaves no other one waiting.
         for act, order in ((self._warm_up, 1), (self._forward, 1), (self._backward, -1)):
-            for region in self._regions[::order]:
+            for region in self.regions[::order]:
                 self._gathered(region, act)
 
     def _warm_up(self, region: Region) -> None:
-        state = self._compiler.written_unseen(region.modules)
-        graph = GraphedCallable(self._maker, self._segment(region, state))
+        state = self.options.compiler.written_unseen(region.modules)
+        graph = GraphedCallable(self.maker, self._segment(region, state))
         captured = self.found[region.name] = CapturedRegion(region, graph)
-        with self._compiler.settled("the warm-up"):
+        with self.options.compiler.settled("the warm-up"):
             graph.warm_up()
         # What its modules make at their first forward is there now.
-        captured.begin = self._stage.around.replays(region.modules)
+        captured.begin = self.stage.around.replays(region.modules)
 
     def _forward(self, region: Region) -> None:
         self._quiesce()
         captured = self.found[region.name]
         assert isinstance(captured.graph, GraphedCallable)
-        with self._compiler.captured() as guards:
+        with self.options.compiler.captured() as guards:
             captured.graph.capture_forward()
         captured.guards = guards
 
@@ -379,7 +368,7 @@ class SlotCapture:
         self._quiesce()
         graph = self.found[region.name].graph
         assert isinstance(graph, GraphedCallable)
-        with self._compiler.settled("the capture"):
+        with self.options.compiler.settled("the capture"):
             graph.capture_backward()
 
     def _library_graph(self, region: Region) -> LibraryGraph:
@@ -390,10 +379,10 @@ class SlotCapture:
     def _by_torch(self) -> None:
         def capture(region: Region) -> None:
             self._quiesce()
-            capture_by_torch(self._maker, self._library_graph(region))
-            self.found[region.name].begin = self._stage.around.replays(region.modules)
+            capture_by_torch(self.maker, self._library_graph(region))
+            self.found[region.name].begin = self.stage.around.replays(region.modules)
 
-        for region in self._regions:
+        for region in self.regions:
             self._gathered(region, capture)
 
     def _by_te(self) -> None:
@@ -403,15 +392,15 @@ class SlotCapture:
         def capture() -> None:
             self._quiesce()
             with contextlib.ExitStack() as off:
-                for region, graph in zip(self._regions, graphs, strict=True):
+                for region, graph in zip(self.regions, graphs, strict=True):
                     off.callback(region.release)  # a failure may come before the hook that does
                     graph.hooks = off.enter_context(self._rerouted(region))
                 prefer_cudnn_of_torch()  # before TransformerEngine is imported
-                capture_by_te(self._maker, graphs, self._pool)
+                capture_by_te(self.maker, graphs, self.pool)
 
-        for region in self._regions:
+        for region in self.regions:
             self._gathered(region, lambda region: graphs.append(self._library_graph(region)))
-        self._options.attempt(capture)
+        self.options.attempt(capture)
 
     @contextlib.contextmanager
     def _rerouted(self, region: Region) -> Iterator[CaptureHooks]:
@@ -428,9 +417,6 @@ class SlotCapture:
                 if not closes:
                     found[phase].append(lambda _: self._quiesce())
             yield {phase: dict(enumerate(hooks)) for phase, hooks in found.items()}
-
-
-# ---- all graphs of partial scopes
 
 
 class PartialGraphs:
@@ -533,14 +519,11 @@ class PartialGraphs:
         if slot >= self._options.num_slots:
             raise ValueError(
                 f"Expected at most {self._options.num_slots} microbatches between forward and "
-                f"backward, as many as graphs have slots, got one in slot {slot}: slots are never "
-                "shared."
+                f"backward, the slots of graphs, got one in slot {slot}."
             )
         if size not in self._samples:
-            raise ValueError(
-                f"Expected a context size that graphs were captured for, one of "
-                f"{sorted(self._samples)}, got {size}."
-            )
+            captured = sorted(self._samples)
+            raise ValueError(f"Expected a captured context size, one of {captured}, got {size}.")
         if self._context is not None:
             self._require_free(stage, slot)
             self._context.check(part.cp)

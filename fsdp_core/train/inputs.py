@@ -226,24 +226,19 @@ class StaticPart:
         `ValueError` if it has other room for sequences or tokens than was captured, or is for
         another context size or rank; nothing is copied then.
         """
-        theirs = dict(_leaves_of(part))
+        theirs, into, out_of = dict(_leaves_of(part)), [], []
         if theirs.keys() != self._leaves.keys():
-            missing = sorted(theirs.keys() ^ self._leaves.keys())
-            raise ValueError(
-                f"Expected a microbatch with the metadata that graphs were captured with, got one "
-                f"that differs in {', '.join(missing)}."
-            )
-        into, out_of = [], []
+            others = ", ".join(sorted(theirs.keys() ^ self._leaves.keys()))
+            raise ValueError(f"Expected the metadata that graphs were captured with, not {others}.")
         for name, mine in self._leaves.items():
             other = theirs[name]
-            if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
-                _require_same_shape(name, mine, other)
-                into.append(mine)
-                out_of.append(other)
-            elif mine is not other and mine != other:
+            if mine is not other and _fixed(mine) != _fixed(other):
                 raise ValueError(
                     f"Expected {name} = {_shown(mine)}, as captured in graphs, got {_shown(other)}."
                 )
+            if isinstance(mine, torch.Tensor):
+                into.append(mine)
+                out_of.append(other)
         torch._foreach_copy_(into, out_of)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -287,15 +282,12 @@ def _tensors_in(leaves: Iterable[tuple[str, Any]]) -> NamedTensors:
     return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _require_same_shape(name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
-    if mine.shape == other.shape and mine.dtype == other.dtype:
-        return
-    raise ValueError(
-        f"Expected {name} of {tuple(mine.shape)} {mine.dtype}, as captured in graphs, got "
-        f"{tuple(other.shape)} {other.dtype}: microbatches are packed with one capacity of tokens "
-        "and sequences, and what does not fit is neither cut short nor run in part."
-    )
+def _fixed(value: Any) -> object:
+    """What a capture fixes."""
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
     return str(value) if isinstance(value, int | str | tuple | None) else type(value).__name__

@@ -78,9 +78,9 @@ class GraphCounts:
             self.external_places.extend(ledger.places)
             self.unnamed_externals += ledger.num_unnamed
 
-    def launched(self, launches: int) -> None:
-        """Count launches."""
-        self.replays += launches
+    def launched(self) -> None:
+        """Count a launch."""
+        self.replays += 1
 
 
 def _whole(outputs: Outputs) -> torch.Tensor:

@@ -344,7 +344,7 @@ class Trainer:
                 self._capture(index)
             if self._graphs.iteration is not None:
                 self._graphs.iteration()
-                self.counts.launched(1)
+                self.counts.launched()
                 if not self.config.graph_optimizer:
                     self._update()
             else:
