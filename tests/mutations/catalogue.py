@@ -143,7 +143,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "checks/confirmation.py",
-        "runner/test_confirmation",
+        "runner/test_run",
         ("any_second_difference_is_the_first", "place is not None and place == before.difference",
          "place is not None"),
         ("second_pair_is_the_first", "found = judge(question, again[0], first[0], again[1])",
@@ -413,7 +413,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "store/files.py",
-        "store/test_folder store/test_verify store/test_damaged_folders",
+        "store/test_folder store/test_damaged_folders",
         ("object_without_checksum", 'raise RecordError(f"{path.name}: {GONE}")', "pass"),
         ("empty_checksum_fits", "if not fits:", "if said and not fits:"),
         ("checksums_of_others_gone", "if not isinstance(files, dict):",
@@ -421,7 +421,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "store/folder.py",
-        "store/test_folder store/test_verify store/test_damaged_folders",
+        "store/test_folder store/test_damaged_folders",
         ("checksum_not_compared", "if checksum_of(folder / name) != expected:",
          "if not checksum_of(folder / name):"),
         ("records_not_in_checksums", 'RANK_FILES = ("rank*.jsonl", "rank*.contents")',
@@ -449,7 +449,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "store/verify.py",
-        "store/test_verify store/test_damaged_folders",
+        "store/test_damaged_folders",
         ("damaged_pass_stands", 'TRUSTING = ("passed", "skipped")', 'TRUSTING = ("skipped",)'),
     ),
     *slips_of(

@@ -23,7 +23,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/observer.py",
-        "recorder/test_steps recorder/test_state recorder/test_seeds",
+        "recorder/test_steps recorder/test_state recorder/test_rounding",
         ("initial_state_if_due", "return step.index < 0 or step.index % self.every == 0",
          "return step.index % self.every == 0"),
         ("idle_optimizer_counts_as_seen", "if id(each) in step.places]", "]"),
@@ -53,7 +53,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/state.py",
-        "recorder/test_state recorder/test_seeds",
+        "recorder/test_state recorder/test_rounding",
         ("numbers_rounded", "repr(value).encode()", 'f"{value:.5g}".encode()'),
         ("learning_rate_is_all_numbers", 'if key != "params":', 'if key == "lr":'),
         ("main_gradients_only", '"main_grad", "decoupled_grad")', '"main_grad")'),
@@ -92,7 +92,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/hooks.py",
-        "recorder/test_steps recorder/test_seeds",
+        "recorder/test_steps recorder/test_rounding",
         ("first_root_only", "else tuple(tensors):", "else tuple(tensors)[:1]:",
          "recorder/test_steps"),
         ("seed_is_not_seen", "observer.seeded.add(kind)", "observer.seeded.discard(kind)"),
@@ -100,7 +100,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/hooks.py",
-        "recorder/test_seeds",
+        "recorder/test_rounding",
         ("ranks_round_alike", "seed * RANKS + rank", "seed * RANKS"),
     ),
     *slips_of(
@@ -133,7 +133,7 @@ RUNNING = [
     ),
     *slips_of(
         "worker/error_evidence.py",
-        "worker/test_error_evidence",
+        "worker/test_collectives",
         ("outermost_module", "reversed([*_frames(each)])", "_frames(each)"),
         ("last_phase", "_PHASES[min(places)]", "_PHASES[max(places)]"),
     ),
@@ -163,7 +163,7 @@ RUNNING = [
         ("failing_engine_goes_on", "    except BaseException:\n        engine.cancel()\n",
          "    except BaseException:\n"),
         ("difference_not_confirmed", "if self.confirm and confirmation.is_due(case, verdict):",
-         "if False:", "runner/test_confirmation"),
+         "if False:", "runner/test_run"),
         ("stored_pass_is_believed", "if verified(self.folder, case, verdict) != verdict:",
          "if False:", "cli/test_cli"),
     ),
@@ -196,7 +196,7 @@ RUNNING = [
         "runner/test_attempts",
         ("resumed_by_other_code", 'if not request.mixed and "code" in manifest:', "if False:"),
         ("repeats_not_resumed", "repeats=open_repeats(folder, retries),", "",
-         "runner/test_confirmation"),
+         "runner/test_run"),
     ),
     *slips_of(
         "cli/run.py",

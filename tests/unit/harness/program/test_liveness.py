@@ -45,8 +45,6 @@ def main(mode="plain"):
     for step in range(3):
         odd = (step, rank) == (1, 1)
         batch = torch.ones(2, 4)
-        if mode == "early" and step == 0:
-            raise ValueError("planted")
         if mode == "stays_away" and (step, rank) == (2, 1):
             time.sleep(1000)
         used = model[0].inner if mode == "functional" and odd else model
@@ -109,17 +107,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @KINDS
-@pytest.mark.parametrize(
-    ("mode", "step", "when"), [("early", -1, "before its first step"), ("crash", 1, "at step 1")]
-)
-def test_a_crash_is_of_the_step_under_way(
-    kind: str, mode: str, step: int, when: str, run: Run
-) -> None:
-    outcome, folder = run(kind, mode)
+def test_a_crash_is_of_the_step_under_way(kind: str, run: Run) -> None:
+    outcome, folder = run(kind, "crash")
     error = read_rank(rank_path(folder, 1), 1).error
-    assert error is not None
-    assert (outcome.what, error.step) == ("crashed", step)
-    assert f"{when}: ValueError: planted" in outcome.message
+    assert (outcome.what, error and error.step) == ("crashed", 1)
+    assert "at step 1: ValueError: planted" in outcome.message
 
 
 MISSING = {
@@ -157,10 +149,8 @@ def test_swapped_collectives_disagree(kind: str, run: Run) -> None:
     assert outcome.culprit_rank is None
     answers = [read_place(answer_path(folder, rank)) for rank in range(2)]
     last = [answer.recent[-1] for answer in answers if answer is not None]
-    assert len(last) == 2
     assert {each.operator for each in last} == {"all_reduce", "broadcast"}
-    assert last[0].number == last[1].number
-    assert {each.step for each in last} == {1}
+    assert {(each.step, each.number) for each in last} == {(1, last[0].number)}
     assert "entered all_reduce" in outcome.message
     assert "entered broadcast in step 1" in outcome.message
 

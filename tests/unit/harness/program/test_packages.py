@@ -17,6 +17,7 @@ import pytest
 
 from harness.errors import Infrastructure, UsageError
 from harness.program.packages import Environment, Say, prepare, releases
+from tests.support.fake_engine import Patch
 
 BASE = Path(sys.executable)
 
@@ -40,7 +41,7 @@ def make_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The folder that pip takes releases from, and nothing else."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -89,13 +90,9 @@ def interpreter(folder: Path, *, pip_says: str) -> Path:
 
 
 def test_an_overlay_has_the_lock_and_sees_the_base(
-    request_for: Requests, index: Path, monkeypatch: pytest.MonkeyPatch
+    request_for: Requests, index: Path, monkeypatch: Patch
 ) -> None:
-    """A dependency is in the lock, and what was asked for and is there; nothing asks for nothing.
-
-    Another version is another folder, and so is the same version with other contents; a request
-    that is in the cache says nothing and needs no index.
-    """
+    """Dependencies are in the lock; what is in the cache is found again and needs no index."""
     assert request_for() == Environment(BASE, (), BASE.parent)
     assert not request_for.said
     assert not request_for.cache.exists()
@@ -166,7 +163,7 @@ def test_nothing_but_names_and_versions_reaches_pip(
 
 
 def test_a_hidden_version_is_refused(
-    request_for: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request_for: Requests, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """What PYTHONPATH puts before the overlay would run in its place, also from the cache."""
     request_for(tiny="1.1")
@@ -230,7 +227,7 @@ def test_a_half_made_environment_is_made_again(request_for: Requests) -> None:
 
 
 def test_what_the_machine_lacks_is_no_fault_of_the_request(
-    request_for: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request_for: Requests, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """No interpreter, no pip, no network, a file where the cache should be."""
     with pytest.raises(Infrastructure, match="expected a Python interpreter"):

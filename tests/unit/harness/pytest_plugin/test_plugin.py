@@ -1,9 +1,11 @@
 """Scenario files under pytest: what is collected, what cases are to pytest, what is said."""
 
+import itertools
 import json
 import os
 import signal
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from harness.runner.run import Silent
 from harness.scenario.matrix import expand
 from harness.scenario.matrix import expand_marked as expand_all
 from harness.scenario.schema import Scenario, load_scenario
-from harness.store import RunFolder
+from harness.store import RunFolder, num_kept
 from tests.support.fake_engine import Patch, PlantingEngine
 
 pytest_plugins = ["pytester"]
@@ -214,15 +216,6 @@ def test_cases_timed_against_one_reference_take_turns(run: Run) -> None:
     assert len(timed) == 6 * 3
 
 
-def test_a_case_has_one_answer_a_session(run: Run, pytester: pytest.Pytester) -> None:
-    """Asked again in the same session, a failure is the same failure, and nothing runs again."""
-    pytester.makeconftest(
-        "def pytest_collection_modifyitems(items):\n    items[:] = items[2:] + items[2:]\n"
-    )
-    run("--harness").assert_outcomes(failed=4)
-    assert len(PlantingEngine.MADE) == 4
-
-
 @pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGTERM, "-x"])
 def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
     run: Run, monkeypatch: Patch, stopped_by: signal.Signals | str
@@ -290,8 +283,6 @@ def test_scenarios_that_cannot_run_together_have_folders_of_their_own(
     with History.open(Path("history.db")) as history:
         assert len(list(history.entries())) == 2
 
-
-# ---- what -m, -k and `select: pairwise` leave
 
 SEEDS = {"seed": [1, 2], "stress": ["none", ["jitter"], ["poison"]]}
 LEDGERS = {"ledger": [True, False], "microbatches": [1, 2], "steps": [2, 3], **SEEDS}
@@ -382,3 +373,75 @@ def test_a_case_asked_for_by_its_name_is_never_chosen_away(
     first = [line for line in run("--harness", "--co", "-q", "--ff").outlines if "::" in line]
     assert first[: len(failed)] == failed
     assert len(first) < 64
+
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[4]
+CONFTEST = f"""
+import os, signal
+from pathlib import Path
+import pytest
+from harness.runner import launch
+from tests.support.fake_engine import PlantingEngine
+
+launch.make_engine = PlantingEngine
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    with open(f"of{{os.getpid()}}", "a") as file:
+        file.write(f"{{item.name}}\\n")
+    if item.name == "{CASES[2]}" and not Path("ended").exists():
+        ended = Path("kept/runs").glob("*/outcome.json")
+        Path("ended").write_text(" ".join(path.parent.name for path in ended))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def session(pytester: pytest.Pytester, monkeypatch: Patch) -> pytest.Pytester:
+    """Four cases in two files and three tests, whose third case kills its worker, once."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeconftest(CONFTEST)
+    for name, plant in (
+        ("a", SCENARIO["axes"]["plant"][0]),
+        ("b", SCENARIO["axes"]["plant"][1]),
+    ):
+        axes = SCENARIO["axes"] | {"plant": [plant]}
+        changed = SCENARIO | {"name": name, "axes": axes}
+        (pytester.path / f"{name}.yaml").write_text(json.dumps(changed))
+    pytester.makepyfile("def test_0(): pass\ndef test_1(): pass\ndef test_2(): pass\n")
+    return pytester
+
+
+@pytest.mark.parametrize("dist", ["load", "loadfile"])
+def test_one_worker_has_all_cases_and_another_goes_on_if_it_dies(
+    session: pytest.Pytester, dist: str
+) -> None:
+    """Every case gets its verdict, in one run folder, and no run that had ended is made again."""
+    got = session.runpytest_subprocess(
+        *PLUGIN, "--harness", "--harness-out", "kept", "-n", "2", "--dist", dist, "a.yaml",
+        "b.yaml", ".",
+    )  # fmt: skip
+    got.assert_outcomes(passed=5, failed=3)
+    got.stdout.fnmatch_lines([f"*crashed while running 'b.yaml::{CASES[2]}'*"])
+    got.stdout.fnmatch_lines([f"*repeat it:  harness rerun kept/cases/b.{CASES[2]}"])
+    workers = [file.read_text().split() for file in session.path.glob("of*")]
+    of_cases = [tuple(name for name in names if name in CASES) for names in workers]
+    assert set(filter(None, of_cases)) == {tuple(CASES[:3]), tuple(CASES[2:])}
+    assert Counter(itertools.chain(*workers))["test_1"] == 1
+    folder = RunFolder.open(session.path / "kept")
+    outcomes = [verdict.outcome for verdict in folder.verdicts()]
+    assert outcomes == ["failed" if FAULT in case else "passed" for case in CASES]
+    ended = (session.path / "ended").read_text().split()
+    assert ended
+    assert not any(num_kept(folder.run_folder(key)) for key in ended)
+
+
+def test_a_distribution_that_gives_every_worker_all_cases_is_refused(
+    session: pytest.Pytester,
+) -> None:
+    """One sentence, and nothing runs."""
+    got = session.runpytest_subprocess(*PLUGIN, "--harness", "-n", "2", "--dist", "each", ".")
+    assert got.ret == pytest.ExitCode.USAGE_ERROR
+    got.stderr.fnmatch_lines(["ERROR: --dist each: expected another with --harness: *"])

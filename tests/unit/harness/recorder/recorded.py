@@ -69,13 +69,7 @@ def record_folder(
 
 def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None = 0,
              run: str = "run", **about: Any) -> RankRecords:  # fmt: skip
-    """Records of `program`, the only rank of a run, whose process must end with `code`.
-
-    Args:
-        run: key of the run.
-        seed: of torch's generator, before the recorder starts; None leaves it as it is.
-        about: `keep`, `taps`, `rounding` and keys of the program's specification.
-    """
+    """Records of `program`, the only rank of a run, whose process must end with `code`."""
     record_folder(folder, **about)
     pid = os.fork()
     if pid == 0:

@@ -15,18 +15,14 @@ from harness.recorder import UNRECORDED, record
 from harness.recorder import session as recording
 from harness.recorder.observer import Observer
 from harness.recorder.session import TABLE, failures_of
-from harness.store.streams import rank_path, read_rank
+from tests.support.fake_engine import Patch
 from tests.unit.harness.recorder.recorded import (
-    digests,
     error_of,
     model_of,
     plain,
-    record_folder,
     recorded,
     train,
 )
-
-# --- how it ends -------------------------------------------------------------------------------
 
 
 class Lost(nn.Module):
@@ -107,24 +103,6 @@ def test_what_an_error_means(error: Exception, what: str, tmp_path: Path) -> Non
     assert (found.what, found.type) == (what, type(error).__name__)
 
 
-def test_a_program_that_exits_by_itself_is_no_error(tmp_path: Path) -> None:
-    """`sys.exit(3)` leaves whole records; the exit code is the engine's to judge."""
-
-    def program() -> None:
-        plain()
-        sys.exit(3)
-
-    records = recorded(program, tmp_path, code=3)
-    assert (records.error, len(records.steps), records.problems) == (None, 2, ())
-    assert records.end is not None
-    assert (records.end.steps, records.end.startup_s > 0) == (2, True)
-    # Read back, a line that is not whole is a problem.
-    path = rank_path(tmp_path, 0)
-    path.write_bytes(path.read_bytes().replace(b'"step":1,', b"", 1))
-    (problem,) = read_rank(path, 0).problems
-    assert "missing required field `step`" in problem
-
-
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     """What a child trains is not in its parent's records, and its end is not the parent's."""
 
@@ -146,32 +124,6 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert not records.problems
 
 
-class Foreign:
-    """Trains without torch.optim."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.zero_grad = model, model.zero_grad
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param in self.model.parameters():
-            assert param.grad is not None
-            param.sub_(param.grad)
-
-
-def test_an_optimizer_that_is_not_torchs_records_no_step(tmp_path: Path) -> None:
-    """A run without a step of torch's optimizers has neither steps nor an end record."""
-
-    def program() -> None:
-        model = model_of()
-        train(model, Foreign(model), steps=2)
-
-    records = recorded(program, tmp_path)
-    assert records.start is not None
-    assert records.initial is None or digests(records, "weights", -1) == {}
-    assert (records.steps, records.end, records.error) == ((), None, None)
-
-
 class Broken(dict[str, Tensor]):
     """A group of state that cannot be read."""
 
@@ -182,7 +134,7 @@ class Broken(dict[str, Tensor]):
 
 @pytest.mark.parametrize("where", ["at the end", "in a step", "in lines"])
 def test_a_recorder_that_fails_gives_no_whole_run(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The program goes on and ends well; its records have the error, and no end."""
     if where == "at the end":
@@ -217,8 +169,6 @@ def test_whose_a_full_disk_is(tmp_path: Path) -> None:
     own = error_of(lambda: Path("/dev/full").write_text("a checkpoint"), tmp_path / "own")
     assert (own.what, own.type) == ("crashed", "OSError")
 
-
-# --- how it begins -----------------------------------------------------------------------------
 
 IMPORTS = """
 import sys
@@ -279,23 +229,6 @@ def test_outside_of_the_harness_the_lines_do_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_without_its_number_records_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without RANK and WORLD_SIZE there is no rank to record."""
-    monkeypatch.setenv("DELTAZERO_RECORD", str(record_folder(tmp_path)))
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    before = torch.optim.Optimizer.__init__
-    try:
-        assert recording.begin() is None
-    finally:
-        torch.optim.Optimizer.__init__ = before  # type: ignore[method-assign]
-    assert not list(tmp_path.glob("rank*"))
-
-
-# --- what exceptions mean ----------------------------------------------------------------------
-
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
 MET = {
     "peer_lost": ("RuntimeError", GLOO + "Connection closed by peer [127.0.0.1]:1"),
@@ -322,10 +255,7 @@ OTHERS = [
 
 
 def test_an_entry_is_met_by_what_its_library_raises() -> None:
-    """By type, by the words of that type, or by what a dying process printed; each has a test.
-
-    A program that says the same as a library is not forgiven.
-    """
+    """By type, by the words of that type, or by what a dying process printed; each has a test."""
     assert TABLE.keys() == MET.keys()
     for kind, message, name in [(*met, name) for name, met in MET.items()] + OTHERS:
         assert name in failures_of(kind, message), name

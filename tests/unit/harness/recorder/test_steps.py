@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam
 
 from harness.recorder import record
 from tests.unit.harness.recorder.recorded import (
     PARAMS,
-    all_digests,
     digests,
     error_of,
     losses,
     model_of,
     names,
-    pair,
     recorded,
     step_of,
     train,
@@ -105,10 +103,7 @@ def checkpointed() -> None:
 def test_steps_and_their_losses(
     program: Callable[[], None], microbatches: list[int], tmp_path: Path
 ) -> None:
-    """A step ends at the backward pass after it, or as the same optimizer steps again.
-
-    Optimizer state that was made before training is in the state before step 0.
-    """
+    """A step ends at the backward pass after it, or as the same optimizer steps again."""
     records = recorded(program, tmp_path)
     assert not records.problems
     assert [step.step for step in records.steps] == list(range(len(microbatches)))
@@ -133,35 +128,6 @@ def test_a_step_holds_losses_in_order_and_their_mean(tmp_path: Path) -> None:
     # A second step has the gradients that it used, though no backward pass made them anew.
     records = recorded(twice, tmp_path / "twice")
     assert digests(records, "grads", 0) == digests(records, "grads", 1)
-
-
-def test_a_closure_makes_one_step_with_the_gradients_that_it_left(tmp_path: Path) -> None:
-    """As the same calls outside of the optimizer's step do."""
-
-    def program(with_closure: bool) -> None:
-        model = model_of()
-        optimizer = SGD(model.parameters(), 0.1)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(torch.ones(2, 3)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            if with_closure:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-
-    inside, outside = pair(program, tmp_path, True, False)
-    assert len(inside.steps) == 3
-    assert all_digests(inside) == all_digests(outside)
-    assert list(map(losses, inside.steps)) == list(map(losses, outside.steps))
-
-
-# --- a script's own lines ----------------------------------------------------------------------
 
 
 def test_what_the_scripts_own_lines_say(tmp_path: Path) -> None:
@@ -239,8 +205,6 @@ def test_every_leaves_out_the_digests_of_other_steps(tmp_path: Path) -> None:
     assert held == [True, True, False, False, True, False]
     assert all(step.loss is not None for step in records.steps)
 
-
-# --- losses and norms --------------------------------------------------------------------------
 
 FORMS: list[tuple[Callable[[float], Any], str]] = [
     (lambda value: torch.tensor(value, dtype=torch.float64), ">d"), (float, ">d"),
@@ -334,9 +298,6 @@ def test_the_norm_is_that_of_clipping(tmp_path: Path) -> None:
     assert [norm and norm.value for norm in norms] == [7.0] * len(clips)
 
 
-# --- scalers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_optimizers", [1, 2])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_step_that_a_scaler_skips(explicit: bool, num_optimizers: int, tmp_path: Path) -> None:
@@ -400,19 +361,6 @@ def test_a_scaled_loss_is_recorded_as_it_was(scaler: Any, factor: float, tmp_pat
     assert (bool(first.skipped), bool(second.skipped)) == (True, factor > 1)
     bits = struct.pack(">f", 3.0 * factor).hex()
     assert [each.bits for each in first.microbatch_losses] == [bits]
-    # What is scaled together is each its own.
-    (step,) = recorded(scaled_together, tmp_path / "together").steps
-    assert losses(step) == [1.0, 2.0]
-
-
-def scaled_together() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    outputs = [model(torch.ones(3)).sum() * 0 + value for value in (1.0, 2.0)]
-    for loss in scaler.scale(outputs):
-        loss.backward(retain_graph=True)
-    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

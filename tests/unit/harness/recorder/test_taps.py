@@ -123,20 +123,6 @@ def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
     assert names(plain, "weights") == names(again, "weights")
 
 
-def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> None:
-    """torch.compile hides calls inside of what it compiles, not that of the whole."""
-
-    def run() -> None:
-        model = nn.Sequential(nn.Linear(3, 1))
-        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
-        optimizer = SGD(whole.parameters(), 0.1)
-        for _ in range(2):
-            whole(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-
-    assert "(root):output[0]" in taps(recorded(run, tmp_path, taps=("*:output",)), 1)
-
-
 def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     """Tensors of a step that a run keeps can be read by the harness, under their names."""
     keep = KeepSpec(step=1, names=("first:input*", "grads:second.*"))

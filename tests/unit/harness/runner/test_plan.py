@@ -18,18 +18,7 @@ from harness.errors import NothingSelected, UsageError
 from harness.history import History
 from harness.history.entries import work_of
 from harness.machine import Machine
-from harness.records import (
-    CaseSpec,
-    EndRecord,
-    FloatBits,
-    PlantSpec,
-    RankRecords,
-    RunOutcome,
-    RunResult,
-    RunSpec,
-    StartRecord,
-    StepRecord,
-)
+from harness.records import CaseSpec, PlantSpec, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import estimates
 from harness.runner import plan as planning
@@ -57,35 +46,29 @@ from harness.runner.plan import (
 )
 from harness.store.merge import Shard
 from tests.support.fake_engine import Patch
+from tests.support.records import case_spec, end, outcome, rank_records, run_spec, start, step
 from tests.unit.harness.history.nights import MACHINE, night
 
 TINY = TrainConfig(steps=4).to_dict()
 
 
-def run(world_size: int, *, replica: int = 0, **fields: Any) -> RunSpec:
+def run(world_size: int, **fields: Any) -> RunSpec:
     """A run of so many ranks."""
-    given: dict[str, Any] = {"device": "cpu", "timeout_s": 60.0, "config": TINY} | fields
-    return RunSpec(world_size=world_size, replica=replica, **given)
+    return run_spec(world_size, **({"timeout_s": 60.0, "config": TINY} | fields))
 
 
 def case(name: str, world_size: int, *, graph: str = "attn", **fields: Any) -> CaseSpec:
     """A case whose runs have so many ranks."""
     config = TrainConfig(graph=(graph,), steps=4).to_dict()
-    return CaseSpec(
-        id=name, scenario="s", labels={}, expect="bitwise", checks={"loss": {}},
-        reference=run(world_size, **fields), control=run(world_size, replica=1, **fields),
-        candidate=run(world_size, **({"config": config} | fields)),
-    )  # fmt: skip
+    reference, control = (run(world_size, replica=number, **fields) for number in range(2))
+    return case_spec(name, reference, control, run(world_size, **({"config": config} | fields)))
 
 
 def named(name: str, world_size: int = 1, reference: str = "") -> CaseSpec:
     """A case whose runs have names in place of configurations."""
-    ref = run(world_size, config={"name": reference or f"{name}-ref"})
-    return CaseSpec(
-        id=name, scenario="s", labels={}, expect="bitwise", checks={}, reference=ref,
-        control=dataclasses.replace(ref, replica=1),
-        candidate=run(world_size, config={"name": name}),
-    )  # fmt: skip
+    config = {"name": reference or f"{name}-ref"}
+    ref, control = (run(world_size, config=config, replica=number) for number in range(2))
+    return case_spec(name, ref, control, run(world_size, config={"name": name}))
 
 
 def names(jobs: Iterable[Job]) -> list[str]:
@@ -95,9 +78,6 @@ def names(jobs: Iterable[Job]) -> list[str]:
 def changed(part: str, **values: Any) -> dict[str, Any]:
     """A configuration with other values in one of its parts, or at its root."""
     return TINY | ({part: TINY[part] | values} if part else values)
-
-
-# ---- what runs
 
 
 def test_shared_runs_are_made_once_and_the_widest_first() -> None:
@@ -140,8 +120,6 @@ def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
     assert (done.runs, done.estimate_s) == ((), 0.0)
 
 
-# ---- what cannot run here
-
 TEXT = TINY | {"data": {"kind": "text", "path": "/nowhere/at/all"}}
 ILLEGAL = PlantSpec(fault="illegal_access", step=1)
 
@@ -160,6 +138,8 @@ ILLEGAL = PlantSpec(fault="illegal_access", step=1)
         ({"config": TINY | {"backend": "te"}, "device": "cuda"},
          "backend te needs transformer-engine, which is not installed"),
         ({"config": TINY | {"engine": "megatron_fsdp"}, "device": "cuda"}, ""),
+        ({"config": TINY | {"engine": "megatron_fsdp"}},
+         "engine megatron_fsdp needs a GPU, this run is on cpu"),
         ({"config": TEXT}, "data.path /nowhere/at/all is not on this machine"),
         ({"config": TINY | {"compile": ["attn"], "compile_backend": "inductor"}},
          "compile_backend inductor needs a C++ compiler, none is found (aot_eager needs none)"),
@@ -188,9 +168,6 @@ def test_a_case_that_cannot_run_here_is_skipped_with_the_reason(
     weights = 2 * num_parameters(TINY["model"])  # exact: two bytes a weight fit, a byte less not
     for memory, fits in ((weights, True), (weights - 1, False)):
         assert bool(make_plan([case("a", 1)], slots=4, memory_bytes=memory).runs) == fits
-
-
-# ---- order
 
 
 def test_wide_and_long_runs_go_first_and_groups_stay_together() -> None:
@@ -246,9 +223,11 @@ def test_the_time_of_a_schedule() -> None:
     assert makespan_s(order, slots=8) == 3.0
     assert makespan_s(order[:1], slots=2, under_way=jobs(("d", 2, 5.0))) == 6.0
     assert makespan_s([], slots=2, under_way=jobs(("d", 2, 5.0))) == 5.0
-
-
-# ---- shards
+    # A plan's time is that of its schedule, after the start-up.
+    given = Estimates(lambda spec: 2.0, start_s=5.0)
+    for slots, at_once, seconds in ((12, None, 7.0), (4, None, 11.0), (12, 1, 11.0)):
+        plan = make_plan([case("a", 4)], slots=slots, jobs=at_once, expected=given)
+        assert (plan.estimate_s, plan.start_s) == (seconds, 5.0)
 
 
 def drawn(seed: int, num_groups: int) -> tuple[list[CaseSpec], dict[str, float]]:
@@ -304,11 +283,7 @@ def test_every_machine_cuts_alike(monkeypatch: Patch) -> None:
         cuts.append(take_shard(cases, "1/3")[1])
     assert cuts[0] == cuts[1]
     assert cuts[0].cut != take_shard(cases, "1/4")[1].cut
-    found = parts(cases, 3)
-    assert [part["shard"] for part in found] == ["1/3", "2/3", "3/3"]
-    on_gpus = parts([case(f"c{n}", 1 + n % 4, timeout_s=n + 1.0, device="cuda") for n in range(20)],
-                    3)  # fmt: skip
-    assert [p["expected_slot_s"] for p in on_gpus] == [p["expected_slot_s"] for p in found]
+    assert [part["shard"] for part in parts(cases, 3)] == ["1/3", "2/3", "3/3"]
 
 
 def test_a_shard_is_written_i_of_n() -> None:
@@ -319,17 +294,6 @@ def test_a_shard_is_written_i_of_n() -> None:
             parse_shard(text)
     with pytest.raises(NothingSelected, match="fill 1 of 2 shards"):
         take_shard([case("a", 1)], "2/2")
-
-
-# ---- what runs take
-
-
-def test_the_plan_s_time_is_that_of_its_schedule_after_the_start_up() -> None:
-    """Two runs at a time take as long as one; after each other, twice as long; nothing more."""
-    given = Estimates(lambda spec: 2.0, start_s=5.0)
-    for slots, jobs, seconds in ((12, None, 7.0), (4, None, 11.0), (12, 1, 11.0)):
-        plan = make_plan([case("a", 4)], slots=slots, jobs=jobs, expected=given)
-        assert (plan.estimate_s, plan.start_s) == (seconds, 5.0)
 
 
 def test_more_work_is_estimated_longer() -> None:
@@ -434,40 +398,25 @@ def test_the_start_up_is_that_of_earlier_folders(known: History) -> None:
     assert expected_here(None, here).start_s > 0
 
 
-# ---- what runs cost: memory and step time of a case's own, and when times are not to be believed
-
-ONE = FloatBits.from_bits(0x3F800000)
-
-
 def made(
     *times_s: tuple[float, ...], peaks: tuple[int, ...] = (), begun: float = 0.0,
     wall_s: float = 1.0, what: Any = "", **variables: str,
 ) -> RunResult:  # fmt: skip
     """A run with the given step times of each rank."""
-    spec = RunSpec(config={"begun": begun, "times": times_s}, device="cpu",
-                   world_size=len(times_s), timeout_s=9.0)  # fmt: skip
+    spec = run_spec(len(times_s), config={"begun": begun, "times": times_s})
     environment = {"fingerprint": {"environment": variables}}
     ranks = tuple(
-        RankRecords(
-            rank=rank, events=(), error=None, problems=(),
-            start=StartRecord(
-                schema=1, rank=rank, world_size=len(times_s), pid=1, device="cpu", tensors={},
-                environment=environment,
-            ),
+        rank_records(
+            rank, start=start(rank, environment=environment), end=end(rank, peak_bytes=peak),
             steps=tuple(
-                StepRecord(
-                    step=step, rank=rank, loss=ONE, microbatch_losses=(), grad_norm=ONE,
-                    digests={}, nonfinite={}, step_s=step_s, live_bytes=1, peak_bytes=peak,
-                )
-                for step, step_s in enumerate(own)
+                step(number, rank, step_s=step_s, peak_bytes=peak)
+                for number, step_s in enumerate(own)
             ),
-            end=EndRecord(rank=rank, steps=len(own), peak_bytes=peak, startup_s=0.1, wall_s=1.0),
         )
         for rank, (own, peak) in enumerate(zip(times_s, peaks or (1,) * len(times_s), strict=True))
     )  # fmt: skip
-    outcome = RunOutcome(key=spec.key, what=what, message="", culprit_rank=None, ranks=(),
-                         started_unix_s=begun, wall_s=wall_s)  # fmt: skip
-    return RunResult(spec=spec, outcome=outcome, ranks=ranks)
+    ended = outcome(spec.key, what=what, started_unix_s=begun, wall_s=wall_s)
+    return RunResult(spec=spec, outcome=ended, ranks=ranks)
 
 
 def cost_of(**runs: RunResult) -> Cost:
@@ -489,17 +438,6 @@ def test_memory_is_of_the_worst_rank_and_a_step_takes_what_its_slowest_rank_take
     assert found.step_s == {"reference": 4.0, "control": 5.0, "candidate": 2.0}
     assert (found.memory, found.speed, found.control_speed, found.caution) == (1.5, 2.0, 0.8, "")
     assert "a step takes 2000 ms, the reference's 4000, the control's 5000" in found.words
-
-
-@pytest.mark.parametrize(
-    "candidate",
-    [made((1.0,) * 8, what="crashed", begun=5.0), made((1.0,) * 8, what="hang", begun=5.0),
-     made((1.0,) * 7 + (0.0,), begun=5.0)],
-)  # fmt: skip
-def test_what_did_not_finish_or_has_no_time_has_no_step_time(candidate: RunResult) -> None:
-    """A run that died says nothing of speed, nor one in which a step has no time."""
-    found = cost_of(reference=made((1.0,) * 8), candidate=candidate)
-    assert (found.step_s["candidate"], found.speed) == (None, None)
 
 
 def test_times_of_runs_that_were_not_alone() -> None:

@@ -1,6 +1,7 @@
-"""Carrying out a plan with an engine that only pretends: order, sharing, resume, interruption."""
+"""Carrying out a plan with an engine that only pretends: order, resume, repeats, confirmation."""
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,37 +10,44 @@ from typing import Any
 
 import pytest
 
+from harness.checks import confirmation
 from harness.cli import main
 from harness.errors import Infrastructure, Interrupted, UsageError
+from harness.history.gathering import gather
 from harness.records import (
     CaseSpec,
+    Confirmation,
     ExitCode,
     Outcome,
     RunOutcome,
     RunResult,
     RunSpec,
+    StepRecord,
     Verdict,
     What,
 )
-from harness.repeats import is_timed
-from harness.runner.run import Silent, advance, execute, execution
-from harness.store import RunFolder, begin_run, save_outcome
-from tests.support.fake_engine import Capsys, FakeEngine, Spoil, other_bits, run_json
+from harness.repeats import CONFIRMING, confirming_runs, is_timed
+from harness.runner.run import Silent, execute
+from harness.scenario.matrix import expand
+from harness.scenario.schema import load_scenario
+from harness.store import OUTCOME_FILE, RunFolder, begin_run
+from harness.store.verify import inspect
+from reports import html, json_report, junit, markdown
+from reports.reading import summarise
+from tests.support.fake_engine import Capsys, FakeEngine, Patch, Spoil, other_bits, run_json
+from tests.support.fake_engine import unequal as unequal_weight
+from tests.support.records import case_spec, run_spec, verdict
 
 
 def spec(name: str = "ref", world_size: int = 2, replica: int = 0) -> RunSpec:
     graph = [] if name == "ref" else [name]
-    return RunSpec(
-        config={"graph": graph}, device="cpu", world_size=world_size, timeout_s=1.0, replica=replica
-    )
+    return run_spec(world_size, config={"graph": graph}, replica=replica)
 
 
 def case(case_id: str, world_size: int = 2, skip_reason: str = "") -> CaseSpec:
-    return CaseSpec(
-        id=case_id, scenario="s", labels={}, reference=spec("ref", world_size),
-        control=spec("ref", world_size, replica=1), candidate=spec(case_id, world_size),
-        expect="bitwise", checks={}, skip_reason=skip_reason,
-    )  # fmt: skip
+    reference, control = (spec("ref", world_size, replica) for replica in range(2))
+    candidate = spec(case_id, world_size)
+    return case_spec(case_id, reference, control, candidate, skip_reason=skip_reason)
 
 
 class Notes(Silent):
@@ -64,12 +72,8 @@ def plain_judge(
     case: CaseSpec, reference: RunResult, control: RunResult, candidate: RunResult
 ) -> Verdict:
     what = candidate.outcome.what
-    outcome: Outcome = "error" if what in ("interrupted", "not_run") else "failed"
-    return Verdict(
-        case_id=case.id, outcome=outcome if what else "passed", what=what, message="m", checks=(),
-        runs={"reference": reference.spec.key, "control": control.spec.key,
-              "candidate": candidate.spec.key}, wall_s=0.0,
-    )  # fmt: skip
+    how: Outcome = "error" if what in ("interrupted", "not_run") else "failed"
+    return verdict(case.id, outcome=how if what else "passed", what=what)
 
 
 def make_folder(tmp_path: Path, *cases: CaseSpec) -> RunFolder:
@@ -114,21 +118,6 @@ def test_shared_runs_are_made_once_and_only_what_the_machine_did_again(tmp_path:
     assert again == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"}
     assert notes.started == ["c", "d"]
     assert go(folder)[1].lines == [f"judged {name} {again[name]}" for name in "abcd"]
-
-
-def test_resume_keeps_what_unfinished_runs_recorded(tmp_path: Path) -> None:
-    """Finished runs are kept, unfinished ones set aside with what they recorded and made anew."""
-    folder = make_folder(tmp_path, case("a"), case("b"))
-    for run in (spec("ref"), spec("a")):
-        begin_run(folder.run_folder(run.key), run)
-        save_outcome(folder.run_folder(run.key), FakeEngine().ending(run, Path(), 0))
-    begin_run(folder.run_folder(spec("b").key), spec("b"))
-    (folder.run_folder(spec("b").key) / "rank0.jsonl").write_text("half a li")
-    found, notes = go(folder)
-    assert (found, sorted(notes.started)) == ({"a": "passed", "b": "passed"}, ["b", "ref*"])
-    kept = folder.path / "runs" / f"{spec('b').key}.attempt0" / "rank0.jsonl"
-    assert kept.read_text() == "half a li"
-    assert getattr(folder.finished(spec("b").key), "attempt", None) == 1
 
 
 def test_a_skipped_case_runs_nothing_and_one_too_big_is_refused(tmp_path: Path) -> None:
@@ -208,42 +197,6 @@ def test_a_judge_that_fails_costs_one_verdict(tmp_path: Path) -> None:
     assert go(folder)[0] == {"a": "passed", "b": "passed"}
 
 
-def test_two_harnesses_on_one_folder_are_refused(tmp_path: Path) -> None:
-    """Whoever comes second on a folder starts nothing."""
-    folder, engine = make_folder(tmp_path, case("a")), busy()
-    with pytest.raises(UsageError, match="in use by another harness"):
-        go(RunFolder.open(folder.path), engine)
-    assert engine.made == []
-
-
-@pytest.mark.parametrize("how", ["closed", "signal"])
-def test_rounds_go_on_until_there_is_enough(tmp_path: Path, how: str) -> None:
-    """Whoever has enough leaves the rest for later; runs under way end with the rounds.
-
-    A signal that comes between two rounds interrupts as one that comes while a run is waited for.
-    """
-    folder, engine = make_folder(tmp_path, *map(case, "abc")), busy(slots=2)
-    rounds = execution(folder, folder.cases, engine, Notes(), judge=plain_judge)
-
-    def stop_here() -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return False
-
-    assert advance(rounds, lambda: bool(folder.verdicts())) is None
-    assert [verdict.case_id for verdict in folder.verdicts()] == ["a"]
-    assert len(engine.made) == 4
-    if how == "closed":
-        rounds.close()
-    else:
-        with pytest.raises(Interrupted, match="1 of 3 cases are done"):
-            advance(rounds, stop_here)
-    assert engine.cancelled == 1
-    assert advance(rounds) is None
-    assert len(folder.verdicts()) == 1
-
-
-# ---- timed repeats: made alone, in turn, after all others, and judged
-
 TIMED = """\
 name: timed
 why: A graph must not be slower.
@@ -257,10 +210,7 @@ OUT = ("--out", "out", "--no-history")
 
 
 def test_timed_runs_are_alone_and_last(engine: FakeEngine, capsys: Capsys) -> None:
-    """Other runs start side by side, a repeat when nothing is under way, even to confirm.
-
-    Cases of one rank fail and are confirmed while those of two are being timed.
-    """
+    """Other runs start side by side, a repeat when nothing is under way, even to confirm."""
     Path("timed.yaml").write_text(TIMED)
     engine.jobs, order = None, list[tuple[RunSpec, list[RunSpec]]]()
     engine.on_start = lambda spec: order.append((spec, [s for s, _, _ in engine.under_way]))
@@ -271,8 +221,8 @@ def test_timed_runs_are_alone_and_last(engine: FakeEngine, capsys: Capsys) -> No
     assert not any(others for _, others in order[8:])
     rounds = [s.config["graph"] for s, _ in order[8:14]]
     assert rounds[:3] == rounds[:2:-1]  # there and back
-    for verdict in answer["verdicts"]:
-        assert {"repeats", "throughput"} <= {check["check"] for check in verdict["checks"]}
+    for judged in answer["verdicts"]:
+        assert {"repeats", "throughput"} <= {check["check"] for check in judged["checks"]}
     order.clear()
     engine.spoil = lambda spec, record: (
         other_bits(record) if spec.config["graph"] and spec.world_size == 1 else record
@@ -313,10 +263,10 @@ def test_what_repeats_say(
     Path("timed.yaml").write_text(TIMED)
     engine.spoil = spoil
     found, answer = run_json(capsys, "run", "timed.yaml", *OUT, "-k", "dp1 and attn")
-    (verdict,) = answer["verdicts"]
-    assert (found, verdict["what"]) == (code, what)
+    (judged,) = answer["verdicts"]
+    assert (found, judged["what"]) == (code, what)
     if what == "diverged":
-        assert verdict["message"].startswith("repeat 2 of the candidate")
+        assert judged["message"].startswith("repeat 2 of the candidate")
 
 
 @pytest.mark.parametrize(
@@ -336,3 +286,194 @@ def test_what_cannot_be_timed_is_refused(
     path.write_text(TIMED.replace(*change))
     assert main(["run", str(path), "--dry-run"]) == ExitCode.USAGE
     assert words in capsys.readouterr().err
+
+
+RUN = ("run", "small.yaml", "--out", "r", "--no-history", "--set", "launch.confirm=true")
+RESUME = ("run", "--resume", "r", "--no-history")
+FAILING = "dp2-attn"
+
+
+def unequal(spec: RunSpec, record: StepRecord) -> StepRecord:
+    """One weight of rank 1 of dp2-attn, from step 2 on."""
+    return unequal_weight(spec, record) if spec.world_size == 2 else record
+
+
+def only(replica: int) -> Spoil:
+    """The fault in runs of one replica number alone: 0 is the first run."""
+    return lambda spec, record: unequal(spec, record) if spec.replica == replica else record
+
+
+def other_each_time(spec: RunSpec, record: StepRecord) -> StepRecord:
+    """The same place, other bits."""
+    found = unequal(spec, record)
+    return found if found is record else other_bits(record, digit=str(abs(spec.replica)))
+
+
+def late(spec: RunSpec, record: StepRecord) -> StepRecord:
+    """Always the same first difference; in the repeat the last step differs, too."""
+    found = unequal(spec, record)
+    is_late = spec.replica == CONFIRMING and record.step == 3 and found is not record
+    return other_bits(found, digit="1") if is_late else found
+
+
+def drifting_reference(spec: RunSpec, record: StepRecord) -> StepRecord:
+    """The reference equals its control, and its repeat does not."""
+    if spec.replica == CONFIRMING and not spec.config["graph"] and not record.step:
+        return other_bits(record, "grads", "2")
+    return unequal(spec, record)
+
+
+def verdict_of(case_id: str = FAILING, folder: str = "r") -> Verdict:
+    found = RunFolder.open(Path(folder)).load_verdict(case_id)
+    assert found is not None
+    return found
+
+
+def confirmed(case_id: str = FAILING) -> Confirmation:
+    found = verdict_of(case_id).confirmation
+    assert found is not None
+    return found
+
+
+def repeats() -> list[RunSpec]:
+    case = next(c for c in RunFolder.open(Path("r")).cases if c.id == FAILING)
+    return list(confirming_runs(case).values())
+
+
+def num_repeats(engine: FakeEngine) -> int:
+    return sum(f"-r{CONFIRMING}-" in key for key in engine.made)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "outcome", "reference", "candidate"),
+    [
+        (unequal, "came_again", True, True),
+        (only(0), "did_not_come_again", True, False),
+        (other_each_time, "differs_otherwise", True, False),
+        (late, "came_again", True, False),
+        (drifting_reference, "differs_otherwise", False, True),
+    ],
+)  # fmt: skip
+def test_the_repeats_say_whether_the_difference_comes_again(
+    engine: FakeEngine, spoil: Spoil, outcome: str, reference: bool, candidate: bool
+) -> None:
+    """The case stays failed, whatever the repeats say; they name who does not repeat itself."""
+    engine.spoil = spoil
+    assert main([*RUN]) == ExitCode.FAILED
+    verdict, found = verdict_of(), confirmed()
+    assert (verdict.outcome, verdict.what, num_repeats(engine)) == ("failed", "diverged", 2)
+    repeat = (found.outcome, found.reference_repeats, found.candidate_repeats)
+    assert repeat == (outcome, reference, candidate)
+    assert (found.difference == verdict.difference) == (outcome == "came_again")
+    assert (found.difference is None) == (outcome == "did_not_come_again")
+    assert set(found.runs.values()) == {spec.key for spec in repeats()}
+    assert (inspect(Path("r")).damage, inspect(Path("r")).num_runs) == ((), 8 + 2)
+    RunFolder.open(Path("r")).set_aside(found.runs["candidate"])  # one of the files checked
+    assert any(found.runs["candidate"] in line for line in inspect(Path("r")).damage)
+
+
+@pytest.mark.parametrize(
+    ("what", "args"),
+    [("", RUN), ("diverged", RUN[:-2]), ("crashed", RUN), ("nondeterministic_reference", RUN)],
+)
+def test_nothing_else_is_confirmed(engine: FakeEngine, what: Any, args: tuple[str, ...]) -> None:
+    """Not a pass, nor what nobody wants confirmed, nor other ends, which are explained."""
+    engine.spoil = unequal if what else engine.spoil
+    if what == "crashed":
+        engine.ends = {"attn": what}
+    if what == "nondeterministic_reference":
+        engine.spoil = lambda spec, record: (
+            other_bits(record) if spec.replica == 1 else unequal(spec, record)
+        )
+    main([*args])
+    assert (verdict_of().what, verdict_of().confirmation, num_repeats(engine)) == (what, None, 0)
+
+
+def test_a_repeat_that_does_not_end_confirms_nothing(
+    engine: FakeEngine, monkeypatch: Patch
+) -> None:
+    """The evidence names its end; the case stays failed, and --resume makes nothing again."""
+    engine.spoil, ending = unequal, engine.ending
+
+    def crashes(spec: RunSpec, folder: Path, attempt: int) -> RunOutcome:
+        engine.ends = {"attn": "crashed"} if spec.replica == CONFIRMING else {}
+        return ending(spec, folder, attempt)
+
+    monkeypatch.setattr(engine, "ending", crashes)
+    assert main([*RUN]) == ExitCode.FAILED
+    found, made = confirmed(), len(engine.made)
+    assert (found.outcome, found.what, found.candidate_repeats) == ("not_made", "crashed", None)
+    assert main([*RESUME]) == ExitCode.FAILED
+    assert (len(engine.made), confirmed()) == (made, found)
+
+
+def test_a_tolerance_is_not_confirmed(engine: FakeEngine) -> None:
+    """Bits that differ by design would come again in every right program."""
+    text = Path("small.yaml").read_text().replace("timeout_s: 60", "timeout_s: 60, confirm: true")
+    for expect in ("bitwise", "{rtol: 1.0e-5, atol: 0.0}"):
+        Path("small.yaml").write_text(text.replace("expect: bitwise", f"expect: {expect}"))
+        cases = expand(load_scenario(Path("small.yaml")), "cpu")
+        assert {case.confirm for case in cases} == {expect == "bitwise"}
+
+
+@pytest.mark.parametrize("side", ["reference", "candidate"])
+def test_an_interrupted_confirmation_is_resumed(
+    engine: FakeEngine, capsys: Capsys, side: str
+) -> None:
+    """Stopped in a repeat: the failure is stored, what was begun kept, what is missing made."""
+    engine.spoil = unequal
+
+    def stop(spec: RunSpec) -> None:
+        if spec.replica == CONFIRMING and bool(spec.config["graph"]) == (side == "candidate"):
+            begin_run(RunFolder.open(Path("r")).run_folder(spec.key), spec)
+            raise KeyboardInterrupt
+
+    engine.on_start = stop
+    assert main([*RUN]) == ExitCode.INTERRUPTED
+    stored = verdict_of()
+    assert (stored.outcome, confirmed().outcome) == ("failed", "not_made")
+    assert not inspect(Path("r")).damage
+    engine.on_start = lambda spec: None
+    engine.made.clear()
+    found, _ = run_json(capsys, "bisect", FAILING, "r", "--out", "b", "--until", "causes")
+    assert (found, bool(engine.made), num_repeats(engine)) == (ExitCode.FAILED, True, 0)
+    before = {path: path.read_bytes() for path in Path("r").glob("*/*/*.json*")}
+    left = {s.key for s in repeats() if not Path("r/runs", s.key, OUTCOME_FILE).exists()}
+    code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
+    assert (code, {run["key"] for run in plan["runs"]} & {s.key for s in repeats()}) == (0, left)
+    engine.made.clear()
+    assert main([*RESUME]) == ExitCode.FAILED
+    assert set(engine.made) == {run["key"] for run in plan["runs"]}
+    assert confirmed().outcome == "came_again"
+    assert dataclasses.replace(verdict_of(), confirmation=stored.confirmation) == stored
+    for path, content in before.items():
+        if path.parent.name in left:
+            path = Path("r/runs", f"{path.parent.name}.attempt0", path.name)
+        assert path.read_bytes() == content or path.parent.name == FAILING, path
+
+
+def test_every_output_shows_it(engine: FakeEngine, capsys: Capsys) -> None:
+    """Terminal, page, summary, JUnit, JSON, `show`, history, a merged folder, and a rerun."""
+    engine.spoil = only(0)
+    main([*RUN])
+    found = confirmed()
+    words = confirmation.words(found)
+    out = capsys.readouterr().out
+    assert any(words in line for line in out.splitlines())  # as the case is answered
+    assert " ".join(out.split()).count(words) == 2  # and in the table at the end, folded
+    main(["show", FAILING, "r"])
+    assert words in " ".join(capsys.readouterr().out.split())
+    report = summarise(Path("r"))
+    assert words in junit.render(report)
+    assert words in html.render(report)
+    assert words.replace("_", "") in markdown.render(report).replace("\\", "").replace("_", "")
+    (plain,) = (c for c in json.loads(json_report.render(report))["cases"] if c["id"] == FAILING)
+    assert plain["verdict"]["confirmation"] == found.to_json()
+    (entry,) = (e for e in gather(RunFolder.open(Path("r"))).cases if e.case_id == FAILING)
+    assert f"confirmation: {found.outcome}" in entry.causes
+    assert run_json(capsys, "merge", "r", "--out", "merged")[0] == ExitCode.FAILED
+    assert verdict_of(folder="merged") == verdict_of()
+    assert not inspect(Path("merged")).damage
+    code, answer = run_json(capsys, "rerun", f"r/cases/{FAILING}", "--out", "again")
+    (verdict,) = answer["verdicts"]  # the case's own file says that it wants it
+    assert (code, verdict["confirmation"]["outcome"]) == (ExitCode.FAILED, found.outcome)

@@ -1,7 +1,8 @@
-"""Contracts of harness.scenario.matrix and case_id: which cases, which runs, and their names."""
+"""Which cases, runs and legal layouts a scenario has, and their names."""
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,17 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from fsdp_core.config import SCOPES, ParallelConfig, model_from_preset
+from fsdp_core.config import (
+    DEGREES,
+    SCOPES,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    divisors,
+    model_from_preset,
+)
 from harness.errors import NothingSelected, ScenarioError
 from harness.records import CaseSpec, each_of
 from harness.repeats import NUM_SAMPLES, samples_of
-from harness.scenario.legal_layouts import legal_layouts
+from harness.scenario.legal_layouts import MAX_RANKS, legal_layouts
 from harness.scenario.matrix import MAX_ID_CHARS, count, expand, named
 from harness.scenario.schema import Overrides, load_scenario
+from tests.support.fake_engine import Patch
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
 
 SCENARIOS = Path(__file__).parents[4] / "scenarios"
@@ -39,10 +50,7 @@ IDS = [line.split() for line in (LEGAL / "expected.txt").read_text().splitlines(
 
 @pytest.mark.parametrize("line", IDS, ids=lambda line: line[0])
 def test_which_cases_there_are(line: list[str]) -> None:
-    """Axes multiply, exclude removes, include adds; ids are readable, and in the file's order.
-
-    Each file of `legal/` has its line in `expected.txt`: its name, and the ids of its cases.
-    """
+    """Axes multiply, exclude removes, include adds; ids are readable, and in the file's order."""
     name, *expected = line
     found = expand(load_scenario(LEGAL / f"{name}.yaml"), "cpu")
     assert [case.id for case in found] == expected
@@ -126,11 +134,6 @@ def test_ids_are_safe_and_differ(paths: list[str], tmp_path: Path) -> None:
     assert all(re.fullmatch(rf"[A-Za-z0-9._+=-]{{1,{MAX_ID_CHARS}}}", name) for name in found)
 
 
-def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
-    """Taking a value off an axis keeps the ids of the cases that stay."""
-    assert set(ids(tmp_path, axes={"parallel": DPS[1:], "graph": GRAPHS})) < set(ids(tmp_path))
-
-
 def test_ids_are_blind_to_order(tmp_path: Path) -> None:
     """Other orders of keys and values change the order of cases, never an id or a run."""
     fsdp = [{"pool": "double", "reduce_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
@@ -143,36 +146,32 @@ def test_ids_are_blind_to_order(tmp_path: Path) -> None:
     assert len({case.id for case in first}) == len(first) == 2 * 2 * 3 * 2 * 2 * 2
     keys = [{case.id: case.candidate.key for case in found} for found in (first, second)]
     assert keys[0] == keys[1]
+    fewer = cases(tmp_path, axes=axes | {"seed": [3]})  # an id does not depend on other cases
+    assert {case.id for case in fewer} < {case.id for case in first}
     with pytest.raises(ScenarioError, match="each case once"):  # double is the default
         cases(tmp_path, axes={"fsdp": fsdp, "graph": GRAPHS})
 
 
-@hypothesis_settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data())
-def test_exclude_takes_away_exactly_what_it_matches(tmp_path: Path, data: st.DataObject) -> None:
+RULED = {"seed": [1, 2, 3], "steps": [4, 5], "graph": GRAPHS}
+CHOSEN = {name: st.sampled_from(each) for name, each in (RULED | {"graph": GRAPHS[1:]}).items()}
+RULE = st.fixed_dictionaries({}, optional=CHOSEN)
+
+
+@hypothesis_settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rules=st.lists(RULE.filter(bool), max_size=3))
+def test_exclude_takes_away_exactly_what_it_matches(tmp_path: Path, rules: list[Any]) -> None:
     """The cases left are those of the product that no entry matches, counted another way."""
-    axes = {"seed": [1, 2, 3], "steps": [4, 5], "graph": GRAPHS}
-    optional = {name: st.sampled_from(axes[name]) for name in ("seed", "steps")}
-    rule = st.fixed_dictionaries({}, optional=optional | {"graph": st.sampled_from(GRAPHS[1:])})
-    rules = data.draw(st.lists(rule.filter(bool), max_size=3))
-    product = [
-        {"seed": seed, "steps": step, "graph": graph}
-        for seed, step, graph in itertools.product(axes["seed"], axes["steps"], GRAPHS[1:])
-    ]
+    product = itertools.product(RULED["seed"], RULED["steps"], GRAPHS[1:])
     left = [
-        held for held in product
-        if not any(all(held[name] == value for name, value in rule.items()) for rule in rules)
+        held for held in (dict(zip(RULED, values, strict=True)) for values in product)
+        if not any(rule.items() <= held.items() for rule in rules)
     ]  # fmt: skip
     if not left:
         with pytest.raises(NothingSelected):
-            cases(tmp_path, axes=axes, exclude=rules)
+            cases(tmp_path, axes=RULED, exclude=rules)
         return
-    configs = [case.candidate.config for case in cases(tmp_path, axes=axes, exclude=rules)]
-    assert [{name: config[name] for name in axes} for config in configs] == left
+    configs = [case.candidate.config for case in cases(tmp_path, axes=RULED, exclude=rules)]
+    assert [{name: config[name] for name in RULED} for config in configs] == left
 
 
 def test_a_count_is_the_number_of_cases() -> None:
@@ -184,9 +183,6 @@ def test_a_count_is_the_number_of_cases() -> None:
             assert number == sum(1 for _ in named(scenario)), path
             ruled += bool(scenario.exclude) + bool(scenario.include)
     assert ruled > 10
-
-
-# --- layouts that the rules list ---
 
 
 def layouts(found: tuple[CaseSpec, ...]) -> list[ParallelConfig]:
@@ -226,7 +222,7 @@ def test_keys_and_microbatches_restrict_it(tmp_path: Path) -> None:
     assert {p.pp for p in found if p.pp_chunks == 1} == {1, 2, 4, 8}
 
 
-def test_too_many_layouts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_layouts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """The list is cut short before it fills the memory, and the limit is said."""
     monkeypatch.setattr("harness.scenario.settings.MAX_LAYOUTS", 33)
     with pytest.raises(ScenarioError, match=r"axes\.parallel: expected at most 33 layouts"):
@@ -242,30 +238,6 @@ ABOUT: dict[str, tuple[str, set[str]]] = {
     "layouts_moe": ("qwen3_30b_a3b", {"mlp"}),
     "layouts_moe_dropless": ("qwen3_30b_a3b", {"mlp", "moe", "layer", "full_iteration"}),
 }
-
-
-def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch() -> None:
-    """A laptop lists the nightly files, 95,284 cases of 64 ranks, and torch is not imported."""
-    code = (
-        "import sys\n"
-        "from harness.cli import main\n"
-        "from tests.pace import in_paces\n"
-        "codes = []\n"
-        "work = lambda: codes.append(main(['list', '--count', *sys.argv[1:]]))\n"
-        "paces = in_paces(work, times=1)\n"
-        "print(codes[0], paces, 'torch' in sys.modules)"
-    )
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[4])}
-    paths = [str(SCENARIOS / "nightly" / f"{name}.yaml") for name in ABOUT]
-    command = [sys.executable, "-c", code, *paths]
-    said = subprocess.check_output(command, text=True, env=environment).splitlines()
-    exit_code, paces, torch = said[-1].split()
-    assert (exit_code, torch) == ("0", "False")
-    numbers = [1525, 1525, 8142, 37_400, 31_128, 15_564]
-    rows = [line.split() for line in said[:-2]]
-    assert rows == [[f"{n:,}", p] for p, n in zip(paths, numbers, strict=True)]
-    assert said[-2].startswith(f"{sum(numbers)} cases in 6 files")
-    assert float(paces) < 20
 
 
 @pytest.mark.parametrize("name", ABOUT)
@@ -289,7 +261,6 @@ def test_the_scenarios_of_8_hold_every_layout_and_scope() -> None:
     """DP8, TP2 x DP4, EP2 x ETP2, both with TP2, EP8, CP8, dynamic CP 1/2/4/8, TP2 x PP2 x DP2."""
     paths = [SCENARIOS / "nightly" / f"alignment_of_8_{name}.yaml" for name in ("moe", "dense")]
     held = [case for path in paths for case in expand(load_scenario(path), "cuda")]
-    assert len(held) == 190
     configs = [case.candidate.config for case in held]
     degrees = ("dp", "tp", "ep", "etp", "cp", "pp")
     found = {
@@ -308,38 +279,46 @@ def test_the_scenarios_of_8_hold_every_layout_and_scope() -> None:
     assert all({"loss", "state", "finite", "peak_memory"} <= set(c.checks) for c in held)
 
 
-# --- size ---
+AT_ONCE = """\
+import sys
+from harness.cli import main
+from tests.pace import in_paces
+codes = []
+paces = in_paces(lambda: codes.append(main(sys.argv[1:])), times=1)
+print(codes[0], paces, "torch" in sys.modules)
+"""
 
 
-def test_ten_thousand_cases_are_planned_at_once_without_torch(tmp_path: Path) -> None:
-    """A laptop plans and prints a matrix of 10,000 cases at once, and needs no torch for it."""
+@pytest.mark.parametrize(
+    ("args", "said", "limit"),
+    [
+        # 95,284 cases of 64 ranks
+        (("list", "--count", *ABOUT), f"{95_284} cases in 6 files", 20),
+        # 10,000 candidates, 5,000 references, each of these twice
+        (("run", "--dry-run", "--device", "cpu", "--slots", "8", "case"),
+         "10000 cases, 20000 runs on 8 slots, about ", 90),
+    ],
+)  # fmt: skip
+def test_a_laptop_lists_and_plans_at_once_without_torch(
+    args: tuple[str, ...], said: str, limit: int, tmp_path: Path
+) -> None:
+    """All nightly files, and a matrix of 10,000 cases: torch is not imported; 45 paces measured."""
+    axes = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
     cases(tmp_path, axes={"seed": [1], "graph": GRAPHS})
     path = tmp_path / "case.yaml"
-    axes = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"axes": axes}))
-    code = (
-        "import sys\n"
-        "from harness.scenario.matrix import expand\n"
-        "from harness.scenario.schema import load_scenario\n"
-        "from harness.runner.plan import make_plan\n"
-        "from tests.pace import in_paces\n"
-        "from harness.cli.output import print_plan\n"
-        "from harness.terminal import make_console\n"
-        "cases = lambda: expand(load_scenario(sys.argv[1]), 'cpu')\n"
-        "console = make_console(); console.file = open(sys.argv[2], 'w')\n"
-        "c = []; work = lambda: c.append(make_plan(cases(), slots=8))\n"
-        "shown = lambda: (work(), print_plan(console, c[0]))\n"
-        "paces = in_paces(shown, times=1); console.file.close()\n"
-        "print(len(c[0].runs), paces, 'torch' in sys.modules)"
+    files = {name: str(SCENARIOS / "nightly" / f"{name}.yaml") for name in ABOUT}
+    command = [(files | {"case": str(path)}).get(arg, arg) for arg in args]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SCENARIOS.parent),
+                   "HOME": str(tmp_path)}  # fmt: skip
+    done = subprocess.check_output(
+        [sys.executable, "-c", AT_ONCE, *command], text=True, env=environment, cwd=tmp_path
     )
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[4])}
-    command = [sys.executable, "-c", code, str(path), str(tmp_path / "plan.txt")]
-    count, paces, torch = subprocess.check_output(command, text=True, env=environment).split()
-    assert (count, torch) == ("20000", "False")  # 10,000 candidates, 5,000 references, twice each
-    lines = (tmp_path / "plan.txt").read_text().splitlines()
-    assert len(lines) == 20_001
-    assert lines[-1].startswith("10000 cases, 20000 runs on 8 slots, about ")
-    assert float(paces) < 40  # 25 measured; a pace is 0.06 s where nothing else runs
+    *shown, last = done.splitlines()
+    exit_code, paces, torch = last.split()
+    assert (exit_code, torch) == ("0", "False")
+    assert any(line.startswith(said) for line in shown), shown[-3:]
+    assert float(paces) < limit
 
 
 def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
@@ -349,3 +328,80 @@ def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
     began = time.process_time()
     assert len(ids(tmp_path, axes=axes, exclude=rules)) == 10_000 - 2 * len(rules)
     assert time.process_time() - began < 8
+
+
+def by_trial(
+    world_size: int, model: ModelConfig, **options: tuple[Any, ...]
+) -> set[ParallelConfig]:
+    """Legal layouts found by trying every combination of degrees in a whole run."""
+    numbers = divisors(world_size)
+    found = set()
+    for degrees in itertools.product(numbers, repeat=len(DEGREES)):
+        chosen = dict(zip(DEGREES, degrees, strict=True))
+        dense = math.prod(chosen[axis] for axis in ("dp", "dp_outer", "tp", "cp", "pp"))
+        if dense != world_size:
+            continue
+        for sequence_parallel in (False, True):
+            for values in itertools.product(*options.values()):
+                fields = chosen | dict(zip(options, values, strict=True))
+                try:
+                    parallel = ParallelConfig(**fields, sequence_parallel=sequence_parallel)
+                    TrainConfig(model=model, parallel=parallel, microbatches=4)
+                except ConfigError:
+                    continue
+                found.add(parallel)
+    return found
+
+
+@pytest.mark.parametrize("preset", ["dense_tiny", "moe_tiny", "mla_moe_tiny", "moonlight_16b_a3b"])
+@pytest.mark.parametrize("world_size", [1, 2, 6, 8])
+def test_the_list_is_what_trial_finds(preset: str, world_size: int) -> None:
+    """Every legal layout is listed, once, and no other: the rules that skip early skip no more."""
+    model = model_from_preset(preset)
+    listed = list(legal_layouts(world_size, model, microbatches=4))
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == by_trial(world_size, model)
+
+
+def test_options_multiply_the_list() -> None:
+    """Chunks and dynamic sizes are tried where they are asked for."""
+    model = model_from_preset("moe_tiny", {"layers": 4})
+    options: dict[str, tuple[Any, ...]] = {"pp_chunks": (1, 2), "dynamic_cp": ((), (1, 2))}
+    listed = set(legal_layouts(4, model, microbatches=4, only=options))
+    assert listed == by_trial(4, model, **options)
+    assert {(p.pp_chunks, p.dynamic_cp) for p in listed} == set(
+        itertools.product(*options.values())
+    )
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["dense_tiny", "moe_tiny"]), st.sampled_from([4, 8, 12]), st.data())
+def test_only_leaves_out_and_nothing_else(preset: str, world_size: int, data: Any) -> None:
+    """Restricting a field gives the layouts of the whole list that have one of its values."""
+    model = model_from_preset(preset)
+    values = st.sets(st.integers(1, 8), min_size=1)
+    only = data.draw(st.dictionaries(st.sampled_from(DEGREES), values, max_size=3))
+    whole = legal_layouts(world_size, model)
+    kept = [p for p in whole if all(getattr(p, name) in only[name] for name in only)]
+    assert list(legal_layouts(world_size, model, only=only)) == kept
+
+
+def test_the_list_is_lazy() -> None:
+    """The first of the layouts of a hundred thousand ranks is there at once."""
+    began = time.process_time()
+    first = next(legal_layouts(2**17, model_from_preset("qwen3_30b_a3b")))
+    assert first.world_size == 2**17
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "only", "key"),
+    [(0, {}, "world_size"), (MAX_RANKS + 1, {}, "world_size"), (8, {"edp": [1]}, "edp")],
+)
+def test_bad_questions_are_refused_when_asked(
+    world_size: int, only: dict[str, list[int]], key: str
+) -> None:
+    """The error comes with the call, not with the first layout."""
+    with pytest.raises(ConfigError) as caught:
+        legal_layouts(world_size, ModelConfig(), only=only)
+    assert caught.value.key == key

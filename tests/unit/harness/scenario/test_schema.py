@@ -1,5 +1,6 @@
-"""Contracts of the scenario decoder: values and their places, sections, options, refusals."""
+"""Contracts of the scenario decoder: values and their places, sections, programs, options."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,11 @@ from hypothesis import strategies as st
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
-from harness.records import CaseSpec, PlantSpec
-from harness.runner import plan as planning
-from harness.runner.estimates import estimate_s
+from harness.program.spec import ProgramSpec, command_line, program_of
+from harness.records import CaseSpec, PlantSpec, RunSpec
 from harness.runner.launch import Request, prepare
-from harness.runner.plan import make_plan
 from harness.scenario import settings
+from harness.scenario.matrix import expand
 from harness.scenario.schema import SLURM, Overrides, Scenario, load_scenario
 from harness.scenario.yaml_source import Origin, parse_bytes, parse_text
 from harness.soaking import SoakSpec, turn_of
@@ -47,17 +47,6 @@ def load(folder: Path, options: Overrides | None = None, **lines: str) -> Scenar
 def value_of(scenario: Scenario, leaf: str) -> Any:
     """The last value that `base` gives a leaf."""
     return [s.value for s in scenario.base if s.leaf == leaf][-1]
-
-
-def test_every_field_of_the_configuration_is_a_legal_leaf() -> None:
-    """A field added to the configuration needs no change here to be legal in a scenario."""
-    plain = TrainConfig().to_dict()
-    leaves = {
-        f"{part}.{name}" if isinstance(value, dict) else part
-        for part, value in plain.items()
-        for name in (value if isinstance(value, dict) else ("",))
-    }
-    assert set(settings.leaf_types()) == leaves | {"plant"}
 
 
 @pytest.mark.parametrize("leaf", sorted(settings.leaf_types()))
@@ -153,12 +142,17 @@ def test_what_yaml_writes_is_read_back(value: Any) -> None:
 
 
 def test_the_fast_plain_form_equals_to_dict() -> None:
-    """`plain_config` is `to_dict`, only faster, and hands out nothing that is shared."""
+    """`plain_config` is `to_dict`, only faster, shares nothing, and has every legal leaf."""
     config = TrainConfig(
         graph=("attn",), stress=("poison",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2))
     )
     plain = settings.plain_config(config)
     assert plain == config.to_dict()
+    leaves = {
+        f"{part}.{name}" if name else part
+        for part, value in plain.items() for name in (value if isinstance(value, dict) else ("",))
+    }  # fmt: skip
+    assert set(settings.leaf_types()) == leaves | {"plant"}
     plain["model"]["hidden"] = 0
     plain["parallel"]["dynamic_cp"].append(4)
     assert settings.plain_config(config) == config.to_dict()
@@ -181,8 +175,6 @@ def test_compare_expect_is_bitwise_or_a_tolerance(tmp_path: Path, text: str, exp
     """Numbers as YAML writes them, `1e-5` included."""
     assert load(tmp_path, compare=compare(text)).compare.expect == expect
 
-
-# --- soak ---
 
 CHECKS: dict[str, Any] = {"state": {}, "soak": {}}
 BASE = {"steps": 64}
@@ -228,20 +220,6 @@ def test_each_stressor_has_one_turn_a_cycle() -> None:
     assert turn_of(("races",), 0, 3) == ("races",)
     assert turn_of((), 0, 3) == ()
 
-
-def test_a_soak_is_expected_to_take_what_it_asks_for(tmp_path: Path) -> None:
-    """Seconds are seconds, beside the start; replays are steps of that many."""
-    seconds = []
-    for soak in ({"duration_s": 200}, {"replays": 10_000}, {"replays": 1}):
-        (case, *_) = soaked(tmp_path, soak)
-        seconds.append(estimate_s(case.candidate, 8))
-    assert 200 < seconds[0] < 210
-    (plain, *_) = cases(tmp_path, base=BASE)
-    assert seconds[2] == estimate_s(plain.candidate, 8)
-    assert seconds[1] > 100 * seconds[2]
-
-
-# --- slurm ---
 
 FULL = (
     "{engine: slurm, slurm: {partition: gpu, account: me, walltime_s: 90, pending_s: 60, "
@@ -311,31 +289,129 @@ def test_what_was_asked_is_read_back_from_the_manifest() -> None:
         stored_options({"slurm": {"nodes": "3"}})
 
 
-# --- engines ---
+PROGRAM: dict[str, Any] = {"script": "train.py", "steps": 4, "args": {"lr": 0.1}}
 
-AXIS: dict[str, Any] = {
-    "base": {"steps": 4, "parallel": {"dp": 2}, "taps": ["norm"]},
-    "axes": {"engine": ["fsdp2", "ours", "ddp", "megatron_fsdp"]},
-    "compare": {"axis": "engine", "reference": "fsdp2", "expect": "bitwise"},
-    "checks": {"loss": {}, "taps": {}, "finite": {}},
-}
+
+def written(folder: Path, program: Any = None, **sections: Any) -> Path:
+    """A scenario of one axis of a program, with other keys than `PROGRAM` and other sections."""
+    plain: dict[str, Any] = {
+        "name": "case", "why": "A sentence.", "program": PROGRAM | (program or {}),
+        "axes": {"args.amp": [False, True]},
+        "compare": {"axis": "args.amp", "reference": False, "expect": "bitwise"},
+        "checks": {"loss": {}, "state": {}},
+    } | sections  # fmt: skip
+    (folder / "train.py").touch()
+    path = folder / "case.yaml"
+    path.write_text(json.dumps(plain))
+    return path
+
+
+def cases_of_program(path: Path, **overrides: Any) -> tuple[CaseSpec, ...]:
+    return expand(load_scenario(path, overrides=Overrides(**overrides)), "cpu")
+
+
+def of(run: RunSpec) -> ProgramSpec:
+    """The program of a run."""
+    program = program_of(run.config)
+    assert program is not None
+    return program
+
+
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no"])
+def test_a_bare_word_that_yaml_takes_for_a_bool_is_refused(word: str, tmp_path: Path) -> None:
+    """The message says what to write; in quotes it is a text."""
+    path = written(tmp_path)
+    text = path.read_text().replace('"lr": 0.1', f'"lr": {word}')
+    path.write_text(text)
+    with pytest.raises(ScenarioError) as raised:
+        cases_of_program(path)
+    assert raised.value.key == "program.args.lr"
+    assert f'"{word}" in quotes' in raised.value.expected
+    path.write_text(text.replace(f": {word}", f': "{word}"'))
+    assert of(cases_of_program(path)[0].reference).args["lr"] == word
 
 
 @pytest.mark.parametrize(
-    ("device", "version", "reason"),
+    ("args", "words"),
     [
-        ("cpu", "0.6.1", "engine megatron_fsdp needs a GPU, this run is on cpu"),
-        ("cuda", "", "engine megatron_fsdp needs megatron-fsdp, which is not installed"),
-        ("cuda", "0.6.1", ""),
+        ({"lr": 0.1}, ["--lr", "0.1"]),
+        ({"amp": True, "graphs": False, "seed": None}, ["--amp"]),
+        ({"sizes": [1, 2]}, ["--sizes", "1", "--sizes", "2"]),
+        ({"-x": 3, "--y": True}, ["-x", "3", "--y"]),
+        ({"out=": "a", "flag=": True}, ["out=a", "flag=true"]),
+        ({"_": ["in.txt", 2], "a": "b"}, ["--a", "b", "in.txt", "2"]),
+        ({"_": "in.txt"}, ["in.txt"]),
+        ({"_": 0}, ["0"]),
+        ({"name": "with space"}, ["--name", "with space"]),
     ],
 )
-def test_megatron_fsdp_is_skipped_where_it_is_missing(
-    device: str, version: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the reason; other engines run."""
-    monkeypatch.setattr(planning, "package_version", lambda name: version)
-    found = cases(tmp_path, **AXIS)
-    for case in found:
-        for spec in (case.reference, case.control, case.candidate):
-            object.__setattr__(spec, "device", device)
-    assert [case.skip_reason for case in make_plan(found, slots=4).cases] == ["", "", reason]
+def test_the_command_line(args: dict[str, Any], words: list[str]) -> None:
+    """Options by name, then what stands alone."""
+    assert command_line(args) == words
+
+
+def test_a_case_is_a_pair_of_commands(tmp_path: Path) -> None:
+    """Reference and candidate differ in the axis; paths are relative to the scenario's file."""
+    keys = {"args": {"lr": "1e-3", "v": 1}, "env": {"A": 1}, "packages": {"x": "0.10"}, "ranks": 2}
+    (case,) = cases_of_program(written(tmp_path, keys))
+    reference, candidate = of(case.reference), of(case.candidate)
+    assert (reference.target, reference.folder) == (str(tmp_path / "train.py"), str(tmp_path))
+    assert reference.args == {"lr": "1e-3", "v": 1, "amp": False}
+    assert candidate.args == reference.args | {"amp": True}
+    assert (reference.env, reference.packages) == ({"A": "1"}, {"x": "0.10"})
+    assert (case.reference.world_size, case.reference.config["steps"]) == (2, 4)
+    assert (case.id, case.labels) == ("amp", {"args.amp": "true"})
+
+
+def test_what_a_script_says_itself_is_no_mistake_here(tmp_path: Path) -> None:
+    """Taps of its own recorder; a mean over all steps, those of the case and not of the file."""
+    (case,) = cases_of_program(written(tmp_path, checks={"loss": {}, "taps": {}}))
+    assert case.checks["taps"] == {}
+    expect = {"loss_gap": 0.1, "over": 5}
+    compare = {"axis": "args.amp", "reference": False, "expect": expect}
+    (case,) = cases_of_program(written(tmp_path, compare=compare), sets=("steps=5",))
+    assert case.expect == expect
+
+
+def test_numbers_and_texts_of_yaml(tmp_path: Path) -> None:
+    """A bare 1e-3 is a number, 0.10 in packages keeps its zero, a quoted number stays a text."""
+    path = written(tmp_path)
+    bare = '{"script": "train.py", "steps": 4, args: {lr: 1e-3, rate: 0.10, word: "0.10"}, '
+    bare += 'packages: {x: 0.10}, env: {N: 10.0, M: "010"}}'
+    path.write_text(path.read_text().replace(json.dumps(PROGRAM), bare))
+    program = of(cases_of_program(path)[0].reference)
+    assert program.args == {"lr": 0.001, "rate": 0.1, "word": "0.10", "amp": False}
+    assert (program.packages, program.env) == ({"x": "0.10"}, {"N": "10.0", "M": "010"})
+
+
+def test_options_replace_settings_and_axes(tmp_path: Path) -> None:
+    """`--set args.lr=0.2` and `--axis args.n=[1,2]` reach the program."""
+    path = written(tmp_path)
+    (case,) = cases_of_program(path, sets=("args.lr=0.2", "steps=7"))
+    assert (of(case.candidate).args["lr"], case.candidate.config["steps"]) == (0.2, 7)
+    many = cases_of_program(path, axes=("args.n=[1, 2]",))
+    assert [of(each.reference).args["n"] for each in many] == [1, 2]
+
+
+def test_axes_of_variables_packages_and_more(tmp_path: Path) -> None:
+    """Variables, versions, ranks and determinism may be axes; include and exclude choose cases."""
+    sections: dict[str, Any] = {
+        "axes": {"args.amp": [False, True], "env.ALGO": ["Ring", "Tree"], "ranks": [1, 2]},
+        "exclude": [{"env.ALGO": "Tree", "ranks": 2}],
+        "include": [{"args.amp": True, "env.ALGO": "Ring", "ranks": 1, "args.seed": 3}],
+    }
+    found = cases_of_program(written(tmp_path, **sections))
+    runs = [case.candidate for case in found]
+    seen = [(of(run).env["ALGO"], run.world_size, of(run).args.get("seed")) for run in runs]
+    assert seen == [("Ring", 1, 3), ("Ring", 2, None), ("Tree", 1, None)]
+    assert len({case.id for case in found}) == 3
+
+
+def test_ids_that_read_alike_get_a_hash(tmp_path: Path) -> None:
+    """Dashes in values may make two ids the same: both are told apart by what they hold."""
+    axes = {"args.a": ["1-b_2", "1"], "args.b": ["3", "2-b_3"], "args.z": [False, True]}
+    compare = {"axis": "args.z", "reference": False, "expect": "bitwise"}
+    found = [case.id for case in cases_of_program(written(tmp_path, axes=axes, compare=compare))]
+    alike = [name for name in found if name.startswith("a_1-b_2-b_3-")]
+    assert len(set(found)) == 4
+    assert len({len(name) for name in alike} | {len(alike)}) == 2, found

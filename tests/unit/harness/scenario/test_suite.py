@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from harness.cli import main
 from harness.errors import UsageError
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec
 from harness.scenario.suite import num_pairs, pairwise, select
 from harness.store import RunFolder
-from tests.support.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
+from tests.support.records import case_spec, run_spec
 
 WIDE = """\
 name: wide
@@ -52,7 +53,7 @@ def cases_of(path: str) -> list[str]:
 
 
 def test_a_tier_runs_in_one_folder_with_one_schedule(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    folder: Path, engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Scenarios of the tier and no others, each run made once though two scenarios need it."""
     code, answer = run_json(capsys, "run", "--tier", "smoke", "--out", "r")
@@ -67,9 +68,7 @@ def test_a_tier_runs_in_one_folder_with_one_schedule(
     assert cases_of("s")[0] == "dp1-attn"  # one file: ids as they are
 
 
-def test_selections_are_said_and_legs_stay(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_selections_are_said_and_legs_stay(folder: Path, capsys: Capsys) -> None:
     """A pairwise choice covers all pairs, keeps every reference, and says what it left out."""
     assert main(["run", str(folder / "wide.yaml"), "--out", "r"]) == 0
     said = capsys.readouterr().out
@@ -103,7 +102,7 @@ def test_selections_are_said_and_legs_stay(
 )  # fmt: skip
 def test_misuse_is_one_line(
     args: tuple[str, ...], code: int, said: str, folder: Path, engine: FakeEngine,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:  # fmt: skip
     """A shard, tier or file that cannot be is refused; nothing selected is 5, never 0."""
     (folder / "again.yaml").write_text((folder / "free.yaml").read_text())
@@ -122,7 +121,7 @@ def test_misuse_is_one_line(
 
 
 def test_shards_are_all_cases_once_and_ci_can_ask(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    folder: Path, engine: FakeEngine, capsys: Capsys
 ) -> None:
     """The job matrix names the shards that hold cases; together they run what one run would."""
     matrix = run_json(capsys, "list", "scenarios", "--shards", "4")[1]["include"]
@@ -141,9 +140,7 @@ def test_shards_are_all_cases_once_and_ci_can_ask(
     assert "expected no --shard 1/2 with it" in capsys.readouterr().err
 
 
-def test_merged_shards_are_one_report(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_shards_are_one_report(folder: Path, engine: FakeEngine, capsys: Capsys) -> None:
     """Merged: the cases of an unsharded run in its order, its verdicts, and every run once."""
     engine.spoil = unequal
     assert main(["run", *SMOKE, "--out", "whole"]) == 1
@@ -160,14 +157,14 @@ def test_merged_shards_are_one_report(
 
 
 @pytest.fixture
-def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reports(monkeypatch: Patch) -> None:
     """They take most of the time, and nothing is asked of them."""
     monkeypatch.setattr("harness.cli.report.build_reports", lambda *_: {})
 
 
 @pytest.mark.usefixtures("no_reports")
 def test_what_a_killed_job_left_is_a_missing_shard(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    folder: Path, engine: FakeEngine, capsys: Capsys
 ) -> None:
     """One folder that cannot be read costs its own cases; a mistyped name is refused."""
     for index in (1, 2, 3):
@@ -191,8 +188,8 @@ def test_what_a_killed_job_left_is_a_missing_shard(
 
 @pytest.mark.usefixtures("no_reports")
 def test_a_shard_of_another_commit_does_not_answer_for_this_one(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, engine: FakeEngine, capsys: Capsys,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     """What an earlier run left in the workspace is refused; an unknown commit is not another."""
     for index, commit in ((1, "a" * 40), (2, "b" * 40)):
@@ -209,7 +206,7 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
 
 
 def test_what_does_not_go_together_is_refused(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    folder: Path, engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Shards of different cuts, a shard twice, a shard and a whole, the same case twice."""
     free = str(folder / "free.yaml")
@@ -238,40 +235,20 @@ def test_what_does_not_go_together_is_refused(
     assert "damaged" in capsys.readouterr().err
 
 
-def test_a_scenario_for_another_device_is_skipped_in_company(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Beside others, a scenario for GPUs is skipped case by case with the reason."""
-    (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "device: cuda"))
-    (folder / "wide.yaml").unlink()
-    code, answer = run_json(capsys, "run", "scenarios")
-    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
-    assert reasons == {"its scenario is for cuda, this run is on cpu"}
-    assert code == 0
-
-
-def test_engines_must_agree(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One run has one engine; --engine decides for all."""
+def test_engines_must_agree(folder: Path, engine: FakeEngine, capsys: Capsys) -> None:
+    """One run has one engine, --engine decides for all; what is for GPUs is skipped in company."""
     (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "engine: slurm"))
     assert main(["run", "scenarios"]) == 4
     assert "launch.engine: expected that of" in capsys.readouterr().err
     assert main(["run", "scenarios", "--engine", "local"]) == 0
+    (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "device: cuda"))
+    (folder / "wide.yaml").unlink()
+    code, answer = run_json(capsys, "run", "scenarios")
+    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
+    assert (code, reasons) == (0, {"its scenario is for cuda, this run is on cpu"})
 
 
-def test_costs_order_the_runs(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What the history says of a run is what the plan expects of it."""
-    assert main(["run", str(folder / "free.yaml")]) == 0
-    plan = run_json(capsys, "run", str(folder / "free.yaml"), "--dry-run")[1]
-    assert {run["estimate_s"] for run in plan["runs"]} == {0.5}
-
-
-# --- -k and pairs ---
-
-RUN = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1.0)
+RUN = run_spec()
 
 
 def _case(name: str, **labels: str) -> Any:
@@ -320,16 +297,8 @@ def test_a_bad_expression_is_one_usage_error(expression: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_word_does_not_reach_from_one_label_into_the_next() -> None:
-    """Texts of a case are matched one by one."""
-    assert select(CASES, "attnparallel") == ()
-
-
 def case(name: str, labels: dict[str, str]) -> CaseSpec:
-    return CaseSpec(
-        id=name, scenario="s", labels=labels, reference=RUN, control=RUN, candidate=RUN,
-        expect="bitwise", checks={},
-    )  # fmt: skip
+    return case_spec(name, RUN, RUN, RUN, labels=labels)
 
 
 def product(*lengths: int) -> list[CaseSpec]:

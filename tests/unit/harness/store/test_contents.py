@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import KeepSpec, RecordError, RunOutcome, RunSpec
+from harness.records import KeepSpec, RecordError, RunSpec
 from harness.store import save_outcome
 from harness.store.contents import KeptTensor, Place, contents_path, read_contents, write_contents
+from tests.support.records import outcome, run_spec
 
 KEEP = KeepSpec(step=2, names=("grads:a", "weights:*"))
 BOX = Place(name="a", shape=(4,), offsets=(1,), local_offsets=(0,), sizes=(3,))
@@ -15,7 +16,7 @@ GRAD, WEIGHT = bytes(range(12)), bytes(range(100, 108))
 
 def spec(keep: KeepSpec | None = KEEP, world_size: int = 1) -> RunSpec:
     """A run that keeps something."""
-    return RunSpec(config={}, device="cpu", world_size=world_size, timeout_s=1.0, keep=keep)
+    return run_spec(world_size, keep=keep)
 
 
 def entry(name: str, data: bytes, dtype: str = "float32", places: tuple[Place, ...] = ()) -> tuple[
@@ -39,9 +40,7 @@ def write(folder: Path, rank: int = 0, world_size: int = 1) -> Path:
 
 def end(folder: Path) -> None:
     """End the run: its outcome has the checksum of what it kept."""
-    outcome = RunOutcome(key=spec().key, what="", message="", culprit_rank=None, ranks=(),
-                         started_unix_s=0.0, wall_s=1.0)  # fmt: skip
-    save_outcome(folder, outcome)
+    save_outcome(folder, outcome(spec().key))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
 def test_files_in_other_places_are_not_believed(tmp_path: Path) -> None:
     """Another run's file, another rank's, and one of another step, is refused."""
     path = write(tmp_path)
-    other = RunSpec(config={}, device="cpu", world_size=1, timeout_s=2.0, keep=KEEP)
+    other = run_spec(timeout_s=2.0, keep=KEEP)
     assert "run: expected" in read_contents(tmp_path, other).problems[0]
     path.rename(contents_path(tmp_path, 1))
     write(tmp_path, world_size=2)

@@ -1,6 +1,5 @@
 """The run folder: atomic writes, the lock, resume, sealed cases, and reading whatever is there."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,19 +9,12 @@ from typing import Any
 import pytest
 
 from harness.errors import Infrastructure, UsageError
-from harness.records import (
-    SCHEMA_VERSION,
-    CaseSpec,
-    EndRecord,
-    RankExit,
-    RunOutcome,
-    RunSpec,
-    Verdict,
-    dumps,
-)
+from harness.records import SCHEMA_VERSION, CaseSpec, RunSpec, dumps
 from harness.store import RunFolder, begin_run, load_case, num_kept, save_outcome
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
+from tests.support.fake_engine import Patch
+from tests.support.records import case_spec, end, outcome, run_spec, verdict
 
 
 def sealed(plain: dict[str, Any]) -> str:
@@ -31,25 +23,12 @@ def sealed(plain: dict[str, Any]) -> str:
 
 
 def spec(graph: tuple[str, ...] = (), replica: int = 0) -> RunSpec:
-    config = {"graph": list(graph), "steps": 2, "microbatches": 1}
-    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=5.0, replica=replica)
+    return run_spec(2, config={"graph": list(graph), "steps": 2}, replica=replica)
 
 
 def case(case_id: str = "one") -> CaseSpec:
-    return CaseSpec(
-        id=case_id, scenario="s", labels={"graph": "attn"}, reference=spec(),
-        control=spec(replica=1), candidate=spec(("attn",)), expect="bitwise", checks={"loss": {}},
-    )  # fmt: skip
-
-
-def outcome(key: str) -> RunOutcome:
-    return RunOutcome(key=key, what="", message="", culprit_rank=None, started_unix_s=1.0,
-                      ranks=(RankExit(rank=0, code=0),), wall_s=2.0)  # fmt: skip
-
-
-def verdict(case_id: str = "one") -> Verdict:
-    return Verdict(case_id=case_id, outcome="passed", what="", message="equal", checks=(), runs={},
-                   wall_s=1.0)  # fmt: skip
+    runs = (spec(), spec(replica=1), spec(("attn",)))
+    return case_spec(case_id, *runs, labels={"graph": "attn"}, checks={"loss": {}})
 
 
 @pytest.fixture
@@ -78,20 +57,18 @@ def test_open_gives_back_what_create_was_given(tmp_path: Path) -> None:
 
 def test_only_listed_variables_are_stored(tmp_path: Path) -> None:
     """A secret in the environment never reaches the disk; variables that change bits do."""
-    variables = {
-        "AWS_SECRET_ACCESS_KEY": "hunter2", "MY_NCCL_TOKEN": "hunter2", "NCCL_DEBUG": "INFO",
-        "OMP_NUM_THREADS": "1", "OMP_NUM_THREADS_X": "hunter2", "CUDA_VISIBLE_DEVICES": "0",
-        "NVTE_FUSED_ATTN": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONHASHSEED": "0",
+    kept = {
+        "OMP_NUM_THREADS": "1",
+        "NVTE_FUSED_ATTN": "0",
+        "PYTHONHASHSEED": "0",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
-    manifest = {"environment": {"variables": variables, "python": "3.11"}}
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    names = ("AWS_SECRET_ACCESS_KEY", "MY_NCCL_TOKEN", "OMP_NUM_THREADS_X", "NCCL_DEBUG")
+    manifest = {"environment": {"variables": kept | dict.fromkeys(names, "hunter2")}}
     folder = RunFolder.create(tmp_path / "out", manifest, "", [])
-    stored = folder.manifest["environment"]["variables"]
     assert "hunter2" not in (folder.path / "manifest.json").read_text()
-    assert sorted(stored) == [
-        "CUBLAS_WORKSPACE_CONFIG", "NVTE_FUSED_ATTN", "OMP_NUM_THREADS", "PYTHONHASHSEED",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    ]  # fmt: skip
+    assert folder.manifest["environment"]["variables"] == kept
 
 
 @pytest.mark.parametrize("kind", ["file", "used", "run folder", "same ids"])
@@ -111,9 +88,7 @@ def test_create_refuses_a_place_that_is_taken(tmp_path: Path, kind: str) -> None
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
-def test_a_folder_is_one_once_all_of_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_one_once_all_of_it_is_written(tmp_path: Path, monkeypatch: Patch) -> None:
     """The manifest comes last; the remains of a creation that was killed do not block the next."""
     written: list[str] = []
 
@@ -182,7 +157,7 @@ def test_a_second_harness_is_refused_and_readers_are_not(folder: RunFolder) -> N
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A full disk is one clear error; the file that was there is whole, no debris is left."""
     path = tmp_path / "verdict.json"
@@ -200,18 +175,15 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
     """Remains of unfinished attempts are renamed one after the other, never overwritten."""
-    run, key = spec(), spec().key
+    key = spec().key
     assert folder.set_aside(key) is None
     for number in range(3):
-        begin_run(folder.run_folder(key), run)
+        begin_run(folder.run_folder(key), spec())
         (folder.run_folder(key) / "rank0.jsonl").write_text(f"attempt {number}")
-        kept = folder.set_aside(key)
-        assert kept is not None
-        assert kept.name == f"{key}.attempt{number}"
-    assert not folder.run_folder(key).exists()
+        folder.set_aside(key)
+    texts = {p.name: (p / "rank0.jsonl").read_text() for p in folder.path.glob("runs/*")}
+    assert texts == {f"{key}.attempt{n}": f"attempt {n}" for n in range(3)}
     assert num_kept(folder.run_folder(key)) == 3
-    texts = [(p / "rank0.jsonl").read_text() for p in sorted(folder.path.glob("runs/*"))]
-    assert texts == ["attempt 0", "attempt 1", "attempt 2"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +218,7 @@ def test_a_run_without_a_trustworthy_outcome_is_unfinished(
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_sealed_case_stands_alone(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+    folder: RunFolder, tmp_path: Path, monkeypatch: Patch, links: bool
 ) -> None:
     """A case folder moved elsewhere, its run folder deleted, still gives the case and its runs."""
     if not links:
@@ -259,20 +231,19 @@ def test_a_sealed_case_stands_alone(
         finish(folder, run)
     with pytest.raises(Infrastructure, match="finished run already"):
         begin_run(folder.run_folder(spec().key), spec())
-    sealed = folder.seal_case(case())
-    same_inode = (sealed / "candidate" / "outcome.json").samefile(
+    place = folder.seal_case(case())
+    same_inode = (place / "candidate" / "outcome.json").samefile(
         folder.run_folder(case().candidate.key) / "outcome.json"
     )
     assert same_inode is links
     folder.save_verdict(verdict(), case())
-    sealed.rename(tmp_path / "elsewhere")
+    place.rename(tmp_path / "elsewhere")
     (folder.path).rename(tmp_path / "gone")
     loaded = load_case(tmp_path / "elsewhere")
     assert loaded.case == case()
     legs = (loaded.reference, loaded.control, loaded.candidate)
-    assert [leg.outcome.key for leg in legs] == [
-        case().reference.key, case().control.key, case().candidate.key,
-    ]  # fmt: skip
+    wanted = (case().reference, case().control, case().candidate)
+    assert [leg.outcome.key for leg in legs] == [run.key for run in wanted]
     assert (tmp_path / "elsewhere" / "verdict.json").is_file()
 
 
@@ -328,12 +299,11 @@ def test_files_that_are_not_as_when_the_run_ended_are_a_problem(
     run = spec()
     place = folder.run_folder(run.key)
     begin_run(place, run)
-    end = EndRecord(rank=0, steps=2, peak_bytes=1, startup_s=0.5, wall_s=1.0)
-    (place / "rank0.jsonl").write_text(f"{dumps(end)}\n")
+    (place / "rank0.jsonl").write_text(f"{dumps(end())}\n")
     save_outcome(place, outcome(run.key))
     if damage == "changed":
-        (place / "rank0.jsonl").write_text(f"{dumps(dataclasses.replace(end, steps=3))}\n")
+        (place / "rank0.jsonl").write_text(f"{dumps(end(steps=3))}\n")
     elif damage == "added":
-        (place / "rank1.jsonl").write_text(f"{dumps(dataclasses.replace(end, rank=1))}\n")
+        (place / "rank1.jsonl").write_text(f"{dumps(end(1))}\n")
     flawed = [records.rank for records in folder.load_run(run).ranks if records.problems]
     assert flawed == {"": [], "changed": [0], "added": [1]}[damage]

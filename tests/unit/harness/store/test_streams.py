@@ -6,43 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.records import (
-    SCHEMA_VERSION,
-    EndRecord,
-    ErrorRecord,
-    EventRecord,
-    FloatBits,
-    RankRecords,
-    Record,
-    StartRecord,
-    StepRecord,
-    dumps,
-)
+from harness.records import EventRecord, RankRecords, Record, dumps
 from harness.store.streams import MAX_PROBLEMS, read_rank, read_ranks
-
-
-def start(rank: int = 0, schema: int = SCHEMA_VERSION) -> StartRecord:
-    return StartRecord(
-        schema=schema, rank=rank, world_size=2, pid=1, device="cpu", tensors={}, environment={}
-    )
-
-
-def step(number: int, rank: int = 0) -> StepRecord:
-    one = FloatBits(bits="3f800000", value=1.0)
-    return StepRecord(
-        step=number, rank=rank, loss=one, microbatch_losses=(one,), grad_norm=one, digests={},
-        nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
-    )  # fmt: skip
-
-
-def end(rank: int = 0) -> EndRecord:
-    return EndRecord(rank=rank, steps=2, peak_bytes=1, startup_s=0.0, wall_s=0.0)
-
-
-def error(rank: int = 0) -> ErrorRecord:
-    return ErrorRecord(
-        rank=rank, step=1, what="oom", type="E", message="m", traceback="t"
-    )  # fmt: skip
+from tests.support.records import end, error, rank_records, start, step
 
 
 def read(folder: Path, *records: Record, tail: bytes = b"") -> RankRecords:
@@ -55,10 +21,8 @@ def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
     """Everything that a healthy rank wrote is there, and nothing is complained of."""
     event = EventRecord(name="captured", rank=0, step=0)
     got = read(tmp_path, start(), event, step(0), step(1), end())
-    assert got == RankRecords(
-        rank=0, start=start(), steps=(step(0), step(1)), events=(event,), error=None, end=end(),
-        problems=(),
-    )  # fmt: skip
+    steps = (step(0), step(1))
+    assert got == rank_records(start=start(), steps=steps, events=(event,), end=end())
 
 
 @pytest.mark.parametrize(
@@ -97,49 +61,28 @@ def test_every_flaw_is_a_problem(
     assert all(len(p) < 400 for p in problems)
 
 
-def test_every_rank_of_twelve_is_read(tmp_path: Path) -> None:
-    """Files are read for all ranks, each under its own number."""
-    for rank in range(12):
-        text = "".join(dumps(r) + "\n" for r in (start(rank), step(0, rank)))
-        (tmp_path / f"rank{rank}.jsonl").write_text(text)
-    got = read_ranks(tmp_path, 12)
-    assert [(r.rank, r.steps[0].rank, r.problems) for r in got] == [(n, n, ()) for n in range(12)]
-
-
 def test_records_out_of_place_stay_visible(tmp_path: Path) -> None:
-    """A step that comes twice or after the end is not dropped, so that checks can see it."""
+    """A step that comes twice or after the end is kept for the checks; a newline may be missing."""
     got = read(tmp_path, start(), step(0), step(0), end(), step(1))
     assert [s.step for s in got.steps] == [0, 0, 1]
     assert got.after_end == ("line 5: step record after end",)
     assert read(tmp_path, start(), step(0), step(0), end()).after_end == ()
-
-
-def test_a_last_record_without_its_newline_counts(tmp_path: Path) -> None:
-    """A line that is whole but for its newline has lost nothing."""
     got = read(tmp_path, start(), tail=dumps(step(0)).encode())
-    assert [s.step for s in got.steps] == [0]
-    assert got.problems == ()
+    assert ([s.step for s in got.steps], got.problems) == ([0], ())
 
 
-def test_a_missing_file_is_an_empty_rank(tmp_path: Path) -> None:
-    """A rank without a file has no start, no steps and no problem: the checks call it missing."""
-    got = read_ranks(tmp_path, 2)
-    assert [(r.rank, r.start, r.steps, r.problems) for r in got] == [
-        (0, None, (), ()), (1, None, (), ()),
-    ]  # fmt: skip
-
-
-def test_files_of_impossible_ranks_are_a_problem(tmp_path: Path) -> None:
-    """A record file beyond the world size is told, not ignored."""
-    for name in ("rank0.jsonl", "rank1.jsonl", "rank2.jsonl", "rank01.jsonl"):
-        (tmp_path / name).write_text("")
-    got = read_ranks(tmp_path, 2)
-    assert got[0].problems == ()
-    assert "rank01.jsonl, rank2.jsonl" in got[1].problems[0]
-
-
-def test_an_unreadable_file_is_a_problem(tmp_path: Path) -> None:
-    """What the system does not let us read is told, not raised."""
+def test_all_files_of_ranks_are_read_and_no_others(tmp_path: Path) -> None:
+    """Each under its own number; one that is missing is an empty rank; strange ones are said."""
+    for rank in range(12):
+        (tmp_path / f"rank{rank}.jsonl").write_text(dumps(step(0, rank)) + "\n")
+    assert [(r.rank, r.steps[0].rank) for r in read_ranks(tmp_path, 12)] == [
+        (n, n) for n in range(12)
+    ]
+    (tmp_path / "rank0.jsonl").unlink()
+    (tmp_path / "rank01.jsonl").touch()
+    first, *_, last = read_ranks(tmp_path, 11)
+    assert first == rank_records(0)
+    assert "rank01.jsonl, rank11.jsonl" in last.problems[-1]
     (tmp_path / "rank0.jsonl").mkdir()
     assert "cannot be read" in read_rank(tmp_path / "rank0.jsonl", 0).problems[0]
 

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.config import DataConfig, ModelConfig
+from fsdp_core.config import DataConfig, ModelConfig, TrainConfig
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
@@ -19,7 +20,9 @@ from fsdp_core.model.layers import BackendMissing
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train.compiled import StaleGuards
+from fsdp_core.train.graphs import StageGraphs
 from harness import provenance
+from harness.checks.complete import not_as_owed
 from harness.engine.outcome import FirstFailure, claim, find
 from harness.recorder import UNRECORDED
 from harness.records import (
@@ -34,9 +37,12 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
+from harness.soaking import SoakSpec
 from harness.store.streams import rank_path, read_rank
 from harness.worker.main import Part, _Session, classify, join_store, rank_main
 from harness.worker.serve import open_torch_store
+from tests.support.fake_engine import Capsys, Patch
+from tests.unit.harness.worker.conftest import TINY
 
 Spec = Callable[..., RunSpec]
 
@@ -57,10 +63,7 @@ def steps_of(records: list[Record]) -> list[StepRecord]:
 def test_a_good_rank_writes_every_record(
     rank: Any, spec: Spec, graph: tuple[str, ...], replays: int
 ) -> None:
-    """Start, one record a step, events of graphs and memory, and the end, in this order; code 0.
-
-    A flush interval that does not divide the steps loses none.
-    """
+    """Start, one record a step, events of graphs and memory, and the end, in this order; code 0."""
     records = rank.run(spec(graph=graph, flush_every=4))
     assert rank.code == 0
     kinds = [type(record) for record in records]
@@ -93,7 +96,7 @@ def test_a_good_rank_writes_every_record(
 
 
 def test_records_without_space_are_told_by_the_exit_code(
-    spec: Spec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spec: Spec, tmp_path: Path, capsys: Capsys
 ) -> None:
     """A rank that cannot write its records for want of space says so by its exit code alone."""
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
@@ -102,31 +105,11 @@ def test_records_without_space_are_told_by_the_exit_code(
     assert capsys.readouterr().err == "[Errno 28] cannot write records: No space left on device\n"
 
 
-def test_runs_of_one_specification_agree(rank: Any, spec: Spec) -> None:
-    """Two runs of one specification give the same step records, but times; of another seed not."""
-    runs = []
-    for options in ({}, {}, {"graph": ("full_iteration",)}, {"seed": 2}):
-        steps = steps_of(rank.run(spec(**options)))
-        runs.append([(s.loss, s.microbatch_losses, s.grad_norm, s.digests) for s in steps])
-    assert len(runs[0]) == 5
-    assert runs[0] == runs[1] == runs[2]
-    assert runs[0][0][0] != runs[3][0][0]
-    assert runs[0][0][3]["rng"] != runs[3][0][3]["rng"]
-
-
-def test_steps_before_a_failure_are_not_lost(rank: Any, spec: Spec) -> None:
-    """Steps that wait in the ring are written when a later step raises."""
-    records = rank.run(spec(PlantSpec(fault="raise", step=3), flush_every=10))
-    assert [record.step for record in steps_of(records)] == [0, 1, 2]
-    assert isinstance(records[-1], ErrorRecord)
-    assert rank.code == 1
-
-
 BYTES = ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, seq=6)
 
 
 def test_an_exception_is_the_last_record(
-    rank: Any, spec: Spec, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    rank: Any, spec: Spec, capfd: Capsys, tmp_path: Path
 ) -> None:
     """A rank that raises writes what, where and the traceback, no end record, and returns 1."""
     path = tmp_path / "corpus"
@@ -140,19 +123,8 @@ def test_an_exception_is_the_last_record(
     assert "data.path: expected a corpus" in capfd.readouterr().err
 
 
-def test_text_corpus_is_in_the_fingerprint(rank: Any, spec: Spec, tmp_path: Path) -> None:
-    """The checksum of the text corpus is what must agree between two runs."""
-    path, checksums = tmp_path / "corpus", set()
-    for content in ("a" * 50, "a" * 49 + "b"):
-        path.write_text(content)
-        data = DataConfig(kind="text", path=str(path))
-        start = only(StartRecord, rank.run(spec(data=data, steps=1, model=BYTES)))
-        checksums.add(start.environment["fingerprint"]["data"])
-    assert len(checksums) == 2
-
-
 def test_what_cannot_be_built_is_said_before_any_step(
-    rank: Any, spec: Spec, monkeypatch: pytest.MonkeyPatch
+    rank: Any, spec: Spec, monkeypatch: Patch
 ) -> None:
     """A backend that is not there; a layout of other than the joined ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -244,7 +216,7 @@ def test_a_rank_says_who_failed_before_it(
     ("restart", "prefix"), [(None, ""), ("0", "harness/0/"), ("1", "harness/1/")]
 )
 def test_the_store_is_that_of_the_first_node(
-    monkeypatch: pytest.MonkeyPatch, restart: str | None, prefix: str
+    monkeypatch: Patch, restart: str | None, prefix: str
 ) -> None:
     """At MASTER_ADDR; under torchrun, whose store lives longer, apart from an earlier attempt."""
     # Where nothing else listens: a rank that asks this machine's usual address finds nobody.
@@ -259,3 +231,60 @@ def test_the_store_is_that_of_the_first_node(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
     join_store(port).set("key", "value")
     assert store.get(f"{prefix}key") == b"value"
+
+
+EXPERTS = replace(
+    TINY, layers=3, experts=4, top_k=2, expert_ffn=8, shared_expert_ffn=8, first_dense_layers=1,
+    capacity_factor=2.0,
+)  # fmt: skip
+FAULTS = [
+    ("layer_not_captured", ("attn", "mlp"), ("layers.1 attn", "captures.forward", "1", "0")),
+    ("scope_not_captured", ("attn", "mlp"), ("layers.0 mlp", "captures.forward", "1", "0")),
+    ("microbatches_not_replayed", ("layer",), ("layers.0 layer", "replays.forward", "6", "3")),
+    ("optimizer_not_captured", ("full_iteration",),
+     ("full_iteration", "captures.optimizer", "1", "0")),
+]  # fmt: skip
+
+
+def short_of(rank: Any, run: RunSpec) -> Any:
+    """The first graphs that are not as owed; None if all are."""
+    (end,) = (record for record in rank.run(run) if isinstance(record, EndRecord))
+    return not_as_owed(TrainConfig.from_dict(run.config), 0, end.steps, end)
+
+
+@pytest.mark.parametrize(
+    ("graph", "options"),
+    [
+        (("attn", "mlp"), {}),
+        (("layer",), {"graph_layers": (1, 1)}),
+        (("full_iteration",), {}),
+        (("full_iteration",), {"graph_optimizer": False}),
+        (("attn", "mlp", "moe_router", "moe_preprocess"), {"model": EXPERTS}),
+        (("mlp", "moe"), {"model": EXPERTS, "graph_warmup_steps": 1}),
+    ],
+)
+def test_right_runs_state_all_that_they_owe(
+    rank: Any, spec: Spec, graph: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Captures and replays of each scope, layer and direction are exactly those of the config."""
+    assert short_of(rank, spec(graph=graph, **options)) is None
+
+
+@pytest.mark.parametrize("graph", [("attn", "mlp"), ("full_iteration",)])
+def test_graphs_that_were_captured_anew_count_together(
+    rank: Any, spec: Spec, graph: tuple[str, ...]
+) -> None:
+    """A soak captures at each stressor's turn; what the graphs before did is not forgotten."""
+    run = spec(graph=graph, stress=("poison", "scramble"), steps=8)
+    assert short_of(rank, replace(run, soak=SoakSpec(by="steps", amount=8, turn_steps=3))) is None
+
+
+@pytest.mark.parametrize(("fault", "graph", "expected"), FAULTS)
+def test_what_is_left_eager_is_named(
+    rank: Any, spec: Spec, fault: str, graph: tuple[str, ...], expected: tuple[str, ...],
+    monkeypatch: Patch,
+) -> None:  # fmt: skip
+    """A layer, scope, microbatch or optimizer that runs beside the graphs is named."""
+    monkeypatch.setattr(StageGraphs, "_begin", StageGraphs._begin)  # a fault undoes nothing
+    found = short_of(rank, spec(PlantSpec(fault=fault), graph=graph)).difference
+    assert (found.tensor, found.quantity, found.reference, found.candidate) == expected

@@ -11,6 +11,7 @@ from harness.codec import Json
 from harness.records import EventRecord, RunSpec
 from harness.soaking import SoakSpec
 from harness.worker.soak import Soaking
+from tests.support.fake_engine import Patch
 
 
 class Store:
@@ -76,7 +77,7 @@ def test_a_soak_by_replays_ends_at_a_flush(
     assert counts.replays == 2 * steps
 
 
-def test_a_soak_by_duration_asks_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_by_duration_asks_the_clock_of_rank_0(monkeypatch: Patch) -> None:
     """Five steps a second for three seconds end at the flush after step 15."""
     now = 100.0
     monkeypatch.setattr("harness.worker.soak.time.monotonic", lambda: now)
