@@ -16,19 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.checks.complete import OF_INITIAL
-from harness.records import (
-    SCHEMA_VERSION,
-    EndRecord,
-    ErrorRecord,
-    FloatBits,
-    InitialRecord,
-    Record,
-    RunSpec,
-    StartRecord,
-    StepRecord,
-    What,
-    dumps,
-)
+from harness.records import InitialRecord, Record, RunSpec, StartRecord, StepRecord, What, dumps
+from tests.support import records
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "samples": ("tokens",), "grads": ("a",), "weights": ("a",), "optim": ("a.m",), "rng": ("cpu",),
@@ -83,17 +72,16 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
             if (code := act(Stub(spec, folder, rank, stream))) is not None:
                 return code
         stream.write(step_record(step, rank))
-    stream.write(EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0))
+    stream.write(records.end(rank, steps=steps))
     return 0
 
 
 def start_record(spec: RunSpec, rank: int) -> StartRecord:
-    environment = {"pid": os.getpid(), "env": {k: os.environ.get(k, "") for k in SHOWN_VARIABLES}}
-    return StartRecord(
-        schema=SCHEMA_VERSION, rank=rank, world_size=spec.world_size, pid=os.getpid(),
-        device="cpu", tensors=TENSORS,
-        environment=environment | {"unix_s": time.time(), "fingerprint": {}},
-    )  # fmt: skip
+    shown = {name: os.environ.get(name, "") for name in SHOWN_VARIABLES}
+    environment = {"pid": os.getpid(), "env": shown, "unix_s": time.time(), "fingerprint": {}}
+    return records.start(
+        rank, world_size=spec.world_size, pid=os.getpid(), tensors=TENSORS, environment=environment
+    )
 
 
 def initial_record(rank: int) -> InitialRecord:
@@ -101,11 +89,7 @@ def initial_record(rank: int) -> InitialRecord:
 
 
 def step_record(step: int, rank: int) -> StepRecord:
-    one = FloatBits(bits="3f800000", value=1.0)
-    return StepRecord(
-        step=step, rank=rank, loss=one, microbatch_losses=(one,), grad_norm=one, nonfinite={},
-        digests=dict.fromkeys(TENSORS, f"{rank:032x}"), step_s=0.0, live_bytes=1, peak_bytes=1,
-    )  # fmt: skip
+    return records.step(step, rank, digests=dict.fromkeys(TENSORS, f"{rank:032x}"))
 
 
 def sleep_for_ever(sign: Path | None = None) -> int:
@@ -158,9 +142,7 @@ def _raise(stub: Stub) -> int:
 
 def _error(what: What, kind: str, message: str, code: int = 1) -> Behaviour:
     def act(stub: Stub) -> int:
-        stub.stream.write(
-            ErrorRecord(rank=stub.rank, step=1, what=what, type=kind, message=message, traceback="")
-        )
+        stub.stream.write(records.error(stub.rank, what=what, type=kind, message=message))
         return code
 
     return act
@@ -256,9 +238,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "children_then_die": _children(lambda stub: _kill(signal.SIGKILL)),
     "children_then_kill_leader": _children(_kill_leader),
     "half_line": _half_line,
-    "junk": lambda stub: (
-        os.write(stub.stream.file.fileno(), b"\x00\xff\xfe junk \n[[[[\n") and None
-    ),
     "illegal_access": _illegal_access,
     "stop_self": lambda stub: (stub.touch("hanging"), _kill(signal.SIGSTOP))[1],
 }

@@ -192,14 +192,6 @@ def test_a_flood_of_output_is_cut_and_its_end_kept(engine: LocalEngine, tmp_path
     assert b"bytes dropped here" in stored
 
 
-def test_junk_in_a_record_file_is_a_problem(engine: LocalEngine, tmp_path: Path) -> None:
-    """Bytes that are no record are listed for the checks; the exit states are still good."""
-    run = spec({"1": "junk"})
-    finish(engine, run, tmp_path)
-    ranks = load_run_folder(tmp_path, run).ranks
-    assert [len(rank.problems) for rank in ranks] == [0, 2, 0, 0]
-
-
 def test_ranks_are_fresh_processes_with_their_place(engine: LocalEngine, tmp_path: Path) -> None:
     """Every rank of every run is a new process that finds its rank, store and device list."""
     for name in ("one", "two"):
@@ -250,16 +242,6 @@ def test_the_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
     wait_gone(*stray_pids(tmp_path / "a"))
     assert finish(engine, spec({}), tmp_path / "after").what == ""
     assert engine.server_pid not in (None, server)
-
-
-def test_an_idle_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
-    """A server that died between two runs is replaced without a word."""
-    finish(engine, spec({}, name="before"), tmp_path / "before")
-    server = engine.server_pid
-    assert server is not None
-    os.kill(server, signal.SIGKILL)
-    wait_gone(server)
-    assert finish(engine, spec({}), tmp_path / "after").what == ""
 
 
 def test_a_leader_without_descriptors_ends_its_own_run_only(tmp_path: Path) -> None:

@@ -122,17 +122,3 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
         undisturbed.communicate(timeout=PATIENCE_S)
     assert facts(folder) == facts(quiet)
     assert [fact[1] for fact in facts(folder)] == ["passed"] * 3
-
-
-def test_a_second_harness_on_the_folder_is_refused(folder: RunFolder) -> None:
-    """While one harness works, another is told so and exits with 4; the first is undisturbed."""
-    with harness(folder) as first:
-        until_slow_hangs(folder)
-        with harness(folder) as second:
-            told = second.communicate(timeout=PATIENCE_S)[0]
-        assert second.returncode == ExitCode.USAGE
-        assert f"in use by another harness (process {first.pid} on" in told
-        assert first.poll() is None
-        first.terminate()
-        first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == ExitCode.INTERRUPTED

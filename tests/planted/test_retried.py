@@ -1,18 +1,18 @@
 """A port that is taken at the first attempt only: made again by the real engine, and told so."""
 
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
 from harness.checks import judge
 from harness.engine.local import LocalEngine
-from harness.records import CaseSpec, ErrorRecord, RunOutcome, RunSpec, Verdict
+from harness.records import RunSpec
 from harness.runner.retries import earlier_attempts
-from harness.runner.run import execute
+from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from reports.reading import summarise
 from tests.planted import stub_ranks
+from tests.support import records
 
 ENTRY = "tests.planted.test_retried:rank_main"
 CANDIDATE = 1
@@ -28,21 +28,9 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream.write(stub_ranks.start_record(spec, rank))
     told = "The server socket has failed to listen on any local network address. port: 29500, "
     told += f"code: -98, name: {errno.errorcode[errno.EADDRINUSE]}, message: address already in use"
-    stream.write(ErrorRecord(
-        rank=rank, step=-1, what="crashed", type="DistNetworkError", traceback="",
-        message=told if rank == 1 else "connection refused", blames=None if rank == 1 else 1,
-    ))  # fmt: skip
+    about: dict[str, Any] = {"message": told} if rank == 1 else {"message": "refused", "blames": 1}
+    stream.write(records.error(rank, step=-1, type="DistNetworkError", **about))
     return 1
-
-
-class Nobody:
-    """A progress that tells nobody."""
-
-    def run_started(self, spec: RunSpec) -> None: ...
-
-    def run_finished(self, outcome: RunOutcome) -> None: ...
-
-    def judged(self, verdict: Verdict) -> None: ...
 
 
 def run(seed: int, replica: int = 0) -> RunSpec:
@@ -52,20 +40,16 @@ def run(seed: int, replica: int = 0) -> RunSpec:
 
 def test_a_plant_of_the_first_attempt_is_passed_on_attempt_two(tmp_path: Path) -> None:
     """Real ranks fail once for the machine's sake; the case passes, and every attempt is kept."""
-    case = CaseSpec(
-        id="case", scenario="s", labels={}, reference=run(0), control=run(0, 1),
-        candidate=run(CANDIDATE), expect="bitwise", checks={"loss": {}},
-    )  # fmt: skip
+    case = records.case_spec("case", run(0), run(0, 1), run(CANDIDATE), checks={"loss": {}})
     folder = RunFolder.create(tmp_path / "out", {}, "", [case])
     with LocalEngine(2, entry=ENTRY) as engine:
-        (verdict,) = execute(folder, [case], engine, Nobody(), retries=1, judge=judge)
+        (verdict,) = execute(folder, [case], engine, Silent(), retries=1, judge=judge)
     folder.release()
     assert verdict.outcome == "passed", verdict.message
     (attempt,) = earlier_attempts(folder, case.candidate)
     assert (attempt.what, attempt.signature) == ("crashed", "port_in_use")
-    final: dict[str, Any] = json.loads(
-        (folder.run_folder(case.candidate.key) / "outcome.json").read_text()
-    )
-    assert (final["what"], final["attempt"]) == ("", 1)
+    final = folder.finished(case.candidate.key)
+    assert final is not None
+    assert (final.what, final.attempt) == ("", 1)
     (told,) = summarise(folder.path).cases
     assert told.attempt_words == "passed on attempt 2 (candidate: port_in_use)"

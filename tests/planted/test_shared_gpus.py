@@ -14,11 +14,12 @@ from harness.checks.complete import find_flaw
 from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
-from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
+from harness.records import RunOutcome, RunSpec, What
 from harness.runner.retries import earlier_attempts, held_against_attempts, says_nothing
 from harness.store import RunFolder, num_kept
 from tests.planted import stub_ranks
 from tests.planted.local_runs import until
+from tests.support import records
 
 PATIENCE_S = 30.0
 
@@ -48,14 +49,13 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     if num_kept(folder) and stuck.exists() and spec.config["name"] in stuck.read_text():
         stub_ranks.sleep_for_ever()
     if act == "ok":
-        stream.write(EndRecord(rank=rank, steps=4, peak_bytes=1, startup_s=0.0, wall_s=0.0))
+        stream.write(records.end(rank, steps=4))
         return 0
     if act == "victim":
         # Its neighbour's leader has seen it first.
         until(lambda: any(folder.parent.glob("*/outcome.json")), "no fault")
     what, kind, message = LAST_WORDS[act]
-    stream.write(ErrorRecord(rank=rank, step=step, what=what, type=kind, message=message,
-                             traceback=""))  # fmt: skip
+    stream.write(records.error(rank, step=step, what=what, type=kind, message=message))
     return 1
 
 
@@ -217,10 +217,7 @@ def test_other_bits_before_the_end_are_nobodys(machine: Machine, folder: RunFold
     """An attempt beside a faulty run does not accuse the one after it, and does not let it pass."""
     reference = machine.run("ref", "victim", "ok")
     candidate = machine.run("candidate", "victim", "ok")
-    case = CaseSpec(
-        id="case", scenario="s", labels={}, reference=reference, control=reference,
-        candidate=candidate, expect="bitwise", checks={"loss": {}},
-    )  # fmt: skip
+    case = records.case_spec("case", reference, reference, candidate, checks={"loss": {}})
     found = machine.outcomes(folder, reference, candidate, machine.run("bad", "fault"))
     assert [found[name].what for name in ("ref", "candidate")] == ["", ""]
     kept = folder.run_folder(case.candidate.key)
@@ -228,7 +225,5 @@ def test_other_bits_before_the_end_are_nobodys(machine: Machine, folder: RunFold
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[1]["digests"]["weights"] = "1" * 32
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    passed = Verdict(case_id="case", outcome="passed", what="", message="", checks=(), runs={},
-                     wall_s=0.0)  # fmt: skip
-    verdict = held_against_attempts(folder, case, passed)
+    verdict = held_against_attempts(folder, case, records.verdict("case"))
     assert (verdict.outcome, verdict.what) == ("incomparable", "shared_gpu"), verdict.message
