@@ -400,7 +400,8 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
         Rule("recompute_is_eager_or_captured_whole",
              "Graphs of parts of a layer are replayed once, so they hold no whole layer again.",
              lambda run: (
-                 run.recompute == "full" and not {"layer", "full_iteration"} >= set(run.graph)
+                 run.recompute.startswith("full")
+                 and not {"layer", "full_iteration"} >= set(run.graph)
              ),
              "recompute", "none or attn, as graph scopes are parts of a layer"),
         Rule("recompute_draws_outside_of_graphs", "A graph cannot draw the same numbers twice.",
@@ -409,6 +410,10 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
                  and {"attn", "layer", "full_iteration"} & set(run.graph)
              ),
              "recompute", "none, as graphs draw numbers of dropout={0.model.dropout} once"),
+        Rule("reentrant_recompute_is_eager",
+             "A reentrant checkpoint runs a backward pass of its own, which no graph can hold.",
+             lambda run: run.recompute.endswith("_reentrant") and run.graph,
+             "recompute", "none, full or attn, as graph is {0.graph}"),
         Rule("recompute_is_of_eager_torch",
              "Compilers and other makers decide what they keep; scales of fp8 would move twice.",
              lambda run: run.recompute != "none" and (

@@ -19,7 +19,7 @@ from fsdp_core.config.rule import (
 from fsdp_core.config.rules import CAPTURE_BY, COMPILERS, EIGHT_BITS, ENGINES, obey_all
 
 BACKENDS = ("torch", "te")
-RECOMPUTE = ("none", "full", "attn")
+RECOMPUTE = ("none", "full", "attn", "full_reentrant", "attn_reentrant")
 DATA_KINDS = ("synthetic", "text")
 DTYPES = ("bf16", "fp32")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -98,7 +98,8 @@ class TrainConfig:
     `make_graphed_callables`.
 
     `recompute` is what each layer computes again in its backward pass, in place of keeping it:
-    nothing, all of it, or its attention branch. `fused_experts` has one kernel compute both layers
+    nothing, all of it, or its attention branch; torch's checkpoints are reentrant where it says so.
+    `fused_experts` has one kernel compute both layers
     of the experts, each of which is then an FSDP unit whose hooks run around the kernel; without it
     the backend decides, and the experts are one unit. `evaluate_every` has the loss of one batch
     that is never trained on evaluated after every so many steps; 0: never.

@@ -49,7 +49,7 @@ Recompute = Callable[[Run, torch.Tensor, Part], torch.Tensor]
 """Runs a part of a layer, and once more in its backward pass."""
 
 
-def recompute_with(streams: RandomStreams | None) -> Recompute:
+def recompute_with(streams: RandomStreams | None, *, reentrant: bool) -> Recompute:
     """torch's checkpoint; `streams` are what the part draws from, None if it draws nothing."""
     contexts = noop_context_fn if streams is None else streams.checkpoint_contexts
 
@@ -59,7 +59,20 @@ def recompute_with(streams: RandomStreams | None) -> Recompute:
         )
         return result
 
-    return recompute
+    def recompute_reentrant(run: Run, x: torch.Tensor, part: Part) -> torch.Tensor:
+        first, again = contexts()
+
+        def run_in_context(x: torch.Tensor, part: Part) -> torch.Tensor:
+            # Such a checkpoint runs the first time without gradients.
+            with again if torch.is_grad_enabled() else first:
+                return run(x, part)
+
+        result: torch.Tensor = checkpoint(
+            run_in_context, x, part, use_reentrant=True, preserve_rng_state=False
+        )
+        return result
+
+    return recompute_reentrant if reentrant else recompute
 
 
 def stream_of(streams: RandomStreams, *, sequence_parallel: bool) -> RandomStream:
@@ -194,8 +207,9 @@ class LayerMaker:
         recompute: str,
     ) -> None:  # fmt: skip
         self._config, self._axes, self._factory = config, axes, factory
-        again = recompute_with(streams if config.dropout else None)
-        self._again = {name: again if recompute == name else None for name in ("full", "attn")}
+        what, _, reentrant = recompute.partition("_")
+        again = recompute_with(streams if config.dropout else None, reentrant=bool(reentrant))
+        self._again = {name: again if what == name else None for name in ("full", "attn")}
         stream = stream_of(streams, sequence_parallel=axes.sequence_parallel)
         self._residual = Residual(config.dropout, stream)
         self.rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
@@ -235,7 +249,7 @@ class DecoderStage(nn.Module):
     Args:
         layers: global numbers of its layers; None: all.
         streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
-        recompute: what of each layer is computed again in backward: `none`, `full` or `attn`.
+        recompute: what of each layer is computed again in backward: see `TrainConfig`.
 
     Attributes:
         around: what its layers compute in (fp8), see `layers.Precision`.

@@ -285,15 +285,15 @@ class Taps:
         original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            again = torch._C._current_graph_task_id() != -1  # recomputed in a backward pass
-            if again or not (torch.is_grad_enabled() and module.training):
+            if not module.training:
                 return original(*args, **kwargs)
-            if "input" in mine:
+            again = torch._C._current_graph_task_id() != -1  # recomputed in a backward pass
+            if "input" in mine and not again:
                 self._record(mine["input"], [*tensors_in((args, kwargs), open_records=False)])
             result = original(*args, **kwargs)
-            if "output" in mine:
+            if "output" in mine and not again:
                 self._record(mine["output"], [*tensors_in(result)])
-            if "gradient" in mine:
+            if "gradient" in mine:  # that of a reentrant checkpoint comes to what is recomputed
                 first = next((t for t in tensors_in(result) if t.requires_grad), None)
                 if first is not None:
                     first.register_hook(lambda grad: self._record(mine["gradient"], [grad]))

@@ -201,6 +201,8 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "recompute_draws_outside_of_graphs": (
         "recompute", {"recompute": "full", "graph": ("layer",), "model": {"dropout": 0.1}},
         {"model": {"dropout": 0.0}}),
+    "reentrant_recompute_is_eager": (
+        "recompute", {"recompute": "attn_reentrant", "graph": ("mlp",)}, {"graph": ()}),
     "recompute_is_of_eager_torch": (
         "recompute", {"recompute": "attn", "compile": ("attn",)}, {"compile": ()}),
     "fused_experts_have_a_kernel": (
