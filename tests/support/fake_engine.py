@@ -1,7 +1,6 @@
 """An engine without processes: it writes a run's records when the run is started, in no time."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.config import TrainConfig
-from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.cli import main
 from harness.engine.base import Slots
 from harness.recorder import RecordFile
@@ -18,21 +15,17 @@ from harness.records import (
     DIGEST_GROUPS,
     SAMPLES,
     TOKENS,
-    EndRecord,
-    FloatBits,
-    InitialRecord,
     RankExit,
     RunOutcome,
     RunSpec,
-    StartRecord,
     StepRecord,
     What,
 )
 from harness.runner.launch import Prepared
 from harness.store import begin_run, save_outcome
+from tests.support.run_records import Lab
 
-GROUPS = (SAMPLES, *DIGEST_GROUPS)
-TWO = FloatBits.from_bits(0x40000000)
+TENSORS = dict.fromkeys(DIGEST_GROUPS, ("w",)) | {SAMPLES: (TOKENS,)}
 SCENARIO = """\
 name: small
 why: A sentence with <b>markup</b> and [red]brackets[/red].
@@ -110,29 +103,15 @@ class FakeEngine:
         )  # fmt: skip
 
     def _records(self, spec: RunSpec, rank: int) -> list[Any]:
-        tensors: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPS, ("w",))
-        steps = [
-            self.spoil(
-                spec,
-                StepRecord(
-                    step=step, rank=rank, loss=TWO, microbatch_losses=(TWO,),
-                    grad_norm=FloatBits.from_bits(0x3F000000),
-                    digests={group: hashlib.md5(f"{group}{rank}{step}".encode()).hexdigest()
-                             for group in GROUPS},
-                    nonfinite=dict.fromkeys(GROUPS, ()), step_s=0.01, live_bytes=10, peak_bytes=20,
-                ),
-            )
-            for step in range(spec.config["steps"])
-        ]  # fmt: skip
-        start = StartRecord(
-            schema=1, run=spec.key, rank=rank, world_size=spec.world_size, pid=1, device="cpu",
-            tensors=tensors | {SAMPLES: (TOKENS,)}, environment=self.environment,
-        )  # fmt: skip
-        graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, len(steps)))
-        end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
-                        replays=launches(graphs), graphs=graphs)  # fmt: skip
-        before = {group: hashlib.md5(group.encode()).hexdigest() for group in OF_INITIAL}
-        return [start, InitialRecord(rank=rank, digests=before, nonfinite={}), *steps, end]
+        config = spec.config
+        lab = Lab(
+            config["steps"], spec.world_size, config["microbatches"], tensors=TENSORS, taps={}
+        )
+        made = lab.rank(rank, spec)
+        assert made.start is not None
+        start = dataclasses.replace(made.start, run=spec.key, environment=self.environment)
+        spoiled = [self.spoil(spec, step) for step in made.steps]
+        return [start, made.initial, *spoiled, made.end]
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         self.on_wait()
@@ -194,8 +173,8 @@ def run_json(capsys: Capsys, *args: str) -> tuple[int, Any]:
     return code, json.loads(capsys.readouterr().out)
 
 
-def failed_run(engine: FakeEngine) -> None:
-    """A run folder `r` in which one weight of dp2-attn differs on rank 1 from step 2 on."""
-    engine.spoil = unequal
+def failed_run(engine: FakeEngine, spoil: Spoil = unequal) -> None:
+    """A run folder `r` in which dp2-attn fails: a weight of rank 1 differs from step 2 on."""
+    engine.spoil = spoil
     assert main(["run", "small.yaml", "--out", "r", "--no-history"]) == 1
     engine.made.clear()

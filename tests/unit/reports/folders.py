@@ -1,30 +1,25 @@
 """Writes run folders without running anything: records that agree, or not, and the real checks."""
 
 import dataclasses
-import hashlib
 import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp_core.config import TrainConfig
 from harness.checks import judge
-from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
-    EndRecord,
     FloatBits,
-    InitialRecord,
     RankExit,
     RunOutcome,
     RunSpec,
-    StartRecord,
     StepRecord,
     dumps,
 )
 from harness.store import RunFolder, begin_run, save_outcome
+from tests.support.run_records import Lab
 
 TENSORS = {
     "samples": ("tokens",),
@@ -127,22 +122,17 @@ class Writer:
         printed: str = "", environment: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         begin_run(path, spec)
+        lab = Lab(self.steps, spec.world_size, tensors=TENSORS, taps={})
         for rank in range(spec.world_size):
-            start = StartRecord(
-                schema=1, rank=rank, world_size=spec.world_size, pid=rank, device="cpu",
-                tensors=TENSORS, environment={"fingerprint": ENVIRONMENT | (environment or {})},
-            )  # fmt: skip
-            initial = {group: digests(group, group) for group in OF_INITIAL}
-            lines = [dumps(start), dumps(InitialRecord(rank=rank, digests=initial, nonfinite={}))]
-            for step in range(self.steps if stop is None else stop):
-                record = edit(_step(spec, rank, step, peak))
-                lines += [dumps(record)] if record is not None else []
-            if stop is None:
-                graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, self.steps))
-                lines.append(dumps(EndRecord(
-                    rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096, startup_s=0.1,
-                    wall_s=1.0, replays=launches(graphs), graphs=graphs,
-                )))  # fmt: skip
+            made = lab.rank(rank, spec)
+            assert made.start is not None
+            assert made.end is not None
+            fingerprint = {"fingerprint": ENVIRONMENT | (environment or {})}
+            start = dataclasses.replace(made.start, environment=fingerprint)
+            own = peak + rank * 4096
+            steps = (edit(_step(step, own)) for step in made.steps[:stop])
+            end = dataclasses.replace(made.end, peak_bytes=own) if stop is None else None
+            lines = [dumps(each) for each in (start, made.initial, *steps, end) if each is not None]
             (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
             said = printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""
             (path / f"rank{rank}.stderr").write_bytes(said)
@@ -154,22 +144,15 @@ class Writer:
         ))  # fmt: skip
 
 
-def digests(seed: str, group: str) -> str:
-    """One of each tensor of a group."""
-    return "".join(hashlib.md5(f"{seed}/{name}".encode()).hexdigest() for name in TENSORS[group])
-
-
-def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
+def _step(record: StepRecord, peak: int) -> StepRecord:
+    step, rank = record.step, record.rank
     micro = tuple(
         bits(1.5 + 4.0 * math.exp(-step / 6) + 0.05 * math.sin(3 * step + rank + 2 * m))
         for m in range(2)
     )
-    seed = f"{spec.world_size}/{spec.config['seed']}/{rank}/{step}"
-    return StepRecord(
-        step=step, rank=rank, loss=micro[0], microbatch_losses=micro,
-        grad_norm=bits(1.0 / (1 + step)), nonfinite=dict.fromkeys(TENSORS, ()),
-        digests={group: digests(f"{seed}/{group}", group) for group in TENSORS},
-        step_s=0.01, live_bytes=peak // 2, peak_bytes=peak + rank * 4096,
+    return dataclasses.replace(
+        record, loss=micro[0], microbatch_losses=micro, grad_norm=bits(1.0 / (1 + step)),
+        live_bytes=peak // 2, peak_bytes=peak,
     )  # fmt: skip
 
 

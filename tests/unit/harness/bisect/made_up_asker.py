@@ -14,15 +14,7 @@ Rule = Callable[[frozenset[str]], str]
 
 
 class MadeUpAsker(Asker):
-    """An asker that makes no runs; the same runs have the same verdict whenever they are asked.
-
-    Args:
-        rule: how the reference with some changes fails.
-        of_case: in its place, how a case fails.
-        chance: that a failure fires, in each run for itself.
-        room: candidates that fit side by side.
-        max_runs: budget.
-    """
+    """An asker that makes no runs."""
 
     def __init__(
         self, rule: Rule | None = None, *, of_case: Callable[[CaseSpec], str] | None = None,

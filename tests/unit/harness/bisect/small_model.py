@@ -1,18 +1,11 @@
-"""Records of a decoder of one layer, as two ranks would write them, and edits of one leg.
-
-Every call's digest is that of the value it handles, so that what one module returns and the next is
-given are equal, as in a real run.
-"""
+"""Records of a decoder of one layer, as two ranks would write them, and edits of one leg."""
 
 import dataclasses
-import hashlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fsdp_core.config import TrainConfig
 from harness.bisect.found import Location
-from harness.checks.complete import launches, owed
-from harness.checks.evidence import BEFORE
 from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,
@@ -20,18 +13,13 @@ from harness.records import (
     SAMPLES,
     TAP_HEX_CHARS,
     CaseSpec,
-    EndRecord,
     FloatBits,
-    InitialRecord,
-    RankExit,
     RankRecords,
-    RunOutcome,
     RunResult,
-    RunSpec,
-    StartRecord,
     StepRecord,
 )
 from harness.store import CaseRuns
+from tests.support.run_records import Lab, configured, digest_of, edit, edit_all
 
 WEIGHTS = (
     "embedding.weight", "norm.weight", "layers.0.attn.norm.weight",
@@ -78,94 +66,30 @@ def place_of(tap: str, number: int) -> int:
     return number * len(CALLS) + [name for name, _ in CALLS].index(tap)
 
 
-def _md5(*words: object) -> str:
-    return hashlib.md5("/".join(map(str, words)).encode()).hexdigest()
-
-
-def step_record(rank: int, step: int) -> StepRecord:
-    """One whole record."""
-    values = dict(CALLS)
-    return StepRecord(
-        step=step, rank=rank, loss=FloatBits.from_bits(0x40000000 + step),
-        microbatch_losses=tuple(FloatBits.from_bits(0x40000100 + 2 * step + n) for n in range(2)),
-        grad_norm=FloatBits.from_bits(0x3F000000 + step),
-        digests={g: "".join(_md5(g, n, rank, step) for n in names) for g, names in TENSORS.items()},
-        nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=1, peak_bytes=1,
-        taps="".join(
-            _md5(values[tap], number, rank, step) + f"{place_of(tap, number):08x}"
-            for tap, number in ROWS
-        ),
-    )  # fmt: skip
-
-
-def initial_record(rank: int) -> InitialRecord:
-    """The state before the first step, which has no gradients."""
-    digests = {
-        group: "".join(_md5(group, name, rank, BEFORE) for name in TENSORS[group])
-        for group in ("weights", "optim", "rng")
-    }
-    return InitialRecord(rank=rank, digests=digests, nonfinite={})
+MODEL = Lab(
+    tensors=TENSORS, through=dict(CALLS),
+    taps={f"{tap}[{number}]": (0, place_of(tap, number)) for tap, number in ROWS},
+)  # fmt: skip
 
 
 def run_of(
     *, graph: tuple[str, ...] = (), replica: int = 0, taps: bool = True, captured_in: int = 0
 ) -> RunResult:
     """A whole run, whose graphs are captured in a step."""
-    patterns = ["**:input", "**:output", "**:gradient"] if taps else []
-    spec = RunSpec(
-        config={"steps": STEPS, "microbatches": 2, "graph": list(graph), "taps": patterns}
-        | ({"graph_warmup_steps": captured_in} if captured_in else {}),
-        device="cpu", world_size=WORLD, timeout_s=60.0, replica=replica,
-    )  # fmt: skip
-    return RunResult(
-        spec=spec,
-        outcome=RunOutcome(
-            key=spec.key, what="", message="", culprit_rank=None, started_unix_s=0.0, wall_s=1.0,
-            ranks=tuple(RankExit(rank=rank, code=0) for rank in range(WORLD)),
-        ),
-        ranks=tuple(_rank(rank, spec, taps=taps) for rank in range(WORLD)),
-    )  # fmt: skip
-
-
-def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
-    steps = tuple(step_record(rank, step) for step in range(STEPS))
-    if not taps:
-        steps = tuple(dataclasses.replace(record, taps="") for record in steps)
-    graph = {"graph": spec.config["graph"], "steps": STEPS, "microbatches": 2}
-    graphs = tuple(owed(TrainConfig.from_dict(graph), rank, STEPS))
-    return RankRecords(
-        rank=rank,
-        start=StartRecord(
-            schema=1, run=spec.key, rank=rank, world_size=WORLD, pid=1, device="cpu",
-            tensors=dict(TENSORS), environment={"fingerprint": {"torch": "x"}},
-            taps=tuple(f"{tap}[{number}]" for tap, number in ROWS) if taps else (),
-            tap_stages=(0,) * len(ROWS) if taps else (),
-        ),
-        steps=steps, events=(), error=None, problems=(),
-        end=EndRecord(
-            rank=rank, steps=STEPS, peak_bytes=1, startup_s=0.1, wall_s=1.0,
-            replays=launches(graphs), graphs=graphs,
-        ),
-        initial=initial_record(rank),
-    )  # fmt: skip
+    model = MODEL if taps else dataclasses.replace(MODEL, taps={})
+    more: dict[str, Any] = {"taps": ["**:input", "**:output", "**:gradient"] if taps else []}
+    more |= {"graph_warmup_steps": captured_in} if captured_in else {}
+    return model.run(model.spec(replica, graph, **more))
 
 
 def tapped(
     run: RunResult, microbatches: int, rows: Mapping[str, str], *, stages: Sequence[int] = ()
 ) -> RunResult:
     """The run with these rows of taps in every step of every rank; without stages, of the first."""
-
-    def change(records: RankRecords) -> RankRecords:
-        assert records.start is not None
-        start = dataclasses.replace(
-            records.start, taps=tuple(rows), tap_stages=tuple(stages) or (0,) * len(rows)
-        )
-        text = "".join(rows.values())
-        steps = tuple(dataclasses.replace(step, taps=text) for step in records.steps)
-        return dataclasses.replace(records, start=start, steps=steps)
-
-    spec = dataclasses.replace(run.spec, config={**run.spec.config, "microbatches": microbatches})
-    return dataclasses.replace(run, spec=spec, ranks=tuple(map(change, run.ranks)))
+    start = {"taps": tuple(rows), "tap_stages": tuple(stages) or (0,) * len(rows)}
+    for rank in range(WORLD):
+        run = edit(run, rank, start=start)
+    return configured(edit_all(run, taps="".join(rows.values())), microbatches=microbatches)
 
 
 def edited(run: RunResult, edits: dict[int, Edit], *, step: int = 2) -> RunResult:
@@ -187,7 +111,7 @@ def calls_from(tap: str, number: int = 0) -> Edit:
 
 def other_calls(rows: Collection[tuple[str, int]]) -> Edit:
     """A step in which these calls alone, each a tap and its number, saw something else."""
-    return _calls(rows, lambda row: _md5("other", row) + row[DIGEST_HEX_CHARS:])
+    return _calls(rows, lambda row: digest_of("other", row) + row[DIGEST_HEX_CHARS:])
 
 
 def without_calls(rows: Collection[tuple[str, int]]) -> Edit:
@@ -214,7 +138,7 @@ def digests(**names: Collection[str]) -> Edit:
         for group, changed in names.items():
             parts = [found[group][i : i + 32] for i in range(0, len(found[group]), 32)]
             pairs = zip(parts, TENSORS[group], strict=True)
-            found[group] = "".join(_md5(p) if name in changed else p for p, name in pairs)
+            found[group] = "".join(digest_of(p) if name in changed else p for p, name in pairs)
         return dataclasses.replace(record, digests=found)
 
     return edit
@@ -227,24 +151,16 @@ def floats(**values: Any) -> Edit:
 
 def both(*edits: Edit) -> Edit:
     """One edit after the other."""
-
-    def edit(record: StepRecord) -> StepRecord:
-        for each in edits:
-            record = each(record)
-        return record
-
-    return edit
+    return lambda record: functools.reduce(lambda each, edit: edit(each), edits, record)
 
 
 def of_rank(run: RunResult, rank: int, **fields: Any) -> RunResult:
     """The run with fields of a rank's records replaced; of its start record by name of those."""
-    ranks = list(run.ranks)
     start = {name: fields.pop(name) for name in ("tensors", "environment") if name in fields}
-    own = ranks[rank]
-    assert own.start is not None
-    fields |= {"start": dataclasses.replace(own.start, **start)} if start else {}
-    ranks[rank] = dataclasses.replace(own, **fields)
-    return dataclasses.replace(run, ranks=tuple(ranks))
+    own = run.ranks[rank].start
+    assert own is not None
+    fields |= {"start": dataclasses.replace(own, **start)} if start else {}
+    return edit(run, rank, **fields)
 
 
 def case_of(candidate: RunResult, control: RunResult | None = None) -> CaseRuns:

@@ -1,9 +1,6 @@
-"""From a failing case to its causes, its least case and a scenario that fails alone: made-up runs.
+"""From a failing case to its causes, its least case and a scenario that fails alone."""
 
-What is asked is answered by a rule about a case (`MadeUpAsker`), so every rule there may be is
-tried: single changes, conjunctions, failures that hide others, chance.
-"""
-
+import math
 import random
 import subprocess
 from collections.abc import Callable
@@ -11,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fsdp_core.config import FsdpConfig, OptimConfig, ParallelConfig, model_from_preset
-from harness.bisect.causes import FoundCauses, LeastCase, find_causes, first_failing
+from harness.bisect.causes import FoundCauses, LeastCase, find_causes
 from harness.bisect.differences import LegChanges
-from harness.bisect.experiments import Failure, Judged, OutOfBudget, failure_of
-from harness.bisect.repro import find_repro, leave_alone, read_back, scenarios, write_new
+from harness.bisect.experiments import (
+    Answer,
+    Failure,
+    Judged,
+    NeverFails,
+    OutOfBudget,
+    Questions,
+    Reply,
+    bounds,
+    failure_of,
+    learn,
+)
+from harness.bisect.repro import find_repro, leave_alone, read_back, write_new
 from harness.records import CaseSpec, PlantSpec, RunSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, Rule, case_of, run, verdict_of
 
@@ -80,15 +87,6 @@ def test_every_minimal_set_is_found_and_nothing_else(sets: tuple[tuple[str, ...]
         assert asker.num_runs <= 4 + 4 + 9  # halvings, repeats of the case and of one pass
 
 
-@pytest.mark.parametrize("chance", [1.0, 0.3])
-def test_an_only_difference_is_asked_no_question(chance: float) -> None:
-    """Only whether the case fails every time; one that does not is searched as any other."""
-    found, asker = search(rule_of({(ATTN,): "diverged"}), ONE_CHANGE, chance=chance)
-    assert (sets_of(found), found.complete) == ({frozenset({ATTN})}, True)
-    assert found.num_questions == (chance < 1)
-    assert asker.num_runs == 4 or chance < 1
-
-
 @pytest.mark.parametrize("second", ["diverged", "hang"])
 def test_a_failure_that_hides_another_is_not_the_only_one_found(second: str) -> None:
     """NaN hides a divergence, a conjunction a hang: each is said with its own failure."""
@@ -104,30 +102,6 @@ def test_what_has_no_verdict_leaves_the_answer_open() -> None:
     found, _ = search(rule_of({(U,): "diverged", (ATTN,): "unsupported"}))
     assert (sets_of(found), found.complete) == ({frozenset({U})}, False)
     assert any("error unsupported, which no cause explains" in note for note in found.notes)
-
-
-@pytest.mark.parametrize(("budget", "batches"), [(None, [4]), (3, [1, 1, 1])])
-def test_repeats_of_a_question_run_side_by_side(budget: int | None, batches: list[int]) -> None:
-    """With room for four, the repeats that learn the rate are one batch, within the budget."""
-    asker = MadeUpAsker(rule_of({(ATTN,): "diverged"}), room=4, max_runs=budget)
-    try:
-        find_causes(ONE_CHANGE, verdict_of(ONE_CHANGE, "diverged"), asker)
-    except OutOfBudget:
-        assert budget
-    assert asker.batches == batches
-
-
-def test_one_lucky_pass_does_not_make_a_conjunction() -> None:
-    """A set that passed once is asked again before the answer rests on it."""
-
-    def lucky(case: CaseSpec) -> str:
-        changes = set(LegChanges(case.reference, case.candidate).names)
-        was_lucky = changes == {U} and case.candidate.replica == 0
-        return "diverged" if U in changes and not was_lucky else ""
-
-    asker = MadeUpAsker(of_case=lucky)
-    found = find_causes(WIDE_CASE, verdict_of(WIDE_CASE, "diverged"), asker)
-    assert sets_of(found) == {frozenset({U})}
 
 
 def test_sets_that_rules_refuse_are_never_run() -> None:
@@ -255,36 +229,15 @@ def test_a_planted_fault_keeps_its_step_and_finds_a_rank() -> None:
         assert case.control == RunSpec.from_json(case.reference.to_json() | {"replica": 1})
 
 
-def test_what_a_budget_cuts_off_is_the_least_case_so_far() -> None:
-    """The reason is said, and what was made smaller stays."""
-    least, _ = least_of(lambda case: "diverged", max_runs=1)
-    assert (least.made, "budget of 1 runs" in least.stopped) == (("steps 20 -> 3",), True)
-
-
 @pytest.mark.parametrize(
     ("other", "passed"),
     [("", ["one rank", "dp 2", "tp 2", "pp 2", "dp 2 tp 2", "dp 2 pp 2", "tp 2 pp 2"]),
      ("crashed", [])],
 )  # fmt: skip
 def test_layouts_of_fewer_ranks_that_pass_are_named(other: str, passed: list[str]) -> None:
-    """All products of fewer ranks; a case that fails in another way proves nothing, nor is it
-    taken for the same."""
+    """All products of fewer ranks."""
     least, _ = least_of(lambda case: "diverged" if case.candidate.world_size == 8 else other)
     assert (least.candidate.world_size, least.passed) == (8, passed)
-
-
-@pytest.mark.parametrize("first", range(1, 10))
-def test_halving_finds_the_first_value_that_fails(first: int) -> None:
-    """The first one is asked first, none twice; behind the last there is none."""
-    asked: list[int] = []
-
-    def fails(value: int) -> bool:
-        asked.append(value)
-        return value >= first
-
-    assert first_failing(range(1, 9), fails) == (first if first < 9 else None)
-    assert (asked[0], len(asked)) == (1, len(set(asked)))
-    assert len(asked) <= 4
 
 
 # --- the scenario ----------------------------------------------------------------------------
@@ -328,17 +281,6 @@ def test_the_scenario_has_the_runs_that_were_asked_for(
     assert (case.reference.plant, case.candidate.plant) == (reference.plant, candidate.plant)
 
 
-def test_the_axis_that_shows_the_failure_is_found_by_asking() -> None:
-    """Where it only fails with the stressor compared, that scenario is kept; else none is."""
-    pair = run(), run(graph=("attn",), stress=("poison",))
-    text, _ = repro_of(
-        *pair, of_case=lambda case: "" if case.reference.config["stress"] else "diverged"
-    )
-    assert yaml.safe_load(text)["compare"]["axis"] == "stress"
-    why = ("graph compared: passes", "stress compared: passes")
-    assert repro_of(*pair, of_case=lambda case: "") == ("", why)
-
-
 @pytest.mark.parametrize(
     ("folder", "is_there", "seen"),
     [("scenarios/repro", False, False), ("scenarios/repro", True, True), ("mine", False, True)],
@@ -358,13 +300,6 @@ def test_git_ignores_what_a_search_leaves_unasked(
         [*git, "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True
     ).stdout
     assert bool(status) == (f"{folder}/x.yaml" in status) == seen
-
-
-def test_long_names_and_stories_are_cut_to_what_a_scenario_may_hold() -> None:
-    """Whatever the case is called, the text decodes."""
-    case = CaseSpec.from_json(ONE_CHANGE.to_json() | {"id": "x-+=" * 40})
-    (text,) = scenarios(case, case.reference, case.candidate, story="A long story. " * 200)
-    assert read_back(text, "cpu").candidate.config == case.candidate.config
 
 
 def _needs_both(case: CaseSpec) -> str:
@@ -400,3 +335,91 @@ def test_nothing_is_written_that_was_not_run(tmp_path: Path) -> None:
     with pytest.raises(OutOfBudget, match="budget of 1 runs"):
         leave_alone(ONE_CHANGE, causes, poor, folder=tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+# --- questions: passes that are not luck, nothing paid twice, nothing beyond a budget ---
+
+
+FAILED = Reply(answer="fails", words="it failed")
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(0, 50, 0.0, 0.1005), (50, 50, 0.8995, 1.0), (19, 20, 0.6828, 0.9998), (0, 0, 0.0, 1.0),
+     (4, 10, 0.0768, 0.8091), (3, 2000, 0.0001691, 0.005478)],
+)  # fmt: skip
+def test_bounds_of_a_rate_are_exact(successes: int, trials: int, low: float, high: float) -> None:
+    """Those of Clopper and Pearson at 99 %, as tables have them."""
+    found = bounds(successes, trials)
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.9, 0.5, 0.4])
+def test_whatever_the_rate_a_fault_seldom_passes_as_often_as_asked(rate: float) -> None:
+    """That it is learnt and then passes is no more frequent than the share of the doubt."""
+    drawn, missed, number = random.Random(f"{rate}"), 0.0, 4000
+    for _ in range(number):
+        policy = learn(lambda _: "fails" if drawn.random() < rate else "passes", num_questions=1)
+        missed += (1 - rate) ** policy.confirmations
+    assert missed / number <= 0.01
+
+
+def test_a_fault_of_every_run_is_asked_once_on_the_way() -> None:
+    """And as often as 99 % takes where a conclusion rests on it; not where a pass was luck."""
+    policy = learn(lambda _: "fails", num_questions=1)
+    assert (policy.failures, policy.trials, policy.passes, policy.always) == (5, 5, 1, True)
+    f, n = policy.failures, policy.confirmations
+    worst = max((p / 999) ** f * (1 - p / 999) ** n for p in range(1000))
+    assert worst <= 0.01 < worst * (1 + f / n) * math.e
+    flaky = learn(lambda _: "fails", num_questions=1, flaky=True)
+    assert (flaky.failures, flaky.passes) == (10, flaky.confirmations)
+    assert flaky.passes > 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [(["passes"], "0 of 30 runs"), (["fails", *["passes"] * 99], "2 of 200 runs"),
+     (["fails", "unresolved"], "run 2 of the full case gave no answer")],
+)  # fmt: skip
+def test_what_fails_too_seldom_is_given_up(answers: list[Answer], said: str) -> None:
+    """After 30 passes and no failure, or after 200 runs; or where a run says nothing."""
+    with pytest.raises(NeverFails, match=said):
+        learn(lambda number: answers[number % len(answers)], num_questions=1)
+
+
+def never() -> Reply:
+    raise KeyboardInterrupt
+
+
+def test_a_reply_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
+    """It costs what it did once it is paid; what raises, or is damaged, is asked again."""
+    first = Questions(3, replies=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        first.pay("a", "does a fail?", 3, never)
+    assert (first.asked, list(tmp_path.iterdir())) == ((), [])
+    assert first.pay("a", "does a fail?", 3, lambda: FAILED) == FAILED
+    second = Questions(0, replies=tmp_path, earlier=first.asked)
+    assert second.pay("a", "does a fail?", 3, never) == FAILED
+    assert (second.asked, [question.runs for question in second.asked]) == (first.asked, [3])
+    (path,) = tmp_path.iterdir()
+    data, other = path.read_bytes(), Reply(answer="passes")
+    for damaged in (data.replace(b"it", b"at"), data[:-9], b""):
+        path.write_bytes(damaged)
+        assert Questions(replies=tmp_path).pay("a", "a?", 1, lambda: other) == other
+
+
+def test_a_budget_is_kept() -> None:
+    """What costs more runs than are left, or comes after the time, is not asked; the free is."""
+    questions = Questions(3)
+    questions.pay("b", "b?", 2, lambda: FAILED)
+    with pytest.raises(OutOfBudget, match=r"budget of 3 runs: 2 spent, .* up to 2"):
+        questions.pay("c", "c?", 2, never)
+    questions.pay("free", "free?", 0, lambda: FAILED)
+    now_s = 100.0
+    timed = Questions(minutes=2, clock=lambda: now_s)
+    now_s = 219.0
+    timed.check(1)
+    now_s = 220.0
+    timed.check(0)
+    with pytest.raises(OutOfBudget, match="budget of 2 minutes is spent"):
+        timed.check(1)

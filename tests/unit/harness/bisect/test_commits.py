@@ -2,8 +2,6 @@
 
 import fcntl
 import json
-import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from harness.bisect.commits import (
     commits_of,
     find_first_bad,
     first_bad_commit,
-    python_environment,
     releases_of,
 )
 from harness.bisect.experiments import (
@@ -88,17 +85,6 @@ def test_one_of_64_by_halving(
     assert not (tmp_path / "worktree").exists()
 
 
-def test_skipped_commits_hide_it(tmp_path: Path, history: MakeHistory) -> None:
-    """If it is among those that do not build, all that it may be are named, and no more."""
-    commits = history(16, 9, broken=(8, 9, 10))
-    found = search(tmp_path, **ONCE)
-    assert found.first_bad is None
-    assert [c.hash for c in found.suspects] == commits[11:7:-1]
-    assert {c.hash for c in found.skipped} == set(commits[8:11])
-    assert "Change 8 to " in str(found)
-    assert "(3 gave no verdict" in str(found)
-
-
 def test_nothing_of_the_user_is_touched(tmp_path: Path, history: MakeHistory) -> None:
     """A bisection that was begun, changes, other files and other worktrees are as they were."""
     commits = history(16, 5)
@@ -120,8 +106,7 @@ def test_nothing_of_the_user_is_touched(tmp_path: Path, history: MakeHistory) ->
 def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
     tmp_path: Path, history: MakeHistory
 ) -> None:
-    """Interrupted at every second run, the same search asks only what it had not asked; what a
-    killed one left in the worktree is cleared away."""
+    """Interrupted at every second run, the same search asks only what it had not asked."""
     commits, runs, found = history(8, 5), list[str](), None
     root, left = tmp_path / "repository", tmp_path / "worktree"
     git(root, "worktree", "add", "--detach", str(left))
@@ -145,19 +130,6 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
     assert len(runs) < 2 * found.num_runs
     before = len(runs)
     assert (search(tmp_path, stopped, **ONCE), len(runs)) == (found, before)
-
-
-def test_a_flaky_fault_is_found(tmp_path: Path, history: MakeHistory) -> None:
-    """It fires in half of the runs: a commit is asked as often as 99 % takes."""
-    commits, drawn = history(8, 6), random.Random(3)
-
-    def run(checkout: Checkout) -> Reply:
-        fires = drawn.random() < 0.5
-        return by_reading(checkout) if fires else Reply(answer="passes")
-
-    found = search(tmp_path, run)
-    assert hash_of(found) == commits[6]
-    assert "consecutive passes count as passed (99%)" in found.policy
 
 
 def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: MakeHistory) -> None:
@@ -200,20 +172,6 @@ def test_a_merged_branch(tmp_path: Path, history: MakeHistory, guilty: int) -> N
     assert found.first_bad is not None
     assert found.first_bad.subject == ("Merge" if guilty == 4 else f"side {guilty}")
     assert found.num_commits == 7
-
-
-def test_the_same_files_are_asked_once(tmp_path: Path) -> None:
-    """Commits that change nothing of what counts share their answers."""
-    both = programs(1, 2)[0], {"program/work.py": WRONG}
-    texts = [{**files, "README": str(place)} for files in both for place in range(8)]
-    commits, asked = make_history(tmp_path / "repository", texts), list[str]()
-
-    def run(checkout: Checkout) -> Reply:
-        asked.append(checkout.commit)
-        return by_reading(checkout)
-
-    assert hash_of(search(tmp_path, run, paths=("program",), **ONCE)) == commits[8]
-    assert len(asked) == 2
 
 
 def test_a_budget_ends_it_with_what_is_left(tmp_path: Path, history: MakeHistory) -> None:
@@ -366,11 +324,8 @@ def test_a_case_fails_as_it_did_or_says_nothing(
     assert reply.words.startswith(words)
 
 
-def test_a_commit_that_cannot_be_run_is_skipped(
-    at_commit: Callable[..., Reply], tmp_path: Path
-) -> None:
-    """Python's own exit code for one that does not import is 1, as that of a failure; what the
-    commit lacks is not lent by what is installed, nor by the folder that we are in."""
+def test_a_commit_that_cannot_be_run_is_skipped(at_commit: Any, tmp_path: Path) -> None:
+    """Python's own exit code for one that does not import is 1, as that of a failure."""
     reply = at_commit(FAILED, 1, cli="def broken(:\n")
     assert (reply.answer, "SyntaxError: invalid syntax" in reply.words) == ("unresolved", True)
     (tmp_path / "harness").mkdir()
@@ -378,17 +333,6 @@ def test_a_commit_that_cannot_be_run_is_skipped(
     assert at_commit(FAILED, 1).answer == "fails"
     reply = at_commit(FAILED, 1, lacks="fsdp_core")
     assert (reply.answer, reply.words) == ("unresolved", "no verdict: it has no fsdp_core")
-
-
-def test_modules_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worktree comes first; what lies in the user's checkout does not come at all."""
-    mine = Checkout(tmp_path / "w", tmp_path / "r", "c" * 40, 0)
-    path = os.pathsep.join([str(mine.repository), str(mine.repository / "src"), "/elsewhere", ""])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("GIT_DIR", "/of/a/hook")
-    env = python_environment(mine)
-    assert env["PYTHONPATH"].split(os.pathsep) == [str(mine.folder), "/elsewhere"]
-    assert "GIT_DIR" not in env
 
 
 @pytest.mark.timeout(60)

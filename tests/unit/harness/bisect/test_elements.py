@@ -58,15 +58,6 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
     assert found.message == "w[0, 3] on rank 1: 3.0 (40400000) became 3.5 (40600000)"
 
 
-def test_one_parameter_of_two_whole_tensors_is_told_apart() -> None:
-    """Of gate and up side by side in one parameter, the stretch that holds the element is named."""
-    places = [box((4, 2), (2, 0), (2, 2), n, (at, 0)) for n, at in (("gate", 0), ("up", 2))]
-    a, b = (contents((kept(floats(0, 1, 2, 3, 4, 5, n, 7), (4, 2), *places),)) for n in (6, 9))
-    found = compare(a, b, NAME)
-    assert found.element is not None
-    assert (found.tensor, found.element.index, found.element.local) == ("up", (3, 0), 6)
-
-
 @given(st.data())
 def test_any_sharding_has_the_element_of_the_whole(data: st.DataObject) -> None:
     """However rows and columns are cut over ranks, the first is the one that the whole has."""
@@ -89,17 +80,6 @@ def test_any_sharding_has_the_element_of_the_whole(data: st.DataObject) -> None:
     assert found.element.reference == repr(float(min(places)))
 
 
-def test_bits_decide_and_not_numbers() -> None:
-    """Minus zero is not zero, and NaNs of other payloads differ; the same NaN does not."""
-    nan, other = struct.pack("<I", 0x7FC00000), struct.pack("<I", 0x7FC00001)
-    reference = contents((kept(nan + floats(0.0) + nan, (3,)),))
-    found = compare(reference, contents((kept(nan + floats(-0.0) + other, (3,)),)), NAME).element
-    assert found is not None
-    assert (found.index, found.reference_bits, found.candidate_bits, found.num_different) == (
-        (1,), "00000000", "80000000", 2,
-    )  # fmt: skip
-
-
 ONE = contents((kept(floats(1, 2), (2,)),))
 
 
@@ -118,15 +98,6 @@ def test_why_there_is_no_element_is_said(other: Contents, message: str) -> None:
     """Equal copies, another shape, a rank without the tensor, another step: each is a sentence."""
     found = compare(ONE, other, NAME)
     assert (found.element, found.rank, found.message) == (None, None, message)
-
-
-def test_doubts_come_with_the_answer() -> None:
-    """A damaged file of a run, and a copy that does not give its digest, are in the notes."""
-    reference = contents((kept(floats(1, 2), (2,), as_digested=False),))
-    candidate = contents((kept(floats(1, 3), (2,)),), (), problems=("rank1.contents: damaged",))
-    first, second = compare(reference, candidate, NAME).notes
-    assert first == "candidate: rank1.contents: damaged"
-    assert second.startswith(f"the copy of {NAME} in the reference does not give the digest")
 
 
 KNOWN = [*FORMS, "float8_e4m3fn", "float8_e8m0fnu"]

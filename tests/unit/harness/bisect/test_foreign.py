@@ -38,9 +38,7 @@ def same_runs(reference: RunSpec, candidate: RunSpec, folder: Path) -> None:
 @pytest.mark.parametrize(
     "setting", [{"stress": ["poison"]}, {"determinism": "enforce"}, {"every": 2}], ids=str
 )
-def test_settings_of_one_run_alone_come_and_go(
-    tmp_path: Path, whose: int, setting: dict[str, Any]
-) -> None:
+def test_settings_of_one_run_alone_come_and_go(tmp_path: Path, whose: int, setting: Any) -> None:
     """Taken away they are not there, as in a run whose scenario says nothing; so in a scenario."""
     (tmp_path / "train.py").write_text("")
     specs = [spec_of(tmp_path, **(setting if number == whose else {})) for number in (0, 1)]

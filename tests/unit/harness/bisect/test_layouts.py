@@ -205,9 +205,7 @@ SOUND = leg(rounded(0))
      ((SOUND, leg(rounded(0), problems=("rank 0 kept nothing",)), SAMPLES), "rank 0 kept nothing"),
      ((SOUND, SOUND, []), "expected samples, got 0")],
 )  # fmt: skip
-def test_nothing_passes_where_nothing_was_compared(
-    legs: tuple[Leg, Leg, list[Leg]], said: str
-) -> None:
+def test_nothing_passes_where_nothing_was_compared(legs: Any, said: str) -> None:
     """A run that failed, damaged contents, no samples: the answer says so and is no pass."""
     found = compare_layouts(*legs)
     case = dataclasses.make_dataclass("Case", ["id"])("x")

@@ -1,16 +1,21 @@
 """Runs that died, hung or stopped themselves: what their last words are made into."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import pytest
 
 from harness.bisect.experiments import Asker, OutOfBudget
+from harness.bisect.found import Location
 from harness.bisect.locate import between, locate, locate_case
-from harness.checks.evidence import failed
+from harness.checks.evidence import BEFORE, failed
 from harness.records import (
+    COPIES,
     DIGEST_HEX_CHARS,
+    GIVEN,
     NEVER_RAN,
+    SAMPLES,
     TAP_HEX_CHARS,
     UNFINISHED,
     CollectiveFault,
@@ -18,24 +23,37 @@ from harness.records import (
     Entered,
     ErrorRecord,
     EventRecord,
+    GivenCall,
     RaceEvidence,
     RunResult,
+    StepRecord,
     StreamUse,
     Verdict,
     What,
 )
 from tests.unit.harness.bisect.small_model import (
+    BIAS,
     CALLS,
+    OTHER,
     ROWS,
+    STEPS,
+    TENSORS,
+    WEIGHTS,
+    WORLD,
     Edit,
+    both,
     calls_from,
     case_of,
+    digests,
     edited,
     fields_of,
     floats,
     of_rank,
+    other_calls,
     place_of,
     run_of,
+    tapped,
+    without_calls,
 )
 
 LAYER, NORM = "layers.0.attn", "layers.0.attn.norm.weight"
@@ -159,7 +177,7 @@ def test_memory_that_grows_is_led_to_the_step_from_which_it_does() -> None:
     """All bits are equal: what each step leaves behind tells, on the rank that the check names."""
     candidate = run_of(graph=("attn",))
     for step in (2, 3):
-        candidate = edited(candidate, {1: floats(live_bytes=1 + 64 * step)}, step=step)
+        candidate = edited(candidate, {1: floats(live_bytes=1000 + 64 * step)}, step=step)
     bad = failed("peak_memory", "memory_regression", "it grew", growth_rank=1.0)
     verdict = Verdict(
         case_id="x", outcome="failed", what="memory_regression", message="", checks=(bad,),
@@ -249,3 +267,411 @@ def test_no_run_is_spent_on_elements_of_a_step_that_did_not_end() -> None:
     found = locate_case(case_of(cut), asker)
     assert found.tensor == OUTPUT
     assert found.unknown == ("element: step 2 did not end, so no contents were kept",)
+
+
+# --- where two runs part: each edit of the records has one right answer ---
+
+
+GATHERED, SCATTER, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
+Given = tuple[int, str, str]
+Brief = tuple[str, str, str]
+"""Phase, module, tensor."""
+
+
+def place(
+    edit: Edit, ranks: Sequence[int] = (0, 1), *, taps: bool = True, captured_in: int = 0,
+    given: Collection[Given] | None = None, without: str = "",
+) -> Location:  # fmt: skip
+    """Where a candidate with that edit of step 2 on these ranks left its reference."""
+    reference = run_of(taps=taps)
+    candidate = run_of(graph=("attn",), taps=taps, captured_in=captured_in)
+    candidate = edited(candidate, dict.fromkeys(ranks, edit))
+    if given is not None:
+        reference, candidate = with_given(reference, ()), with_given(candidate, given, without)
+    return between(reference, candidate)
+
+
+def with_given(run: RunResult, wrong: Collection[Given], without: str = "") -> RunResult:
+    """The run, in whose step 2 ranks gave something else to a collective of a unit."""
+    for rank in range(WORLD):
+        calls = [
+            GivenCall(
+                operator=operator, label=label, group=(0, 1),
+                digest="other" if (rank, operator, label) in wrong else "same",
+            ).to_json()
+            for label in ("root", "layers.0", "layers.1")
+            for operator in (GATHERED, SCATTER, SUM)
+            if operator != without
+        ]  # fmt: skip
+        event = EventRecord(name=GIVEN, rank=rank, step=2, detail={"calls": calls})
+        run = of_rank(run, rank, events=(event,))
+    return run
+
+
+def brief(found: Location) -> tuple[object, ...]:
+    return found.phase, found.module, found.tensor
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [("weights", ("initialisation", "embedding", "embedding.weight")),
+     ("rng", ("initialisation", "", "cpu"))],
+)  # fmt: skip
+def test_other_weights_before_step_0_are_an_initialisation(group: str, expected: Brief) -> None:
+    """Whatever the steps after it computed of them: the rank and its first tensor are named."""
+    candidate = edited(run_of(graph=("attn",)), {1: calls_from("embedding:output")}, step=0)
+    own = candidate.ranks[1].initial
+    assert own is not None
+    text = own.digests | {group: "f" + own.digests[group][1:]}
+    candidate = of_rank(candidate, 1, initial=dataclasses.replace(own, digests=text))
+    found = between(run_of(), candidate)
+    assert brief(found) == expected
+    assert (found.step, found.ranks, found.quantity) == (BEFORE, (1,), group)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("tap", "phase", "module"),
+    [
+        ("embedding:input", "input", "embedding"),
+        ("embedding:output", "forward", "embedding"),
+        (f"{LAYER}.norm:input", "forward", LAYER),
+        (f"{LAYER}.attention.wq:output", "forward", f"{LAYER}.attention.wq"),
+        (f"{LAYER}.attention.wo:input", "forward", f"{LAYER}.attention"),
+        (f"{LAYER}:output", "forward", LAYER),
+        ("norm:gradient", "backward", "head"),
+        (f"{LAYER}:gradient", "backward", "norm"),
+        (f"{LAYER}.attention.wo:gradient", "backward", LAYER),
+        (f"{LAYER}.attention.wq:gradient", "backward", f"{LAYER}.attention"),
+        (f"{LAYER}.norm:gradient", "backward", f"{LAYER}.attention.wq"),
+        ("embedding:gradient", "backward", f"{LAYER}.norm"),
+    ],
+)
+def test_the_first_call_that_differs_names_whose_work_it_was(
+    tap: str, phase: str, module: str, number: int
+) -> None:
+    """All before it is equal: the module that made it is named, and the microbatch."""
+    found = place(both(calls_from(tap, number), digests(grads=WEIGHTS, weights=WEIGHTS)), [1])
+    assert brief(found) == (phase, module, tap)
+    assert (found.step, found.microbatch, found.rank, found.ranks) == (2, number, 1, (1,))
+
+
+PARTS = [row for row in ROWS if row[0].startswith(f"{LAYER}.") and row[1] == 0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected", "told"),
+    [
+        (calls_from("embedding:output"), ("forward", "embedding", "embedding:output"), "alike"),
+        # Another graph was replayed: what it returned differs, not calls that it left out.
+        (both(calls_from(f"{LAYER}:output"), without_calls(PARTS)),
+         ("forward", LAYER, f"{LAYER}:output"), "the candidate did not call layers.0.attn.norm"),
+        # Calls are all that differs: nobody says that the data does.
+        (without_calls([("embedding:input", 0)]), ("forward", "embedding", "embedding:input"),
+         "the candidate did not call embedding"),
+        # It came from the loss, which reads no weights.
+        (both(calls_from("head:gradient"), digests(grads=WEIGHTS)),
+         ("backward", "head", "head:gradient"), "it comes from the loss"),
+        (both(calls_from(f"{LAYER}:output"), digests(rng=("cpu",))),
+         ("forward", LAYER, f"{LAYER}:output"), "it drew other numbers"),
+    ],
+    ids=["no gather", "left out", "no input", "from the loss", "drawn"],
+)  # fmt: skip
+def test_what_every_rank_has_wrong(edit: Edit, expected: Brief, told: str) -> None:
+    """No gather is blamed: a module may have computed otherwise, as nobody knows what was given."""
+    found = place(edit)
+    assert (*brief(found), found.near, found.collective) == (*expected, "", "")
+    assert found.ranks == (0, 1)
+    assert any(told in each for each in found.evidence)
+
+
+def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:
+    """What comes to another rank later in the step spread there; the evidence says with what."""
+    edits = {0: calls_from("norm:input"), 1: calls_from("embedding:output")}
+    found = between(run_of(), edited(run_of(graph=("attn",)), edits))
+    assert (found.ranks, found.module, found.near) == ((1,), "embedding", "after")
+    assert found.collective == "all-gather of the weights of root"
+    assert any("rank 0 with norm:input[0]" in told for told in found.evidence)
+
+
+STAGED = {
+    "layers.0:input[0]": 0, "layers.0:output[0]": 0, "layers.1:input[0]": 1,
+    "layers.1:output[0]": 1, "layers.2:input[0]": 2, "layers.2:output[0]": 2,
+    "layers.2:gradient[0]": 2, "layers.1:gradient[0]": 1, "layers.0:gradient[0]": 0,
+}  # fmt: skip
+"""Rows in program order, and the stage of each; a rank of an interleaved pipeline has several."""
+
+
+@pytest.mark.parametrize(
+    ("first", "phase", "transfer"),
+    [
+        ("layers.1:input[0]", "forward", "transfer of activations to stage 1 of the pipeline"),
+        ("layers.0:gradient[0]", "backward", "transfer of gradients to stage 0 of the pipeline"),
+    ],
+)
+def test_what_a_stage_begins_with_came_by_a_transfer(first: str, phase: str, transfer: str) -> None:
+    """Also where the rank works at other stages of the microbatch before."""
+
+    def run(bad: int) -> RunResult:
+        digest = {n: f"{at + (100 if at >= bad else 0):032x}" for at, n in enumerate(STAGED)}
+        rows = {name: f"{text}{at:08x}" for at, (name, text) in enumerate(digest.items())}
+        return tapped(run_of(), 1, rows, stages=list(STAGED.values()))
+
+    found = between(run(len(STAGED)), run(list(STAGED).index(first)))
+    assert (found.phase, found.near, found.collective) == (phase, "in", transfer)
+    assert found.module == first.partition(":")[0]
+
+
+LOSSES = floats(microbatch_losses=(OTHER, OTHER), loss=OTHER)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (both(LOSSES, digests(grads=WEIGHTS)), ("input", "head", "microbatch_losses[0]")),
+        (LOSSES, ("outside", "", "microbatch_losses[0]")),
+        (floats(loss=OTHER), ("reduce", "", "loss")),
+        (digests(grads=WEIGHTS), ("reduce", "", "head.weight")),
+        (digests(grads=[name for name in WEIGHTS if name.startswith("layers.0.")]),
+         ("reduce", "layers.0", f"{LAYER}.attention.wo.weight")),
+        (digests(grads=(f"{LAYER}.attention.wq.weight",)),
+         ("backward", f"{LAYER}.attention.wq", f"{LAYER}.attention.wq.weight")),
+        (digests(grads=(NORM, "layers.1.attn.norm.weight")), ("reduce", f"{LAYER}.norm", NORM)),
+        (floats(grad_norm=OTHER), ("reduce", "", "grad_norm")),
+        (both(floats(grad_norm=OTHER), digests(optim=("step_count",))),
+         ("optimizer", "", "step_count")),
+        (digests(optim=("norm.weight.exp_avg",), weights=("norm.weight",)),
+         ("optimizer", "norm", "norm.weight")),
+        (digests(optim=("step_count", "norm.weight.exp_avg"), weights=WEIGHTS),
+         ("optimizer", "", "step_count")),
+        (digests(weights=("norm.weight",)), ("optimizer", "norm", "norm.weight")),
+        (digests(weights=WEIGHTS), ("optimizer", "embedding", "embedding.weight")),
+        (digests(rng=("cpu",)), ("input", "", "cpu")),
+        (digests(buffers=("layers.0.mlp.router.balance_loss",)),
+         ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
+        (digests(**{COPIES: ("norm.weight",)}), ("optimizer", "norm", "norm.weight")),
+        (digests(**{SAMPLES: ("targets",)}), ("input", "", "targets")),
+    ],
+)  # fmt: skip
+def test_what_differs_while_every_call_is_equal_has_a_phase(edit: Edit, expected: Brief) -> None:
+    """Losses, gradients, norm, moments, weights, random state: each rules out those before it."""
+    found = place(edit)
+    assert brief(found) == expected
+    assert found.ranks == (0, 1)
+
+
+def test_what_one_rank_alone_has_wrong() -> None:
+    """Rows and norm of one rank came after the sum that ranks share; a loss before gradients."""
+    rows = digests(grads=("embedding.weight", "norm.weight", "head.weight"))
+    for edit in (rows, floats(grad_norm=OTHER)):
+        found = place(edit, [1])
+        assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
+        assert not found.unknown
+    found = place(both(LOSSES, calls_from("head:gradient"), digests(grads=WEIGHTS)))
+    assert brief(found) == ("input", "head", "microbatch_losses[0]")
+    found = place(both(calls_from("head:gradient"), digests(grads=WEIGHTS)), [1])
+    assert (found.module, found.near, found.collective) == ("head", "", "")  # reads no weights
+    found = place(both(LOSSES, digests(grads=WEIGHTS)), [0], taps=False)
+    assert (found.module, found.quantity) == ("", "microbatch_losses[0]")
+    assert found.unknown[0].startswith("module:")
+    found = place(lambda record: record)
+    assert (found.step, found.phase, found.module, bool(found.unknown)) == (None, None, "", True)
+
+
+def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
+    """Ranks hold other parts of each tensor, by other names: no digest of these is a difference."""
+    candidate = run_of()
+    for rank, records in enumerate(candidate.ranks):
+        assert records.start is not None
+        candidate = of_rank(candidate, rank, tensors=records.start.tensors | {"weights": ("x",)})
+    spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | {"engine": "ddp"})
+    candidate = dataclasses.replace(candidate, spec=spec)
+    candidate = edited(candidate, {0: digests(grads=WEIGHTS), 1: calls_from("embedding:input")})
+    found = between(run_of(), candidate)
+    assert (found.step, *brief(found)) == (2, "input", "embedding", "embedding:input")
+    assert found.ranks == (1,)
+    assert not any("weights" in text for text in found.evidence)
+
+
+def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
+    """The run as one of somebody's program, with a group of its own, or one tensor more."""
+    program = {"kind": "script", "target": "x.py", "folder": "/x", "record": "auto"}
+    config = {"program": program, "steps": STEPS, "taps": []}
+    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
+    names = {g if g != "buffers" else "ema": held for g, held in TENSORS.items()}
+    names["weights"] += ("extra",) if extra else ()
+
+    def renamed(record: Any) -> Any:
+        held = {g if g != "buffers" else "ema": text for g, text in record.digests.items()}
+        held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
+        return dataclasses.replace(record, digests=held)
+
+    for rank, records in enumerate(run.ranks):
+        steps = tuple(map(renamed, records.steps))
+        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(records.initial))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (digests(grads=("norm.weight",)), ("backward", "grads", "norm.weight")),
+        (digests(buffers=("layers.0.mlp.router.balance_loss",)),
+         ("state", "ema", "layers.0.mlp.router.balance_loss")),
+        (digests(weights=("norm.weight",)), ("optimizer", "weights", "norm.weight")),
+    ],
+)  # fmt: skip
+def test_of_a_program_no_collective_is_named(edit: Edit, expected: Brief) -> None:
+    """Nobody knows how it distributes its work; groups of its own come last."""
+    found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {1: edit})))
+    assert (found.phase, found.quantity, found.tensor) == expected
+    assert (found.step, found.ranks, found.near, found.collective) == (2, (1,), "", "")
+
+
+def test_a_tensor_of_one_run_alone_is_named() -> None:
+    """Runs that hold other tensors are compared by name, not given up."""
+    found = between(foreign(run_of(taps=False)), foreign(run_of(taps=False), extra=True))
+    expected = {"phase": "initialisation", "tensor": "extra", "quantity": "weights", "step": -1}
+    assert fields_of(found, expected) == expected
+    assert any("one run alone" in told for told in found.evidence)
+
+
+# --- who gave what to a collective
+
+
+ONE_MODULE, ONE_UNIT = digests(grads=(NORM,)), digests(grads=WEIGHTS[2:5])
+ALL_UNITS = [(rank, SCATTER, unit) for rank in (0, 1) for unit in ("root", "layers.0", "layers.1")]
+
+
+@pytest.mark.parametrize(
+    ("edit", "given", "expected"),
+    [
+        (ONE_MODULE, [(1, SCATTER, "layers.0")], ("backward", "before", (1,))),
+        (ONE_UNIT, [(1, SCATTER, "layers.0")], ("reduce", "before", (1,))),
+        # What a rank gave for another layer, or to a gather, is no matter: the sum went wrong.
+        (ONE_MODULE, [(1, SCATTER, "layers.1"), (1, GATHERED, "layers.0")],
+         ("reduce", "after", (0, 1))),
+        (ONE_MODULE, [(0, SCATTER, "layers.0"), (1, SCATTER, "layers.0")],
+         ("backward", "before", (0, 1))),
+        # What a second reduction gets is the sum that came out of the first.
+        (ONE_UNIT, [(0, SUM, "layers.0"), (1, SCATTER, "layers.0")], ("reduce", "before", (1,))),
+        (digests(grads=WEIGHTS), ALL_UNITS, ("backward", "before", (0, 1))),
+        (digests(grads=WEIGHTS), [], ("reduce", "in", (0, 1))),
+        # A gather brings one rank's stale rows to all of them; one of equal weights is not blamed.
+        (calls_from(f"{LAYER}.norm:output"), [(1, GATHERED, "layers.0")],
+         ("forward", "before", (1,))),
+        (calls_from(f"{LAYER}.norm:output"), [], ("forward", "", (0, 1))),
+    ],
+)  # fmt: skip
+def test_what_each_rank_gave_tells_the_origin(edit: Edit, given: Any, expected: Any) -> None:
+    """Rows of a sum are wrong on every rank that holds some; one of them brought it along."""
+    found = place(edit, given=given)
+    assert (found.phase, found.near, found.ranks) == expected
+    assert not any(each.startswith("rank: ") for each in found.unknown)
+    gathered = found.phase == "forward" and given
+    assert (found.collective == "all-gather of the weights of layers.0") == bool(gathered)
+
+
+# --- what captures leave behind
+
+
+DRAWN = digests(rng=("cpu",))
+REPEATED = both(LOSSES, digests(grads=WEIGHTS, weights=WEIGHTS, optim=("step_count",)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "taps", "otherwise"),
+    [
+        (both(LOSSES, DRAWN), False, "forward"),
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}:output")), True, "forward"),
+        (DRAWN, True, "input"),
+        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0)])), True, "forward"),
+        (digests(weights=(BIAS,)), False, "optimizer"),
+        (REPEATED, False, "forward"),
+        (calls_from("embedding:output"), True, "forward"),
+    ],
+    ids=["losses", "a module that draws", "the state", "one microbatch", "counts", "repeated",
+         "from its beginning on"],
+)  # fmt: skip
+def test_what_a_capture_leaves_behind_is_its_own(edit: Edit, taps: bool, otherwise: str) -> None:
+    """In the step that captures and in no other."""
+    found = place(edit, taps=taps, captured_in=2)
+    assert (found.step, found.phase) == (2, "capture")
+    assert place(edit, taps=taps, captured_in=1).phase == otherwise
+
+
+@pytest.mark.parametrize(
+    ("edit", "ranks", "phase"),
+    [
+        # A module that draws was right in the first microbatch: what replays do came after it.
+        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0), (f"{LAYER}:output", 1)])),
+         (0, 1), "forward"),
+        # A module that multiplies by weights draws nothing.
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}.attention.wq:output")), (0, 1), "forward"),
+        (calls_from("embedding:output"), (0,), "forward"),
+        (digests(weights=(BIAS, WEIGHTS[1])), (0, 1), "optimizer"),
+        (digests(weights=(BIAS,), optim=("step_count",)), (0, 1), "optimizer"),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_the_capture_though_in_its_step(edit: Edit, ranks: Any, phase: str) -> None:
+    """The update did something else, or a replay did."""
+    assert place(edit, ranks, captured_in=2).phase == phase
+
+
+# --- records and environments that are at fault
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 2, 3), (0, 1, 3, 2), (0, 1, 3)])
+def test_the_step_of_a_damaged_file_is_the_first_that_is_not_in_its_place(order: Any) -> None:
+    """A record that stands twice, after that of the next step, or nowhere."""
+    candidate = run_of(graph=("attn",))
+    steps = tuple(candidate.ranks[1].steps[step] for step in order)
+    problems = ("line 5: step 2 follows step 3",) if len(order) >= STEPS else ()
+    found = between(run_of(), of_rank(candidate, 1, steps=steps, problems=problems))
+    assert (found.phase, found.step, found.rank) == ("outside", 2, 1)
+
+
+def old_state(record: StepRecord) -> StepRecord:
+    """The record, with the digests of what step 1 left, though not of the data that it read."""
+    before = run_of().ranks[1].steps[1].digests
+    return dataclasses.replace(record, digests=before | {SAMPLES: record.digests[SAMPLES]})
+
+
+def test_a_record_with_the_digests_of_the_step_before_is_not_the_programs_fault() -> None:
+    """All of them, with the losses of its own step, and the next step is right again."""
+    before = run_of().ranks[1].steps[1].digests
+    found = place(lambda record: dataclasses.replace(record, digests=before), [1])
+    expected = {
+        "phase": "outside", "module": "", "quantity": "digests", "step": 2, "ranks": (1,),
+    }  # fmt: skip
+    assert fields_of(found, expected) == expected
+    # State that stays wrong, data of its own or other losses: something was computed otherwise.
+    old = edited(run_of(graph=("attn",)), {1: lambda r: dataclasses.replace(r, digests=before)})
+    for other in (
+        edited(old, {1: digests(weights=WEIGHTS)}, step=3),
+        edited(old, {1: floats(loss=OTHER)}),
+        edited(run_of(graph=("attn",)), {1: old_state}),
+    ):
+        assert between(run_of(), other).quantity != "digests"
+
+
+def test_another_environment_comes_before_any_difference() -> None:
+    """What differs is named, on which rank, and of which run, whatever the records show."""
+
+    def moved(run: RunResult) -> RunResult:
+        return of_rank(run, 1, environment={"fingerprint": {"torch": "y", "threads": 1}})
+
+    candidate = moved(run_of(graph=("attn",)))
+    found = locate(case_of(candidate))
+    expected: dict[str, Any] = {
+        "phase": "outside", "rank": 1, "quantity": "environment.torch", "module": "",
+    }  # fmt: skip
+    assert fields_of(found, expected) == expected
+    assert "the candidate ran in another environment" in found.evidence[0]
+    assert found.evidence[1] == "torch: 2.12 became y"
+    wrong = edited(candidate, {0: calls_from("norm:output")})
+    found = locate(case_of(wrong))
+    assert fields_of(found, expected) == expected
+    assert "part (step 2, forward, microbatch 0, norm" in found.evidence[-1]
+    found = locate(case_of(wrong, moved(run_of(replica=1))))
+    assert "the control ran in another environment" in found.evidence[0]

@@ -1,18 +1,27 @@
 """Screen and page: the answer is in the first lines, in 80 columns, and all of it is text."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from harness.bisect.causes import FoundCause, FoundCauses
 from harness.bisect.commits import Commit, CommitSearch
-from harness.bisect.experiments import AskedQuestion, Failure, RepeatPolicy
+from harness.bisect.experiments import AskedQuestion, Failure
 from harness.bisect.found import Element, Location
-from harness.bisect.render import Findings, causes, element, facts, page, print_findings
+from harness.bisect.render import (
+    Findings,
+    LiveSearch,
+    element,
+    page,
+    print_findings,
+)
 from harness.bisect.repro import Alone
+from harness.records import RunOutcome
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
@@ -69,22 +78,6 @@ def test_the_page_has_all_of_it() -> None:
     assert Findings.from_json(FINDINGS.to_json()) == FINDINGS
 
 
-def test_what_is_not_the_usual_answer_is_said() -> None:
-    """How often it failed, other environments, searches not made, smaller layouts that pass."""
-    seldom = replace(CAUSES, policy=RepeatPolicy.of(4, 11, 5))
-    assert ("how often", "failed in 4 of 11 runs") in facts(replace(FINDINGS, causes=seldom))
-    always = replace(CAUSES, policy=RepeatPolicy.of(5, 5, 5))
-    assert "how often" not in dict(facts(replace(FINDINGS, causes=always)))
-    found = replace(FINDINGS, what="different_environment", causes=None)
-    assert "make them alike" in dict(facts(found))["why"]
-    reason = "the reference differs from its own second run"
-    assert causes(FoundCauses(candidates=("graph: attn",), notes=(reason,))) == [reason]
-    asked = FoundCauses(candidates=("graph: attn",), notes=("odd",), num_questions=3)
-    assert causes(asked) == ["none found of 1 difference between the two runs"]
-    needs = replace(ALONE, passed=("one rank", "dp 2"))
-    assert str(needs) == f"{ALONE}; fewer ranks pass: one rank, dp 2"
-
-
 @pytest.mark.parametrize(
     ("lows", "highs", "num", "told"),
     [
@@ -94,10 +87,27 @@ def test_what_is_not_the_usual_answer_is_said() -> None:
         ((0, 3, 7), (0, 3, 7), 1, "1 of 2048 elements differ"),
     ],
 )
-def test_a_pattern_of_elements_is_told(
-    lows: tuple[int, ...], highs: tuple[int, ...], num: int, told: str
-) -> None:
+def test_a_pattern_of_elements_is_told(lows: Any, highs: Any, num: int, told: str) -> None:
     """A column, rows, or a box that holds them: whoever reads it need not divide."""
     found = replace(ELEMENT, numel=2048, shape=(1, 32, 64), lows=lows, highs=highs)
     assert element(replace(found, num_different=num)).endswith(f"; {told}")
     assert element(ELEMENT).endswith("differ")
+
+
+def test_on_a_terminal_runs_are_counted_against_no_total() -> None:
+    """How many questions follow is not known; answers stand above what is under way."""
+    now, file = [0.0], io.StringIO()
+    view = LiveSearch(Console(file=file, force_terminal=True, width=80), lambda: now[0])
+    with view:
+        view.run_finished(RunOutcome(
+            key="w2-x", what="crashed", message="boom", culprit_rank=0, ranks=(),
+            started_unix_s=0.0, wall_s=1.0,
+        ))  # fmt: skip
+        now[0] = 12.0
+        view.answered(3, replace(FINDINGS.questions[0], answer="failed crashed", runs=1))
+        live = Console(file=io.StringIO(), width=80, record=True)
+        live.print(view.render())
+    assert "1 run made, 12 s" in live.export_text()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert "  3. does it fail? failed crashed (1 run, 1.5 s)" in plain
+    assert "boom" not in plain

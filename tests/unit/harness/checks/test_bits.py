@@ -25,9 +25,8 @@ from harness.records import (
     Verdict,
 )
 from harness.repeats import NUM_SAMPLES, samples_of
-from harness.tolerance import Close
-from tests.unit.harness.checks import conftest as lab
-from tests.unit.harness.checks.conftest import (
+from tests.support import run_records as lab
+from tests.support.run_records import (
     CANDIDATE,
     CONTROL,
     INF,
@@ -197,11 +196,11 @@ def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None
 
 
 def test_answers_count_what_they_compared() -> None:
-    """Pairs of step and rank, tensors, values and ulps; and what the loss alone would have shown:
-    nothing; its bits at once; its five decimals once the difference has grown."""
-    pairs = {"pairs": 16 * 4, "differing_pairs": 0}
+    """Pairs of step and rank, tensors, ulps; and what the loss alone would have shown, and when."""
     assert ask("state", *BOTH).figures == {"digests": (5 + 9 * 4) * 2, "differing_pairs": 0}
-    assert ask("loss", WIDE_REFERENCE, WIDE_CANDIDATE).figures == pairs
+    assert ask("loss", WIDE_REFERENCE, WIDE_CANDIDATE).figures == {
+        "pairs": 16 * 4, "differing_pairs": 0,
+    }  # fmt: skip
     broken = flip(CANDIDATE, 1, 0, "weights")
     answer = ask("state", REFERENCE, broken)
     counts = {"differing_tensors": 1, "differing_ranks": 1, "differing_pairs": 1, "pairs": 10}
@@ -211,14 +210,9 @@ def test_answers_count_what_they_compared() -> None:
     theirs = edit(edit(broken, 0, 1, loss=f32(2.00000024)), 0, 3, loss=f32(2.5))
     shown = "the bits of the loss differ first at step 1, its 5 decimals differ first at step 3"
     assert shown in ask("state", ours, theirs).message
-    for left, right, ulps in ((1.0, 1.0000001, 1), (0.0, -0.0, 0), (math.nan, 1.0, None)):
-        sides = [edit(run, 1, 2, loss=f32(x)) for run, x in zip(BOTH, (left, right), strict=True)]
-        found = ask("loss", *sides).difference
-        assert found is not None
-        assert found.ulps == ulps
-    bad = edit(CANDIDATE, 0, 2, loss=NAN)
-    assert "poison" not in ask("finite", REFERENCE, bad).message
-    assert "poison" in ask("finite", REFERENCE, configured(bad, stress=["poison"])).message
+    found = ask("loss", ours, theirs).difference
+    assert found is not None
+    assert found.ulps == 1
 
 
 def test_nothing_to_compare_is_no_pass() -> None:
@@ -300,8 +294,7 @@ def test_each_part_of_the_batch_is_read_by_its_own_ranks(parallel: Any, axis: st
 def test_what_is_equal_by_chance_is_no_failure(
     steps: int, choice: Choice, config: dict[str, Any], is_found: bool
 ) -> None:
-    """One step of other samples, too few to tell, one token or two in all, a corpus of unknown
-    length or of one sequence, another program; but many steps of a corpus, no two alike, are."""
+    """One step of other samples, too few to tell, one token or two in all."""
     run = read(lab.Lab(steps=steps).legs()[0], choice, parallel={"dp": 2}, **config)
     assert (same_data(run, "reference") is not None) == is_found
 
@@ -360,16 +353,6 @@ def test_nan_is_within_no_tolerance_not_even_of_itself(
     runs[2] = edit(runs[2], 0, 3, loss=f32(9.0))
     loss = lab.answers(lab.verdict_of(*runs, expect=expect, checks={"loss": {}}))["loss"]
     assert (loss.outcome, place(loss)) == ("failed", (3, 1, "loss", ""))
-
-
-@pytest.mark.parametrize(
-    ("reference", "candidate", "excess"),
-    [(2.0, 1.0, 4.0), (1.0, 2.0, 8.0), (-2.0, -1.0, 4.0), (-2.0, -2.25, 1.0), (0.0, 0.0, 0.0),
-     (0.0, -1e-30, math.inf), (math.nan, math.nan, math.inf), (math.inf, math.inf, math.inf)],
-)  # fmt: skip
-def test_a_gap_counts_in_both_directions(reference: float, candidate: float, excess: float) -> None:
-    """In units of the bound: below as above, of negative values, and of 0, where nothing is."""
-    assert Close(rtol=0.125, atol=0.0).excess(reference, candidate) == excess
 
 
 @pytest.mark.parametrize(
@@ -469,32 +452,11 @@ def test_a_gap_within_the_bound_passes_and_one_beyond_fails(share: float, outcom
         assert lab.answers(made.judged())["loss"].outcome == "failed"
 
 
-@pytest.mark.parametrize(("spread", "off", "outcome"), [(0, 3, "passed"), (3, 0, "failed")])
-def test_a_bound_never_shrinks(spread: int, off: int, outcome: str) -> None:
-    """Samples that meet again later do not take back how far they were off before."""
-    samples = [lambda step, *_, at=each: at(step) * (step == spread) for each in even()]
-    verdict = Case(lambda step, *_: 0.9 * BOUND * (step == off), samples).judged()
-    assert verdict.outcome == outcome
-
-
-def test_tails_are_those_of_students_t() -> None:
-    """Two-sided points of its tables, of odd and even degrees of freedom."""
-    for probability, freedom, value in (
-        (0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.02, 3, 4.54070), (0.001, 5, 6.86883),
-        (0.01, 10, 3.16927), (0.8, 1, 0.32492),
-    ):  # fmt: skip
-        assert within.quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
-
-
 @pytest.mark.parametrize("walks", [False, True], ids=["independent", "random_walk"])
 def test_right_programs_are_refused_no_more_often_than_stated(
     monkeypatch: pytest.MonkeyPatch, *, walks: bool
 ) -> None:
-    """Errors as wide as those of samples, fresh or added up: alarms as stated, and not fewer.
-
-    One step of one rank has three values, each asked of twice, whose bounds no other one widens:
-    there the rate is nearly the stated one. Walks of four steps only widen bounds.
-    """
+    """Errors as wide as those of samples, fresh or added up: alarms as stated, and not fewer."""
     stated, trials = 0.2, 300
     monkeypatch.setattr(within, "FALSE_ALARM", stated)
     size = lab.Lab(steps=4 if walks else 1, world_size=1, microbatches=1)
@@ -527,15 +489,6 @@ def test_a_sample_that_is_not_whole_is_an_error(damage: Any, what: str) -> None:
     verdict = made.judged()
     assert said(verdict) == ("error", what)
     assert "sample 5" in verdict.message
-
-
-def test_samples_of_another_number_or_work_are_an_error() -> None:
-    """Five of six, the wrong six; six that trained something else, far from the reference."""
-    made = Case(zero, even())
-    for samples in (made.samples[1:], [], [*made.samples[1:], made.samples[0]]):
-        assert judge(made.case, *made.legs, samples=samples).outcome == "error"
-    far = [lambda *_, at=each: at() + 100 * SIGMA for each in even()]
-    assert said(Case(lambda *_: 100 * SIGMA, far).judged()) == ("error", "unsupported")
 
 
 @pytest.mark.parametrize(("gap", "outcome"), [(0.0, "passed"), (2.0**-22, "failed")])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from harness.checks.complete import find_flaw, launches
-from harness.records import ABSENT, ErrorRecord, GraphUse, RankExit, RunResult
+from harness.records import ErrorRecord, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
-from tests.unit.harness.checks import conftest as lab
-from tests.unit.harness.checks.conftest import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
+from tests.support import run_records as lab
+from tests.support.run_records import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
 
 Break = Callable[[Any], Any]
 LATE = "line 7: step record after end"
@@ -145,18 +145,8 @@ def test_each_flaw_has_its_name(name: str) -> None:
      lambda run: lab.configured(without("samples", (1,))(run), program={"target": "train.py"})],
 )  # fmt: skip
 def test_what_is_whole_has_no_flaw(whole: Break) -> None:
-    """A rank may own no row of a group, or no generator; other programs need not say what they
-    read."""
+    """A rank may own no row of a group, or no generator."""
     assert find_flaw(whole(REFERENCE)) is None
-
-
-def test_all_ranks_that_lack_a_step_are_named() -> None:
-    """Where every rank left early, none of them is singled out, and how they left is said."""
-    one = steps(lambda s: s[:2], 1, end=None)(REFERENCE)
-    flaw = flaw_of(steps(lambda s: s[:2], 0, end=None)(one))
-    assert (flaw.what, flaw.rank, flaw.ranks, flaw.step) == ("missing_step", 0, (0, 1), 2)
-    assert "exited with code 0 without an end record" in flaw.message
-    assert (flaw_of(one).rank, flaw_of(one).ranks) == (1, (1,))
 
 
 @pytest.mark.parametrize("number", [8, 11])
@@ -172,20 +162,6 @@ def test_ranks_above_7_are_looked_at(number: int) -> None:
     ):
         flaw = flaw_of(broken)
         assert (flaw.what, flaw.rank, flaw.step) == expected
-
-
-@pytest.mark.parametrize(
-    ("run", "told"),
-    [
-        (edit(REFERENCE, 0, initial=None), "before step 0"),
-        (replace(REFERENCE, ranks=(replace(REFERENCE.ranks[0], steps=()),)), "recorder.step()"),
-    ],
-)
-def test_a_program_that_is_not_whole_is_told_what_to_do(run: RunResult, told: str) -> None:
-    """Names of tensors come from its own steps; absent ones prove nothing."""
-    assert told in flaw_of(lab.configured(run, program={"target": "train.py"})).message
-    absent = lab.edit_all(REFERENCE, digests={"grads": ABSENT * 2})
-    assert flaw_of(absent).what == "empty_run"
 
 
 # --- graphs and compiled parts ----------------------------------------------------------------
@@ -244,8 +220,7 @@ def once(layer: int, direction: str) -> Callable[[GraphUse], GraphUse]:
     ],
 )  # fmt: skip
 def test_what_ran_eagerly_is_named(graph: Any, change: Any, config: Any, expected: Any) -> None:
-    """A layer, a scope, calls of one direction, the optimizer's part of a whole step; nothing of
-    a rank that captured and replayed all that it owes."""
+    """A layer, a scope, calls of one direction, the optimizer's part of a whole step."""
     flaw = find_flaw(graphed(graph, change, **config))
     assert (flaw is None) == (expected is None)
     if flaw is not None and flaw.difference is not None:

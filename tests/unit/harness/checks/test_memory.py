@@ -1,6 +1,5 @@
 """Limits on peak memory, the test of a series of memory, and what a soak states."""
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.memory import evaluate, names_in
-from harness.checks.soak import TREND, WINDOWS, slope_of
-from harness.infrastructure import HOST_KEY, SHARED_HOST
+from harness.checks.soak import slope_of
 from harness.records import RunResult
 from harness.soaking import LEAST_STEPS, SoakSpec
-from tests.unit.harness.checks import conftest as lab
-from tests.unit.harness.checks.conftest import CANDIDATE, REFERENCE, ask, edit, edit_all, said
+from tests.support import run_records as lab
+from tests.support.run_records import CANDIDATE, REFERENCE, ask, edit, edit_all, said
 
 KIB, MIB = 1 << 10, 1 << 20
 RATIO = {"max_ratio": 2.0}
@@ -215,14 +213,6 @@ def test_a_leak_is_named(run: RunResult, limits: Any, told: str) -> None:
     assert not told or answer.figures["leak_rank"] == int(told.partition("rank ")[2][0])
 
 
-def test_neighbours_on_a_shared_gpu_leak_for_themselves() -> None:
-    """Where a GPU is shared, what the driver counts on all of it is nobody's; live memory is."""
-    prints = {"fingerprint": {"environment": {HOST_KEY: f"{SHARED_HOST}-0"}}}
-    grown = edit(series(0, "device_bytes", 4 * MIB), 0, start={"environment": prints})
-    assert ask("soak", OURS, grown).outcome == "passed"
-    assert ask("soak", OURS, series(0, "live_bytes", MIB, grown)).what == "memory_regression"
-
-
 def test_a_bound_needs_every_other_answer() -> None:
     """Late values that are not finite, bits that differ, a check without an answer."""
     bad = edit(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
@@ -268,18 +258,6 @@ def test_a_leak_of_64_kib_a_step_is_found(steps: int, level: int, swing: int) ->
     assert slope_of(leak).bytes_per_step == 64 * KIB
 
 
-def test_a_leak_is_found_with_other_things() -> None:
-    """Captures that hold much at first, once in 20 steps, memory given back, jumps that stay."""
-    leak = [64 * KIB * n for n in range(2000)]
-    warm = [leak[n] + 500 * MIB * (n < 400) for n in range(2000)]
-    rare = [20 * 64 * KIB * (n // 20) for n in range(2000)]
-    saw = [leak[n] + 16 * MIB * (n % 37) / 37 for n in range(2000)]
-    jumps = ([leak[n] + 256 * MIB * (n >= at) for n in range(2000)] for at in range(0, 2000, 100))
-    every: list[Any] = [warm, rare, saw, *jumps]
-    for found in every:
-        assert slope_of(found).grows()
-
-
 @given(
     steps=LENGTHS, period=st.floats(0.001, 0.5), phase=st.floats(0, 1),
     places=st.lists(st.floats(0, 1), max_size=6), part=st.floats(0.001, 0.25),
@@ -295,17 +273,3 @@ def test_what_is_given_back_stays_or_fills_up_is_no_leak(
     assert not slope_of(stairs).grows()
     filling = [MIB * (1 - math.exp(-n / (part * steps))) for n in range(steps)]
     assert not slope_of(filling).grows()
-
-
-def test_one_order_in_10_000_has_such_a_trend() -> None:
-    """Pairs that rise, less those that fall, are all pairs less two for each inversion."""
-    counts = [1]  # of orders with 0, 1, 2, ... inversions
-    for size in range(2, WINDOWS + 1):
-        counts = [sum(counts[max(0, n + 1 - size) : n + 1]) for n in range(len(counts) + size - 1)]
-    pairs = math.comb(WINDOWS, 2)
-    orders = [sum(counts[: (pairs - trend) // 2 + 1]) for trend in (TREND, TREND - 1)]
-    assert orders[0] <= math.factorial(WINDOWS) / 10_000 < orders[1]
-    rising = slope_of(list(itertools.accumulate([1] * LEAST_STEPS)))
-    assert (rising.trend, rising.rising, rising.bytes_per_step) == (pairs, WINDOWS - 1, 1.0)
-    with pytest.raises(ValueError, match=r"Expected 64 values at least, got 63\."):
-        slope_of([0] * (LEAST_STEPS - 1))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from harness.bisect.divergence import Legs
-from harness.checks.taps import in_program_order, shared_rows
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
+from tests.support import run_records as lab
+from tests.support.run_records import CANDIDATE, REFERENCE, ask, edit, place, said
 from tests.unit.harness.bisect.small_model import run_of, tapped
-from tests.unit.harness.checks import conftest as lab
-from tests.unit.harness.checks.conftest import CANDIDATE, REFERENCE, ask, edit, place, said
 
 NAMES = tuple(lab.TAPS)
 NEVER = "0" * 32 + NEVER_RAN
@@ -44,16 +43,6 @@ def silenced(run: RunResult, steps: range, *taps: str) -> RunResult:
         for step in steps:
             run = rewrite(run, (records.rank, step), gone)
     return run
-
-
-def test_equal_taps_pass() -> None:
-    """Equal calls are counted over all ranks, steps and rows; the place itself is not compared."""
-    name = NAMES[0]
-    moved = rewrite(CANDIDATE, (0, 1), {name: row(CANDIDATE, 0, 1, name)[:32] + "0000abcd"})
-    for run in (CANDIDATE, moved):
-        answer = ask("taps", REFERENCE, run)
-        assert said(answer) == ("passed", "")
-        assert answer.figures == {"calls": 2 * 4 * 8, "unseen": 0}
 
 
 OUT, GRAD = "layers.{}.attn:output[{}]", "layers.{}.attn:gradient[{}]"
@@ -222,17 +211,6 @@ def test_other_taps_or_none_are_no_pass() -> None:
     assert said(ask("taps", asked(untapped[0], BOTH), untapped[1])) == ("error", "not_run")
 
 
-def test_taps_decide_before_what_follows_from_them() -> None:
-    """In one step what went through a module explains the gradients; an earlier step, all."""
-    bad = lab.flip(other(CANDIDATE, {(0, 2): [OUT.format(0, 1)]}), 0, 2, "grads")
-    assert place(lab.verdict_of(REFERENCE, lab.CONTROL, bad))[3] == OUT.format(0, 1)
-    earlier = lab.flip(bad, 0, 1, "optim")
-    assert place(lab.verdict_of(REFERENCE, lab.CONTROL, earlier))[2] == "optim"
-    control = other(lab.CONTROL, {(1, 1): [OUT.format(0, 0)]})
-    verdict = lab.verdict_of(REFERENCE, control, CANDIDATE)
-    assert said(verdict) == ("incomparable", "nondeterministic_reference")
-
-
 # --- rows of modules that are called more often -----------------------------------------------
 
 # Two layers that share `rope`, which each calls twice; one microbatch, a row past it.
@@ -282,19 +260,3 @@ def test_the_first_row_of_shared_modules(wrong: Sequence[int], first: str) -> No
     runs = run_with(1, ORDER), run_with(1, ORDER, wrong)
     assert place(ask("taps", *runs))[3] == first
     assert next(row.name for row in Legs(*runs).rows(0) if row.differs) == first
-
-
-def rows_of(run: RunResult) -> list[Any]:
-    """Calls of rank 0 that ran in step 0, in program order."""
-    records, start = run.ranks[0].steps[0], run.ranks[0].start
-    assert start is not None
-    rows, _ = shared_rows(records, records, start, (run.spec, run.spec))
-    return [row.call for row in in_program_order(rows) if row.call.place]
-
-
-def test_a_call_before_its_microbatch_is_of_an_earlier_one() -> None:
-    """Rows of a shared module are numbered by calls; its microbatch is that in which it ran."""
-    held = {call.name: call for call in rows_of(run_with(2, [*ORDER, *ORDER]))}
-    assert (held["rope:input[1]"].microbatch, held["layers.1:output[1]"].microbatch) == (0, 1)
-    folded = {name for name, call in held.items() if call.is_folded}
-    assert folded == {"rope:input[2]", "rope:output[2]", "rope:gradient[2]"}

@@ -1,28 +1,41 @@
 """What counts as detected, which of a fault's cases the row is of, and how well it was found."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from harness.bisect.found import Location
-from harness.campaign.campaign import Judged, Matrix, Row, document, fields_of, merged, row_of
-from harness.campaign.cases import BARE, BROKEN, WHOLE, fault_case, variants
+from harness.campaign.campaign import Judged, Matrix, Row, fields_of, merged, row_of
+from harness.campaign.cases import (
+    BARE,
+    BROKEN,
+    RACES,
+    WHOLE,
+    cases_of,
+    clean_cases,
+    fault_case,
+    scenario_text,
+    variants,
+)
 from harness.campaign.scoring import localised
 from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Pointer
+from harness.faults.fault import Pointer, read_table
 from harness.records import (
+    WHATS,
     Difference,
-    EventRecord,
     Outcome,
-    RankRecords,
-    RunOutcome,
     RunResult,
     RunSpec,
     Verdict,
     What,
 )
+from harness.scenario.matrix import Device
+from harness.scenario.schema import decode_scenario
 from harness.store import LEGS, CaseRuns
+from tests.support import run_records
 
 FAULT = CATALOGUE["early_release"]
 Said = tuple[Outcome, What]
@@ -51,15 +64,9 @@ def held(said: dict[str, Said], *, acted: bool = True, fault: str = FAULT.name) 
 
 
 def _run(spec: RunSpec, *, acted: bool) -> RunResult:
-    outcome = RunOutcome(
-        key=spec.key, what="", message="", culprit_rank=None, ranks=(), started_unix_s=0.0,
-        wall_s=2.0,
-    )  # fmt: skip
-    events = (EventRecord(name="planted", rank=0, step=3),) if acted else ()
-    rank = RankRecords(
-        rank=0, start=None, steps=(), events=events, error=None, end=None, problems=()
-    )
-    return RunResult(spec=spec, outcome=outcome, ranks=(rank,))
+    run = run_records.LAB.run(spec)
+    run = run_records.edit(run, wall_s=2.0)
+    return run_records.told(run, 0, ("planted", {})) if acted else run
 
 
 @pytest.mark.parametrize(
@@ -69,9 +76,7 @@ def _run(spec: RunSpec, *, acted: bool) -> RunResult:
         ({BARE: SEEN}, (), "early_release.bare"),
     ],
 )
-def test_the_row_is_of_the_barest_case_that_sees_it(
-    said: dict[str, Said], under: tuple[str, ...], searched: str
-) -> None:
+def test_the_row_is_of_the_barest_case_that_sees_it(said: Any, under: Any, searched: str) -> None:
     """No stressor before one, one before several; the search starts from the whole setup."""
     asked = []
 
@@ -156,16 +161,6 @@ def test_matrices_of_parts_are_one_and_count_nothing_twice() -> None:
     assert cuda == parts[1]
 
 
-def test_a_page_keeps_the_devices_that_no_matrix_is_of() -> None:
-    """Without any, the catalogue is written anew and all figures stay."""
-    cpu, cuda = (matrix(device, Row(fault="ulp", status="detected")) for device in ("cpu", "cuda"))
-    page = document([cpu, cuda])
-    assert document([], page) == page
-    missed = matrix("cpu", Row(fault="ulp", status="missed"))
-    assert document([missed], page) == document([missed, cuda])
-    assert document([cuda], document([cpu])) == page
-
-
 # ---- places
 
 POINTER = Pointer(phase="backward", module="layers.1.attn*", tensor="layers.1.attn.*.weight")
@@ -205,20 +200,10 @@ FAR = {"module": "layers.0.mlp", "tensor": "layers.0.mlp:output"}
         (OUTSIDE, {"phase": "forward", "rank": 0}, "no"),
     ],
 )
-def test_an_answer_is_exact_near_or_wrong(
-    pointer: Pointer, changes: dict[str, Any], how: str
-) -> None:
+def test_an_answer_is_exact_near_or_wrong(pointer: Pointer, changes: Any, how: str) -> None:
     """Exact in all that the pointer names; near in one part of the model, or on the rank."""
     found = dataclasses.replace(TRUE, **changes)
     assert localised(found, pointer, step=3, rank=1) == how
-
-
-def test_a_plant_of_no_step_or_every_rank_has_none_to_find() -> None:
-    """Where the plant has no step and no rank, no answer is wrong about them."""
-    for step, rank in ((7, 0), (None, None)):
-        found = dataclasses.replace(TRUE, step=step, rank=rank)
-        assert localised(found, POINTER, step=None, rank=None) == "exactly"
-    assert localised(TRUE, OUTSIDE, step=3, rank=None) == "no"
 
 
 @pytest.mark.parametrize(
@@ -235,3 +220,106 @@ def test_a_tensor_has_several_spellings(pattern: str, tensor: str) -> None:
     found = dataclasses.replace(TRUE, tensor=tensor)
     pointer = Pointer(phase="backward", tensor=pattern)
     assert localised(found, pointer, step=3, rank=1) == "exactly"
+
+
+# --- the table of faults ---
+
+
+ROW = """
+== data: Tokens.
+# Why it is so.
+other | F1 | step rank tensor | graph=attn+mlp stress=races dp=2 dynamic_cp=[1,2] model.layers=3
+    model.preset=tiny seed=1 step=2 rank=0 legs=reference+control timeout_s=20 later=1 devices=cuda
+    scopes=mlp needs.tp=2 counterpart=ulp checks.peak_memory.max_ratio=1.5 |
+    race diverged | reduce - main grad * | -0.0 is written. |
+    nothing | after: element $tensor
+    ulp
+least | - | - | - | crashed | forward layers.* | It ends. | it ends | fail raise
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a | b | c", ROW.replace("data", "date"), ROW[1:].partition("\n")[2], ROW + ROW],
+)
+def test_a_row_that_is_not_whole_is_refused(text: str) -> None:
+    """Nine columns under a known kind, and each name once."""
+    with pytest.raises(ValueError, match="expected 9 columns and a new name"):
+        read_table(text)
+
+
+def test_every_entry_is_whole_and_has_legal_cases_that_plant_it() -> None:
+    """A sentence, a device, a place, words that a verdict can give; a scenario to copy."""
+    ids = []
+    for fault in CATALOGUE.values():
+        assert fault.description.endswith(".")
+        assert fault.symptom
+        assert fault.points_at.phase
+        assert fault.expects
+        assert set(fault.expects) <= set(WHATS) - {""}
+        if fault.counterpart:
+            other = CATALOGUE[fault.counterpart]
+            assert (other.takes, other.counterpart) == (fault.takes, "")
+        device: Device = "cpu" if "cpu" in fault.devices else "cuda"
+        for variant in variants(fault, device):
+            case = fault_case(fault, variant, device)
+            ids.append(case.id)
+            assert not case.skip_reason, (fault.name, variant.name, case.skip_reason)
+            assert case.labels["fault"] == fault.name
+            assert {getattr(case, leg).plant.fault for leg in fault.setup.legs} == {fault.name}
+            assert len({getattr(case, leg).key for leg in LEGS}) == 3
+        text = scenario_text(fault)
+        assert decode_scenario(text.encode(), "shown").why == fault.description
+        (case,) = cases_of(text, device)
+        assert case.candidate.config["graph"] == list(fault.setup.graph)
+    assert len(set(ids)) == len(ids)
+    assert len(CATALOGUE) >= 172
+
+
+def test_a_setup_with_stressors_is_run_bare_and_with_each_alone() -> None:
+    """So that what a plain run would have shown is a run, not a guess."""
+    fault = CATALOGUE["early_release"]
+    cases = {v.name: fault_case(fault, v, "cpu") for v in variants(fault)}
+    configs = {name: case.candidate.config for name, case in cases.items()}
+    assert {name: (each["stress"], each["ledger"]) for name, each in configs.items()} == {
+        BARE: ([], False), "poison": (["poison"], True), "scramble": (["scramble"], True),
+        WHOLE: (["poison", "scramble"], True),
+    }  # fmt: skip
+    assert len({case.reference.key for case in cases.values()}) == 1
+
+
+def test_on_gpus_the_other_stressors_stand_in_for_races() -> None:
+    """Races are seen on the CPU alone; a fault of GPUs is skipped there, with the reason."""
+    fault = CATALOGUE["gather_ignores_writes"]
+    assert RACES in fault.setup.stress
+    found = {v.name: v.stress for v in variants(fault, "cuda")}
+    assert list(found) == [BARE, "jitter", "poison", "scramble", WHOLE]
+    assert found[WHOLE] == ("jitter", "poison", "scramble")
+    (clean,) = clean_cases([fault], 1, "cuda")
+    assert clean.candidate.config["stress"] == ["jitter", "poison", "scramble"]
+    fault = CATALOGUE["illegal_access"]
+    assert "cuda" in fault_case(fault, variants(fault)[-1], "cpu").skip_reason
+
+
+def test_clean_cases_are_many_differ_and_plant_nothing() -> None:
+    """200 of them, no two the same run, layouts and scopes and stressors of many kinds."""
+    cases = clean_cases(CATALOGUE.values(), 200, "cpu")
+    assert len({case.candidate.key for case in cases}) == len({case.id for case in cases}) == 200
+    for case in cases:
+        assert [getattr(case, leg).plant for leg in LEGS] == [None] * 3
+        assert case.labels["clean"]
+        assert case.reference.config["graph"] == case.reference.config["stress"] == []
+    held = [case.candidate.config for case in cases]
+    for key, least in (("parallel", 7), ("graph", 7), ("stress", 4)):
+        assert len({str(config[key]) for config in held}) >= least
+    assert len({case.reference.key for case in cases}) <= 60
+
+
+def test_the_front_of_the_harness_never_imports_torch() -> None:
+    """Everything up to the plan and the command line runs where torch is not wanted."""
+    code = (
+        "import sys, harness.cli, harness.faults.catalogue, harness.runner.plan;"
+        "import harness.scenario.matrix;"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'pandas', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,16 +1,16 @@
 """`harness faults`: what it lists, what it runs, and when it ends with 0."""
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.campaign.campaign import document
 from harness.cli import main
 from harness.faults.catalogue import CATALOGUE
-from harness.records import FloatBits, RunSpec, StepRecord
-from tests.support.fake_engine import FakeEngine, run_json
+from harness.records import RunSpec, StepRecord
+from tests.support.fake_engine import FakeEngine, other_bits, run_json
 
 RAN = ("run", "--clean", "3", "--out", "made")
 
@@ -20,22 +20,15 @@ def plants(engine: FakeEngine) -> FakeEngine:
     """An engine in which `ulp` acts and nothing else does."""
 
     def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
-        losses = (FloatBits.from_bits(0x40000000),) * spec.config["microbatches"]
-        record = dataclasses.replace(record, microbatch_losses=losses)
-        plant = spec.plant
-        if plant is None or plant.fault != "ulp" or record.rank != spec.world_size - 1:
-            return record
-        if record.step < plant.step:
-            return record
-        return dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
+        plant, is_last = spec.plant, record.rank == spec.world_size - 1
+        acts = plant is not None and plant.fault == "ulp" and is_last and record.step >= plant.step
+        return other_bits(record) if acts else record
 
     engine.spoil = spoil
     return engine
 
 
-def test_a_fault_that_is_seen_ends_with_0(
-    plants: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_that_is_seen_ends_with_0(plants: FakeEngine, capsys: Any) -> None:
     """The row says by which check, in which step and place."""
     code, plain = run_json(capsys, "faults", *RAN, "ulp")
     assert code == plain["exit_code"] == 0
@@ -55,9 +48,7 @@ def test_a_fault_that_is_seen_ends_with_0(
     assert page.read_text().endswith((made / "matrix.md").read_text().split("\n\n", 1)[1])
 
 
-def test_a_fault_that_nobody_sees_ends_with_1(
-    plants: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_that_nobody_sees_ends_with_1(plants: FakeEngine, capsys: Any) -> None:
     """A planted fault without a word is a failure of the harness, said as such."""
     code, plain = run_json(capsys, "faults", *RAN, "ulp", "nan")
     assert code == 1
@@ -66,17 +57,14 @@ def test_a_fault_that_nobody_sees_ends_with_1(
     assert plain["rates"]["detected"]["successes"] == 1
 
 
-def test_a_clean_case_that_fails_ends_with_1(
-    plants: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clean_case_that_fails_ends_with_1(plants: FakeEngine, capsys: Any) -> None:
     """A false alarm is a failure, and named."""
     quiet = plants.spoil
 
     def noisy(spec: RunSpec, record: StepRecord) -> StepRecord:
         record = quiet(spec, record)
-        if not spec.config["stress"] or spec.plant is not None:
-            return record
-        return dataclasses.replace(record, digests=record.digests | {"grads": "0" * 32})
+        is_quiet = not spec.config["stress"] or spec.plant is not None
+        return record if is_quiet else other_bits(record, "grads")
 
     plants.spoil = noisy
     code, plain = run_json(capsys, "faults", *RAN, "ulp")

@@ -2,8 +2,8 @@
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
@@ -52,19 +52,25 @@ def f32(number: float) -> FloatBits:
     return FloatBits.from_bits(struct.unpack(">I", struct.pack(">f", number))[0])
 
 
-def digests_of(group: str, rank: int, step: int) -> str:
+def digest_of(*words: object) -> str:
+    return hashlib.md5("/".join(map(str, words)).encode()).hexdigest()
+
+
+def digests_of(group: str, rank: int, step: int, names: Iterable[str] = ()) -> str:
     """Of a group's tensors, in a whole run."""
-    each = (hashlib.md5(f"{group}/{n}/{rank}/{step}".encode()) for n in TENSORS[group])
-    return "".join(digest.hexdigest() for digest in each)
+    return "".join(digest_of(group, name, rank, step) for name in names or TENSORS[group])
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Builds cases of a given size."""
+    """Builds cases of a given size; what goes `through` several taps has one digest."""
 
     steps: int = 4
     world_size: int = 2
     microbatches: int = 2
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: TENSORS)
+    taps: Mapping[str, tuple[int, int]] = field(default_factory=lambda: TAPS)
+    through: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, replica: int = 0, graph: tuple[str, ...] = (), **more: Any) -> RunSpec:
         config = {
@@ -94,14 +100,16 @@ class Lab:
             for micro in range(self.microbatches)
         )
         taps = (
-            hashlib.md5(f"{name}/{rank}/{step}".encode()).hexdigest() + f"{place:08x}"
-            for name, (_, place) in TAPS.items()
+            digest_of(self.through.get(tap, tap), number, rank, step) + f"{place:08x}"
+            for (tap, _, number), place in (
+                (name.partition("["), place) for name, (_, place) in self.taps.items()
+            )
         )
         return StepRecord(
             step=step, rank=rank, loss=losses[0], microbatch_losses=losses,
             grad_norm=FloatBits.from_bits(0x3F000000 + step), taps="".join(taps),
-            digests={group: digests_of(group, rank, step) for group in TENSORS},
-            nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=1000,
+            digests={g: digests_of(g, rank, step, names) for g, names in self.tensors.items()},
+            nonfinite=dict.fromkeys(self.tensors, ()), step_s=0.01, live_bytes=1000,
             peak_bytes=2000 + rank,
         )  # fmt: skip
 
@@ -111,8 +119,8 @@ class Lab:
             rank=rank, events=(), error=None, problems=(),
             start=StartRecord(
                 schema=1, rank=rank, world_size=self.world_size, pid=100 + rank, device="cpu",
-                tensors=dict(TENSORS), taps=tuple(TAPS),
-                tap_stages=tuple(stage for stage, _ in TAPS.values()),
+                tensors=dict(self.tensors), taps=tuple(self.taps),
+                tap_stages=tuple(stage for stage, _ in self.taps.values()),
                 environment={"fingerprint": {"torch": "2.12", "threads": 1}, "host": "a"},
             ),
             steps=tuple(self.step(rank, step) for step in range(self.steps)),
@@ -121,7 +129,8 @@ class Lab:
                 replays=launches(graphs), graphs=graphs,
             ),
             initial=InitialRecord(
-                rank=rank, nonfinite={}, digests={g: digests_of(g, rank, BEFORE) for g in STATE}
+                rank=rank, nonfinite={},
+                digests={g: digests_of(g, rank, BEFORE, self.tensors[g]) for g in STATE},
             ),
         )  # fmt: skip
 
@@ -149,10 +158,7 @@ REFERENCE, CONTROL, CANDIDATE = LAB.legs()
 
 
 def edit(run: RunResult, *at: int, **changes: Any) -> RunResult:
-    """Changes in the outcome, in rank `at[0]`, or in its step `at[1]`, -1 before the first.
-
-    What a mapping is given for is changed in the parts that the mapping names.
-    """
+    """Changes in the outcome, in rank `at[0]`, or in its step `at[1]`, -1 before the first."""
 
     def merged(old: Any, new: Mapping[str, Any]) -> Any:
         found = {}
