@@ -13,7 +13,7 @@ from harness.cli import main
 from harness.records import ExitCode, Verdict
 from harness.runner import recorded
 from harness.store import read_verdict
-from tests.support.fake_engine import Capsys, Patch
+from tests.support.fake_engine import Capsys, Patch, run_json
 
 TRAIN = """
 import os, signal, sys, torch, torch.distributed as dist
@@ -72,24 +72,17 @@ def compared(folder: Path, *words: str) -> tuple[int, Verdict]:
     return code, verdict
 
 
-def test_ranks_that_torchrun_starts_are_recorded_with_what_they_say(lab: Path) -> None:
-    """World size and steps are those of the ranks, their exit codes those of their processes."""
-    run = recorded.load(lab / "a")
-    assert run.spec.world_size == 2
-    assert recorded.steps_on_rank_0(run) == 3
-    assert run.outcome.what == ""
-    assert [(state.rank, state.code) for state in run.outcome.ranks] == [(0, 0), (1, 0)]
-    assert run.spec.config["program"]["args"]["_"][-1] == str(lab / "train.py")
-
-
 def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
     """Every digest of both is equal, a third may be the control; a run with itself proves none."""
+    run = recorded.load(lab / "a")
+    assert (run.spec.world_size, recorded.steps_on_rank_0(run), run.outcome.what) == (2, 3, "")
+    assert [(state.rank, state.code) for state in run.outcome.ranks] == [(0, 0), (1, 0)]
+    assert run.spec.config["program"]["args"]["_"][-1] == str(lab / "train.py")
     a, b = str(lab / "a"), str(lab / "b")
-    assert main(["compare-runs", a, a]) == ExitCode.USAGE
-    assert main(["compare-runs", a, b, "--control", a]) == ExitCode.USAGE
-    code, verdict = compared(lab, a, b)
-    assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
+    for same in ((a, a), (a, b, "--control", a)):
+        assert main(["compare-runs", *same]) == ExitCode.USAGE
     shutil.copytree(lab / "b", lab / "c", dirs_exist_ok=True)
+    assert compared(lab, a, b)[0] == ExitCode.PASSED
     code, verdict = compared(lab, a, b, "--control", str(lab / "c"))
     assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
     (control,) = (each for each in verdict.checks if each.check == "control")
@@ -100,48 +93,30 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     lab: Path, capsys: Capsys
 ) -> None:
     """Step, rank and tensor of the first difference; show, check, report and bisect read it."""
-    if not (lab / "planted").exists():
-        assert wrap(lab, "planted", *TORCHRUN, str(lab / "train.py"), "--plant") == 0
+    assert wrap(lab, "planted", *TORCHRUN, str(lab / "train.py"), "--plant") == 0
     a, planted = str(lab / "a"), str(lab / "planted")
     code, verdict = compared(lab, a, planted)
     assert (code, verdict.what) == (ExitCode.NO_VERDICT, "no_control")
-    assert verdict.difference is not None
-    assert (verdict.difference.step, verdict.difference.tensor) == (1, "0.weight")
-    code, verdict = compared(lab, a, planted, "--control", str(lab / "b"))
+    control = ("--control", str(lab / "b"))
+    code, verdict = compared(lab, a, planted, *control)
     assert (code, verdict.what) == (ExitCode.FAILED, "diverged")
-    assert verdict.difference is not None
-    assert verdict.difference.quantity == "grads"
+    found = verdict.difference
+    assert found is not None
+    assert (found.step, found.quantity, found.tensor) == (1, "grads", "0.weight")
     case = str(lab / "compared" / "cases" / "candidate")
-    assert main(["show", case]) == 0
-    assert main(["check", str(lab / "compared")]) == ExitCode.FAILED
-    assert main(["report", str(lab / "compared")]) == 0
-    capsys.readouterr()
-    bisect = ["bisect", case, "--out", str(lab / "bisected"), "--json"]
-    assert main(bisect) == ExitCode.FAILED
-    place = json.loads(capsys.readouterr().out)["place"]
-    assert (place["step"], place["rank"]) == (1, 1)
-    assert main(["rerun", case]) == ExitCode.USAGE
+    for words, expected in (
+        (["show", case], 0), (["check", str(lab / "compared")], 1),
+        (["report", str(lab / "compared")], 0), (["rerun", case], ExitCode.USAGE),
+        (["compare-runs", a, planted, "--expect", "rounding"], ExitCode.USAGE),
+    ):  # fmt: skip
+        assert main(words) == expected, words
+    assert capsys.readouterr().err.count("expected bitwise or {rtol: R}, got rounding") == 1
+    code, answer = run_json(capsys, "bisect", case, "--out", str(lab / "bisected"))
+    assert (code, answer["place"]["step"], answer["place"]["rank"]) == (ExitCode.FAILED, 1, 1)
     for rtol, expected in (("1e-2", ExitCode.PASSED), ("1e-12", ExitCode.FAILED)):
-        within = ("--control", str(lab / "b"), "--expect", f"{{rtol: {rtol}}}")
-        code, verdict = compared(lab, a, planted, *within)
+        code, _ = compared(lab, a, planted, *control, "--expect", f"{{rtol: {rtol}}}")
         assert code == expected
     assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
-    capsys.readouterr()
-    assert main(["compare-runs", a, planted, "--expect", "rounding"]) == ExitCode.USAGE
-    said = capsys.readouterr().err.strip()
-    assert "expected bitwise or {rtol: R}, got rounding" in said
-    assert "\n" not in said
-
-
-def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
-    """torchrun exits with 1; the run says which rank died by which signal."""
-    code = wrap(lab, "killed", *TORCHRUN, str(lab / "train.py"), "--kill")
-    assert code == 1
-    outcome = recorded.load(lab / "killed").outcome
-    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
-    assert next(state.code for state in outcome.ranks if state.rank == 1) == -signal.SIGKILL
-    code, verdict = compared(lab, str(lab / "a"), str(lab / "killed"))
-    assert (code, verdict.what) == (ExitCode.FAILED, "killed")
 
 
 @pytest.fixture
@@ -160,31 +135,24 @@ def test_a_command_that_records_nothing_is_no_success(alone: Path, capsys: Capsy
 
 
 def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
-    alone: Path, monkeypatch: Patch
+    alone: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
-    """Without torchrun a process records once it trains; a nonzero exit is no whole run."""
+    """Without torchrun a process records once it trains; fewer steps or ranks are not whole."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     command = f"{sys.executable} {alone / 'train.py'}; exit 7"
     assert wrap(alone, "run", "sh", "-c", command) == 7
     run = recorded.load(alone / "run")
-    assert run.spec.world_size == 1
-    assert recorded.steps_on_rank_0(run) == 3
-    assert run.outcome.what == "crashed"
-
-
-def test_taps_and_steps_that_were_asked_for(alone: Path, capsys: Capsys) -> None:
-    """Taps are recorded; fewer steps than --steps, or a rank too few, are not whole."""
+    assert (run.spec.world_size, run.outcome.what) == (1, "crashed")
     options = ("--taps", "0:output", "--steps", "4")
-    code = wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="1"), options=options)
+    code = wrap(alone, "one", *script(alone, RANK="0", WORLD_SIZE="2"), options=options)
     assert code == ExitCode.NO_VERDICT
-    assert "no record of step 3" in capsys.readouterr().err
-    start = recorded.load(alone / "run").ranks[0].start
-    assert start is not None
-    assert [name.partition("[")[0] for name in start.taps] == ["0:output"]
-    assert wrap(alone, "one", *script(alone, RANK="0", WORLD_SIZE="2")) == ExitCode.NO_VERDICT
     assert "no records of rank 1" in capsys.readouterr().err
-    assert recorded.load(alone / "one").spec.world_size == 2
+    run = recorded.load(alone / "one")
+    start = run.ranks[0].start
+    assert start is not None
+    assert (run.spec.world_size, run.spec.config["steps"]) == (2, 4)
+    assert [name.partition("[")[0] for name in start.taps] == ["0:output"]
 
 
 def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
@@ -198,33 +166,28 @@ def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
     assert not (alone / "other").exists()
 
 
-def test_parts_share_a_run_and_the_last_one_tells(alone: Path, monkeypatch: Patch) -> None:
-    """Two `harness wrap` of one job, as srun starts them: one specification, one outcome."""
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+def test_parts_as_srun_starts_them_share_a_run(alone: Path, monkeypatch: Patch) -> None:
+    """Two `harness wrap` of one job: one specification, one outcome; not of another step."""
+    for name, value in (("JOB_ID", "12"), ("STEP_ID", "0"), ("STEP_NUM_TASKS", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
     for rank in range(2):
         assert not (alone / "run" / "outcome.json").exists()
         monkeypatch.setenv("SLURM_PROCID", str(rank))
         assert wrap(alone, "run", *script(alone)) == 0
     run = recorded.load(alone / "run")
-    assert run.spec.world_size == 2
-    assert [state.code for state in run.outcome.ranks] == [0, 0]
-    assert run.outcome.what == ""
+    assert (run.spec.world_size, run.outcome.what) == (2, "")
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     assert wrap(alone, "run", "true") == ExitCode.USAGE
 
 
 def test_parts_by_number_share_a_run(alone: Path, capsys: Capsys) -> None:
-    """`--part I/N`, as of torchrun on N machines: whoever ends last tells, in whatever order."""
-    for part, rank in (("2/2", "1"), ("1/2", "0")):
+    """`--part I/N`, in whatever order: a rank that another part lost is named by the last one."""
+    for part, rank, code in (("2/2", "1", 128 + signal.SIGKILL), ("1/2", "0", ExitCode.NO_VERDICT)):
         assert not (alone / "run" / "outcome.json").exists()
-        command = script(alone, RANK=rank, WORLD_SIZE="2")
-        assert wrap(alone, "run", *command, options=("--part", part)) == 0
-    run = recorded.load(alone / "run")
-    assert [state.code for state in run.outcome.ranks] == [0, 0]
-    assert run.outcome.what == ""
-    assert {path.name for path in (alone / "run").glob("part-*")} == {"part-0.json", "part-1.json"}
+        command = script(alone, "--kill", RANK=rank, WORLD_SIZE="2")
+        assert wrap(alone, "run", *command, options=("--part", part)) == code
+    outcome = recorded.load(alone / "run").outcome
+    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
     # A third joins a run that is over, and a name that is no part of N.
     assert wrap(alone, "run", "true", options=("--part", "1/2")) == ExitCode.USAGE
     for part in ("0/2", "3/2", "2", "a/b"):
@@ -233,15 +196,6 @@ def test_parts_by_number_share_a_run(alone: Path, capsys: Capsys) -> None:
         assert "--part: expected I/N with 1 <= I <= N" in capsys.readouterr().err
     assert not (alone / "other").exists()
     assert main(["wrap", "--part", "1/2", "--", "true"]) == ExitCode.USAGE
-
-
-def test_a_part_that_fails_is_the_outcome_of_all(alone: Path) -> None:
-    """The rank that another machine lost is named by the part that ends last."""
-    ranks = {rank: script(alone, "--kill", RANK=rank, WORLD_SIZE="2") for rank in ("0", "1")}
-    assert wrap(alone, "run", *ranks["1"], options=("--part", "2/2")) == 128 + signal.SIGKILL
-    assert wrap(alone, "run", *ranks["0"], options=("--part", "1/2")) == ExitCode.NO_VERDICT
-    outcome = recorded.load(alone / "run").outcome
-    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
 
 
 def test_a_signal_reaches_the_command(alone: Path) -> None:

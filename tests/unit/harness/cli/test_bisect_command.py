@@ -1,144 +1,157 @@
 """Contracts of `harness bisect`, with an engine that writes records itself."""
 
-import dataclasses
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness import provenance
-from harness.bisect.experiments import Asker
+from harness.bisect.experiments import AskedQuestion, Asker
+from harness.bisect.render import asked
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
+from tests.bisect_history.history import git, harnesses, make_history
 from tests.support.fake_engine import (
     SCENARIO,
     Capsys,
     FakeEngine,
     Patch,
+    Spoil,
     failed_run,
+    other_bits,
     run_json,
     unequal,
 )
 
+PLACE = ("--until", "place", "--no-element")
+FOUND = ("bisect", "dp2-attn", "r", "--out", "b")
+Bisect = Callable[..., tuple[int, Any]]
 
-def test_a_failing_case_is_led_to_its_place(engine: FakeEngine, capsys: Capsys) -> None:
-    """Step, phase, tensor and rank; the case's own runs are taken over, not made again."""
+
+@pytest.fixture
+def bisect(engine: FakeEngine, capsys: Capsys) -> Bisect:
+    """Exit code and JSON answer of a search in the failed run `r`, or in a scenario."""
     failed_run(engine)
-    code, found = run_json(
-        capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "place", "--no-element"
-    )
+    return lambda *args: run_json(capsys, *args)
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def kept() -> Any:
+    return json.loads(Path("b/bisect.json").read_text())
+
+
+def test_a_failing_case_is_led_to_its_place(
+    bisect: Bisect, engine: FakeEngine, capsys: Capsys
+) -> None:
+    """The case's own runs are not made again; nothing is made for a case that passed."""
+    code, found = bisect(*FOUND, *PLACE)
     assert code == found["exit_code"] == 1
     place = found["place"]
     assert (place["step"], place["phase"], place["tensor"]) == (2, "optimizer", "w")
-    assert (place["rank"], place["ranks"]) == (1, [1])
-    assert engine.made == []
-    assert json.loads(Path("b/bisect.json").read_text())["place"] == place
+    assert (place["rank"], place["ranks"], kept()["place"]) == (1, [1], place)
     assert "dp2-attn" in Path("b/bisect.md").read_text()
-    assert engine.closed == 2
+    assert (engine.made, engine.closed) == ([], 2)
+    assert main(["bisect", "dp2-full_iteration", "r"]) == 0
+    assert "nothing to bisect" in capsys.readouterr().out
+    assert (engine.made, Path("out").exists()) == ([], False)
 
 
 def test_the_same_command_goes_on_and_asks_nothing_twice(
-    engine: FakeEngine, capsys: Capsys
+    bisect: Bisect, engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
-    """A budget that ends is exit code 6, and what was found is kept; then it goes on."""
-    failed_run(engine)
-    command = ["bisect", "dp2-attn", "r", "--out", "b", "--until", "causes"]
-    code, found = run_json(capsys, *command, "--budget-runs", "2")
-    assert (code, found["exit_code"]) == (6, 6)
+    """A spent budget is exit code 6; what was found is kept, also by a search that is stopped."""
+    command = [*FOUND, "--until", "causes"]
+    code, found = bisect(*command, "--budget-runs", "2")
+    assert (code, found["exit_code"], found["place"]["tensor"]) == (6, 6, "w")
     assert "budget of 2 runs" in found["stopped"]
-    assert found["place"]["tensor"] == "w"
-    first = set(engine.made)
-    assert len(first) <= 2
-    code, found = run_json(capsys, *command)
+    assert len(set(engine.made)) <= 2
+    code, found = bisect(*command)
     assert (code, found["stopped"]) == (1, "")
     assert [cause["changes"] for cause in found["causes"]["causes"]] == [["graph: attn"]]
     assert found["num_runs"] == len(engine.made) == len(set(engine.made))
+    questions = found["questions"]
+    assert sum(question["runs"] for question in questions) == found["num_runs"]
     made = len(engine.made)
-    assert run_json(capsys, *command)[0] == 1
+    capsys.readouterr()
+    assert main(command) == 1
+    out = capsys.readouterr().out.partition("failed diverged  dp2-attn")[0]
+    told = re.findall(r"^ *(\d+)\. (.*\?.*)$", out, re.M)
+    assert [int(number) for number, _ in told] == list(range(1, len(questions) + 1))
+    for question, (_, line) in zip(questions, told, strict=True):
+        assert line.startswith(f"{asked(AskedQuestion.from_json(question))} {question['answer']}")
     assert len(engine.made) == made
+    monkeypatch.setattr(Asker, "ask", interrupt)
+    assert main(command) == 2
+    assert kept()["stopped"] == "interrupted"
+    for name in ("outcome", "what", "message", "place", "causes"):
+        assert kept()[name] == found[name]
 
 
-def test_the_least_case_is_left_as_a_scenario_that_fails_alone(
-    engine: FakeEngine, capsys: Capsys
-) -> None:
-    """It is where it was asked for, runs and fails by itself, and is not written twice."""
-    failed_run(engine)
-    command = ["bisect", "dp2-attn", "r", "--out", "b", "--repro", "alone"]
+def test_the_least_case_is_left_as_a_scenario_that_fails_alone(bisect: Bisect) -> None:
+    """It is written once, where it was asked for, and fails by itself."""
     for _ in range(2):
-        code, found = run_json(capsys, *command)
-        assert code == 1
-        assert found["least_case"]["path"] == "alone/repro_small_dp2_attn.yaml"
+        code, found = bisect(*FOUND, "--repro", "alone")
+        assert (code, found["least_case"]["path"]) == (1, "alone/repro_small_dp2_attn.yaml")
         assert [path.name for path in Path("alone").iterdir()] == ["repro_small_dp2_attn.yaml"]
     assert main(["run", "alone/repro_small_dp2_attn.yaml", "--out", "again", "--no-history"]) == 1
 
 
-def test_a_night_that_passed_is_compared_first(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+def test_other_environments_are_said_first(
+    engine: FakeEngine, bisect: Bisect, capsys: Capsys, monkeypatch: Patch
 ) -> None:
-    """What has changed since is the first line, and does not keep causes from being searched."""
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert main(["run", "small.yaml", "--out", "good", "--no-history"]) == 0
+    """Of a run that passed, of today's code, and of an earlier search, whose answers are left."""
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    failed_run(engine)
-    code, found = run_json(
-        capsys, "bisect", "dp2-attn", "r", "--out", "b", "--passed", "good", "--until", "causes",
-        "--no-element",
-    )  # fmt: skip
-    assert code == 1
-    (told,) = found["environment"]
-    assert told.startswith("good and r ran in other environments: NCCL_ALGO Ring became Tree")
-    assert found["causes"]["causes"]
-
-
-def test_a_cell_of_a_scenario_is_run_first(engine: FakeEngine, capsys: Capsys) -> None:
-    """A case that was never run is run as a question of the search; one that passes says so."""
+    engine.spoil = lambda spec, record: record
+    assert main(["run", "small.yaml", "--out", "good", "--no-history"]) == 0
     engine.spoil = unequal
-    options = ["--until", "place", "--no-element"]
-    code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and attn", *options)
-    assert code == 1
-    assert (found["num_runs"], found["folder"]) == (
-        3,
-        str(Path("out/bisect-small.dp2-attn").absolute()),
-    )
-    code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and full_iteration", *options)
+    command = ["bisect", "dp2-attn", "r", *PLACE]
+    first = bisect(*command, "--passed", "good")[1]
+    told, *more = first["environment"]
+    assert told.startswith("good and r ran in other environments: NCCL_ALGO Tree became absent")
+    assert more  # today's runs would have the variable, too
+    monkeypatch.delenv("NCCL_ALGO")
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
+    monkeypatch.setattr(provenance, "describe", lambda: "2" * 40)
+    code, second = bisect(*command)
+    assert (code, second["folder"]) == (1, f"{first['folder']}-2")
+    assert second["environment"][0].startswith("answers of an earlier search, in out/bisect-small")
+    assert any(f"further runs are made as '{'2' * 12}'" in each for each in second["environment"])
+    assert main([*command, "--out", "out/bisect-small.dp2-attn"]) == 4
+    assert ": name another" in capsys.readouterr().err
+
+
+def test_cases_of_a_scenario_are_run_first(bisect: Bisect, engine: FakeEngine) -> None:
+    """Also two candidates held to each other; one that passes says so."""
+    attn, whole = "dp2 and attn", "dp2 and full_iteration"
+    code, found = bisect("bisect", "small.yaml", "-k", attn, *PLACE)
+    assert (code, found["num_runs"]) == (1, 3)
+    assert found["folder"] == str(Path("out/bisect-small.dp2-attn").absolute())
+    code, found = bisect("bisect", "small.yaml", "-k", whole, *PLACE)
     assert (code, found["outcome"], found["place"]) == (0, "passed", None)
-
-
-def test_two_cells_of_one_layout_are_held_to_each_other(engine: FakeEngine, capsys: Capsys) -> None:
-    """The candidate of one is the reference of the other: what differs is found between them."""
-    engine.spoil = unequal
-    code, found = run_json(
-        capsys, "bisect", "small.yaml", "-k", "dp2 and attn", "--against", "dp2 and full_iteration",
-        "--until", "place", "--no-element",
-    )  # fmt: skip
+    engine.made.clear()
+    code, found = bisect("bisect", "small.yaml", "-k", attn, "--against", whole, *PLACE)
     assert (code, found["case_id"]) == (1, "dp2-attn-against-dp2-full_iteration")
     assert (found["place"]["step"], found["place"]["rank"]) == (2, 1)
     assert not any("eager" in key for key in engine.made)
 
 
-def test_a_case_that_passed_has_nothing_to_bisect(engine: FakeEngine, capsys: Capsys) -> None:
-    """Exit 0, one line, no folder, no run."""
-    failed_run(engine)
-    assert main(["bisect", "dp2-full_iteration", "r"]) == 0
-    assert "nothing to bisect" in capsys.readouterr().out
-    assert engine.made == []
-    assert not Path("out").exists()
-
-
 def test_a_reference_that_differs_from_its_control_is_itself_located(
-    engine: FakeEngine, capsys: Capsys
+    bisect: Bisect, engine: FakeEngine
 ) -> None:
-    """The candidate is not blamed: the place is where the two runs of the reference part."""
+    """The candidate is not blamed."""
 
     def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
-        if spec.replica != 1 or record.step != 3 or record.rank:
-            return record
-        return dataclasses.replace(record, digests=record.digests | {"grads": "1" * 32})
+        is_there = spec.replica == 1 and record.step == 3 and not record.rank
+        return other_bits(record, "grads", "1") if is_there else record
 
     engine.spoil = spoil
-    code, found = run_json(
-        capsys, "bisect", "small.yaml", "-k", "dp2 and attn", "--until", "place", "--no-element"
-    )
+    code, found = bisect("bisect", "small.yaml", "-k", "dp2 and attn", *PLACE)
     assert (code, found["outcome"]) == (6, "incomparable")
     assert (found["place"]["step"], found["place"]["quantity"]) == (3, "grads")
     assert "not to blame" in found["place"]["evidence"][0]
@@ -156,62 +169,29 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
         (["dp2-attn", "r", "--against", "x"], "--against, --device and --set with a"),
         (["small.yaml", "-k", "dp2 and attn", "--against", "dp1"], "expected --against EXPR that"),
         (["small.yaml", "-k", "dp2 and attn", "--against", "dp1 and attn"], "the same data"),
+        (["dp2-attn", "r", "--every-run"], "--commits"),
     ],
 )
 def test_a_request_that_cannot_be_is_one_line(
-    engine: FakeEngine, capsys: Capsys, args: list[str], expected: str
+    bisect: Bisect, capsys: Capsys, args: list[str], expected: str
 ) -> None:
     """Exit 4: what was expected and what was got."""
-    failed_run(engine)
     capsys.readouterr()
     assert main(["bisect", *args]) == 4
     err = capsys.readouterr().err
-    assert expected in err
-    assert len(err.splitlines()) == 1
-
-
-def test_an_interrupted_search_keeps_what_it_found(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
-) -> None:
-    """Exit 2; the place is on disk, and the message has the command that goes on."""
-    failed_run(engine)
-
-    def interrupt(spec: RunSpec) -> None:
-        raise KeyboardInterrupt
-
-    engine.on_start = interrupt
-    capsys.readouterr()
-    command = ["bisect", "dp2-attn", "r", "--out", "b", "--no-element", "--until", "causes"]
-    assert main(command) == 2
-    assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
-    kept = json.loads(Path("b/bisect.json").read_text())
-    assert (kept["stopped"], kept["place"]["tensor"]) == ("interrupted", "w")
-    engine.on_start = lambda spec: None
-    assert main(command) == 1
-
-
-def test_records_of_other_code_are_said_first(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
-) -> None:
-    """Further runs are made by today's code: where that is another, it may have been mended."""
-    failed_run(engine)
-    monkeypatch.setattr(provenance, "describe", lambda: "2" * 40)
-    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place", "--out", "b"]
-    code, found = run_json(capsys, *command)
-    assert code == 1
-    assert f"further runs are made as '{'2' * 12}'" in found["environment"][-1]
+    assert (expected in err, len(err.splitlines())) == (True, 1)
 
 
 @pytest.mark.parametrize("between", [False, True])
 def test_a_search_that_has_no_answer_yet_ends_like_any_other(
-    engine: FakeEngine, capsys: Capsys, between: bool
+    bisect: Bisect, engine: FakeEngine, capsys: Capsys, between: bool
 ) -> None:
-    """A budget or Ctrl-C in its first question: what is asked, why it ended, how to go on."""
+    """A budget or Ctrl-C in its first question: why it ended, and how to go on."""
     two = "axes: {parallel: [{tp: 1}, {tp: 2}], graph: [eager, [attn]]}"
     Path("two.yaml").write_text(SCENARIO.replace(SCENARIO.splitlines()[3], two))
     against = ["-k", "tp2", "--against", "tp1"] if between else ["-k", "tp2"]
     command = ["bisect", "two.yaml", *against, "--out", "b", "--budget-runs", "2"]
-    code, found = run_json(capsys, *command)
+    code, found = bisect(*command)
     assert (code, found["exit_code"], found["outcome"]) == (6, 6, "error")
     assert (found["what"], found["num_runs"]) == ("not_run", 0)
     assert found["stopped"].startswith("the budget of 2 runs: 0 spent, the next question")
@@ -219,52 +199,105 @@ def test_a_search_that_has_no_answer_yet_ends_like_any_other(
     out = capsys.readouterr().out
     assert "not finished: the budget of 2 runs" in out
     assert "again: harness bisect two.yaml -k tp2" in out
-
-    def interrupt(spec: RunSpec) -> None:
-        raise KeyboardInterrupt
-
     engine.on_start = interrupt
     assert main(command[:-2]) == 2
     assert "go on with: harness bisect two.yaml -k tp2" in capsys.readouterr().err
-    assert json.loads(Path("b/bisect.json").read_text())["stopped"] == "interrupted"
+    assert kept()["stopped"] == "interrupted"
 
 
-def test_a_sitting_that_ends_early_forgets_nothing(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+# --- faults that seldom fire ------------------------------------------------------------------
+
+
+def fires_in(runs: range | tuple[int, ...], engine: FakeEngine) -> Spoil:
+    """A gradient of rank 1 that is wrong from step 2 on, in these of the graphed runs."""
+    fired: dict[str, bool] = {}
+
+    def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
+        if spec.config["graph"] != ["attn"] or spec.world_size == 1:
+            return record
+        fires = fired.setdefault(engine.made[-1], len(fired) in runs)
+        is_wrong = fires and record.rank and record.step >= 2
+        return other_bits(record, "grads") if is_wrong else record
+
+    return spoil
+
+
+def searched_in(engine: FakeEngine, capsys: Capsys, runs: Any, *more: str) -> Any:
+    failed_run(engine, fires_in(runs, engine))
+    return run_json(capsys, *FOUND, "--until", "place", *more)[1]
+
+
+def test_a_look_that_a_fault_stays_away_from_is_repeated(
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
-    """Ctrl-C before it has come to where the last one was: what that knew is still there."""
-    failed_run(engine)
-    command = ["bisect", "dp2-attn", "r", "--out", "b", "--until", "causes", "--no-element"]
-    code, whole = run_json(capsys, *command)
-    assert code == 1
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Asker, "ask", interrupt)
-    assert main(command) == 2
-    kept = json.loads(Path("b/bisect.json").read_text())
-    for name in ("outcome", "what", "message", "place", "causes"):
-        assert kept[name] == whole[name]
-    assert kept["stopped"] == "interrupted"
+    """Until it comes; that it may not come is said, and so is that looking may keep it away."""
+    found = searched_in(engine, capsys, range(0, 20, 4), "--no-element")
+    place = found["place"]
+    assert (place["step"], place["tensor"], place["ranks"]) == (2, "w", [1])
+    assert "it comes now and then: the same run passes, too" in place["evidence"]
+    assert found["num_runs"] == len(engine.made) > 3
+    looks = [q for q in found["questions"] if q["words"].startswith("which call")]
+    assert [q["answer"].startswith("step 2") for q in looks] == [False] * (len(looks) - 1) + [True]
 
 
-def test_answers_of_another_environment_are_left_alone(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+def test_a_fault_that_stays_away_from_the_look_at_elements_is_met_there_too(
+    engine: FakeEngine, capsys: Capsys
 ) -> None:
-    """Another version of a package: a folder of its own, and what differs is said first."""
-    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.11"})
+    """The first look showed it, the next one does not: whether it always comes is asked then."""
+    found = searched_in(engine, capsys, (0, 1))
+    words = [question["words"] for question in found["questions"]]
+    assert [each.partition("?")[0] for each in words[1:4]] == [
+        "which call differs first, up to step 2", "which element of grads:w differs first",
+        "does the case always fail",
+    ]  # fmt: skip
+    assert words[-1] == "which element of grads:w differs first? run 13"
+    assert found["place"]["tensor"] == "w"
+
+
+# --- commits ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(engine: FakeEngine, monkeypatch: Patch, tmp_path: Path) -> list[str]:
+    """The working folder is a repository of 17 commits of harnesses that answer at once."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("ASKED_OF_HISTORY", str(tmp_path / "asked.log"))
+    commits = make_history(tmp_path, harnesses(16, 11, broken=(3, 12, 14)))
     failed_run(engine)
-    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place"]
-    first = run_json(capsys, *command)[1]
-    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
-    code, second = run_json(capsys, *command)
-    assert (code, first["environment"]) == (1, [])
-    assert second["environment"] == [
-        "answers of an earlier search, in out/bisect-small.dp2-attn, are left alone: "
-        "package torch 2.11 became 2.12",
-        "the case and further runs ran in other environments: torch 2.11 became 2.12",
-    ]
-    assert second["folder"] == f"{first['folder']}-2"
-    assert main([*command, "--out", "out/bisect-small.dp2-attn"]) == 4
-    assert "but package torch 2.11 became 2.12: name another" in capsys.readouterr().err
+    return commits
+
+
+def test_the_first_bad_commit_in_log2_of_all(history: list[str], capsys: Capsys) -> None:
+    """Each with the slots that were given; the same command asks nothing again."""
+    room = ("--slots", "4", "--jobs", "2")
+    command = [*FOUND, "--until", "environment", "--commits", f"{history[0]}..{history[-1]}",
+               "--every-run", *room]  # fmt: skip
+    code, found = run_json(capsys, *command)
+    commits = found["commits"]
+    assert (code, commits["first_bad"]["hash"]) == (1, history[11])
+    assert commits["first_bad"]["subject"] == "Change 11"
+    num_skipped = len(commits["skipped"])
+    assert commits["num_runs"] <= 4 + 2 + num_skipped
+    assert found["num_runs"] == 3 * commits["num_runs"]
+    lines = Path("asked.log").read_text().splitlines()
+    assert len(lines) == commits["num_runs"] - num_skipped
+    assert all(line.endswith("--json --no-history --slots 4 --jobs 2") for line in lines)
+    assert git(Path.cwd(), "worktree", "list").count("\n") == 0
+    assert git(Path.cwd(), "for-each-ref", "--format=%(refname)") == "refs/heads/main"
+    assert main(command) == 1
+    assert f"first bad commit: {history[11][:10]} Change 11" in capsys.readouterr().out
+    assert Path("asked.log").read_text().splitlines() == lines
+
+
+def test_what_is_known_of_the_bad_commit_is_not_asked_again(
+    history: list[str], capsys: Capsys, monkeypatch: Patch
+) -> None:
+    """A case that is known to fail always need fail once where the bad commit's code ran it."""
+    runs = []
+    for number, code in enumerate((history[13], f"{history[13]}+changed")):
+        monkeypatch.setattr(provenance, "describe", lambda code=code: code)
+        command = [*FOUND[:-1], f"b{number}", "--until", "causes", "--no-element"]
+        found = run_json(capsys, *command, "--commits", f"{history[10]}..{history[13]}")[1]
+        assert found["commits"]["first_bad"]["hash"] == history[11]
+        runs.append(found["commits"]["num_runs"])
+    assert runs[1] - runs[0] == 4

@@ -1,20 +1,21 @@
 """Contracts of harness.cli and harness.runner.launch, with an engine that writes records itself."""
 
 import dataclasses
+import os
+import re
 import shlex
 import shutil
-from collections.abc import Generator
+import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import machine
 from harness.cli import main
+from harness.cli.main import COMMANDS
+from harness.cli.options import for_git
 from harness.machine import Gpu
-from harness.records import Verdict, What
-from harness.runner import launch
-from harness.runner.run import execution
+from harness.records import ExitCode, RunSpec, Verdict, What
 from harness.store import RunFolder
 from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
@@ -71,36 +72,44 @@ def test_every_end_has_its_exit_code(
     assert main(["run", "small.yaml", *args, "--bisect-exit"]) == in_git
 
 
-def test_a_difference_fails_and_is_named(engine: FakeEngine, capsys: Capsys) -> None:
-    """Exit 1, the verdicts of the other cases stand, the first difference is said."""
+def test_a_difference_fails_is_named_and_led_to_its_cause(
+    engine: FakeEngine, capsys: Capsys, tmp_path: Path
+) -> None:
+    """`run`, `show`, the command that it prints, and `rerun` of a case folder that was moved."""
     engine.spoil = unequal
-    code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
+    code, answer = run_json(capsys, "run", "small.yaml", "--out", "out/a red run")
     assert code == answer["exit_code"] == 1
-    outcomes = {v["case_id"]: v["outcome"] for v in answer["verdicts"]}
-    assert outcomes == {
+    assert {v["case_id"]: v["outcome"] for v in answer["verdicts"]} == {
         "dp1-attn": "failed", "dp1-full_iteration": "passed",
         "dp2-attn": "failed", "dp2-full_iteration": "passed",
     }  # fmt: skip
-    assert main(["show", "dp2-attn", "r"]) == 0
+    assert main(["show", "dp2-attn", "out/a red run"]) == 0
     said = capsys.readouterr().out
     assert "step 2, rank 1" in said
     assert "weights w" in said
-
-
-def test_a_missing_verdict_is_not_a_pass(
-    engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
-) -> None:
-    """Exit code 6 if some cases have none, even if all others passed; -x counts them, too."""
-
-    def short(*args: Any, **options: Any) -> Generator[None, None, tuple[Verdict, ...]]:
-        return (yield from execution(*args, **options))[1:]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "execution", short)
-        assert main(["run", "small.yaml"]) == 6
-    engine.spoil = unequal
-    assert main(["run", "small.yaml", "-x"]) == 1
-    assert "without a verdict" in capsys.readouterr().out
+    assert main(["run", "--resume", "out/a red run"]) == 1
+    (line,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("find the cause: ")
+    )
+    command = shlex.split(line.removeprefix("find the cause: "))
+    assert command == ["harness", "bisect", str(Path("out/a red run/cases/dp1-attn").absolute())]
+    assert main([*command[1:], "--until", "place"]) == 1
+    # The newest run is none that a search made.
+    assert len(list(Path("out").glob("*/manifest.json"))) == 2
+    folder = run_json(capsys, "show", "dp2-attn")[1]["folder"]
+    assert folder.endswith("/out/a red run/cases/dp2-attn")
+    case = RunFolder.open(Path("out/a red run")).cases[2]
+    Path(folder).rename(tmp_path / "moved")
+    code, answer = run_json(capsys, "rerun", str(tmp_path / "moved"), "--out", "again")
+    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp2-attn"])
+    assert RunFolder.open(Path("again")).cases[0] == case
+    Path("out/a red run/cases/dp1-attn/verdict.json").write_text("{")
+    assert run_json(capsys, "show", "dp1-attn", "out/a red run")[1]["verdict"] is None
+    engine.ends = {"attn": "crashed"}  # of a tolerance there are no bits to follow
+    near = SCENARIO.replace("expect: bitwise", "expect: {rtol: 1e-9}")
+    Path("near.yaml").write_text(near)
+    assert main(["run", "near.yaml"]) == 1
+    assert "harness bisect" not in capsys.readouterr().out
 
 
 def test_dry_run_runs_nothing(engine: FakeEngine, capsys: Capsys) -> None:
@@ -111,18 +120,6 @@ def test_dry_run_runs_nothing(engine: FakeEngine, capsys: Capsys) -> None:
     assert not Path("out").exists()
     assert main(["run", "small.yaml", "--dry-run"]) == 0
     assert "4 cases, 8 runs on" in capsys.readouterr().out
-
-
-def test_set_and_axis_reach_the_runs(engine: FakeEngine, capsys: Capsys) -> None:
-    """Options replace what the file says, and the manifest keeps the command line."""
-    args = ["run", "small.yaml", "--out", "r", "--set", "seed=9", "--axis", "parallel=[{dp: 4}]",
-            "--set", "launch.timeout_s=7"]  # fmt: skip
-    assert run_json(capsys, *args)[0] == 0
-    folder = RunFolder.open(Path("r"))
-    assert [case.id for case in folder.cases] == ["dp4-attn", "dp4-full_iteration"]
-    assert folder.cases[0].candidate.config["seed"] == 9
-    assert folder.cases[0].candidate.timeout_s == 7.0
-    assert folder.manifest["command"] == ["harness", *args, "--json"]
 
 
 def test_gpus_are_slots_and_may_be_shared(
@@ -146,78 +143,23 @@ def test_gpus_are_slots_and_may_be_shared(
     assert engine.options["devices"] == ("GPU-0", "GPU-1") * 2
 
 
-def test_rerun_needs_the_case_folder_alone(
-    engine: FakeEngine, capsys: Capsys, tmp_path: Path
-) -> None:
-    """A case folder that was moved away runs again, with the same specification."""
-    engine.spoil = unequal
-    assert main(["run", "small.yaml", "--out", "r"]) == 1
-    case = RunFolder.open(Path("r")).cases[2]
-    moved = tmp_path / "moved"
-    Path("r/cases/dp2-attn").rename(moved)
-    capsys.readouterr()
-    code, answer = run_json(capsys, "rerun", str(moved), "--out", "again")
-    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp2-attn"])
-    assert RunFolder.open(Path("again")).cases[0] == case
-
-
-def test_the_newest_run_is_none_that_a_search_made(engine: FakeEngine, capsys: Capsys) -> None:
-    """After a bisection an id still means the run that it was asked of; a wrong id is refused."""
-    engine.spoil = unequal
-    assert main(["run", "small.yaml", "--out", "out/r"]) == 1
-    assert run_json(capsys, "bisect", "dp2-attn", "--until", "place")[0] == 1
-    assert len(list(Path("out").glob("*/manifest.json"))) == 2
-    assert run_json(capsys, "show", "dp2-attn")[1]["folder"].endswith("/out/r/cases/dp2-attn")
-    assert main(["show", "dp9"]) == 4
-    assert "dp1-attn" in capsys.readouterr().err
-    Path("out/r/cases/dp1-attn/verdict.json").write_text("{")
-    assert run_json(capsys, "show", "dp1-attn")[1]["verdict"] is None
-
-
-def test_a_red_run_says_how_to_find_the_cause(engine: FakeEngine, capsys: Capsys) -> None:
-    """The command for the first case that failed, which works as it is; none of a green run."""
-    assert main(["run", "small.yaml", "--out", "green"]) == 0
-    assert "harness bisect" not in capsys.readouterr().out
-    engine.spoil = unequal
-    assert main(["run", "small.yaml", "--out", "a red run"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in lines if line.startswith("find the cause: "))
-    command = shlex.split(line.removeprefix("find the cause: "))
-    assert command == ["harness", "bisect", str(Path("a red run/cases/dp1-attn").absolute())]
-    assert main([*command[1:], "--until", "place"]) == 1
-    engine.ends = {"attn": "crashed"}  # of a tolerance there are no bits to follow
-    text = Path("small.yaml").read_text().replace("expect: bitwise", "expect: {rtol: 1e-9}")
-    Path("near.yaml").write_text(text)
-    capsys.readouterr()
-    assert main(["run", "near.yaml"]) == 1
-    assert "harness bisect" not in capsys.readouterr().out
-
-
-def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
+def test_stored_answers_are_kept_and_damaged_ones_are_not_taken(
     engine: FakeEngine, capsys: Capsys
 ) -> None:
-    """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
+    """Resume and check keep a failure that a rerun takes back; a pass needs its records."""
     assert main(["run", "small.yaml", "--out", "r"]) == 0
     with RunFolder.open(Path("r")) as folder:
         passed = folder.load_verdict("dp2-attn")
         assert passed is not None
         wrong = dataclasses.replace(passed, outcome="failed", what="diverged", message="said so")
-        case = next(each for each in folder.cases if each.id == "dp2-attn")
-        folder.save_verdict(wrong, case)
+        folder.save_verdict(wrong, next(each for each in folder.cases if each.id == "dp2-attn"))
     made = len(engine.made)
-    capsys.readouterr()
     for command in (("run", "--resume", "r"), ("check", "r")):
         code, answer = run_json(capsys, *command)
         (kept,) = (v for v in answer["verdicts"] if v["case_id"] == "dp2-attn")
         assert (code, Verdict.from_json(kept)) == (1, wrong)
     assert len(engine.made) == made
-    code, answer = run_json(capsys, "rerun", "r/cases/dp2-attn", "--out", "anew")
-    assert (code, answer["verdicts"][0]["outcome"]) == (0, "passed")
-
-
-def test_a_stored_pass_whose_records_changed_is_not_taken(engine: FakeEngine) -> None:
-    """--resume answers anew from the files that there are."""
-    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    assert run_json(capsys, "rerun", "r/cases/dp2-attn", "--out", "anew")[0] == 0
     made = len(engine.made)
     (records,) = Path("r/runs").glob("w1-attn-r0-*/rank0.jsonl")
     records.write_text(records.read_text() + "{}\n")
@@ -229,38 +171,150 @@ def test_list_says_cases_or_how_many_and_checks_every_file(
     engine: FakeEngine, capsys: Capsys
 ) -> None:
     """Of several files the numbers, with -k their cases; `--check` says every bad file."""
-    assert main(["list", "small.yaml", "-k", "dp1"]) == 0
-    assert capsys.readouterr().out.split() == [
-        "small.yaml:", "2", "cases", "dp1-attn", "dp1-full_iteration",
-    ]  # fmt: skip
-    Path("more").mkdir()
-    Path("more/a.yaml").write_text("nme: x\n")
-    Path("more/b.yml").write_text(SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n")
-    Path("more/c.yaml").write_text(
-        SCENARIO + "exclude: [{graph: [attn]}, {graph: [full_iteration]}]"
-    )
-    assert main(["list", "--check", "more"]) == 5
-    out, err = capsys.readouterr()
-    assert out == "more/b.yml: 3 cases\n"
-    assert [line.split(":")[0] for line in err.splitlines()] == ["more/a.yaml", "more/c.yaml"]
-    for args in ([], ["--count"]):
-        assert main(["list", *args, "small.yaml", "more/b.yml"]) == 0
-        *rows, total = capsys.readouterr().out.splitlines()
+    for name, text in {
+        "more/a.yaml": "nme: x\n",
+        "more/b.yml": SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n",
+        "more/c.yaml": SCENARIO + "exclude: [{graph: [attn]}, {graph: [full_iteration]}]",
+        "none.yaml": SCENARIO + "exclude: [{parallel: {dp: 3}}]\n",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("none").mkdir()
+
+    def said(args: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main(["list", *args.split()]) == code
+        return capsys.readouterr().out
+
+    assert said("small.yaml -k dp1").split()[-2:] == ["dp1-attn", "dp1-full_iteration"]
+    assert said("--check more", 5) == "more/b.yml: 3 cases\n"
+    for args in ("small.yaml more/b.yml", "--count small.yaml more/b.yml"):
+        *rows, total = said(args).splitlines()
         assert [row.split() for row in rows] == [["4", "small.yaml"], ["3", "more/b.yml"]]
         assert total.startswith("7 cases in 2 files")
-    assert main(["list", "small.yaml", "more/b.yml", "-k", "dp2"]) == 0
-    said = capsys.readouterr().out.split()
-    assert [name for name in said if name.startswith("dp")] == [
-        "dp2-attn", "dp2-full_iteration", "dp2-full_iteration",
-    ]  # fmt: skip
-    Path("none").mkdir()
-    Path("none.yaml").write_text(SCENARIO + "exclude: [{parallel: {dp: 3}}]\n")
-    codes = [main(["list", *args.split()]) for args in (
-        "--check more/a.yaml more/b.yml", "more", "--check none", "small.yaml -k zzz",
-        "--count none.yaml",
-    )]  # fmt: skip
-    assert codes == [4, 4, 5, 5, 4]
+    assert said("small.yaml more/b.yml -k dp2").count("dp2-full_iteration") == 2
+    for args, code in (
+        ("--check more/a.yaml more/b.yml", 4), ("more", 4), ("--check none", 5),
+        ("small.yaml -k zzz", 5), ("--count none.yaml", 4),
+    ):  # fmt: skip
+        said(args, code)
     assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
     assert run_json(capsys, "list", "small.yaml")[1]["small.yaml"][0]["id"] == "dp1-attn"
     checked = run_json(capsys, "list", "--check", "small.yaml")
     assert checked == (0, [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}])
+
+
+# --- what the command line does when it is misused, interrupted, or finds a bug ---
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("run --resume r -k x", "expected no -k"),
+        ("run --resume r --set seed=1", "expected no --set"),
+        ("run --resume r --device cpu", "expected no --device"),
+        ("run --resume nowhere", "is not a run folder"),
+        ("run other.yaml --resume r", "expected no SCENARIO"),
+        ("run", "expected a SCENARIO, --tier or --resume RUN"),
+        ("run small.yaml --out r", "is a run folder already"),
+        ("run small.yaml --out small.yaml", "expected a folder or nothing"),
+        ("run small.yaml --slots 0", "--slots"),
+        ("run small.yaml --jobs x", "--jobs"),
+        ("run small.yaml --ranks-per-gpu 0", "--ranks-per-gpu"),
+        ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
+        ("run small.yaml --device tpu", "--device"),
+        ("run small.yaml --frobnicate", "--frobnicate"),
+        ("run small.yaml --mixed", "expected --resume"),
+        ("run small.yaml other.yaml", "other.yaml"),
+        ("run small.yaml -k (a", "-k '(a': expected"),
+        ("run small.yaml --set seed", "--set 'seed'"),
+        ("frob", "frob"),
+        ("--frob", "--frob"),
+        ("show", "CASE"),
+        ("show dp9 r", "dp1-attn"),
+        ("show nowhere/dp1-attn", "nowhere/dp1-attn"),
+        ("bisect nowhere/dp1-attn", "nowhere/dp1-attn"),
+        ("report nowhere", "nowhere"),
+        ("rerun x r", "'x'"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_4(
+    args: str, said: str, engine: FakeEngine, capsys: Capsys
+) -> None:
+    """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing runs."""
+    assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
+    Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
+    made = len(engine.made)
+    capsys.readouterr()
+    assert main(args.split()) == 4
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), said in err, len(engine.made)) == ("", 1, True, made)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_and_the_version_are_exit_0(command: str, capsys: Capsys) -> None:
+    """-h works everywhere and says what the command does; without a command it is misuse."""
+    assert main([*command.split(), "-h"]) == 0
+    assert f"Usage: harness {command}" in capsys.readouterr().out
+    if not command:
+        assert (main([]), main(["--version"])) == (4, 0)
+        assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
+
+
+def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
+    engine: FakeEngine, capsys: Capsys
+) -> None:
+    """Our own mistake is one line too; the traceback lies in the run folder."""
+
+    def broken(spec: RunSpec) -> None:
+        raise KeyError("oops")
+
+    engine.on_start = broken
+    assert main(["run", "small.yaml", "--out", "r"]) == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "internal error: KeyError: 'oops'" in err
+    assert "Traceback" in Path("r/internal_error.txt").read_text()
+    assert engine.closed == 1
+
+
+def _stopped_in_run(engine: FakeEngine, number: int) -> None:
+    """Two cases are judged after four runs; somebody stops the harness in a later one."""
+
+    def stop(spec: RunSpec) -> None:
+        if len(engine.made) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    engine.on_start = stop
+
+
+def test_an_interrupted_run_shows_and_reports_what_is_done(
+    engine: FakeEngine, capsys: Capsys
+) -> None:
+    """SIGTERM while runs are made: exit 2, failures so far, counts, report, how to go on."""
+    engine.spoil = unequal
+    _stopped_in_run(engine, 5)
+    code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
+    assert code == answer["exit_code"] == 2
+    assert [v["outcome"] for v in answer["verdicts"]] == ["failed", "passed"]
+    assert (answer["num_cases"], list(answer["reports"])) == (4, ["html"])
+    assert main(["run", "--resume", "r"]) == 2
+    out, err = capsys.readouterr()
+    *_, counts, ends, report = out.splitlines()
+    assert counts.startswith("1 passed, 1 failed, 2 without a verdict in ")
+    assert ends.startswith("interrupted: ")
+    assert report.startswith("report: ")
+    where = Path("r").absolute()
+    assert err == f"harness: interrupted: 2 of 4 cases are done; go on with --resume {where}\n"
+    engine.on_start = lambda spec: None
+    assert main(["run", "--resume", "r"]) == 1
+
+
+def test_every_exit_code_has_a_meaning_for_git() -> None:
+    """Good and bad are those of a verdict; without one a commit is skipped, or the search stops."""
+    found = {code.name: for_git(code, ["run", "--bisect-exit"]) for code in ExitCode}
+    assert found == {
+        "PASSED": 0, "FAILED": 1, "INTERNAL": 125, "NOTHING_RAN": 125, "NO_VERDICT": 125,
+        "INTERRUPTED": 130, "USAGE": 132,
+    }  # fmt: skip
+    assert [for_git(code, ["run"]) for code in ExitCode] == list(ExitCode)

@@ -1,19 +1,15 @@
 """Contracts of `harness history`, `harness compare` and of what `harness run` records."""
 
-import io
-import json
 import shutil
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from harness import provenance
-from harness.cli import history as history_commands
 from harness.cli import main
-from harness.history import History, compare, flaky_cases, trends
+from harness.history import History
 from harness.history.entries import RunEntry
 from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json, unequal
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
@@ -71,25 +67,6 @@ def test_a_run_is_in_the_history_beside_its_folder(
     assert len(entry.id) == 32
     with History.open(Path("other.sqlite")) as history:
         assert [len(entry.cases) for entry in history.entries()] == [1]
-
-
-def test_a_history_that_fails_does_not_fail_the_run(engine: FakeEngine, capsys: Capsys) -> None:
-    """One line on stderr, the exit code and the JSON are the run's, the folder has a note."""
-    Path("file").write_text("")
-    capsys.readouterr()
-    assert main(["run", "small.yaml", "--out", "r", "--history", "file/h", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["exit_code"] == 0
-    assert [line for line in err.splitlines() if line.startswith("harness: ")] == [
-        f"harness: {Path('r/history_not_written.txt').read_text().strip()}"
-    ]
-
-
-def test_no_history_records_nothing(engine: FakeEngine, capsys: Capsys) -> None:
-    """`--no-history` leaves no file, and a dry run neither."""
-    assert main(["run", "small.yaml", "--no-history"]) == 0
-    assert main(["run", "small.yaml", "--dry-run"]) == 0
-    assert [path for path in Path("out").iterdir() if path.is_file()] == []
 
 
 def test_what_the_history_says(filled: Path, capsys: Capsys) -> None:
@@ -166,31 +143,3 @@ def test_runs_are_compared_by_folder_and_by_id(engine: FakeEngine, capsys: Capsy
     assert "'zz': expected a run folder or an id, got nothing, also in h" in said(
         capsys, "compare", "zz", ids[0], "--history", "h", code=4
     )
-
-
-def test_other_environments_are_said_first(filled: Path, capsys: Capsys) -> None:
-    """What differs in packages, driver, variables and hardware stands before any case; exit 6."""
-    with History.open(filled) as history:
-        ids = [entry.id for entry in history.entries()]
-    told = said(capsys, "compare", ids[0], ids[6], code=6)
-    assert told.index("3.11.9") < told.index("incomparable: the environments differ")
-    assert "2 incomparable" in told
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_tables_fit_the_terminal(width: int, filled: Path) -> None:
-    """No line is wider than the terminal, and no night, commit or value is cut."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, highlight=False, emoji=False)
-    with History.open(filled) as history:
-        found = trends(history, "nightly")
-        entries = list(history.entries())
-    history_commands.print_scenarios(console, {"nightly": found})
-    history_commands.print_cases_of(console, "nightly", found)
-    history_commands.print_case_trend(console, found[1])
-    history_commands.print_flaky(console, flaky_cases(found))
-    history_commands.print_comparison(console, compare(entries[0], entries[29]))
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= width
-    for word in ("2031-01-29 03:00", "0000000e", "30.00 ms", "40.0 MiB", "failed diverged"):
-        assert any(word in line for line in text.splitlines()), word

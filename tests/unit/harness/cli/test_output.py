@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from fsdp_core.config import TrainConfig
-from harness import terminal
 from harness.cli import output
 from harness.records import (
     CaseSpec,
@@ -24,8 +23,7 @@ from harness.records import (
     What,
 )
 from harness.runner.plan import Plan, PlannedRun
-from harness.terminal import Forecast, LiveView, PlainView, duration, make_view, verdict_text
-from tests.support.fake_engine import Capsys, Patch
+from harness.terminal import Forecast, LiveView, PlainView, make_view, verdict_text
 
 SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
 EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"
@@ -70,10 +68,7 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_both_views_say_everything(*, terminal: bool) -> None:
-    """Plan, failed run and verdict are said, with texts from logs as they are, on one line each.
-
-    A terminal has the runs under way and their number below, as long as they are.
-    """
+    """Plan, failed run and verdict are said, with texts from logs as they are."""
     target, text = console(terminal=terminal)
     view = make_view(target)
     assert type(view) is (LiveView if terminal else PlainView)
@@ -100,16 +95,6 @@ def test_both_views_say_everything(*, terminal: bool) -> None:
                   "[red]x[/red]\\n[/] \\x1b[31m :smile:"):  # fmt: skip
         assert words in said
     assert "\x1b[31m" not in said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (12.4, "12 s"), (59.6, "1 min"), (185, "3 min 5 s"),
-     (7800, "2 h 10 min")],
-)  # fmt: skip
-def test_durations_read_well(seconds: float, text: str) -> None:
-    """Seconds, then minutes, then hours."""
-    assert duration(seconds) == text
 
 
 def test_a_case_is_shown_with_its_difference_exits_and_last_words(tmp_path: Path) -> None:
@@ -139,10 +124,7 @@ def test_a_case_is_shown_with_its_difference_exits_and_last_words(tmp_path: Path
 
 
 def test_the_end_repeats_only_what_did_not_pass() -> None:
-    """The last table has no case that passed or was skipped; counts have all of them.
-
-    No table repeats what a soak that passed proves: its line does.
-    """
+    """The last table has no case that passed or was skipped; counts have all of them."""
     skipped = dataclasses.replace(FAILED, case_id="yellow", outcome="skipped")
     error = dataclasses.replace(FAILED, case_id="magenta", outcome="error")
     target, text = console()
@@ -158,34 +140,6 @@ def test_the_end_repeats_only_what_did_not_pass() -> None:
     proof = CheckResult(check="soak", outcome="passed", what="", message="below 0.1 %")
     soaked = dataclasses.replace(PASSED, checks=(proof,))
     assert verdict_text(soaked).plain == "passed       green  below 0.1 %"
-
-
-@pytest.mark.parametrize(
-    ("columns", "width"), [(None, 100), ("140", 140), ("wide", 100), ("0", 100), ("40", 0)]
-)
-def test_what_is_piped_is_as_wide_as_columns_says(
-    columns: str | None, width: int, monkeypatch: Patch,
-    capsys: Capsys,
-) -> None:  # fmt: skip
-    """100 columns if it says nothing; a table is folded, whole, with no blanks at line ends.
-
-    Whoever searches a log for the id of a case finds it: no word is broken, be it too wide then.
-    """
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    words = [f"word{number}" for number in range(200)]
-    verdict = dataclasses.replace(FAILED, message=" ".join(words), case_id="i" * 40)
-    output.print_outcome(terminal.make_console(), [verdict, FAILED], 2)
-    said = capsys.readouterr().out
-    lines = said.splitlines()
-    if width:
-        assert width - 20 < max(map(len, lines)) <= width
-    assert lines == [line.rstrip() for line in lines]
-    assert [word for word in said.split() if word.startswith("word")] == words
-    assert "i" * 40 in said
-    terminal.make_console().print("one two " * 40)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= (width or 40)
 
 
 def test_the_end_is_that_of_the_schedule_that_is_left() -> None:
