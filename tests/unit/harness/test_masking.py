@@ -1,11 +1,8 @@
 """Secrets are masked, and nothing else is."""
 
-import base64
-import json
 import os
 import re
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 
@@ -75,12 +72,6 @@ def test_forms_of_secrets_are_told_from_words_of_training(text: str, masked: str
     assert Masker(ENVIRON).text(text) == masked
 
 
-def test_an_option_that_tells_is_masked_with_its_word() -> None:
-    """`--hub-token VALUE` is masked whatever the value looks like."""
-    assert Masker({}).words(["x", "--hub-token", "plainvalue"]) == ["x", "--hub-token", MASK]
-    assert Masker({}).words(["x", "--jobs", "12345678"]) == ["x", "--jobs", "12345678"]
-
-
 @pytest.mark.parametrize(
     ("name", "tells"),
     [*((name, True) for name in ("DB_PASS", "MYSQL_PWD", "AWS_CREDS", "SENTRY_DSN", "SLACK_WEBHOOK",
@@ -90,19 +81,6 @@ def test_an_option_that_tells_is_masked_with_its_word() -> None:
 def test_which_names_tell(name: str, tells: bool) -> None:
     """Names that end in what secrets are called; those that only look like it are kept."""
     assert Masker({name: SECRET}).text(f"x {SECRET} y") == f"x {MASK if tells else SECRET} y"
-
-
-def test_a_secret_is_known_in_the_forms_that_it_is_printed_in() -> None:
-    """By lines, as URLs, JSON, `repr` and base64 have it."""
-    value = 'first line/1+x\nsecond "line" 2'
-    masker, coded = Masker({"A_SECRET": value}), base64.b64encode(value.encode()).decode()
-    for text in (
-        *value.split("\n"), json.dumps(value), repr(value), quote(value), quote(value, safe=""),
-        coded,
-    ):  # fmt: skip
-        said = masker.text(f"say {text} now")
-        assert not [p for p in ("first", "second", "line", coded[:10]) if p in said], text
-        assert said.endswith(" now")
 
 
 def test_the_stored_environment_holds_no_secret() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +14,9 @@ import pytest
 from harness import machine, provenance
 from harness.codec import dumps
 from harness.errors import Infrastructure
-from harness.machine import Gpu, Machine, default_slots, resolve_device, visible
+from harness.machine import Gpu, Machine, resolve_device, visible
 from harness.provenance import (
     changes,
-    code,
     describe,
     driver,
     everything,
@@ -67,18 +65,6 @@ def test_another_machine_is_another_search(
     assert changes(before, holds_for(dataclasses.replace(HERE, **changed), environ)) == told
 
 
-def test_code_is_named_by_its_contents(tmp_path: Path) -> None:
-    """What git knows of it, and files that are no code, count for nothing."""
-    file = tmp_path / "harness" / "run.py"
-    file.parent.mkdir()
-    file.write_text("a = 1")
-    before = code(tmp_path)
-    (tmp_path / "README.md").write_text("words")
-    assert code(tmp_path) == before
-    file.write_text("a = 2")
-    assert code(tmp_path) != before
-
-
 DECIDING = {
     "TORCHDYNAMO_DISABLE": "1", "TORCHINDUCTOR_MAX_AUTOTUNE": "1", "CUDA_LAUNCH_BLOCKING": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_ALGO": "Ring", "MKL_CBWR": "AVX2",
@@ -98,24 +84,21 @@ def test_variables_that_decide_numbers() -> None:
     assert variables(DECIDING | others) == DECIDING
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_cudnn_that_pytorch_refuses_is_a_fact(is_refused: bool) -> None:
+def test_a_cudnn_that_pytorch_refuses_is_a_fact() -> None:
     """TransformerEngine, imported first, brings its own: no reason not to record the program."""
 
-    def version() -> int:
-        if is_refused:
-            raise RuntimeError("cuDNN version incompatibility: 9.15 against 9.13. See")
-        return 91500
+    def refused() -> int:
+        raise RuntimeError("cuDNN version incompatibility: 9.15 against 9.13. See")
 
     cuda = SimpleNamespace(
-        get_device_name=lambda: "H200",
-        get_device_capability=lambda: (9, 0),
+        get_device_name=lambda: "H200", get_device_capability=lambda: (9, 0),
         nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
-    )
-    backends = SimpleNamespace(cudnn=SimpleNamespace(version=version))
-    found = provenance.of_gpu(SimpleNamespace(cuda=cuda, backends=backends))
-    refusal = "cuDNN version incompatibility: 9.15 against 9.13"
-    assert found["cudnn"] == (refusal if is_refused else 91500)
+    )  # fmt: skip
+    for version, told in (
+        (lambda: 91500, 91500), (refused, "cuDNN version incompatibility: 9.15 against 9.13"),
+    ):  # fmt: skip
+        backends = SimpleNamespace(cudnn=SimpleNamespace(version=version))
+        assert provenance.of_gpu(SimpleNamespace(cuda=cuda, backends=backends))["cudnn"] == told
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.replace("avx2", "avx512f")])
@@ -146,27 +129,12 @@ def make(*, gpus: tuple[Gpu, ...] = (), torch: str = "2.13.0", cores: int = 2) -
     )  # fmt: skip
 
 
-def test_describe_works_anywhere_and_names_nobody() -> None:
-    """This machine can be described, as JSON too, and its host name is left out."""
-    here = machine.describe()
-    assert here.cores >= 1
-    assert here.memory_bytes > 1 << 20
-    assert Machine.from_json(here.to_json()) == here
-    assert socket.gethostname() not in str(here.to_json())
-
-
 @pytest.mark.parametrize(
     ("wanted", "here", "device"),
-    [
-        ("auto", make(), "cpu"),
-        ("auto", make(gpus=GPUS), "cuda"),
-        ("cpu", make(gpus=GPUS), "cpu"),
-        ("cuda", make(gpus=GPUS), "cuda"),
-        ("cuda", make(), ""),
-        ("cuda", make(gpus=GPUS, torch="2.13.0+cpu"), ""),
-        ("cuda", make(gpus=GPUS, torch=""), ""),
-    ],
-)
+    [("auto", make(), "cpu"), ("auto", make(gpus=GPUS), "cuda"), ("cpu", make(gpus=GPUS), "cpu"),
+     ("cuda", make(gpus=GPUS), "cuda"), ("cuda", make(), ""),
+     *(("cuda", make(gpus=GPUS, torch=torch), "") for torch in ("2.13.0+cpu", ""))],
+)  # fmt: skip
 def test_auto_takes_the_gpu_if_torch_can(wanted: str, here: Machine, device: str) -> None:
     """`auto` is cuda where GPUs and a torch built for them are; cuda is never replaced by cpu."""
     if device:
@@ -198,11 +166,6 @@ def test_auto_does_not_fall_back_where_there_are_gpus(
     without = dataclasses.replace(make(gpus=GPUS, torch="2+cpu"), gpus_expected="4 x G")
     with pytest.raises(Infrastructure, match=r"the installed torch is 2\+cpu"):
         resolve_device("auto", without)
-
-
-def test_slots_are_two_a_core_and_at_least_eight() -> None:
-    """Of ranks on the CPU."""
-    assert [default_slots(make(cores=cores)) for cores in (2, 32)] == [8, 64]
 
 
 @pytest.mark.parametrize(
@@ -283,14 +246,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_changes_on_top_have_a_name(root: Path) -> None:
-    """A clean tree is its commit; changed, staged, deleted and new files each make another code.
-
-    What is no code does not count, and the same again is the same.
-    """
+def test_changes_on_top_have_a_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed, staged, deleted and new files of code each make another code, others do not;
+    neither a hook's variables nor a converter that makes all files look alike hides one."""
     head, code = git(root, "rev-parse", "HEAD"), root / "harness"
     (root / "README.md").write_text("changed\n")
-    (root / "new.txt").write_text("new\n")
+    (root / ".git" / "info" / "attributes").write_text("*.py diff=same\n")
+    git(root, "config", "diff.same.textconv", "true")
     seen = [describe(root)]
     for name, text in (("c.py", "c = 1\n"), ("a.py", "a = 2\n"), ("b.py", "b = 1\n"),
                        ("b.py", "b = 2\n")):  # fmt: skip
@@ -298,36 +260,20 @@ def test_changes_on_top_have_a_name(root: Path) -> None:
         seen.append(describe(root))
         assert describe(root) == seen[-1]
         assert seen[-1].startswith(f"{head}+")
+    for name in ("b.py", "c.py"):
+        (code / name).unlink()
+    seen.append(describe(root))
+    git(root, "add", ".")
+    assert describe(root) == seen[-1]
     (code / "a.py").unlink()
     seen.append(describe(root))
-    assert seen[0] == head
-    assert len(set(seen)) == len(seen)
-    git(root, "checkout", "--quiet", "harness")
-    (code / "b.py").unlink()
-    (code / "c.py").unlink()
-    (code / "a.py").write_text("a = 2\n")
-    unstaged = describe(root)
-    git(root, "add", ".")
-    assert describe(root) == unstaged != head
-
-
-def test_settings_of_git_hide_no_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a hook's variables nor a converter that makes all files look alike."""
-    clean = describe(root)
+    assert (seen[0], len(set(seen))) == (head, len(seen))
     other = root.parent / "other"
     other.mkdir()
     git(other, "init", "--quiet")
-    (root / ".git" / "info" / "attributes").write_text("*.py diff=same\n")
-    git(root, "config", "diff.same.textconv", "true")
-    (root / "harness" / "a.py").write_text("a = 2\n")
-    changed = describe(root)
-    assert changed.startswith(f"{clean}+")
-    (root / "harness" / "a.py").write_text("a = 3\n")
-    assert describe(root) != changed
-    git(root, "checkout", "--quiet", "harness")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / "index"))
-    assert describe(root) == clean
+    assert describe(root) == seen[-1]
 
 
 def test_no_repository_is_no_commit(tmp_path: Path, root: Path) -> None:

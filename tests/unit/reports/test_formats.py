@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-import shutil
+import time
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,23 +16,22 @@ from xml.etree import ElementTree as ET
 import junitparser
 import pytest
 import xmlschema
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from junitparser.xunit2 import FlakyError, RerunError
 from junitparser.xunit2 import TestCase as ParsedCase
 
-from harness.cli import main
-from harness.cli import report as report_commands
 from harness.errors import Infrastructure, UsageError
 from harness.records import ErrorRecord, Verdict, dumps
-from harness.runner import launch
 from harness.store import RunFolder, begin_run, save_outcome
 from reports import build, html, json_report, markdown
 from reports.history import CasePast, Past
 from reports.json_report import normalised
 from reports.reading import Report, summarise
+from reports.text import clean, one_line, tail, well_formed
 from tests.pace import in_paces
-from tests.support.fake_engine import SCENARIO, FakeEngine, unequal
-from tests.unit.reports.folders import Writer
+from tests.unit.reports.folders import HOSTILE, Writer
 
 FILES = {
     "html": "index.html", "markdown": "report.md", "junit": "junit.xml", "json": "report.json",
@@ -136,18 +135,6 @@ def test_page_says_what_an_engineer_needs(everything: Path, built: dict[str, str
     details = built["html"].split('id="dp2-attn"')[1].split('<details class="case')[0]
     order = ["First difference", "harness bisect", "harness rerun", "<svg", "Checks that failed"]
     assert sorted(order, key=details.index) == order
-
-
-def test_each_case_is_in_the_matrix(built: dict[str, str], writer: Writer) -> None:
-    """Told by a symbol and a word, it links to its details; cases that share a place, the worst."""
-    tags = [attributes for tag, attributes in Page(built["html"]).tags if tag == "a"]
-    cells = {each["href"]: each["aria-label"] for each in tags if "aria-label" in each}
-    assert len(cells) == 13
-    assert cells["#dp2-attn"] == "failed: dp2-attn"
-    writer.add("good", 1, "attn")
-    writer.add("bad", 1, "attn", candidate={"peak": 100 << 20})
-    page = texts_of(writer.write())["html"]
-    assert '<a class="failed" href="#bad" aria-label="failed: bad">✗ 2</a>' in page
 
 
 def test_hostile_text_is_text(built: dict[str, str]) -> None:
@@ -278,36 +265,7 @@ def test_attempts_that_the_machine_failed_are_in_every_format(writer: Writer) ->
     assert order == ["failure", "rerunError", "system-out"]
 
 
-def test_a_run_that_is_not_in_the_history_says_so(writer: Writer) -> None:
-    """The page, the Markdown and the JSON give the reason, as text; without one they give none."""
-    writer.add("dp6-attn", 6, "attn", skip_reason="needs 6 GPUs")
-    folder = writer.write()
-    plain = texts_of(folder)
-    (folder / "history_not_written.txt").write_text("not written to the history: <b>disk</b>\n")
-    told = texts_of(folder)
-    assert json.loads(plain["json"])["history_note"] == ""
-    assert json.loads(told["json"])["history_note"] == "not written to the history: <b>disk</b>"
-    for form in ("html", "markdown"):
-        assert "not written to the history" not in plain[form]
-        assert "&lt;b&gt;disk" in told[form]
-
-
 # --- JSON -------------------------------------------------------------------------------------
-
-
-def test_json_holds_every_verdict(everything: Path, built: dict[str, str]) -> None:
-    """The verdicts decode from the report as they were stored, and state is counted."""
-    plain = json.loads(built["json"])
-    found = {case["id"]: Verdict.from_json(case["verdict"]) for case in plain["cases"]}
-    stored = RunFolder.open(everything).verdicts()
-    assert len(found) == len(stored) + 1
-    kept = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]  # it is cleaned
-    assert all(found[verdict.case_id] == verdict for verdict in kept)
-    case = next(case for case in plain["cases"] if case["id"] == "dp2-attn")
-    assert [group for group in case["state"] if group["group"] == "weights"] == [{
-        "group": "weights", "num_tensors": 4, "num_pairs": 42, "differing_pairs": 13,
-        "missing_pairs": 0, "most_tensors": 1, "first": [7, 1],
-    }]  # fmt: skip
 
 
 def test_json_fits_its_schema(built: dict[str, str]) -> None:
@@ -326,29 +284,6 @@ def test_json_fits_its_schema(built: dict[str, str]) -> None:
         del at["unknown"]
         del at[next(iter(at))]
         assert not check.is_valid(damaged)
-
-
-def test_one_command_says_whether_two_folders_hold_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An attempt more, other times and another place are no difference; else the line is named."""
-    (tmp_path / "s.yaml").write_text(SCENARIO)
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(report_commands, "build_reports", lambda folder, *_: {})  # they take seconds
-        for name in ("whole", "resumed & moved", "other"):
-            engine = FakeEngine()
-            engine.spoil = unequal if name == "other" else engine.spoil
-            patch.setattr(launch, "LocalEngine", engine)
-            args = ["run", "s.yaml", "-k", "dp1-attn", "--out", name, "--slots", "1"]
-            assert main([*args, "--no-history"]) == int(name == "other")
-    run = next((tmp_path / "resumed & moved" / "runs").iterdir())
-    shutil.copytree(run, run.with_name(f"{run.name}.attempt0"))
-    (run.with_name(f"{run.name}.attempt0") / "outcome.json").unlink()
-    for name, code in (("resumed & moved", 0), ("other", 1)):
-        capsys.readouterr()
-        assert main(["report", name, "--same-as", "whole"]) == code
-        assert ("not as in whole: report.json: line " in capsys.readouterr().err) == bool(code)
 
 
 # --- Markdown ---------------------------------------------------------------------------------
@@ -414,3 +349,43 @@ def test_unwritable_place_is_one_line(tmp_path: Path, writer: Writer) -> None:
     with pytest.raises(UsageError, match="report is a link"):
         build(place.parent)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# --- hostile text is fit to be shown once it has been cleaned ---
+
+
+MARK = "\N{REPLACEMENT CHARACTER}"
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_cleaned_text_survives_xml_and_cleaning(text: str) -> None:
+    """It encodes, is read back from XML unchanged, and one line stays one line."""
+    shown, line = clean(text), one_line(text)
+    element = ET.Element("t")
+    element.text = shown
+    assert (ET.fromstring(ET.tostring(element, "unicode").encode()).text or "") == shown
+    assert one_line(line) == line
+    assert line.isprintable() or not line.isascii()
+
+
+def test_controls_are_seen_and_plain_text_is_left_alone() -> None:
+    """Colours vanish; NUL, bell, a lone surrogate and a direction override become a mark."""
+    shown = clean(HOSTILE)
+    assert "red" in shown
+    assert "[31m" not in shown
+    assert shown.count(MARK) == 4
+    assert clean("Δ é 漢\t1\r\n2\r3") == "Δ é 漢\t1\n2\n3"
+    assert well_formed("a\ud800Δ") == "a?Δ"
+
+
+def test_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
+    """A megabyte is clipped with what was cut, quickly; of a file the last lines are kept whole."""
+    began = time.process_time()
+    assert clean("x" * 1_000_000, 10) == "x" * 10 + "… (999990 more characters)"
+    assert clean("\x1b]x" * 300_000, 1_000_000) == "x" * 300_000
+    assert time.process_time() - began < 2.0
+    path = tmp_path / "rank0.stderr"
+    path.write_bytes(b"first\n" + b"y" * 500_000 + b"\n\xff\xfelast\x00\n")
+    assert tail(path).splitlines()[-1] == f"{MARK * 2}last{MARK}"
+    assert len(tail(path)) < 1000
+    assert tail(tmp_path / "absent") == tail(tmp_path) == ""

@@ -1,16 +1,20 @@
 """One report for all formats: failures first, and nothing missing looks green."""
 
+import base64
 import dataclasses
 import json
+import struct
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree as ET
 
+import pandas as pd
 import pytest
 
 from harness.errors import UsageError
-from harness.history import History, gather
+from harness.history import History
 from harness.records import (
     CollectiveFault,
     Difference,
@@ -21,10 +25,12 @@ from harness.records import (
     Verdict,
 )
 from harness.store import RunFolder
-from reports.history import MAX_RUNS, Past, look_back
+from reports.compared import BEFORE, LOSS, MISSING, GroupMap, StateMap, loss_curve, state_map
+from reports.figures import loss_figure, state_figure
+from reports.history import Past, look_back
 from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
 from tests.unit.harness.history.nights import FAILED, night, only
-from tests.unit.reports.folders import Writer
+from tests.unit.reports.folders import Writer, drift
 
 JOINED = """\
 name: several
@@ -33,10 +39,6 @@ scenarios:
   - {file: b.yaml, text: "{name: b, compare: {axis: %s, reference: eager}}"}
 """
 CREATED = "2031-01-15T00:00:00+00:00"
-
-
-def case_of(report: Report, name: str) -> CaseReport:
-    return next(case for case in report.cases if case.spec.id == name)
 
 
 def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:
@@ -76,41 +78,6 @@ def test_what_cannot_be_read_is_an_error_not_a_pass(writer: Writer, tmp_path: Pa
     (tmp_path / "manifest.json").write_text(json.dumps({"schema": 1}))
     with pytest.raises(UsageError, match="damaged"):
         summarise(tmp_path)
-
-
-def test_a_folder_without_its_runs_is_read_from_its_cases(tmp_path: Path) -> None:
-    """A folder of which the cases alone were kept; commands can be pasted whatever its path."""
-    writer = Writer(tmp_path / "my run;rm -rf")
-    writer.add("a", 1, "attn")
-    folder = writer.write()
-    (folder / "runs").rename(folder / "gone")
-    report = summarise(folder)
-    (case,) = report.cases
-    assert case.curve is not None
-    assert case.peaks["reference"] == {0: 40 << 20}
-    assert case.command == f"harness rerun '{folder}/cases/a'"
-    assert report.command_line.startswith("harness run scenarios/")
-    with RunFolder.open(folder) as opened:
-        assert gather(opened).scenario == report.scenario
-
-
-def test_environments_are_told_apart(summary: Report) -> None:
-    """Two fingerprints get two letters, and a case says which key differs."""
-    moved = case_of(summary, "dp5-full_iteration")
-    assert len(summary.environments) == 2
-    assert moved.environments["candidate"] != moved.environments["reference"]
-    assert moved.environment_note == "differs in torch"
-    assert case_of(summary, "dp1-attn").environment_note == "the same in every run and rank"
-
-
-def test_output_is_of_the_rank_at_fault(summary: Report) -> None:
-    """A failing case shows what its culprit printed; a passing one shows nothing."""
-    hang, oom = (case_of(summary, name).output for name in ("dp3-attn", "dp5-attn"))
-    assert hang is not None
-    assert oom is not None
-    assert (hang.role, hang.rank, oom.role) == ("candidate", 1, "reference")
-    assert hang.text.endswith("last line")
-    assert case_of(summary, "dp1-attn").output is None
 
 
 @pytest.mark.parametrize(("axis", "column"), [("graph", "graph"), ("stress", "scenario")])
@@ -179,9 +146,7 @@ def hang(rank: int) -> Ending:
     ],
     ids=["exception, module and place", "collective", "tensor, or the message"],
 )  # fmt: skip
-def test_cases_are_one_cause_by_fields_of_their_verdicts(
-    cases: list[Any], causes: dict[str, int]
-) -> None:
+def test_cases_are_one_cause_by_fields_of_their_verdicts(cases: Any, causes: Any) -> None:
     """Numbers, ranks and steps tell runs from each other, not causes."""
     found = Counter(str(CaseReport.cause.fget(case)) for case in cases)  # type: ignore[attr-defined]
     assert found == causes
@@ -257,24 +222,105 @@ def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
     assert [(f.case_id, f.retried) for f in past.flaky] == [("dp2-attn", {"port_in_use": 1})]
 
 
-def test_a_strip_has_two_weeks_and_changes_two_months(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step 16 days ago is in words, unless there are too many cases to look so far back."""
-    with History.open(tmp_path / "history.sqlite", create=True) as history:
-        for n in range(28):
-            slower = only("candidate", step_s=0.02 if n < 12 else 0.022)
-            history.record(night(n, values=slower))
-    for said in (True, False):
-        (known,) = look_back(tmp_path / "run", "nightly", "2032").cases.values()
-        assert len(known.letters) == MAX_RUNS
-        assert any("step time +10.0% since 2031-01-13" in each for each in known.words) == said
-        monkeypatch.setattr("reports.history.MOST_ANSWERS", 1)
-
-
 def test_no_history_and_a_damaged_one(tmp_path: Path) -> None:
     """Without a history nothing is said; of one that cannot be read, why."""
     assert look_back(tmp_path / "run", "nightly", CREATED) == Past(cases={}, flaky=())
     (tmp_path / "history.sqlite").write_text("no database" * 100)
     told = look_back(tmp_path / "run", "nightly", CREATED)
     assert told.note.startswith("no history is shown: ")
+
+
+# --- losses and state of two runs: differences that a rounded plot would hide ---
+
+
+ONE, PLUS3, ZERO, MINUS_ZERO = 0x3F800000, 0x3F800003, 0, 0x80000000
+NAN, OTHER_NAN, HUGE = 0x7FC00000, 0x7FC00001, 0x7F000000
+
+
+def losses(changed: dict[tuple[int, int], int | None]) -> pd.DataFrame:
+    """Two ranks, three steps of 1.0; by rank and step, others, or none."""
+    plain = {(rank, step): ONE for rank in (0, 1) for step in (0, 1, 2)} | changed
+    rows = [
+        (*place, f"{pattern:08x}", struct.unpack(">f", pattern.to_bytes(4, "big"))[0])
+        for place, pattern in plain.items() if pattern is not None
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["rank", "step", "bits", "value"])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "differing", "ulps", "words"),
+    [
+        ({}, {}, (), 0.0, "Δloss is zero: the same bits in 3 shared steps on 2 ranks."),
+        ({}, {(1, 2): PLUS3}, (2,), 3.0, "at most 3 ulp (step 2, rank 1)"),
+        ({(0, 1): ZERO}, {(0, 1): MINUS_ZERO}, (1,), 0.0, "by the sign of a zero"),
+        ({(0, 1): NAN}, {(0, 1): OTHER_NAN}, (1,), 0.0, "1 is NaN or infinite"),
+        ({}, {(1, 2): None}, (), 0.0, "without a counterpart in the other run: 1."),
+    ],
+    ids=["equal", "another rank", "signed zero", "two NaNs", "lost"],
+)  # fmt: skip
+def test_differing_losses_are_in_words(
+    left: Any, right: Any, differing: tuple[int, ...], ulps: float, words: str
+) -> None:
+    """A flat zero is stated with how much it covers; what no distance shows is a difference."""
+    curve = loss_curve(losses(left), losses(right), 7)
+    assert curve is not None
+    assert (curve.rank, curve.differing, max(curve.delta_ulps, default=0.0)) == (0, differing, ulps)
+    assert words in curve.words
+    assert loss_curve(losses(left), losses(right).iloc[:0], 0) is None
+
+
+def test_the_loss_picture_follows_the_scheme_and_fetches_nothing() -> None:
+    """Dark and light are both inside; NaN and huge distances are drawn as plain text."""
+    curve = loss_curve(losses({}), losses({(1, 1): NAN, (0, 2): HUGE}), 0)
+    assert curve is not None
+    uri = loss_figure(curve)
+    assert uri == loss_figure(curve)
+    text = base64.b64decode(uri.partition(",")[2]).decode()
+    words = " ".join(ET.fromstring(text).itertext())
+    for word in ("differs first at step 1", "NaN or infinite"):
+        assert word in words
+    assert "prefers-color-scheme:dark" in text
+    assert not any(word in text for word in ("#01020", "<!DOCTYPE", "mathdefault"))
+
+
+def test_the_map_counts_tensors_that_differ_by_step_and_rank(tmp_path: Path) -> None:
+    """The state before step 0 first."""
+    writer = Writer(tmp_path / "run")
+    writer.add("a", 2, "attn", candidate={"edit": drift})
+    writer.add("b", 2, "attn", candidate={"stop": 18, "what": "hang", "message": "m", "culprit": 1})
+    folder = RunFolder.open(writer.write())
+    maps, places = [], []
+    for case in folder.cases:
+        runs = folder.load_run(case.reference), folder.load_run(case.candidate)
+        found = state_map(*runs, "candidate")
+        assert found is not None
+        maps.append(found)
+        places.append({g.group: {p: n for p, n in g.counts.items() if n} for g in found.groups})
+    found, differing = maps[0], places[0]
+    assert (found.steps[0], found.ranks, found.equal) == (BEFORE, (0, 1), ("samples", "rng"))
+    assert list(differing) == [LOSS, "grads", "weights", "optim"]
+    assert differing["weights"] == {(step, 1): 1 for step in range(7, 20)}
+    assert (min(differing["grads"]), min(differing[LOSS])) == ((8, 1), (9, 0))
+    (words,) = (group.words for group in found.groups if group.group == "weights")
+    assert "first at step 7 on rank 1, in 13 of 42" in words
+    missing = {(step, rank): MISSING for step in (18, 19) for rank in (0, 1)}
+    assert places[1] == dict.fromkeys(
+        (LOSS, "samples", "grads", "weights", "optim", "rng"), missing
+    )
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (64, 40), (3, 900)])
+def test_a_map_is_drawn_with_a_title_for_every_place(ranks: int, steps: int) -> None:
+    """However many steps and ranks, the first difference is in a title and the picture is small."""
+    shown = StateMap(role="candidate", steps=tuple(range(BEFORE, steps)), equal=(), groups=(),
+                     ranks=tuple(range(ranks)))  # fmt: skip
+    counts = {(step, rank): int(step >= 7 and rank == 1) for step in shown.steps
+              for rank in shown.ranks}  # fmt: skip
+    group = GroupMap(group="weights", num_tensors=4, counts=counts)
+    picture = ET.fromstring(state_figure(shown, group))
+    assert picture.get("aria-label") == group.words
+    assert float(str(picture.get("width"))) <= 44 + 120 * 9 + 1
+    titles = [title.text or "" for title in picture.iter("title")]
+    told = [title.split()[1].rstrip(",:") for title in titles if "rank 1: 1 of 4 ten" in title]
+    assert any(word == "init" or int(word) <= 7 for word in told)
+    assert any(title.startswith(("step init", "steps init to")) for title in titles)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots, gpu_environment, mps_runs, shared
+from harness.engine.base import Slots, mps_runs, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 
@@ -63,25 +63,6 @@ def test_what_makes_no_sense_is_refused() -> None:
             Slots(*counts)
     with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
         shared(("0",), 0)
-
-
-def test_a_gpu_a_rank_is_one_host() -> None:
-    """Nothing is said to NCCL, the rank's number is its GPU; a run on the CPU must find none."""
-    assert gpu_environment(("2", "3"), 1) == {"CUDA_VISIBLE_DEVICES": "2,3", "LOCAL_RANK": "1"}
-    assert gpu_environment((), 3) == {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": "3"}
-    # Every GPU is used before one is shared.
-    assert "NCCL_HOSTID" not in gpu_environment(shared(("0", "1"), 2)[:2], 0)
-
-
-@pytest.mark.parametrize("ranks_per_gpu", [2, 3, 4])
-def test_no_host_has_a_gpu_twice(ranks_per_gpu: int) -> None:
-    """What NCCL refuses: two ranks of one host on one GPU. Each host has every GPU once."""
-    devices = shared(("4", "7"), ranks_per_gpu)
-    ranks = [gpu_environment(devices, rank) for rank in range(len(devices))]
-    assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {"4,7"}
-    places = {(rank["NCCL_HOSTID"], rank["LOCAL_RANK"]) for rank in ranks}
-    assert len(places) == len(ranks) == 2 * ranks_per_gpu
-    assert len({host for host, _ in places}) == ranks_per_gpu
 
 
 def test_mps_is_told_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

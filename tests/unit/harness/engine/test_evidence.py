@@ -12,7 +12,7 @@ from harness.codec import dumps
 from harness.engine import collective_log as log
 from harness.engine import evidence
 from harness.engine.collective_log import Place, Recorded, answer_path, place_path, read_place
-from harness.engine.evidence import evidence_environment, kernel_words, last_place, read_dump
+from harness.engine.evidence import evidence_environment, last_place, read_dump
 from harness.provenance import variables
 from harness.recorder.collectives import fitting
 from harness.records import RunSpec
@@ -257,42 +257,3 @@ def test_soaks_and_programs_on_gpus_leave_evidence(tmp_path: Path) -> None:
     # Ranks have time to answer; alone one waits for nobody, and is not asked.
     assert evidence.dumps_take_s(OF_CPU) == evidence.ANSWER_S < evidence.dumps_take_s(PROGRAM)
     assert evidence.dumps_take_s(replace(OF_CPU, world_size=1)) == 0.0
-
-
-def test_pipes_are_asked_and_go_with_the_run(tmp_path: Path) -> None:
-    """No pipe, one that nobody reads, one that is read; a run folder has plain files only, and
-    places of a run that did not end well."""
-
-    def names() -> set[str]:
-        return {path.name for path in tmp_path.iterdir()}
-
-    evidence.prepare_to_ask(spec(soak=None), tmp_path, range(2))
-    assert names() == set()
-    evidence.prepare_to_ask(PROGRAM, tmp_path, range(2))
-    assert names() == {"rank0.ask", "rank1.ask"}
-    os.mkfifo(tmp_path / "nccl_rank0.pipe")
-    place_path(tmp_path, 0).touch()
-    reader = os.open(tmp_path / "nccl_rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    evidence.ask_for_dumps(tmp_path, range(3))
-    assert os.read(reader, 10) == b"1\n"
-    os.close(reader)
-    evidence.remove_pipes(tmp_path, range(2), all_went_well=False)
-    assert names() == {"rank0.place"}
-    evidence.remove_pipes(tmp_path, range(2), all_went_well=True)
-    assert names() == set()
-
-
-def test_words_of_a_core_dump_go_as_far_as_it_does(tmp_path: Path) -> None:
-    """A kernel that is named, a dump that has it, an exception without a dump, nothing."""
-    what = "CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS"
-    printed = f"coredump: Detected an exception of type {what} (14)\n"  # by CUDA 13 on an H200
-    assert kernel_words("noise", tmp_path, 1) == ""
-    assert kernel_words(printed, tmp_path, 1) == (
-        f"CUDA says {what}; it left no core dump, so the kernel is not known"
-    )
-    (tmp_path / "cuda1.core").touch()
-    assert "target cudacore cuda1.core" in kernel_words(printed, tmp_path, 1)
-    named = printed + "[07:05:01.106483] coredump:   #0\t0x7f3c43786350\tmemcpy128\n"
-    assert kernel_words(named, tmp_path, 1).endswith(f"{what} in kernel memcpy128")
-    named += "[07:05:01.106484] coredump:   #1\t0x7f3c43786000\tcopy_kernel(float*)\n"
-    assert kernel_words(named, tmp_path, 1).endswith("in memcpy128 of kernel copy_kernel(float*)")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.leader import NO_WORD, NodeReport, Word, needs_word, put_together
+from harness.engine.leader import NO_WORD, NodeReport, Word, put_together
 from harness.engine.outcome import NOT_THE_KERNEL
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
@@ -201,12 +201,6 @@ def test_what_ranks_say_across_nodes(folder: Path, row: str) -> None:
         assert got.message.endswith("node 1 left no report")
 
 
-def test_an_agent_that_was_killed_before_its_ranks_began(folder: Path) -> None:
-    for rank in range(4):
-        (folder / f"rank{rank}.jsonl").unlink()
-    assert outcome(folder, word=Word(killed_by=9)).what == "interrupted"
-
-
 def test_evidence_of_every_node_is_read(folder: Path) -> None:
     """NCCL's dumps name the rank that others wait for, CUDA's words the kernel of a fault."""
     done = ("0", GATHER, "completed")
@@ -223,11 +217,3 @@ def test_evidence_of_every_node_is_read(folder: Path) -> None:
     got = outcome(folder, report(0), report(1, (-6, 0)))
     assert (got.what, got.culprit_rank) == ("illegal_access", 2)
     assert "CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS in kernel scatter_add" in got.message
-
-
-def test_whether_slurm_has_to_be_asked() -> None:
-    """Asked if it may have ended or killed a rank; not for what ranks did themselves."""
-    assert not needs_word([report(0), report(1, (13, -11))])
-    assert needs_word([report(0), report(1, (0, -9))])
-    assert needs_word([report(0), STOPPED[1]])
-    assert not needs_word([report(0, timed_out=True)])

@@ -169,26 +169,10 @@ OTHER_THREAD = (
         ((stack(), WAITING), None),
     ],
 )
-def test_stacks_single_out_the_rank_that_the_others_wait_for(
-    tails: tuple[str, ...], culprit: int | None
-) -> None:
+def test_stacks_single_out_the_rank_that_the_others_wait_for(tails: Any, culprit: Any) -> None:
     """All but one wait in a collective: that one is the culprit; with any doubt there is none."""
     ranks = [ended(number, tail) for number, tail in enumerate(tails)]
     assert classify(ranks, timed_out=True, timeout_s=5.0).culprit == culprit
-
-
-def test_messages_say_where_each_rank_was_and_who_followed() -> None:
-    """The innermost frame of every stack; the culprit's end first, then who failed with it."""
-    hang = classify([ended(0, WAITING), ended(1, SLEEPING)], timed_out=True, timeout_s=5.0)
-    assert hang.message == (
-        "the others waited for rank 1, after step 2 in _hang (plant.py:114); "
-        "time was up after 5 s; still running: rank 0 after step 2 in all_gather "
-        "(distributed_c10d.py:44), rank 1 after step 2 in _hang (plant.py:114)"
-    )
-    ranks = [lost(0), died(1, -11), ended(2)]
-    assert classify(ranks, timed_out=False, timeout_s=5.0, failed_order=[1, 0]).message == (
-        "rank 1 died by SIGSEGV after step 2; then rank 0 failed too; rank 2 ended by the harness"
-    )
 
 
 def at(

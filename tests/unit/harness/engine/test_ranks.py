@@ -3,25 +3,25 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engine.evidence import tail_of
 from harness.engine.ranks import (
-    TAIL_BYTES,
     CappedOutput,
     Job,
     Limits,
-    Phase,
     Records,
     Watch,
 )
 from harness.records import RunSpec
 from harness.soaking import SoakSpec
 from harness.store.streams import has_begun, has_end_record, rank_path
+from tests.planted.local_runs import wait_gone
 
 LIMITS = Limits(grace_s=3.0, stacks_s=1.0, leave_s=5.0)
 STACKS, KILL = signal.SIGUSR1, signal.SIGKILL
@@ -94,33 +94,6 @@ def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
     assert (clock.timed_out, clock.stalled) == why
 
 
-def test_whose_end_a_signal_was() -> None:
-    """After our request or our kill it is ours, before it somebody else's, and a failure."""
-    clock = watch(6)
-    clock.ended(4, 0, 1.0, left_early=True)
-    clock.ended(5, -STACKS, 2.0)
-    clock.advance(10.0)
-    clock.ended(0, -KILL, 10.2)
-    clock.ended(1, -STACKS, 10.3)
-    clock.ended(2, 1, 10.5)
-    assert clock.phase is Phase.STACKS, "a late failure does not put the killing off"
-    clock.advance(11.0)
-    clock.ended(3, -KILL, 11.1)
-    ours = [rank for rank, state in clock.exits.items() if state.killed_by_harness]
-    assert (ours, list(clock.failed_s)) == ([1, 3], [5, 0, 2])
-    assert not clock.running
-
-
-def test_a_stall_is_looked_for_only_when_it_may_be_there() -> None:
-    """Not before its time, not after a failure, not of ranks that have only to exit."""
-    silent, failing, leaving = (watch(stall_s=4.0, timeout_s=100.0) for _ in range(3))
-    assert [silent.may_stall(at_s) for at_s in (3.9, 4.0)] == [False, True]
-    failing.ended(0, 13, 1.0)
-    leaving.leaves(1.0)
-    assert not failing.may_stall(99.0)
-    assert not leaving.may_stall(99.0)
-
-
 # --- what ranks record ------------------------------------------------------------------------
 
 
@@ -141,13 +114,8 @@ STEPS_OF_4_S = '{"kind":"step","step_s":9.0}\n{"kind":"step","step_s":4.0}\n{"ki
      (START + NAMES, False, False), (START + INITIAL, True, False), (START + STEP, True, False),
      (START + STEP + END, True, True), (END + STEP, True, False)],
 )  # fmt: skip
-def test_what_a_rank_has_recorded(
-    text: str | None, begun: bool, ended: bool, tmp_path: Path
-) -> None:
-    """It has begun with its state: importing and loading are no silence of a run that trains.
-
-    Only a last line is an end.
-    """
+def test_what_a_rank_has_recorded(text: Any, begun: bool, ended: bool, tmp_path: Path) -> None:
+    """It has begun with its state: importing and loading are no silence of a run that trains."""
     path = tmp_path / "rank0.jsonl"
     if text is not None:
         path.write_text(text)
@@ -173,10 +141,7 @@ def test_a_stall_is_looked_for_once_a_rank_has_begun(
 def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps written 100 at a time, of 4 s each, are no stall after 300 s, nor is a start of 1800.
-
-    What goes on for longer is.
-    """
+    """Steps written 100 at a time, of 4 s each, are no stall after 300 s."""
     monkeypatch.chdir(tmp_path)
     soak = SoakSpec(by="steps", amount=1000, stall_s=300)
     records, clock = Records(job(soak=soak, flush_every=100)), watch(timeout_s=1e6, stall_s=300)
@@ -193,28 +158,6 @@ def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
 # --- what ranks print -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [100, 3 * TAIL_BYTES])
-def test_output_beyond_the_cap_keeps_its_head_and_its_end(tmp_path: Path, number: int) -> None:
-    """Up to the cap byte for byte; above it the head, the number of bytes dropped, the tail.
-
-    What somebody else still holds open is closed with what has arrived.
-    """
-    read_fd, write_fd = os.pipe()
-    output, data = CappedOutput(read_fd, tmp_path / "out", cap_bytes=100), os.urandom(number)
-    for start in range(0, number, 1 << 16):
-        os.write(write_fd, data[start : start + (1 << 16)])
-        output.drain()
-    output.close()
-    output.close()
-    os.close(write_fd)
-    found, dropped = (tmp_path / "out").read_bytes(), number - 100 - TAIL_BYTES
-    if number == 100:
-        assert found == data
-        return
-    remark = b"\n[harness: output above 100 bytes: %d bytes dropped here, the last %d follow]\n"
-    assert found == data[:100] + remark % (dropped, TAIL_BYTES) + data[-TAIL_BYTES:]
-
-
 def test_a_full_disk_is_noted_and_draining_goes_on() -> None:
     """The rank is not blocked by a disk that takes no more, and the loss is on record."""
     read_fd, write_fd = os.pipe()
@@ -227,8 +170,34 @@ def test_a_full_disk_is_noted_and_draining_goes_on() -> None:
     assert "No space left" in output.problem
 
 
-def test_tail_of_a_file(tmp_path: Path) -> None:
-    """The tail is the last bytes; a file that is not there is empty."""
-    (tmp_path / "x").write_bytes(b"abc\xffdef")
-    tails = [tail_of(tmp_path / name, size) for name, size in (("x", 3), ("x", 100), ("none", 9))]
-    assert tails == ["def", "abc\ufffddef", ""]
+# --- contracts of the forkserver's process before it can serve ---
+
+
+PARENT = """
+import sys, time
+from harness.engine.local import ServerProcess
+from harness.engine.ranks import Limits
+server = ServerProcess("slow_entry:rank_main", Limits())
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+SLOW_ENTRY = """
+import pathlib, time
+with open(pathlib.Path(__file__).with_name("importing"), "w") as pipe:
+    pipe.write("importing")
+time.sleep(600)
+"""
+
+
+def test_a_server_that_still_imports_ends_with_a_killed_harness(tmp_path: Path) -> None:
+    """Nobody waits for its imports any more; they can take many seconds."""
+    (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY)
+    os.mkfifo(tmp_path / "importing")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command, environment = [sys.executable, "-c", PARENT], {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        server = int(parent.stdout.readline())
+        assert (tmp_path / "importing").read_text() == "importing"
+        parent.kill()
+        wait_gone(server)

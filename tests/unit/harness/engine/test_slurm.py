@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,19 +28,12 @@ RUN = RunSpec(config={"graph": []}, device="cpu", world_size=4, timeout_s=60.0)
         (6, SlurmOptions(ranks_per_node=4), "cpu", [3, 3]),
     ],
 )
-def test_where_ranks_go(
-    world_size: int, options: SlurmOptions, device: str, shares: list[int]
-) -> None:
+def test_where_ranks_go(world_size: int, options: SlurmOptions, device: str, shares: Any) -> None:
     """Blocks of neighbours, as even as they come, on as few nodes as may be; none is empty."""
     step = slurm.share_out(world_size, options, device)
     ranks = [step.ranks(node, world_size) for node in range(step.num_nodes)]
     assert [len(each) for each in ranks] == shares
     assert [rank for each in ranks for rank in each] == list(range(world_size))
-
-
-def test_variables_of_a_job_around_us_are_not_handed_on() -> None:
-    given = {"SLURM_CONF": "c", "SLURM_JOB_ID": "1", "SQUEUE_PARTITION": "x", "HOME": "/h"}
-    assert slurm.own_environment(given) == {"SLURM_CONF": "c", "HOME": "/h"}
 
 
 @pytest.fixture
@@ -119,10 +113,7 @@ def test_a_step_that_stays_is_ended(programs: Path, tmp_path: Path) -> None:
 def test_how_an_allocation_ended(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: str
 ) -> None:
-    """As scontrol says; one that is on its way out is waited for, with a bound.
-
-    If it is our own there is no other to ask for: --resume goes on in the next.
-    """
+    """As scontrol says; one that is on its way out is waited for, with a bound."""
     play(programs, "scontrol", f"echo JobId=7 JobState={state} Reason=None NodeList=n1")
     assert slurm.job_word("7", 0.05, 0.01).text == told
     monkeypatch.setenv("SLURM_JOB_ID", "7")

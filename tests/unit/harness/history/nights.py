@@ -54,15 +54,7 @@ def night(
     number: int = 0, *, cases: int = 1, answers: dict[int, dict[str, Any]] | None = None,
     values: Values | None = None, **changes: Any,
 ) -> FolderEntry:  # fmt: skip
-    """A run folder of one night.
-
-    Args:
-        number: days after the first night.
-        cases: how many there are.
-        answers: changes of the answer for some cases, by number.
-        values: changes of each run, from the run and its leg.
-        changes: of the folder.
-    """
+    """A run folder of one night. Args: number: days after the first night."""
     plain = [(run(of, leg), leg) for of in range(cases) for leg in LEGS]
     facts: dict[str, Any] = {
         "id": name_of([number, "night"]), "scenario": "nightly", "num_cases": cases,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.errors import HarnessError, Infrastructure, UsageError
-from harness.history import NOT_WRITTEN_FILE, History, Recorded, ledger, remember
+from harness.errors import HarnessError, UsageError
+from harness.history import NOT_WRITTEN_FILE, History, Recorded, remember
 from harness.history.entries import FolderEntry, name_of
 from harness.history.ledger import Damaged, open_import
 from harness.records import Difference
@@ -53,8 +53,7 @@ def read(path: Path) -> list[FolderEntry]:
 
 
 def test_what_is_recorded_comes_back_once(path: Path, history: History) -> None:
-    """Field by field, from the file and from a merged one; what is there already is kept, what a
-    resume adds is new."""
+    """Field by field, from the file and from a merged one."""
     assert read(path) == NIGHTS
     with open_import(path) as other:
         assert history.merge(other) == Recorded(folders=4, cases=8, runs=24)
@@ -155,41 +154,6 @@ def test_what_is_damaged_or_not_ours_stays_as_it_is(
     assert [entry.name for entry in path.parent.iterdir()] == ["history.sqlite"]
 
 
-def test_nothing_and_folders_are_refused(tmp_path: Path) -> None:
-    """Nothing is made where nothing was asked for."""
-    with pytest.raises(UsageError, match="nothing"):
-        History.open(tmp_path / "nothing")
-    for place in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(UsageError, match="cannot be read"):
-            open_import(place)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(Infrastructure):
-        History.open(tmp_path)
-
-
-def test_a_refusal_in_the_middle_adds_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full or read-only disk, an error of SQLite, a lock: what was there is there, no more."""
-    monkeypatch.setattr(ledger, "BUSY_S", 0.01)
-    no = "CREATE TRIGGER no BEFORE INSERT ON runs BEGIN SELECT RAISE(FAIL, 'not now'); END"
-    with History.open(path) as history, closing(sqlite3.connect(path)) as other:
-        pages = history.query("PRAGMA page_count")[0][0]
-        for before, after in (
-            (f"PRAGMA max_page_count = {pages}", "PRAGMA max_page_count = 1000000"),
-            ("PRAGMA query_only = ON", "PRAGMA query_only = OFF"),
-            (no, "DROP TRIGGER no"),
-        ):
-            history.connection.execute(before)
-            with pytest.raises(Infrastructure):
-                history.record(night(9, cases=50))
-            history.connection.execute(after)
-            assert list(history.entries()) == NIGHTS
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(Infrastructure, match="locked"):
-            history.record(night(9))
-        other.execute("ROLLBACK")
-        assert history.record(night(9)).folders == 1
-
-
 WRITER = """
 import sys
 from pathlib import Path
@@ -218,8 +182,7 @@ history.record(night(9, cases=200))
 
 
 def test_two_processes_write_at_once_and_one_is_killed(tmp_path: Path) -> None:
-    """Harnesses that begin one history and add to it at the same time lose nothing; one that is
-    killed while it records leaves the history as it was, for the next one."""
+    """Harnesses that begin one history and add to it at the same time lose nothing."""
     place = tmp_path / "history.sqlite"
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(place), str(first), str(last)])

@@ -1,16 +1,16 @@
 """Contracts of trends: what a case did, since when, lasting changes, and verdicts that change."""
 
 import dataclasses
-import random
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from harness.history import CaseTrend, History, flaky_cases, trends
+from harness.history import CaseTrend, Comparison, History, compare, flaky_cases, trends
 from harness.history.entries import FolderEntry, name_of
 from harness.history.trend import MIN_HISTORY, find_change
-from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, only, run
+from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, Values, case, night, only, run
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "p": {}, "f": FAILED, "h": {**FAILED, "what": "hang"}, "k": {**FAILED, "what": "interrupted"},
@@ -48,29 +48,12 @@ def trend_of(history: History, entries: Iterable[FolderEntry]) -> CaseTrend:
         ("ppffP", None, 4),
     ],
 )  # fmt: skip
-def test_first_bad_and_last_good(
-    answers: str, bad: int | None, good: int | None, history: History
-) -> None:
+def test_first_bad_and_last_good(answers: str, bad: Any, good: Any, history: History) -> None:
     """The first failure after the last pass in its environment, over runs without a verdict."""
     found = trend_of(history, [answered(letter, n) for n, letter in enumerate(answers)])
     ends = [each.commit if each else None for each in (found.first_bad, found.last_good)]
     assert ends == [None if n is None else name_of([n, "commit"]) for n in (bad, good)]
     assert found.num_runs == len(answers)
-
-
-def test_runs_are_in_order_of_time_and_days_limit_them(history: History) -> None:
-    """The order is that of the runs, not of recording; shards of a day count as one day."""
-    for number in (2, 0, 3, 1):
-        history.record(night(number))
-    history.record(night(3, id="other shard"))
-    (found,) = trends(history, "nightly", "dp1-attn")
-    days = [entry.created[:10] for entry in found.answers]
-    assert days == sorted(days)
-    (late,) = trends(history, "nightly", days=2)
-    assert [entry.created[:10] for entry in late.answers] == days[2:]
-    (early,) = trends(history, "nightly", until=found.answers[1].created)
-    assert early.answers == found.answers[:2]
-    assert trends(history, "nothing") == ()
 
 
 def test_values_are_those_of_the_last_candidate_if_it_ended_well(history: History) -> None:
@@ -102,11 +85,8 @@ def test_values_are_those_of_the_last_candidate_if_it_ended_well(history: Histor
         ({"values": only("candidate", step_s=0.03, fingerprint="")}, ""),
     ],
 )
-def test_another_environment_is_another_series(
-    changes: dict[str, Any], names: str, history: History
-) -> None:
-    """Values are not compared across environments, and what changed is named; an unknown one is in
-    no series; coming back is the old series again."""
+def test_another_environment_is_another_series(changes: Any, names: str, history: History) -> None:
+    """Values are not compared across environments, and what changed is named."""
     other = {"values": only("candidate", step_s=0.03)} | changes
     found = trend_of(history, [night(n, **(other if 5 <= n < 20 else {})) for n in range(25)])
     letter = "B" if names else ""
@@ -123,25 +103,6 @@ def test_a_lasting_change_is_found_with_its_runs(history: History) -> None:
     shift = found.shifts[0]
     assert (shift.last_before, shift.first) == found.answers[29:31]
     assert shift.ratio == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("odd", "alarms", "seen"), [(0.0, 0, 180), (0.05, 1, 150), (0.2, 8, 0)],
-    ids=["normal", "one in 20 out", "one in 5 out"],
-)  # fmt: skip
-def test_noise_is_seldom_a_change_and_a_step_is_found(odd: float, alarms: int, seen: int) -> None:
-    """Of 200 series of 60 runs: false alarms at the last run at most; steps of three deviations 15
-    runs before it that are found within three runs of their place at least."""
-
-    def series(seed: int) -> list[float]:
-        source = random.Random(seed)
-        return [100 + source.gauss(0, 8 if source.random() < odd else 1) for _ in range(60)]
-
-    noisy = [series(seed) for seed in range(200)]
-    assert sum(find_change(values) is not None for values in noisy) <= alarms
-    stepped = [values[:45] + [value + 3 for value in values[45:]] for values in noisy]
-    found = [find_change(values) for values in stepped]
-    assert sum(at is not None and abs(at - 45) <= 3 for at in found) >= seen
 
 
 @pytest.mark.parametrize(
@@ -184,12 +145,131 @@ def test_flaky_is_what_changes_by_itself(
     assert [(entry.changes, entry.repeats) for entry in found] == ([expected] if expected else [])
 
 
-def test_unknown_equals_nothing_and_failures_of_the_machine_count(history: History) -> None:
-    """Answers of an unknown commit or environment repeat none; attempts are told by failure."""
-    retried = ("candidate: port in use", "control: port in use")
-    (found,) = flaky_cases([trend_of(history, [
-        *(answered(a, n, commit="") for n, a in enumerate("pf")),
-        *(answered(a, n + 2, commit="abc", environment={}) for n, a in enumerate("pf")),
-        night(4, answers={0: {"retried": retried}}),
-    ])])  # fmt: skip
-    assert (found.changes, found.retried) == (0, {"port in use": 2})
+# --- contracts of a comparison: what is worse is named, and what cannot be compared is not ---
+
+
+SKIPPED: dict[str, Any] = {
+    "outcome": "skipped", "what": "unsupported", "reference": "", "control": "", "candidate": "",
+}  # fmt: skip
+INCOMPARABLE: dict[str, Any] = {"outcome": "incomparable", "what": "nondeterministic_reference"}
+
+
+def worse(done: Comparison) -> dict[str, tuple[str, ...]]:
+    return {case.case_id: case.worse for case in done.cases if case.worse}
+
+
+def test_the_same_is_the_same() -> None:
+    """Two nights of equal bits and values at two commits: nothing differs, exit 0."""
+    done = compare(night(0, cases=3), night(1, cases=3))
+    assert done.exit_code == 0
+    assert {case.state for case in done.cases} == {"alike"}
+    assert list(done.environment) == ["commit"]
+    assert compare(done.before, done.before).environment == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({}, FAILED, "passed became failed diverged"),
+        ({}, SKIPPED, "passed became skipped unsupported"),
+        ({}, INCOMPARABLE, "passed became incomparable nondeterministic_reference"),
+        (INCOMPARABLE, FAILED, "incomparable nondeterministic_reference became failed diverged"),
+        (FAILED, {}, None),
+        (FAILED, INCOMPARABLE, None),
+        (FAILED, {**FAILED, "what": "hang"}, None),
+    ],
+)  # fmt: skip
+def test_a_verdict_further_from_passed_is_worse(before: Any, after: Any, words: Any) -> None:
+    """A verdict that got worse is exit 1 and said; one that got better is said and not worse."""
+    done = compare(night(0, answers={0: before}), night(1, answers={0: after}))
+    assert worse(done) == ({"dp1-attn": (words,)} if words else {})
+    assert done.exit_code == (1 if words else 0)
+    assert done.cases[0].state == ("worse" if words else "changed")
+
+
+@pytest.mark.parametrize("leg", ["reference", "candidate"])
+@pytest.mark.parametrize("name", ["loss", "state"])
+def test_bits_that_changed_are_worse(leg: str, name: str) -> None:
+    """Equal work in an equal environment gives equal bits, in loss and in state."""
+    done = compare(night(0), night(1, values=only(leg, **{f"{name}_bits": "other"})))
+    assert worse(done) == {"dp1-attn": (f"{leg}: {name} bits changed",)}
+    assert done.exit_code == 1
+    assert compare(night(0), night(1, values=only(leg, state_bits=""))).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why", "named"),
+    [
+        (ELSEWHERE, "the environments differ", {"cores": ("8", "4")}),
+        ({"environment": {}}, "the environment was not recorded", {}),
+        ({"values": only("reference", work="x", loss_bits="y")},
+         "the settings of the reference differ", {}),
+        ({"values": only("candidate", fingerprint="", step_s=9.0)},
+         "not every rank of the candidate recorded its environment", {}),
+        ({"values": only("candidate", fingerprint="f", state_bits="y")},
+         "the environments of the candidate's ranks differ", {}),
+        ({"values": only("candidate", loss_bits="", state_bits="")},
+         "the bits of the candidate were not recorded", {}),
+        ({"runs": ()}, "there is no run of the reference", {}),
+        ({"answers": {0: SKIPPED}}, "it was skipped in one of the two", {}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_not(changes: Any, why: str, named: Any) -> None:
+    """Only verdicts are compared, exit 6, the reason is said and what differs is named."""
+    before = night(0, answers=changes.get("answers"))
+    done = compare(before, night(1, **(changes | {"answers": {}})))
+    assert done.cases[0].incomparable == why
+    assert worse(done) == {}
+    assert done.exit_code == 6
+    assert named.items() <= done.environment.items()
+    assert compare(night(0), night(1, answers={0: FAILED}, **ELSEWHERE)).exit_code == 1
+
+
+def test_nothing_in_common_or_open_cases_are_no_verdict() -> None:
+    """Exit 6 where nothing was compared or cases have no answer yet; 1 for what is gone."""
+    empty, whole = night(0, cases=0), night(1)
+    pairs = [(empty, empty), (empty, whole), (whole, empty), (night(0), night(1, num_cases=2)),
+             (night(0, num_cases=2), whole)]  # fmt: skip
+    assert [compare(*pair).exit_code for pair in pairs] == [6, 6, 1, 6, 0]
+
+
+def scaled(**by: float) -> Values:
+    """Values of all legs scaled; the control's steps take 1 % longer."""
+    return lambda run, leg: {
+        "step_s": 0.02 * by.get("step_s", 1.0) * (1.01 if leg == "control" else 1.0),
+        "peak_bytes": int((40 << 20) * by.get("peak_bytes", 1.0)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("by", "exit_code", "change"),
+    [
+        ({"step_s": 1.2}, 1, "worse"), ({"step_s": 0.8}, 0, "better"),
+        ({"step_s": 1.02}, 0, "same"),
+        ({"peak_bytes": 1.01}, 1, "worse"), ({"peak_bytes": 1.004}, 0, "same"),
+    ],
+)  # fmt: skip
+def test_times_and_peaks_are_held_against_the_noise(by: Any, exit_code: int, change: str) -> None:
+    """The noise between reference and control is measured and said, and decides what counts."""
+    done = compare(night(0, cases=6, values=scaled()), night(1, cases=6, values=scaled(**by)))
+    assert done.exit_code == exit_code
+    assert done.noise["step_s"] == pytest.approx(math.log(1.01))
+    (metric,) = by
+    for found in done.cases:
+        (delta,) = [delta for delta in found.deltas if delta.metric == metric]
+        assert delta.change == change
+        assert delta.ratio == pytest.approx(by[metric] - 1, abs=1e-6)
+        assert delta.threshold >= delta.noise * 2.9
+
+
+def test_few_pairs_say_little_and_none_nothing() -> None:
+    """One case has two pairs: a change must stand out from both; without a pair none is claimed."""
+    slower = scaled(step_s=1.5)
+    before = night(0, values=only("control", step_s=0.024))
+    apart = compare(before, night(1, values=slower))
+    assert next((d.metric, d.change) for d in apart.cases[0].deltas) == ("step_s", "noisy")
+    assert apart.exit_code == 0
+    calm = compare(night(0), night(1, values=lambda run, leg: {"step_s": 0.03}))
+    assert worse(calm) == {"dp1-attn": ("step time rose by 50.0%",)}
+    dead = only("control", what="oom")
+    assert compare(night(0, values=dead), night(1, values=dead)).cases[0].deltas == ()
