@@ -206,7 +206,7 @@ def test_an_output_without_the_gradient_it_was_captured_with_raises() -> None:
     """The graph adds all gradients up: a missing one is not taken for zeros."""
     graphed = capture(segment_of(lambda x: (x * 2, x * 3), wanted(2)))
     one, _ = graphed(wanted(2))
-    with pytest.raises(RuntimeError, match="got none of the one numbered 1"):
+    with pytest.raises(RuntimeError, match="got none of number 1"):
         one.sum().backward()
 
 
