@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,3 +25,13 @@ def mesh() -> Iterator[DeviceMesh]:
 def axes(mesh: DeviceMesh) -> Axes:
     """All axes of this process alone."""
     return build_axes(ParallelConfig(), Device("cpu"))
+
+
+@pytest.fixture
+def determinism_as_before() -> Iterator[None]:
+    """Puts back the switches that a trainer sets for the whole process."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -10,23 +10,19 @@ import torch
 
 from fsdp_core.determinism import make_deterministic, prepare_environment, seed_all
 
+pytestmark = pytest.mark.usefixtures("determinism_as_before")
+
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Put back what these switches change for the rest of the session."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+def generators_as_before() -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
 
 
 def draws() -> tuple[float, float, list[float]]:
-    """One draw of each generator."""
     return random.random(), float(np.random.rand()), torch.rand(4).tolist()
 
 

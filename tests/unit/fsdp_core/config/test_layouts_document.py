@@ -8,14 +8,13 @@ After a change of rules, from the root of the tree:
 import re
 from pathlib import Path
 
-from fsdp_core.config import DEGREES, RULES, SCOPES
+from fsdp_core.config import BEGINS_AT, DEGREES, RULES, SCOPES
 
 PATH = Path(__file__).parents[4] / "fsdp_core" / "LAYOUTS.md"
 BETWEEN = re.compile(r"(<!-- rules: .*? -->\n).*?(<!-- end of rules -->)", re.DOTALL)
 
 
 def table() -> str:
-    """The rules of layouts and graphs as Markdown."""
     rows = [
         f"| {about} | `{rule.name}` | {rule.message} |"
         for about, rules in RULES.items()
@@ -26,7 +25,6 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """A document with the table between its marks."""
     found, number = BETWEEN.subn(lambda m: m.group(1) + table() + m.group(2), text)
     assert number == 1, "Expected one pair of marks."
     return found
@@ -49,3 +47,8 @@ def test_the_document_has_every_axis_and_scope() -> None:
 
 if __name__ == "__main__":
     PATH.write_text(with_table(PATH.read_text()))
+
+
+def test_every_partial_scope_begins_somewhere() -> None:
+    """At a layer or a part of it; but for the one that goes on where another ends."""
+    assert set(BEGINS_AT) == set(SCOPES) - {"full_iteration", "moe_preprocess"}

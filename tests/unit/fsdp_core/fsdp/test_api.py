@@ -1,6 +1,7 @@
 """`fully_shard` on one rank: what it refuses, what it leaves, what it costs."""
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from fsdp_core.fsdp import (
     fully_shard,
 )
 from fsdp_core.fsdp.pool import make_pool
+from fsdp_core.stress.races import Clocks
 from tests.unit.fsdp_core.fsdp.nets import (
     STRATEGIES,
     Net,
@@ -27,37 +29,9 @@ from tests.unit.fsdp_core.fsdp.nets import (
     batch,
     build,
     group_named,
-    local,
     run,
     shard,
 )
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_wrapping_keeps_the_weights_bits(mesh: DeviceMesh, strategy: str) -> None:
-    """Wrapping changes no bit of any parameter, at rest and gathered."""
-    net = build()
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    fsdp = shard(net, mesh, strategy=strategy)
-    assert isinstance(net, FSDPModule)
-    assert isinstance(net, Net)
-    assert type(net).__name__ == "FSDPNet"
-    assert {name: p.shape for name, p in net.named_parameters()} == {
-        name: p.shape for name, p in before.items()
-    }
-    for unit in fsdp.fsdp_schedule.units:
-        for group in unit.groups:
-            for name, parameter in zip(group.names, group.sharded, strict=True):
-                assert torch.equal(local(parameter.detach()), before[name]), name
-        unit.unshard()
-        unit.wait_unshard()
-        for group in unit.groups:
-            for name, parameter in zip(group.names, group.unsharded, strict=True):
-                assert torch.equal(parameter, before[name]), name
-        unit.reshard()
-    assert sorted(n for group in fsdp.fsdp_groups for n in group.names) == sorted(before)
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])
@@ -74,50 +48,6 @@ def test_gradients_equal_plain_torch(mesh: DeviceMesh, strategy: str, keep_grads
         fsdp.zero_main_grads()
         plain.zero_grad()
         assert all(p.grad is None for p in net.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rest_memory_is_the_formula(
-    mesh: DeviceMesh, strategy: str, keep_grads: bool, dtype: torch.dtype
-) -> None:
-    """At rest live: main weights, kept gradients, and a compute copy where the weight is whole.
-
-    Nothing else: the parameters that were wrapped are gone, and a copy would be the main weight
-    itself where nothing is cut and the dtype is the same.
-    """
-    device = Device("cpu")
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
-    with device.counting_memory():
-        net = build()
-        fsdp = shard(net, mesh, strategy=strategy, keep_grads=keep_grads, mp_policy=policy)
-        numel = sum(group.layout.total_numel for group in fsdp.fsdp_groups)
-        copied = {"optim_grads_params": 0, "no_shard": int(dtype != torch.float32)}.get(strategy, 1)
-        an_element = 4 + 4 * keep_grads + copied * dtype.itemsize
-        assert device.live_bytes() == numel * an_element
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_of_a_step_is_released(mesh: DeviceMesh, strategy: str) -> None:
-    """After a step nothing but the gradients is added to what lives at rest; zeroed, nothing is."""
-    device = Device("cpu")
-    with device.counting_memory():
-        net = build()
-        fsdp = shard(net, mesh, strategy=strategy)
-        rest = device.live_bytes()
-        grads = 4 * sum(group.layout.total_numel for group in fsdp.fsdp_groups)
-        if strategy == "no_shard":  # nothing is scattered: a piece a parameter, without padding
-            specs = [spec for group in fsdp.fsdp_groups for spec in group.specs]
-            grads = 4 * sum(spec.local_numel for spec in specs)
-        for _ in range(3):
-            for number in (1, 2):
-                run(net, batch(number))
-                assert device.live_bytes() == rest + grads
-            fsdp.zero_main_grads()
-            assert device.live_bytes() == rest
-        assert device.peak_bytes() > rest + grads
-    assert not any(group.is_unsharded for group in fsdp.fsdp_groups)
 
 
 @pytest.mark.parametrize("pool", ["double", "traced"])
@@ -255,110 +185,6 @@ def test_without_a_mesh_all_ranks_are_one_axis(mesh: DeviceMesh) -> None:
     assert group.nest.mesh.device_type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"strategy": "zero3"},
-            r"one for each of 1 mesh axes, of \('no_shard', 'optim', .*'zero3'",
-        ),
-        ({"strategy": ""}, "Expected a strategy"),
-        ({"strategy": ("no_shard", "optim")}, "one for each of 1 mesh axes"),
-        ({"reshard_after_forward": 2}, "a divisor of 1 ranks, got 2"),
-        ({"reshard_after_forward": 0}, "a divisor of 1 ranks, got 0"),
-        ({"shard_placement_fn": lambda p: Shard(p.ndim)}, r"a dimension of blocks\.0\.weight"),
-        (
-            {"shard_placement_fn": lambda p: Replicate()},
-            r"Shard\(0\) or None for gain",
-        ),
-        ({"offload_policy": object()}, "Expected an OffloadPolicy"),
-        ({"pool": "triple"}, "triple"),
-    ],
-)
-def test_refuses_what_is_not_built(mesh: DeviceMesh, options: Any, message: str) -> None:
-    """An option out of range is an error with the legal ones, and the module stays plain."""
-    net = build()
-    with pytest.raises(ValueError, match=message):
-        fully_shard(net, mesh=mesh, **options)
-    assert type(net) is Net
-    fully_shard(net, mesh=mesh)
-
-
-def test_refuses_a_mesh_of_three_axes(mesh: DeviceMesh) -> None:
-    """Two axes are outer and inner; a third has no meaning."""
-    del mesh
-    three = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pod", "outer", "inner"))
-    with pytest.raises(ValueError, match="a mesh of one or two axes, got 3"):
-        fully_shard(build(), mesh=three)
-
-
-def test_refuses_modules_that_cannot_be_a_unit(mesh: DeviceMesh) -> None:
-    """Wrapped twice, no forward, nothing, the same twice, or one inside another: all refused."""
-    block = nn.Linear(3, 3)
-    fully_shard(block, mesh=mesh)
-    with pytest.raises(ValueError, match="no unit yet, got FSDPLinear"):
-        fully_shard(block, mesh=mesh)
-    with pytest.raises(ValueError, match="got ModuleList"):
-        fully_shard(nn.ModuleList([nn.Linear(3, 3)]), mesh=mesh)
-    with pytest.raises(ValueError, match="got ModuleDict"):
-        fully_shard(nn.ModuleDict(), mesh=mesh)
-    called = fully_shard(ListWithForward([nn.Linear(3, 3)]), mesh=mesh)
-    assert called(torch.ones(1, 3)).shape == (1, 3)
-    with pytest.raises(ValueError, match="each once, in the list"):
-        fully_shard([], mesh=mesh)
-    twice = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="each once, in the list"):
-        fully_shard([twice, twice], mesh=mesh)
-    net = build()
-    with pytest.raises(ValueError, match="each once, in the list"):
-        fully_shard([net, net.blocks[0]], mesh=mesh)
-
-
-def test_refuses_a_parameter_of_two_units(mesh: DeviceMesh) -> None:
-    """A parameter in two units would silently become two: refused, and the way out is named."""
-    net = build()
-    net.blocks[1].weight = net.blocks[0].weight
-    fully_shard(net.blocks[0], mesh=mesh)
-    with pytest.raises(ValueError, match=r"weight.*shared with another; wrap .* as one unit"):
-        fully_shard(net.blocks[1], mesh=mesh)
-    net = build()
-    net.blocks[1].weight = net.blocks[0].weight
-    fully_shard(net.blocks[0], mesh=mesh)
-    with pytest.raises(ValueError, match=r"blocks\.1\.weight.*shared"):
-        fully_shard(net, mesh=mesh)
-
-
-class ListWithForward(nn.ModuleList):
-    """A container that can be called."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", self[0](x))
-
-
-class Extended(torch.Tensor):
-    """A tensor that says what is gathered of it."""
-
-    def fsdp_pre_all_gather(self, *args: Any) -> Any:
-        raise AssertionError(args)
-
-
-def test_refuses_extensions_of_the_all_gather(mesh: DeviceMesh) -> None:
-    """What they would send is not what is sent."""
-    net = build()
-    net.head.weight = nn.Parameter(torch.ones(3, 6).as_subclass(Extended))
-    with pytest.raises(NotImplementedError, match=r"head\.weight .*extension of the all-gather"):
-        fully_shard(net, mesh=mesh)
-
-
-def test_refuses_cuts_that_are_not_of_rows(mesh: DeviceMesh) -> None:
-    """Rows are what is cut: any other dimension is refused by name, and the module stays plain."""
-    net = build()
-    with pytest.raises(NotImplementedError, match=r"Expected Shard\(0\) for blocks\.0\.weight"):
-        fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(-1))
-    assert type(net) is Net
-    fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(-p.ndim) if p.ndim > 1 else None)
-
-
 def test_offloads_to_the_cpu_from_there_only(mesh: DeviceMesh) -> None:
     """On CPU ranks parameters rest on the CPU anyway; a GPU's would not move."""
     fully_shard(build(), mesh=mesh, offload_policy=OffloadPolicy())
@@ -380,13 +206,6 @@ def test_integers_stay_what_they_are(mesh: DeviceMesh) -> None:
     assert torch.equal(cast("Any", fsdp).head.weight.full_tensor(), numbers)
 
 
-@pytest.mark.parametrize("name", ["set_custom_all_gather", "set_symm_mem_for_comm"])
-def test_refuses_others_collectives(mesh: DeviceMesh, name: str) -> None:
-    """Never in silence: nothing would call them."""
-    with pytest.raises(NotImplementedError, match="custom collectives"):
-        getattr(shard(build(), mesh), name)(object())
-
-
 def test_refuses_to_wrap_around_a_gathered_unit(mesh: DeviceMesh) -> None:
     """An inner unit that is gathered must be resharded before a root takes it over."""
     net = build()
@@ -402,12 +221,99 @@ def test_refuses_to_wrap_around_a_gathered_unit(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_overlap_is_the_number_of_side_streams(mesh: DeviceMesh, streams: int) -> None:
     """With one, gathers and reductions share it."""
-    schedule = shard(build(), mesh, overlap=streams).fsdp_schedule
-    assert (schedule.gather_stream is schedule.reduce_stream) == (streams == 1)
+    with Device("cpu").modelling_streams(Clocks()):
+        schedule = shard(build(), mesh, overlap=streams).fsdp_schedule
+        assert (schedule.gather_stream is schedule.reduce_stream) == (streams == 1)
 
 
-@pytest.mark.parametrize("overlap", [True, False, 3, -1])
-def test_refuses_other_overlaps(mesh: DeviceMesh, overlap: Any) -> None:
-    """A bool could mean any number."""
-    with pytest.raises(ValueError, match="0, 1 or 2 side streams, got"):
-        shard(build(), mesh, overlap=overlap)
+class Extended(torch.Tensor):
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        raise AssertionError(args)
+
+
+class ListWithForward(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self[0](x))
+
+
+def shared() -> Net:
+    net = build()
+    net.blocks[1].weight = net.blocks[0].weight
+    return net
+
+
+def extended() -> Net:
+    net = build()
+    net.head.weight = nn.Parameter(torch.ones(3, 6).as_subclass(Extended))
+    return net
+
+
+OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"strategy": "zero3"}, ValueError, r"one for each of 1 mesh axes, .*'no_shard'.*'zero3'"),
+    ({"strategy": ""}, ValueError, "a strategy"),
+    ({"strategy": ("no_shard", "optim")}, ValueError, "one for each of 1 mesh axes"),
+    ({"reshard_after_forward": 2}, ValueError, "a divisor of 1 ranks, got 2"),
+    ({"reshard_after_forward": 0}, ValueError, "a divisor of 1 ranks, got 0"),
+    ({"shard_placement_fn": lambda p: Shard(p.ndim)}, ValueError, r"blocks\.0\.weight"),
+    ({"shard_placement_fn": lambda p: Replicate()}, ValueError, r"Shard\(0\) or None for gain"),
+    ({"shard_placement_fn": lambda p: Shard(-1)}, NotImplementedError, r"blocks\.0\.weight"),
+    ({"offload_policy": object()}, ValueError, "OffloadPolicy"),
+    ({"pool": "triple"}, ValueError, "triple"),
+    *(({"overlap": n}, ValueError, "0, 1 or 2 side streams, got") for n in (True, False, 3, -1)),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "said"), OPTIONS)
+def test_options_out_of_range_are_refused(
+    mesh: DeviceMesh, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    """The error has the legal ones, or names the parameter, and the module stays plain."""
+    net = build()
+    with pytest.raises(error, match=said):
+        fully_shard(net, mesh=mesh, **options)
+    assert type(net) is Net
+    fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: Shard(-p.ndim) if p.ndim > 1 else None)
+
+
+MODULES: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
+    "wrapped": (lambda mesh: fully_shard(nn.Linear(3, 3), mesh=mesh), ValueError, "FSDPLinear"),
+    "list": (lambda mesh: nn.ModuleList([nn.Linear(3, 3)]), ValueError, "got ModuleList"),
+    "dict": (lambda mesh: nn.ModuleDict(), ValueError, "got ModuleDict"),
+    "nothing": (lambda mesh: [], ValueError, "each once, in the list"),
+    "twice": (lambda mesh: [nn.Linear(3, 3)] * 2, ValueError, "each once, in the list"),
+    "nested": (lambda mesh: (lambda n: [n, n.blocks[0]])(build()), ValueError, "each once"),
+    "shared": (lambda mesh: sharded_first(mesh).blocks[1], ValueError, "weight.*shared"),
+    "shared root": (lambda mesh: sharded_first(mesh), ValueError, r"blocks\.1\.weight.*shared"),
+    "extended": (lambda mesh: extended(), NotImplementedError, r"head\.weight .*all-gather"),
+}
+
+
+def sharded_first(mesh: DeviceMesh) -> Net:
+    net = shared()
+    fully_shard(net.blocks[0], mesh=mesh)
+    return net
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_that_cannot_be_a_unit_are_refused(mesh: DeviceMesh, name: str) -> None:
+    """Wrapped already, without a forward, listed twice, or with a parameter of another unit."""
+    make, error, said = MODULES[name]
+    module = make(mesh)
+    with pytest.raises(error, match=said):
+        fully_shard(module, mesh=mesh)
+
+
+def test_a_container_with_a_forward_is_a_unit(mesh: DeviceMesh) -> None:
+    """A list that can be called can be wrapped."""
+    called = fully_shard(ListWithForward([nn.Linear(3, 3)]), mesh=mesh)
+    assert called(torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_other_meshes_and_collectives_are_refused(mesh: DeviceMesh) -> None:
+    """A third axis has no meaning, and nothing would call others' collectives."""
+    three = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pod", "outer", "inner"))
+    with pytest.raises(ValueError, match="a mesh of one or two axes, got 3"):
+        fully_shard(build(), mesh=three)
+    for name in ("set_custom_all_gather", "set_symm_mem_for_comm"):
+        with pytest.raises(NotImplementedError, match="custom collectives"):
+            getattr(shard(build(), mesh), name)(object())

@@ -29,7 +29,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def as_unit(module: nn.Module) -> FSDPModule:
-    """A wrapped module as what it is now."""
     assert isinstance(module, FSDPModule)
     return module
 
@@ -71,26 +70,6 @@ def test_divide_factor_is_of_one_unit(mesh: DeviceMesh, name: str) -> None:
         assert parameter.grad is not None
         parameter.grad.div_(4.0)
     assert_grads(fsdp, plain)
-
-
-# ---- weights
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_write_is_in_the_next_gather(mesh: DeviceMesh, strategy: str) -> None:
-    """What a torch operator writes into the main weight is computed with next, rounded to bf16."""
-    net = build()
-    fsdp = shard(net, mesh, mp_policy=BF16, strategy=strategy)
-    block = as_unit(net.blocks[0])
-    group = group_named(fsdp, "blocks.0")
-    for value in (1.00390625 + 2**-10, 3.0):
-        with torch.no_grad():
-            for parameter in group.sharded:
-                parameter.fill_(value)
-        block.unshard()
-        assert group.unsharded[0].dtype == torch.bfloat16
-        assert (group.unsharded[0].float() == (1.0078125 if value < 2 else 3.0)).all()
-        block.reshard()
 
 
 @pytest.mark.parametrize("told", ["refresh", "step"])

@@ -17,8 +17,6 @@ STREAM = Device("cpu").current_stream()
 
 
 class Copies(TorchDispatchMode):
-    """Notes how many gradients each copy into a full buffer moves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[int] = []
@@ -30,20 +28,17 @@ class Copies(TorchDispatchMode):
 
 
 def unit_of(mesh: DeviceMesh, net: nn.Module, **options: Any) -> tuple[FSDPModule, Gradients]:
-    """`net` as one unit, and its gradients."""
     root = cast("FSDPModule", fully_shard(net, mesh=mesh, **options))
     (group,) = root.fsdp_groups
     return root, group.gradients
 
 
 def pair(mesh: DeviceMesh, **options: Any) -> tuple[FSDPModule, Gradients]:
-    """A unit of a weight [2, 3] and a bias [2]."""
     torch.manual_seed(0)
     return unit_of(mesh, nn.Linear(3, 2), **options)
 
 
 def arrive(gradients: Gradients, index: int, value: float) -> None:
-    """As if autograd had accumulated a gradient of this value."""
     parameter = gradients.unsharded[index]
     parameter.data = torch.zeros(gradients.layout.slots[index].shape)
     parameter.grad = torch.full_like(parameter, value)
@@ -51,13 +46,11 @@ def arrive(gradients: Gradients, index: int, value: float) -> None:
 
 
 def reduce(gradients: Gradients) -> None:
-    """The reduction, all the way."""
     gradients.reduce(STREAM, final=True)
     gradients.release_full(STREAM)
 
 
 def values(gradients: Gradients) -> list[float | None]:
-    """The one value of each parameter's gradient at rest."""
     found: list[float | None] = []
     for parameter in gradients.sharded:
         grad = parameter.grad
@@ -78,31 +71,6 @@ def test_gradients_are_copied_a_quarter_at_a_time(mesh: DeviceMesh) -> None:
     assert root.fsdp_schedule.reductions == []
 
 
-def test_arrival_copy_and_reduction(mesh: DeviceMesh) -> None:
-    """A gradient waits, is moved, added to if it comes again, and only then reduced."""
-    _, gradients = pair(mesh)
-    arrive(gradients, 0, 2.0)
-    assert (gradients.waiting_numel, gradients.is_pending) == (6, False)
-    gradients.copy_in(None, STREAM)
-    assert (gradients.waiting_numel, gradients.is_pending) == (0, True)
-    assert gradients.unsharded[0].grad is None
-    arrive(gradients, 0, 3.0)
-    gradients.copy_in(None, STREAM)
-    arrive(gradients, 1, 7.0)
-    gradients.copy_in(None, STREAM)
-    assert values(gradients) == [None, None]
-    reduce(gradients)
-    assert values(gradients) == [5.0, 7.0]
-    assert not gradients.is_pending
-
-
-def test_nothing_arrived_takes_no_buffer(mesh: DeviceMesh) -> None:
-    """Copying in when no gradient waits takes no memory and leaves nothing to reduce."""
-    _, gradients = pair(mesh)
-    gradients.copy_in(None, STREAM)
-    assert not gradients.is_pending
-
-
 def test_a_stolen_gradient_is_an_error(mesh: DeviceMesh) -> None:
     """A gradient that arrived and was then set to None is an error, not a zero."""
     _, gradients = pair(mesh)
@@ -110,47 +78,6 @@ def test_a_stolen_gradient_is_an_error(mesh: DeviceMesh) -> None:
     gradients.unsharded[0].grad = None
     with pytest.raises(RuntimeError, match="the gradient that has arrived, got None"):
         gradients.copy_in(None, STREAM)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_carried_sums_join_the_last_pass(mesh: DeviceMesh, keep: bool) -> None:
-    """A reduction that is not final shows nothing; the final one has both, absent ones included."""
-    _, gradients = pair(mesh, strategy="optim_grads", keep_grads=keep)
-    arrive(gradients, 1, 4.0)
-    gradients.copy_in(None, STREAM)
-    gradients.reduce(STREAM, final=False)
-    gradients.release_full(STREAM)
-    assert values(gradients) == [None, None]
-    arrive(gradients, 0, 1.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    assert values(gradients) == [1.0, 4.0]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_absent_is_zero_in_the_sum_and_none_at_rest(
-    mesh: DeviceMesh, strategy: str, keep: bool
-) -> None:
-    """NaN that a buffer's last user left leaks neither by absent gradients nor by padding."""
-    root, gradients = pair(mesh, strategy=strategy, keep_grads=keep, pool="double")
-    pool = root.fsdp_schedule.pool
-    total, key = gradients.layout.total_numel, gradients._key
-    pool.acquire(key, total, torch.float32, STREAM).fill_(torch.nan)
-    pool.release(key, STREAM)
-    arrive(gradients, 1, 4.0)
-    gradients.copy_in(pool, STREAM)
-    reduce(gradients)
-    assert values(gradients) == [None, 4.0]
-    gradients.reduce_unused = True
-    arrive(gradients, 1, 4.0)
-    gradients.copy_in(pool, STREAM)
-    reduce(gradients)
-    assert values(gradients) == [0.0, 8.0]
-    if keep:
-        assert gradients.main_grad is not None
-        assert gradients.main_grad.isfinite().all()
-        assert gradients.main_grad.sum() == 16.0
 
 
 def test_kept_gradients_keep_objects_and_memory(mesh: DeviceMesh) -> None:
@@ -191,47 +118,6 @@ def test_kept_memory_is_reduced_into_only_while_nothing_in_it_counts(mesh: Devic
     assert direct == [True, False, True]
 
 
-def test_fresh_gradients_leave_the_old_ones_alone(mesh: DeviceMesh) -> None:
-    """Without `keep` a gradient that somebody holds on to is not overwritten by the next step's."""
-    root, gradients = pair(mesh)
-    assert gradients.main_grad is None
-    arrive(gradients, 0, 1.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    old = gradients.sharded[0].grad
-    root.zero_main_grads()
-    arrive(gradients, 0, 2.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    assert float(local(old)[0, 0]) == 1.0
-    assert values(gradients) == [2.0, None]
-
-
-def test_one_of_several_may_be_zeroed_alone(mesh: DeviceMesh) -> None:
-    """With `keep`, a gradient set to None by hand starts anew; the others go on adding."""
-    _, gradients = pair(mesh, keep_grads=True)
-    for number in (1.0, 2.0):
-        arrive(gradients, 0, number)
-        arrive(gradients, 1, number)
-        gradients.copy_in(None, STREAM)
-        reduce(gradients)
-        if number == 1.0:
-            gradients.sharded[0].grad = None
-    assert values(gradients) == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("factor", [None, 4.0])
-def test_divide_factor(mesh: DeviceMesh, factor: float | None) -> None:
-    """Sums are divided by the factor, or by the number of ranks."""
-    _, gradients = pair(mesh)
-    gradients.divide_factor = factor
-    assert gradients.scale == 1.0 / (factor or 1)
-    arrive(gradients, 0, 2.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    assert values(gradients) == [2.0 / (factor or 1), None]
-
-
 def test_dtypes_of_the_reduction_and_at_rest(mesh: DeviceMesh) -> None:
     """The full buffer has the reduction's dtype, gradients at rest that of the main weight."""
     _, gradients = pair(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
@@ -244,29 +130,6 @@ def test_dtypes_of_the_reduction_and_at_rest(mesh: DeviceMesh) -> None:
     assert grad is not None
     assert grad.dtype == torch.float32
     assert values(gradients) == [1.0, None], "rounded to even on the way in"
-
-
-def test_forget_drops_everything_but_what_is_at_rest(mesh: DeviceMesh) -> None:
-    """Arrived, copied and carried gradients are gone; `grad` keeps what it has."""
-    _, gradients = pair(mesh, strategy="optim_grads")
-    arrive(gradients, 0, 1.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    arrive(gradients, 0, 10.0)
-    gradients.copy_in(None, STREAM)
-    gradients.reduce(STREAM, final=False)
-    gradients.release_full(STREAM)
-    arrive(gradients, 0, 100.0)
-    gradients.copy_in(None, STREAM)
-    arrive(gradients, 1, 1000.0)
-    gradients.forget(STREAM)
-    assert (gradients.is_pending, gradients.waiting_numel) == (False, 0)
-    assert gradients.unsharded[1].grad is None
-    assert values(gradients) == [1.0, None]
-    arrive(gradients, 1, 5.0)
-    gradients.copy_in(None, STREAM)
-    reduce(gradients)
-    assert values(gradients) == [1.0, 5.0]
 
 
 def write_main_grad(gradients: Gradients, value: float) -> None:
@@ -285,10 +148,7 @@ def write_main_grad(gradients: Gradients, value: float) -> None:
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh, marked: bool) -> None:
-    """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced.
-
-    It is zeroed for the first kernel of a sum, and none may overwrite, also if the user said so.
-    """
+    """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced."""
     net = nn.Linear(3, 2)
     net.fuse_wgrad_accumulation = True  # type: ignore[assignment]
     if marked:
@@ -303,3 +163,29 @@ def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh, marked: bool) -> N
         assert (gradients._views[0] == 8.0).all()
         reduce(gradients)
         assert values(gradients) == [total, None]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_absent_is_zero_in_the_sum_and_none_at_rest(
+    mesh: DeviceMesh, strategy: str, keep: bool
+) -> None:
+    """NaN that a buffer's last user left leaks neither by absent gradients nor by padding."""
+    root, gradients = pair(mesh, strategy=strategy, keep_grads=keep, pool="double")
+    pool = root.fsdp_schedule.pool
+    total, key = gradients.layout.total_numel, gradients._key
+    pool.acquire(key, total, torch.float32, STREAM).fill_(torch.nan)
+    pool.release(key, STREAM)
+    arrive(gradients, 1, 4.0)
+    gradients.copy_in(pool, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [None, 4.0]
+    gradients.reduce_unused = True
+    arrive(gradients, 1, 4.0)
+    gradients.copy_in(pool, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [0.0, 8.0]
+    if keep:
+        assert gradients.main_grad is not None
+        assert gradients.main_grad.isfinite().all()
+        assert gradients.main_grad.sum() == 16.0

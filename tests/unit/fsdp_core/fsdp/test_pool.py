@@ -1,5 +1,6 @@
-"""What every pool promises, and the dynamic one: who gets which memory, and who is refused."""
+"""What every pool promises, the dynamic and the double one: addresses, memory, refusals."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,17 +19,14 @@ NAMES = ["dynamic", "double", "traced"]
 
 @pytest.fixture
 def device() -> Device:
-    """The CPU."""
     return Device("cpu")
 
 
 def make(name: str, device: Device, persistent: bool = True) -> Any:
-    """A pool by name, with the attributes of its class."""
     return make_pool(name, device, persistent_on_miss=persistent)
 
 
 def take(pool: Pool, key: Key, stream: Any = None, numel: int = NUMEL) -> torch.Tensor:
-    """Acquire a bf16 buffer."""
     tensor = pool.acquire(key, numel, torch.bfloat16, stream or HostStream())
     assert tensor.shape == (numel,)
     assert tensor.dtype == torch.bfloat16
@@ -36,7 +34,6 @@ def take(pool: Pool, key: Key, stream: Any = None, numel: int = NUMEL) -> torch.
 
 
 def give(pool: Pool, *keys: Key) -> None:
-    """Release keys."""
     for key in keys:
         pool.release(key, HostStream())
 
@@ -213,3 +210,256 @@ def test_make_pool_knows_three_names(device: Device) -> None:
     assert isinstance(make_pool("traced", device, persistent_on_miss=True), TracedPool)
     with pytest.raises(ValueError, match="Expected pool dynamic, double or traced, got 'triple'"):
         make_pool("triple", device, persistent_on_miss=True)
+
+
+def cycle(pool: Pool, keys: list[Key]) -> list[int]:
+    """A pass in which each key in turn is acquired and released; returns addresses."""
+    addresses = []
+    for key in keys:
+        addresses.append(take(pool, key).data_ptr())
+        give(pool, key)
+    pool.end_of_pass()
+    return addresses
+
+
+def rivals(pool: Pool) -> tuple[Key, Key, int]:
+    homes = dict(zip(GATHER, cycle(pool, GATHER), strict=True))
+    other = next(key for key in GATHER[1:] if homes[key] == homes[GATHER[0]])
+    return GATHER[0], other, homes[other]
+
+
+@pytest.mark.parametrize("keys", [GATHER, GRAD], ids=["gather", "grad"])
+def test_a_key_that_stays_leaves_two_buffers_to_the_others(device: Device, keys: list[Key]) -> None:
+    """A root of a layer's size: layers alternate, so one can be gathered while another computes."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    root = take(pool, keys[0]).data_ptr()
+    found = []
+    for key in keys[1:]:
+        found.append(take(pool, key).data_ptr())
+        give(pool, key)
+    assert (len(set(found)), root in found) == (2, False)
+    assert all(one != ahead for one, ahead in pairwise(found))
+    assert pool.misses == 0
+
+
+def test_a_taken_home_moves_the_key_once(device: Device) -> None:
+    """A key whose buffer another one holds in training gets its own, and stays there afterwards."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    holder, rival, home = rivals(pool)
+    held = take(pool, holder).data_ptr()
+    with torch.no_grad():  # as in a backward pass, and as gathers are issued
+        moved = take(pool, rival).data_ptr()
+        take(pool, GRAD[0])
+    assert held == home != moved
+    give(pool, holder, rival, GRAD[0])
+    pool.end_of_pass()
+    assert cycle(pool, [rival, holder]) == [moved, held]
+    assert pool.misses == 1
+
+
+def test_an_evaluation_leaves_the_addresses_as_they_are(device: Device) -> None:
+    """A key whose buffer is taken in an evaluation uses another one, until the end of that pass."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    holder, rival, home = rivals(pool)
+    moved = set()
+    for _ in range(3):
+        with torch.no_grad():
+            assert take(pool, holder).data_ptr() == home
+            moved.add(take(pool, rival).data_ptr())
+            give(pool, holder, rival)
+            assert take(pool, rival).data_ptr() in moved, "moved back within a pass"
+            give(pool, rival)
+            pool.end_of_pass()
+        assert cycle(pool, [rival, holder]) == [home, home]
+    assert len(moved) == 1
+    assert moved != {home}
+    assert pool.reserved_bytes() == 3 * NBYTES
+    assert pool.misses == 3
+
+
+def test_a_displaced_key_that_is_held_stays_where_it_is(device: Device) -> None:
+    """If an evaluation's buffer is still out when its pass ends, it is not moved under its user."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    holder, rival, home = rivals(pool)
+    with torch.no_grad():
+        take(pool, holder)
+        moved = take(pool, rival)
+        give(pool, holder)
+        pool.end_of_pass()
+        assert take(pool, rival) is moved
+        give(pool, rival)
+        pool.end_of_pass()
+    assert cycle(pool, [rival]) == [home]
+
+
+def test_overflow_without_persistence_is_dynamic(device: Device) -> None:
+    """Without `persistent_on_miss` the third buffer's bytes are freed on release."""
+    pool = DoublePool(device, persistent_on_miss=False)
+    with device.counting_memory():
+        take(pool, GATHER[0])
+        take(pool, GATHER[1])
+        third = take(pool, GATHER[2])
+        assert device.live_bytes() == 3 * NBYTES
+        give(pool, GATHER[2])
+        assert third.untyped_storage().nbytes() == 0
+        assert device.live_bytes() == 2 * NBYTES
+        give(pool, GATHER[1])
+        assert take(pool, GATHER[2]) is third
+        assert device.live_bytes() == 3 * NBYTES
+        give(pool, GATHER[0], GATHER[2])
+        pool.end_of_pass()
+        assert take(pool, GATHER[2]).untyped_storage().nbytes() > 0
+        assert device.live_bytes() == 2 * NBYTES
+
+
+# ---- freeze
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_frozen_pool_refuses_a_change(device: Device, persistent: bool, grad_mode: bool) -> None:
+    """After `freeze` a key whose buffer is taken is an error that names both keys."""
+    pool = DoublePool(device, persistent_on_miss=persistent)
+    holder, rival, home = rivals(pool)
+    pool.freeze()
+    assert cycle(pool, [holder, rival]) == [home, home]
+    with torch.set_grad_enabled(grad_mode):
+        take(pool, holder)
+        with pytest.raises(RuntimeError, match="a graph would read foreign data") as caught:
+            take(pool, rival)
+        assert str(rival) in str(caught.value)
+        assert str(holder) in str(caught.value)
+        give(pool, holder)
+        assert take(pool, rival).data_ptr() == home
+
+
+def test_a_frozen_pool_serves_keys_that_no_graph_holds(device: Device) -> None:
+    """After `freeze` a key never seen shares a free buffer, or gets its own; nobody else moves."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    a, b = cycle(pool, GATHER[:2])
+    pool.freeze()
+    assert take(pool, GATHER[2]).data_ptr() == a
+    assert take(pool, GATHER[3]).data_ptr() == b
+    own = take(pool, GATHER[4]).data_ptr()
+    assert own not in (a, b)
+    give(pool, *GATHER[2:])
+    assert cycle(pool, GATHER) == [a, b, a, b, own]
+
+
+# ---- views that autograd saved
+
+
+def forward(pool: Pool, key: Key, x: torch.Tensor, value: float) -> torch.Tensor:
+    """y = x @ w.t(), with w of one value in the key's buffer: autograd saves the view w.t()."""
+    # `.data`, as parameters are bound: gathering again is no in-place change of what was saved.
+    y = x @ take(pool, key).fill_(value).data.view(8, 8).t()
+    give(pool, key)
+    return y
+
+
+@pytest.mark.parametrize("name", ["dynamic", "double", "traced"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_saved_views_are_read_where_the_key_is(name: str, persistent: bool) -> None:
+    """Buffers that missed in forward are where backward gathers them again, with other keys out."""
+    pool = make_pool(name, Device("cpu"), persistent_on_miss=persistent)
+    for _ in range(3):
+        x = torch.ones(8, 8, dtype=torch.bfloat16, requires_grad=True)
+        take(pool, GATHER[0])
+        take(pool, GATHER[1])
+        y = forward(pool, GATHER[2], x, 2.0)
+        give(pool, GATHER[0], GATHER[1])
+        with torch.no_grad():
+            # The memory goes through other hands before the backward pass gathers it again.
+            for key in (GATHER[0], GATHER[1], GRAD[0]):
+                take(pool, key).fill_(9)
+            take(pool, GATHER[2]).fill_(3)
+        y.sum().backward()
+        assert x.grad is not None
+        assert bool((x.grad == 24).all())
+        give(pool, *GATHER[:3], GRAD[0])
+        pool.end_of_pass()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_can_acquire_says_whether_acquire_would_raise(device: Device, frozen: bool) -> None:
+    """A key that must not move cannot be acquired while its buffer is taken; all others can."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    holder, rival, home = rivals(pool)
+    if frozen:
+        pool.freeze()
+    else:
+        take(pool, rival)
+        give(pool, rival)
+    assert pool.can_acquire(rival)
+    take(pool, holder)
+    assert not pool.can_acquire(rival)
+    assert pool.can_acquire(holder)
+    assert pool.can_acquire(Key(9, "gather"))
+    with pytest.raises(RuntimeError):
+        take(pool, rival)
+    give(pool, holder)
+    assert pool.can_acquire(rival)
+    assert take(pool, rival).data_ptr() == home
+    give(pool, rival)
+    pool.end_of_pass()
+    take(pool, holder)
+    assert pool.can_acquire(rival) is not frozen
+
+
+@pytest.mark.parametrize("keys", [GATHER, GRAD], ids=["gather", "grad"])
+def test_double_alternates_two_sticky_buffers_a_class(device: Device, keys: list[Key]) -> None:
+    """Keys of a class alternate, and keep their addresses in any order; memory stays."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    with device.counting_memory():
+        addresses = dict(zip(keys, cycle(pool, keys), strict=True))
+        assert len(set(addresses.values())) == 2
+        assert all(one != following for one, following in pairwise(list(addresses.values())[:4]))
+        assert device.live_bytes() == 2 * NBYTES
+        order = [*keys[::-1], *keys, keys[3]]
+        assert cycle(pool, order) == [addresses[key] for key in order]
+        assert pool.misses == 0
+        other = GRAD if keys is GATHER else GATHER
+        cycle(pool, other[:4])
+        assert device.live_bytes() == 4 * NBYTES
+        take(pool, Key(9, "gather"), numel=8)
+        assert device.live_bytes() == 4 * NBYTES + 16
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_may_move_at_any_time(device: Device, frozen: bool) -> None:
+    """Autograd saves no views of them: one whose place is taken gets another for ever."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    homes = cycle(pool, GRAD[:3])
+    assert homes[2] == homes[0]
+    if frozen:
+        pool.freeze()
+    for key in (GRAD[0], GRAD[2], GRAD[0]):
+        take(pool, key)
+        give(pool, key)
+    take(pool, GRAD[0])
+    assert frozen or pool.can_acquire(GRAD[2])
+    moved = take(pool, GRAD[2]).data_ptr()
+    assert moved not in homes
+    give(pool, GRAD[0], GRAD[2])
+    pool.end_of_pass()
+    assert cycle(pool, GRAD[:3]) == [*homes[:2], moved]
+
+
+@pytest.mark.parametrize("grad_mode_at", ["acquire", "release", "both"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_key_does_not_move_under_saved_views(
+    device: Device, persistent: bool, grad_mode_at: str
+) -> None:
+    """A buffer acquired or released under grad mode does not move in that pass: both are named."""
+    pool = DoublePool(device, persistent_on_miss=persistent)
+    holder, rival, _ = rivals(pool)
+    with torch.set_grad_enabled(grad_mode_at != "release"):
+        take(pool, rival)
+    with torch.set_grad_enabled(grad_mode_at != "acquire"):
+        give(pool, rival)
+    with torch.no_grad():
+        take(pool, holder)
+        with pytest.raises(RuntimeError, match="views that autograd saved") as caught:
+            take(pool, rival)
+    assert str(rival) in str(caught.value)
+    assert str(holder) in str(caught.value)

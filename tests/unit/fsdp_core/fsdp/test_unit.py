@@ -15,7 +15,6 @@ from tests.unit.fsdp_core.fsdp.nets import Net, assert_grads, batch, build, grou
 
 
 def refuse(grad: torch.Tensor) -> None:
-    """A gradient hook that raises."""
     raise KeyError("planted")
 
 
@@ -48,8 +47,6 @@ def test_a_unit_out_of_the_loss_gets_no_gradient(mesh: DeviceMesh) -> None:
 
 
 class Hidden:
-    """A container that pytree does not know."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
@@ -67,7 +64,6 @@ class Hiding(nn.Linear):
 
 
 def hiding(beside: bool) -> Net:
-    """The net with such a block."""
     net = build()
     net.blocks[1] = Hiding(beside)
     net.forward = types.MethodType(through_hidden, net)  # type: ignore[method-assign]
@@ -75,7 +71,6 @@ def hiding(beside: bool) -> Net:
 
 
 def through_hidden(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """The forward of such a net."""
     return cast("torch.Tensor", net.head(net.blocks[1](net.blocks[0](x))[0].tensor))
 
 
@@ -136,10 +131,7 @@ def test_a_backward_that_returns_none(mesh: DeviceMesh) -> None:
 
 
 def test_a_gradient_that_never_comes_is_named(mesh: DeviceMesh) -> None:
-    """Where the engine planned a gradient of which nobody heard, the pass says whose; none is left.
-
-    Here because somebody threw away the hooks of a gathered parameter.
-    """
+    """Where the engine planned a gradient of which nobody heard, the pass says whose."""
     net = build()
     plain = copy.deepcopy(net)
     fsdp = shard(net, mesh)
@@ -165,8 +157,6 @@ def test_a_gradient_that_never_comes_is_named(mesh: DeviceMesh) -> None:
 
 
 class Either(nn.Module):
-    """Two layers of which a call uses one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in "ab"})
@@ -293,10 +283,7 @@ def test_forward_that_raised_leaves_the_units_usable(mesh: DeviceMesh) -> None:
 
 
 def test_a_live_graph_without_backward_is_named(mesh: DeviceMesh) -> None:
-    """Outputs that somebody keeps end no pass; what then cannot be says so, and letting go helps.
-
-    Their saved views are of buffers that the pool could give to others.
-    """
+    """Outputs that somebody keeps end no pass; what then cannot be says so."""
     net = build()
     pool = shard(net, mesh, pool="traced").fsdp_schedule.pool
     kept = [net(batch(1))]

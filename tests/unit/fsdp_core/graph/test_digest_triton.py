@@ -15,7 +15,6 @@ from fsdp_core.graph.digest import Digester, empty_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-
 needs_kernel = pytest.mark.skipif(
     not HAS_TRITON or not (INTERPRETED or torch.cuda.is_available()),
     reason="needs Triton and a GPU (or TRITON_INTERPRET=1)",
@@ -56,7 +55,6 @@ def samples() -> list[Tensor]:
 
 
 def plain_rows(tensors: list[Tensor]) -> Tensor:
-    """What plain torch on the CPU says."""
     copies = [t.cpu() for t in tensors]
     rows = empty_rows(len(copies), "cpu")
     Digester(copies, kernel="torch")(copies, rows)

@@ -1,6 +1,9 @@
-"""Graphed callables: eager's bits for any inputs and outputs, or a clear refusal."""
+"""Captured functions, and modules as segments: eager's bits forward and backward, or a refusal."""
 
 import copy
+import functools
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +15,173 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.graph import GraphedCallable, GraphMaker, Segment
+from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
+from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 
 DEVICE = Device("cpu")
+TIME = 12
+
+
+class Branch(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(x) * scale.to(x.dtype))), self.dropout)
+
+
+def branch(dropout: float) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Branch(dropout), (torch.full((24,), 0.7),)
+
+
+def microbatch(number: int) -> torch.Tensor:
+    drawn = torch.randn(2, TIME, 16, generator=torch.Generator().manual_seed(number))
+    return drawn.requires_grad_()
+
+
+def like_microbatch() -> torch.Tensor:
+    return torch.zeros(2, TIME, 16, requires_grad=True)
+
+
+class Captured(GraphedCallable):
+    def __init__(
+        self,
+        module: nn.Module,
+        constants: tuple[torch.Tensor, ...],
+        like: torch.Tensor,
+        resolve: Resolver | None,
+    ) -> None:
+        segment = Segment(
+            name="module", function=lambda x: module(x, *constants), samples=(like,),
+            parameters=tuple(module.parameters()), resolve=resolve,
+        )  # fmt: skip
+        super().__init__(GraphMaker(DEVICE), segment)
+        self.warm_up()
+        self.capture_forward()
+        self.capture_backward()
+
+    def replay(self, x: torch.Tensor) -> torch.Tensor:
+        result = self(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def captured_module(
+    module: nn.Module, constants: tuple[torch.Tensor, ...], *, named: bool = True
+) -> Captured:
+    """Captured forward and backward, the ledger knowing every parameter and constant."""
+
+    def resolve() -> dict[str, torch.Tensor]:
+        found = {name: p.data for name, p in module.named_parameters()}
+        return found | {f"constant {i}": c for i, c in enumerate(constants)}
+
+    return Captured(module, constants, like_microbatch(), resolve if named else None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(2, TIME + 1, 16),
+        torch.zeros(1, TIME, 16),
+        torch.zeros(2, TIME, 16, dtype=torch.bfloat16),
+    ],
+    ids=["longer", "fewer rows", "dtype"],
+)
+def test_wrong_input_is_refused(wrong: torch.Tensor) -> None:
+    """Another shape or dtype than captured is an error with both, never a broadcast copy."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    with pytest.raises(ValueError, match=r"captured input 0 of module, \(2, 12, 16\)") as caught:
+        graphed.replay(wrong)
+    assert str(tuple(wrong.shape)) in str(caught.value)
+    assert str(wrong.dtype) in str(caught.value)
+
+
+def test_moved_parameter_is_stale_in_both_graphs() -> None:
+    """A parameter that moved stops the forward, and one that moves later stops the backward."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    assert isinstance(module, Branch)
+    assert "up.weight" in graphed.ledgers[0].names
+    assert "down.weight" in graphed.ledgers[1].names
+    output = graphed.replay(microbatch(0))
+    kept = module.down.weight.data
+    module.down.weight.data = kept.clone()
+    with pytest.raises(StaleAddress, match=r"down\.weight"):
+        output.sum().backward()
+    del output
+    with pytest.raises(StaleAddress, match=r"down\.weight"):
+        graphed.replay(microbatch(1))
+    module.down.weight.data = kept
+    graphed.replay(microbatch(1)).sum().backward()
+
+
+def test_data_dependent_module_is_refused() -> None:
+    """A module that reads data in Python is refused, and works eagerly as before."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() >= 0 else x
+
+    module = Skips()
+    with pytest.raises(CaptureRefused, match="_local_scalar_dense"):
+        captured_module(module, ())
+    assert module(microbatch(0)).shape == (2, TIME, 16)
+
+
+def test_captured_function_returns_its_result() -> None:
+    """A captured function gives its structure of results, fresh after each call, until reset."""
+    x = torch.ones(3)
+    captured = CapturedFunction(GraphMaker(DEVICE), lambda: {"sum": x.sum(), "twice": x * 2}, None)
+    assert captured.ledger is None
+    x.fill_(5)
+    result = captured()
+    assert (result["sum"].item(), result["twice"].tolist()) == (15, [10, 10, 10])
+    captured.reset()
+    with pytest.raises(RuntimeError, match="empty"):
+        captured()
+
+
+def test_what_the_function_uses_lives_as_long_as_the_graph() -> None:
+    """Nobody else needs to hold the model: on CUDA a replay over freed memory is illegal."""
+    model = nn.Linear(4, 4)
+    alive = weakref.ref(model)
+    x = torch.ones(2, 4)
+    captured = CapturedFunction(
+        GraphMaker(DEVICE), functools.partial(_without_grad, model, x), None
+    )
+    del model
+    gc.collect()
+    assert alive() is not None
+    captured.reset()
+    gc.collect()
+    assert alive() is None
+
+
+def _without_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
+
+
+def test_reset_drops_both_graphs() -> None:
+    """After `reset` neither direction replays."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants, named=False)
+    assert graphed.ledgers == []
+    output = graphed.replay(microbatch(0))
+    graphed.reset()
+    with pytest.raises(RuntimeError, match="empty"):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match="empty"):
+        graphed.replay(microbatch(0))
 
 
 class Router(nn.Module):
@@ -61,7 +227,6 @@ def capture_all(*segments: Segment) -> list[GraphedCallable]:
 
 
 def capture(segment: Segment) -> GraphedCallable:
-    """One alone."""
     (graphed,) = capture_all(segment)
     return graphed
 
@@ -88,7 +253,6 @@ def train(module: Router, call: Sequence[Callable[..., Any]]) -> list[object]:
 
 
 def same(one: object, other: object) -> bool:
-    """Bits of tensors, or two times None."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other) and one.dtype == other.dtype
     return one == other
@@ -114,12 +278,10 @@ def test_many_inputs_and_outputs_equal_eager() -> None:
 def segment_of(
     function: Callable[..., Any], *samples: torch.Tensor, parameters: tuple[nn.Parameter, ...] = ()
 ) -> Segment:
-    """A segment by its function."""
     return Segment(name="part", function=function, samples=samples, parameters=parameters)
 
 
 def wanted(*shape: int) -> torch.Tensor:
-    """A sample that gets a gradient."""
     return torch.ones(*shape, requires_grad=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.graph.capture_session import Undo
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.recorder import CaptureRefused, Recorder
 
@@ -27,7 +28,6 @@ STORAGE = "changes the storage"
 
 
 def branch() -> torch.Tensor:
-    """A Python-side branch on tensor data."""
     if X.sum() > 3:
         return X + 1
     return X - 1
@@ -36,7 +36,6 @@ def branch() -> torch.Tensor:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that torch calls CSR a beta feature
     SPARSE = torch.eye(6).to_sparse_csr()
-
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "item": (lambda: X.sum().item(), "aten._local_scalar_dense", HOST_READ),
     "bool": (lambda: bool(X[0] > 0), "aten._local_scalar_dense", HOST_READ),
@@ -152,15 +151,6 @@ def test_listing_storages_only() -> None:
     assert "aten.add" in internal.made_by
 
 
-def test_views_of_one_storage_are_one_entry() -> None:
-    """Storages are entered once, however many views of them the program uses."""
-    x = torch.ones(4, 4)
-    with Recorder(keep_operations=False) as recorder:
-        kept = [x[0] + x.t()[1], x.view(-1) * 2, x[2:].sum()]
-    assert len(recorder.recording.external()) == 1
-    del kept
-
-
 def test_a_pool_buffer_filled_inside_is_internal() -> None:
     """A storage that gets its memory inside the capture belongs to the graph."""
     device = Device("cpu")
@@ -181,3 +171,27 @@ def test_a_pool_buffer_filled_inside_is_internal() -> None:
     graph.replay()
     assert torch.equal(result, X.repeat(11)[:64] * 2)
     assert pooled.untyped_storage().nbytes() == 0
+
+
+def test_generators_draw_what_they_would_have_drawn() -> None:
+    """Those that are named and the device's own are put back; others are nobody's business."""
+    named, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    expected = [torch.rand(3), torch.rand(3, generator=other)]
+    torch.manual_seed(torch.initial_seed())
+    default = torch.random.get_rng_state()
+    with Undo(Device("cpu"), [named]):
+        torch.rand(5)
+        torch.rand(5, generator=named)
+    assert torch.equal(torch.random.get_rng_state(), default)
+    assert torch.equal(torch.rand(3, generator=named), expected[1])
+
+
+def test_what_was_written_unseen_is_put_back_where_it_is_named() -> None:
+    """Tensors that an operator writes are found; a write that none shows is, if it is named."""
+    seen, named, unnamed = (torch.zeros(4) for _ in range(3))
+    with Undo(Device("cpu"), [], [named]) as undo:
+        with undo.watching():
+            seen.add_(1)
+        for tensor in (named, unnamed):
+            tensor.numpy()[:] = 1
+    assert [tensor.sum().item() for tensor in (seen, named, unnamed)] == [0.0, 0.0, 4.0]

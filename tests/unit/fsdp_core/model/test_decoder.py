@@ -1,34 +1,40 @@
-"""The decoder that is not cut, against formulas written out with torch's own functions."""
+"""The decoder on one process: the formulas, causality, padding, recomputation, first weights."""
 
+import math
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fsdp_core.config import ModelConfig, model_from_preset
 from fsdp_core.model.attention import RopeTable
-from fsdp_core.model.batch import dense_part
+from fsdp_core.model.batch import Capacity, Document, dense_part, pack, packed_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
-from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.rng import RandomStreams
+from tests.dist.parity_programs import single_axes
 from tests.support.global_weights import load_global
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
 
 
-def build(config: ModelConfig, seed: int = 3, init_std: float = 0.15) -> DecoderStage:
-    """The whole model in float64 on one process."""
-    nobody = cast("Any", None)
-    names = ("tp", "cp", "pp", "dp", "dp_outer", "ep", "etp", "edp")
-    one = {name: Axis(name, 1, 0, nobody) for name in names}
-    axes = Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
+def build(
+    config: ModelConfig, seed: int = 3, init_std: float | None = 0.15, recompute: str = "none"
+) -> DecoderStage:
+    """The whole model on one process; without `init_std` with the configuration's."""
+    axes = single_axes()
     streams = RandomStreams(0, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), CPU)
-    model = DecoderStage(config, axes, LayerFactory(), streams)
-    init_weights([model], seed, layers=config.layers, init_std=init_std)
+    model = DecoderStage(config, axes, LayerFactory(), streams, recompute=recompute)
+    init_weights([model], seed, layers=config.layers, init_std=init_std or config.init_std)
+    return model
+
+
+def build_double(config: ModelConfig, seed: int = 3) -> DecoderStage:
+    model = build(config, seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
@@ -38,7 +44,6 @@ def build(config: ModelConfig, seed: int = 3, init_std: float = 0.15) -> Decoder
 
 
 def loss_of(model: DecoderStage, ids: torch.Tensor) -> torch.Tensor:
-    """The model's loss of rows of ids [B, T + 1]."""
     local = dense_part(ids[:, :-1], ids[:, 1:], model.axes.cp)
     result: torch.Tensor = model(local.tokens, local.part)
     return result
@@ -48,7 +53,6 @@ def loss_of(model: DecoderStage, ids: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -63,7 +67,6 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def gqa(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
-    """Grouped-query attention of normed x."""
     q, k, v = (F.linear(x, w[f"{n}.weight"]).unflatten(-1, (-1, c.head_dim)) for n in
                ("wq", "wk", "wv"))  # fmt: skip
     if c.qk_norm:
@@ -76,7 +79,6 @@ def gqa(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
 
 
 def mla(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
-    """Latent attention of normed x."""
     query = x
     if c.q_lora_rank is not None:
         query = norm(F.linear(x, w["wq_down.weight"]), w["q_norm.weight"], c.norm_eps)
@@ -94,13 +96,11 @@ def mla(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, w: Weights) -> torch.Tensor:
-    """A dense feed-forward."""
     inner = F.silu(F.linear(x, w["gate.weight"])) * F.linear(x, w["up.weight"])
     return F.linear(inner, w["down.weight"])
 
 
 def moe(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
-    """Every expert on every token, weighted; and shared ones."""
     logits = F.linear(x, w["router.weight"])
     scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
     top, chosen = scores.topk(c.top_k, -1)
@@ -115,12 +115,10 @@ def moe(x: torch.Tensor, w: Weights, c: ModelConfig) -> torch.Tensor:
 
 
 def within(w: Weights, prefix: str) -> Weights:
-    """Weights of a module."""
     return {n.removeprefix(prefix): t for n, t in w.items() if n.startswith(prefix)}
 
 
 def plain_loss(w: Weights, ids: torch.Tensor, c: ModelConfig) -> torch.Tensor:
-    """Mean cross entropy."""
     x = F.embedding(ids[:, :-1], w["embedding.weight"])
     for number in range(c.layers):
         attn, mlp = within(w, f"layers.{number}.attn."), within(w, f"layers.{number}.mlp.")
@@ -151,7 +149,7 @@ CONFIGS = {
 def test_loss_and_gradients_are_those_of_the_formulas(name: str) -> None:
     """Loss and every gradient agree with the formulas to float64's roundings."""
     config = CONFIGS[name]
-    model = build(config)
+    model = build_double(config)
     ids = torch.randint(0, 256, (3, 17), generator=torch.Generator().manual_seed(0))
     loss = loss_of(model, ids)
     loss.backward()
@@ -170,8 +168,10 @@ def test_loss_and_gradients_are_those_of_the_formulas(name: str) -> None:
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     """A model with more layers has the same weights in those it shares, but for their scale."""
-    small = dict(build(CONFIGS["moe"]).named_parameters())
-    large = dict(build(model_from_preset("moe_tiny", {"seq": 16, "layers": 3})).named_parameters())
+    small = dict(build_double(CONFIGS["moe"]).named_parameters())
+    large = dict(
+        build_double(model_from_preset("moe_tiny", {"seq": 16, "layers": 3})).named_parameters()
+    )
     for name in small:
         if small[name].dim() > 1 and "down" not in name and "wo" not in name:
             assert torch.equal(small[name], large[name]), name
@@ -183,7 +183,7 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 
 def test_load_refuses_weights_of_another_model() -> None:
     """A missing name and another shape are errors that name the weight."""
-    model = build(CONFIGS["gqa"])
+    model = build_double(CONFIGS["gqa"])
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"a weight for head\.weight"):
         load_global([model], {n: w for n, w in weights.items() if n != "head.weight"})
@@ -193,14 +193,14 @@ def test_load_refuses_weights_of_another_model() -> None:
 
 def test_rope_table_stays_where_it_is() -> None:
     """Forward passes make no table of their own: every layer reads the model's one."""
-    model = build(CONFIGS["mla"])
+    model = build_double(CONFIGS["mla"])
     tables = {name for name, _ in model.named_buffers() if name.endswith((".cos", ".sin"))}
     assert tables == {"rope.cos", "rope.sin"}
     before = model.rope.cos.data_ptr()
     ids = torch.zeros(1, 9, dtype=torch.int64)
     loss_of(model, ids)
     assert model.rope.cos.data_ptr() == before
-    assert not any("rope.cos" in name for name in model.state_dict())
+    assert not any(name.startswith("rope") for name in model.state_dict())
 
 
 def test_rope_refuses_positions_past_its_table() -> None:
@@ -213,9 +213,174 @@ def test_rope_refuses_positions_past_its_table() -> None:
 def test_sequences_without_positions_are_refused() -> None:
     """As many tokens as `seq` are taken, two more are refused before anything is computed."""
     config = model_from_preset("dense_tiny", {"seq": 8})
-    model = build(config)
+    model = build_double(config)
     ids = torch.zeros(1, 11, dtype=torch.int64)
     loss_of(model, ids[:, :9])
     match = r"at most 8 tokens, as many as the model has positions for \(seq\), got 10"
     with pytest.raises(ValueError, match=match):
         loss_of(model, ids)
+
+
+PAD = 0
+"""The token that padding has; no document here has it."""
+LENGTHS = (5, 1, 8)
+
+
+def build_padded(preset: str, padding: float) -> DecoderStage:
+    model = build(model_from_preset(preset, {}))
+    with torch.no_grad():
+        assert model.embedding is not None
+        cast("Any", model.embedding).weight[PAD] = padding
+    return model
+
+
+def step(model: DecoderStage, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of a pack of `tokens`, with its gradients, and what each layer makes of padding."""
+    documents = [Document(torch.arange(n) + 1, torch.arange(n) + 2) for n in LENGTHS]
+    batch = pack(documents, Capacity(tokens=tokens, slots=5, multiple=4))
+    local = packed_part(batch, model.axes.cp, 1.0 / sum(LENGTHS))
+    assert local.part.plan.valid is not None
+    padding, made = ~local.part.plan.valid, list[torch.Tensor]()
+    for layer in model.numbered_layers.values():
+        layer.register_forward_hook(lambda _, args, out: made.append(out.detach()[:, padding]))
+    loss = model(local.tokens, local.part)
+    loss.backward()
+    return loss.detach(), made
+
+
+@pytest.mark.parametrize("preset", ["dense_tiny", "moe_tiny", "mla_moe_tiny"])
+@pytest.mark.parametrize("tokens", [20, 32])
+def test_what_padding_holds_is_nowhere(preset: str, tokens: int) -> None:
+    """With NaN in it, between documents and in the tail, loss and gradients have the same bits."""
+    sides = [build_padded(preset, padding) for padding in (1.0, math.nan)]
+    (loss, _), (other, made) = (step(model, tokens) for model in sides)
+    assert torch.equal(loss, other)
+    assert len(made) == len(sides[1].numbered_layers)
+    for rows in made:
+        assert rows.numel()
+        assert not rows.any()
+    for (name, ours), theirs in zip(
+        sides[0].named_parameters(), sides[1].parameters(), strict=True
+    ):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad), name
+        assert ours.grad.isfinite().all()
+
+
+def train(model: DecoderStage) -> tuple[list[torch.Tensor], int]:
+    """Loss, gradients and random states of two passes; and bytes that the last one kept."""
+    ids = torch.randint(250, (2, 17), generator=torch.Generator().manual_seed(1))
+    local, kept, found = dense_part(ids[:, :-1], ids[:, 1:], model.axes.cp), [0], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[0] += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+        return tensor
+
+    for _ in range(2):
+        kept[0] = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(local.tokens, local.part)
+        loss.backward()
+        found.append(loss.detach())
+    grads = [cast("torch.Tensor", p.grad) for p in model.parameters()]
+    counts = [router.slots_per_expert for router in model.routers.values()]
+    return [*found, *grads, *counts], kept[0]
+
+
+@pytest.mark.parametrize("preset", ["dense_tiny_dropout", "moe_tiny"])
+def test_the_bits_are_those_of_kept_activations(preset: str) -> None:
+    """Dropout draws the same numbers again, loads are counted once, and less is kept."""
+    config = model_from_preset(preset)
+    found, kept = train(build(config))
+    for recompute, most in (("attn", 0.9), ("full", 0.5)):
+        again, bytes_kept = train(build(config, recompute=recompute))
+        assert all(map(torch.equal, again, found))
+        assert bytes_kept < most * kept, recompute
+
+
+@pytest.mark.parametrize(
+    ("recompute", "calls"), [("none", (1, 1)), ("attn", (2, 1)), ("full", (2, 2))]
+)
+def test_what_is_computed_again(recompute: str, calls: tuple[int, int]) -> None:
+    """Attention alone, or the whole layer; nothing without gradients."""
+    model = build(model_from_preset("dense_tiny"), recompute=recompute)
+    layer, seen = model.numbered_layers["1"], {"attn": 0, "mlp": 0}
+    for name, module in (("attn", layer.attn.norm), ("mlp", layer.mlp.norm)):
+        module.register_forward_hook(lambda *_, name=name: seen.update({name: seen[name] + 1}))
+    ids = torch.zeros(1, 9, dtype=torch.int64)
+    local = dense_part(ids[:, :-1], ids[:, 1:], model.axes.cp)
+    model(local.tokens, local.part).backward()
+    assert (seen["attn"], seen["mlp"]) == calls
+    with torch.no_grad():
+        model(local.tokens, local.part)
+    assert (seen["attn"], seen["mlp"]) == (calls[0] + 1, calls[1] + 1)
+
+
+SHAPES = {"vocab_size": 61, "hidden": 32, "ffn": 48, "seq": 20}
+DENSE = model_from_preset("dense_tiny", SHAPES)
+
+
+def tokens(seed: int = 0, rows: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, DENSE.vocab_size, (rows, DENSE.seq), generator=generator)
+
+
+def logits(model: DecoderStage, inputs: torch.Tensor) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    assert model.head is not None
+    hook = model.head.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    loss_of(model, F.pad(inputs, (0, 1)))
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", [1, 10, DENSE.seq - 1])
+def test_causal_to_the_bit(position: int, dtype: torch.dtype) -> None:
+    """Changing a token changes its own logits, and not one bit of any earlier one."""
+    model = build(DENSE).to(dtype)
+    before = tokens()
+    after = before.clone()
+    after[:, position] = (after[:, position] + 1) % DENSE.vocab_size
+    first, second = logits(model, before), logits(model, after)
+    assert torch.equal(first[:, :position], second[:, :position])
+    for later in range(position, DENSE.seq):
+        assert not torch.equal(first[:, later], second[:, later])
+
+
+def test_dropout_only_in_training() -> None:
+    """Dropout draws anew at each training forward, and is off in evaluation."""
+    model = build(model_from_preset("dense_tiny", SHAPES | {"dropout": 0.5}))
+    inputs = tokens()
+    assert not torch.equal(logits(model, inputs), logits(model, inputs))
+    model.eval()
+    assert torch.equal(logits(model, inputs), logits(model, inputs))
+
+
+def test_initial_bits_depend_on_the_seed_alone() -> None:
+    """Same seed, same bits, whatever the default generator did; another seed, other bits."""
+    torch.manual_seed(1)
+    first = build(DENSE, 9)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second, other = build(DENSE, 9), build(DENSE, 10)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), b, c in zip(
+        first.named_parameters(), second.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+        assert torch.equal(a, c) == (a.dim() < 2), name
+
+
+def test_initial_scales() -> None:
+    """Matrices have init_std, those into the residual stream less by sqrt(2 layers), norms one."""
+    config = ModelConfig(hidden=256, layers=8, heads=4, kv_heads=4, ffn=256, init_std=0.5)
+    for name, parameter in build(config, init_std=None).named_parameters():
+        if parameter.dim() < 2:
+            assert (parameter == 1).all(), name
+            continue
+        residual = name.endswith(("wo.weight", "down.weight"))
+        expected = 0.5 / 4 if residual else 0.5
+        # A sample deviation of n >= 65536 draws is off by 1/sqrt(2n) = 0.3 %; 2 % is seven sigma.
+        assert abs(parameter.std().item() / expected - 1) < 0.02, name

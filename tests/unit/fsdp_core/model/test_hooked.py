@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_core.model.moe.experts import call_with_module_hooks
 
@@ -17,19 +14,15 @@ Log = list[tuple[Any, ...]]
 
 
 class Pair(nn.Module):
-    """Two layers and what they compute together, in place of them."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first, self.second = nn.Linear(3, 4, bias=False), nn.Linear(4, 3, bias=False)
 
     def kernel(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        """Both, without calling them."""
         return scale * x @ self.first.weight.T @ self.second.weight.T
 
     def fused(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The kernel between the hooks of both."""
         made: torch.Tensor = call_with_module_hooks(
             (self.first, self.second), self.kernel, x, **kwargs
         )
@@ -38,7 +31,6 @@ class Pair(nn.Module):
 
 @pytest.fixture
 def pair() -> Pair:
-    """Fresh layers without hooks."""
     return Pair()
 
 
@@ -46,8 +38,6 @@ X = torch.linspace(-1, 1, 6).view(2, 3)
 
 
 def noting(log: Log, *what: Any, returns: Callable[..., Any] | None = None) -> Any:
-    """A hook that notes what it was told besides the module."""
-
     def hook(module: nn.Module, *told: Any) -> Any:
         log.append((*what, *told))
         return returns(*told) if returns else None
@@ -111,19 +101,15 @@ def test_hooks_are_read_at_each_call(pair: Pair) -> None:
 
 @pytest.mark.parametrize("with_kwargs", [False, True])
 def test_same_inputs_may_come_back(pair: Pair, with_kwargs: bool) -> None:
-    """A pre-hook may return the inputs that it was given, in other tuples."""
+    """A pre-hook may return the inputs that it was given, in other tuples, or a bare one."""
 
     def same(module: nn.Module, args: Any, *kwargs: Any) -> Any:
         return ((*args,), dict(*kwargs)) if kwargs else (*args,)
 
     pair.first.register_forward_pre_hook(same, with_kwargs=with_kwargs)
+    if not with_kwargs:
+        pair.first.register_forward_pre_hook(lambda module, args: args[0])
     assert torch.equal(pair.fused(X, scale=2.0), pair.kernel(X, scale=2.0))
-
-
-def test_one_input_may_come_back_bare(pair: Pair) -> None:
-    """Torch takes what is no tuple for the only argument."""
-    pair.first.register_forward_pre_hook(lambda module, args: args[0])
-    assert torch.equal(pair.fused(X), pair.kernel(X))
 
 
 @pytest.mark.parametrize(
@@ -180,31 +166,23 @@ def test_an_inner_output_cannot_change(pair: Pair, change: Any) -> None:
         pair.fused(X)
 
 
-@pytest.mark.parametrize("register", ["full_backward", "full_backward_pre"])
-def test_backward_hooks_are_refused(pair: Pair, register: str) -> None:
-    """A module's backward hooks are told gradients of tensors that do not exist here."""
-    getattr(pair.first, f"register_{register}_hook")(lambda *told: None)
-    with pytest.raises(ValueError, match="no backward hooks on Linear"):
-        pair.fused(X)
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
 
 
-@pytest.mark.parametrize(
-    "register", ["forward", "forward_pre", "full_backward", "full_backward_pre"]
-)
-def test_hooks_inside_are_refused(register: str) -> None:
-    """Hooks of modules inside of those that are computed for would be bypassed silently."""
+@pytest.mark.parametrize("register", KINDS)
+def test_hooks_that_would_be_bypassed_are_refused(pair: Pair, register: str) -> None:
+    """Backward hooks, any hooks of modules inside, and a module that is given twice or never."""
+    if "backward" in register:
+        getattr(pair.first, f"register_{register}_hook")(lambda *told: None)
+        with pytest.raises(ValueError, match="no backward hooks on Linear"):
+            pair.fused(X)
     inner = nn.Linear(3, 3)
-    outer = nn.Sequential(inner)
     getattr(inner, f"register_{register}_hook")(lambda *told: None)
     with pytest.raises(ValueError, match="no hooks inside of Sequential"):
-        call_with_module_hooks((outer,), lambda x: x, X)
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_modules_are_given_once(pair: Pair, count: int) -> None:
-    """No module, or one twice, is a mistake of the caller."""
-    with pytest.raises(ValueError, match="each once"):
-        call_with_module_hooks((pair.first,) * count, pair.kernel, X)
+        call_with_module_hooks((nn.Sequential(inner),), lambda x: x, X)
+    for count in (0, 2):
+        with pytest.raises(ValueError, match="each once"):
+            call_with_module_hooks((pair.second,) * count, pair.kernel, X)
 
 
 @pytest.fixture(autouse=True)

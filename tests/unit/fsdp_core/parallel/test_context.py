@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.parallel.context import (
-    Block,
-    ContextPlan,
-    Rows,
-    dense_plan,
-    packed_plan,
-    split,
-)
+from fsdp_core.parallel.context import Block, ContextPlan, Rows, dense_plan, packed_plan, split
 
 CPU = torch.device("cpu")
 SIZES = st.sampled_from((1, 2, 3, 4, 8))
@@ -42,7 +35,6 @@ def packs(draw: st.DrawFn) -> tuple[int, list[int], list[int], int]:
 
 
 def plans(size: int, valid: list[int], padded: list[int], behind: int) -> list[ContextPlan]:
-    """The plans of all ranks."""
     offsets = torch.tensor([0, *itertools.accumulate(padded)], dtype=torch.int32)
     lengths = torch.tensor(valid, dtype=torch.int32)
     total = sum(padded) + behind
@@ -71,18 +63,6 @@ def test_a_rank_has_a_chunk_from_either_end(size: int, chunk: int, dim: int) -> 
     for rank in range(size):
         due = torch.cat([chunks[number] for number in chunks_of(size, rank)], dim)
         assert torch.equal(split(whole, dim, size, rank), due)
-
-
-@QUICK
-@given(SIZES, st.integers(1, 4))
-def test_positions_of_a_dense_part(size: int, chunk: int) -> None:
-    """A plan's rows and positions are those that `split` takes."""
-    length = 2 * size * chunk
-    for rank in range(size):
-        plan = dense_plan(length, size, rank, CPU)
-        assert torch.equal(plan.rows, split(torch.arange(length), 0, size, rank))
-        assert torch.equal(plan.positions, plan.rows)
-        assert plan.valid is None
 
 
 @QUICK
@@ -117,30 +97,6 @@ def test_positions_restart_and_padding_is_not_valid(
         got = list(zip(plan.positions.tolist(), plan.valid.tolist(), strict=True))
         assert got == [whole[row] for row in plan.rows.tolist()]
     assert size == len(plans(*pack))
-
-
-@QUICK
-@given(packs())
-def test_valid_tokens_of_a_rank(pack: tuple[int, list[int], list[int], int]) -> None:
-    """A rank's valid tokens are those of its two chunks, none perhaps, and all ranks' are all."""
-    size, valid, padded, _ = pack
-    num_valid = []
-    for rank, plan in enumerate(plans(*pack)):
-        assert plan.valid is not None
-        expected = 0
-        for real, length in zip(valid, padded, strict=True):
-            chunk = length // (2 * size)
-            for index in chunks_of(size, rank):
-                expected += min(max(real - index * chunk, 0), chunk)
-        assert int(plan.valid.sum()) == expected
-        num_valid.append(expected)
-    assert sum(num_valid) == sum(valid)
-
-
-def test_a_rank_without_a_valid_token() -> None:
-    """Of a sequence of one token in 8 chunks, ranks 1 to 3 have padding alone."""
-    valid = [p.valid for p in plans(4, [1], [8], 0)]
-    assert [v.tolist() for v in valid if v is not None] == [[True, False]] + 3 * [[False, False]]
 
 
 def check_rows(rows: Rows, chosen: list[int], num: int) -> None:
@@ -178,22 +134,6 @@ def test_halves_of_packed_parts(pack: tuple[int, list[int], list[int], int]) -> 
             ends = itertools.accumulate(length // cut for length in lengths)
             assert spans.offsets.tolist() == [0, *ends]
             assert spans.max_len == (sum(padded) + behind) // cut
-
-
-@QUICK
-@given(st.sampled_from((2, 3, 4, 8)), st.integers(1, 3))
-def test_a_dense_plan_is_that_of_one_packed_sequence(size: int, chunk: int) -> None:
-    """Every row choice is the same; only the spans have no offsets."""
-    length = 2 * size * chunk
-    for rank, packed in enumerate(plans(size, [length], [length], 0)):
-        dense = dense_plan(length, size, rank, CPU)
-        assert dense.halves is not None
-        assert packed.halves is not None
-        for ours, theirs in zip(dense.halves, packed.halves, strict=True):
-            assert torch.equal(ours.index, theirs.index)
-            assert torch.equal(ours.inverse, theirs.inverse)
-        for spans in (dense.spans, dense.half_spans):
-            assert spans.offsets is None
 
 
 def seen(plan: ContextPlan, block: Block, keys: list[int]) -> set[tuple[int, int]]:
@@ -250,7 +190,6 @@ def test_uneven_lengths_are_refused(length: int) -> None:
 
 
 def tensors_of(plan: ContextPlan) -> list[torch.Tensor]:
-    """All tensors of a packed plan."""
     assert plan.valid is not None
     assert plan.halves is not None
     rows, spans = plan.halves, (plan.spans, plan.half_spans)

@@ -61,8 +61,6 @@ def test_chunks_lie_in_rank_order() -> None:
 
 
 class Halves(CutModule):
-    """A module of one cut parameter and one that is replicated."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_cut("part", nn.Parameter(torch.ones(2, 3)), *CUTS)
@@ -85,7 +83,6 @@ def test_a_parameter_made_anew_keeps_its_cuts() -> None:
 
 
 def branch() -> nn.Module:
-    """A linear layer two modules deep."""
     return nn.ModuleDict({"mlp": nn.ModuleDict({"fused": nn.Linear(3, 6)})})
 
 

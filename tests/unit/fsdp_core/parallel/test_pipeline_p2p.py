@@ -20,8 +20,6 @@ TO_NEXT, FROM_NEXT = Transfer(0, 1, 0), Transfer(1, 0, 0)
 
 @dataclass
 class Work:
-    """A work that says what it is told to, and counts waits."""
-
     waits: int = 0
     done: bool = False
     error: str = ""
@@ -50,7 +48,6 @@ class Group:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    """A group in place of torch's."""
     group = Group()
     monkeypatch.setattr(dist, "batch_isend_irecv", group.batch)
     monkeypatch.setattr(
@@ -61,13 +58,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 
 def transfers(group: Group, device: str) -> Transfers:
-    """Rank 0 of two."""
     axis = Axis("pp", 2, 0, cast("dist.ProcessGroup", group))
     return Transfers(axis, SPEC, torch.device(device))
 
 
 def outbox(microbatch: int = 0) -> dict[Transfer, torch.Tensor]:
-    """An activation to send."""
     return {Transfer(0, 1, microbatch): torch.ones(2)}
 
 
@@ -87,7 +82,6 @@ def test_one_work_for_a_batch(group: Group) -> None:
 
 
 def held(ours: Transfers) -> int:
-    """Messages whose tensors are held for sending."""
     return len(ours._sent)
 
 

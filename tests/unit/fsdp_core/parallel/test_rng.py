@@ -25,13 +25,11 @@ FAR = math.sqrt(math.log(2e9) / (2 * NUMEL))
 
 
 def streams_at(place: dict[str, int], seed: int = 7) -> RandomStreams:
-    """The streams of the rank with the coordinates `place`."""
     group = cast("dist.ProcessGroup", None)
     return RandomStreams(seed, [Axis(n, SIZES[n], r, group) for n, r in place.items()], CPU)
 
 
 def places() -> list[dict[str, int]]:
-    """Coordinates of every rank."""
     return [
         dict(zip(SIZES, ranks, strict=True))
         for ranks in itertools.product(*(range(size) for size in SIZES.values()))
@@ -39,7 +37,6 @@ def places() -> list[dict[str, int]]:
 
 
 def mask_of(stream: RandomStream) -> torch.Tensor:
-    """The next dropout mask of a stream, p = 1/2."""
     return stream.dropout(torch.ones(NUMEL), 0.5, training=True) > 0
 
 
@@ -60,17 +57,6 @@ def test_ranks_agree_where_they_should(shared: tuple[str, ...]) -> None:
             assert torch.equal(mask_a, mask_b), (a, b)
         else:
             assert abs(agreement(mask_a, mask_b) - 0.5) < FAR, (a, b)
-
-
-def test_streams_of_a_rank_are_independent() -> None:
-    """Streams of one rank that are equal over different axes differ, and draw on and on."""
-    streams = streams_at({"dp": 0, "tp": 0})
-    masks = [
-        mask_of(streams.equal_over(*names))
-        for names in [(), ("tp",), ("dp",), ("dp", "tp"), (), ("tp",)]
-    ]
-    for a, b in itertools.combinations(masks, 2):
-        assert abs(agreement(a, b) - 0.5) < FAR
 
 
 def test_a_stream_is_known_by_what_it_means() -> None:
@@ -95,21 +81,8 @@ def test_the_default_generator_is_left_alone() -> None:
 
 
 def fail_after_drawing() -> None:
-    """Raise with a number drawn."""
     torch.rand(3)
     raise ArithmeticError
-
-
-def test_active_serves_every_kernel() -> None:
-    """What draws from the default generator draws from the stream, as if it was seeded so."""
-    one, other = (streams_at({"tp": 0}).equal_over() for _ in range(2))
-    with one.active():
-        drawn = [torch.rand(3), torch.randn(3), torch.randperm(5)]
-    torch.manual_seed(0)
-    torch.set_rng_state(other.get_state())
-    for a, b in zip(drawn, [torch.rand(3), torch.randn(3), torch.randperm(5)], strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(one.get_state(), torch.get_rng_state())
 
 
 def test_nothing_is_drawn_where_nothing_is_dropped() -> None:
@@ -179,20 +152,6 @@ def test_a_replay_draws_what_eager_draws() -> None:
 
     for eager, graphed in zip(run_times(lambda f: f), run_times(capture), strict=True):
         assert torch.equal(eager, graphed)
-
-
-def test_states_put_back_reach_a_graph() -> None:
-    """A captured program draws from the states that are put back after its capture."""
-    streams = streams_at({"tp": 0})
-    stream, x = streams.equal_over(), torch.ones(NUMEL)
-    graph = CapturedFunction(
-        GraphMaker(Device("cpu")), lambda: stream.dropout(x, 0.5, training=True), None
-    )
-    states = streams.get_states()
-    first, second = graph().clone(), graph().clone()
-    streams.set_states(states)
-    assert torch.equal(graph(), first)
-    assert not torch.equal(first, second)
 
 
 def test_the_compiler_draws_what_eager_draws() -> None:

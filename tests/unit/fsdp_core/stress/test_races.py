@@ -8,7 +8,6 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.pool import Key
-from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.stress.races import Clocks, Named, RaceFound, Races
 
 CPU = Device("cpu")
@@ -23,7 +22,6 @@ def watching() -> Iterator[Races]:
 
 
 def texts(races: Races) -> list[str]:
-    """What was found, as text."""
     return [str(race) for race in races.found]
 
 
@@ -43,16 +41,6 @@ def test_work_comes_after_what_was_waited_for_and_no_more() -> None:
     assert not one.comes_after(two, 1)
 
 
-def test_waits_are_transitive() -> None:
-    """Who waits for a stream comes after all that this stream came after."""
-    clocks = Clocks()
-    one, two, three = (clocks.new_stream(str(n)) for n in range(3))
-    one.issue()
-    two.wait_stream(one)
-    three.wait_stream(two)
-    assert three.comes_after(one, 1)
-
-
 @pytest.mark.parametrize("how", ["device", "stream", "event"])
 def test_what_the_host_waits_for_comes_before_all_that_follows(how: str) -> None:
     """Also before work of streams that are made later."""
@@ -67,14 +55,6 @@ def test_what_the_host_waits_for_comes_before_all_that_follows(how: str) -> None
     waits[how]()
     assert two.comes_after(one, 1)
     assert clocks.new_stream("three").comes_after(one, 1)
-
-
-def test_streams_without_a_name_have_their_number() -> None:
-    """Reports tell them apart."""
-    clocks = Clocks()
-    assert [clocks.new_stream(name).name for name in ("", "reduce", "")] == [
-        "side 1", "reduce", "side 3",
-    ]  # fmt: skip
 
 
 # ---- accesses
@@ -208,42 +188,6 @@ def test_a_block_is_for_the_stream_that_it_was_taken_on(how: str) -> None:
             memory.zero_()
         CPU.synchronize()
     assert len(races.found) == 1, texts(races)
-
-
-# ---- graphs
-
-
-def test_captured_work_races_as_it_is_recorded() -> None:
-    """A missing wait inside a capture is found although a replay runs on one stream."""
-    memory = torch.zeros(8)
-    with watching() as races:
-        side = CPU.new_stream("side")
-
-        def forked() -> torch.Tensor:
-            side.wait_stream(CPU.current_stream())
-            with CPU.on(side):
-                memory.add_(1)
-            return memory * 2
-
-        HostGraph(CPU).capture(forked)
-        CPU.synchronize()
-    assert "aten::mul reads on stream default" in texts(races)[0]
-
-
-def test_a_replay_is_work_of_the_stream_that_replays() -> None:
-    """It races with side streams that it does not wait for."""
-    memory = torch.zeros(8)
-    with watching() as races:
-        graph = HostGraph(CPU)
-        graph.capture(lambda: memory * 2)
-        CPU.synchronize()
-        side = CPU.new_stream("side")
-        side.wait_stream(CPU.current_stream())
-        with CPU.on(side):
-            memory.add_(1)
-        graph.replay()
-        CPU.synchronize()
-    assert "aten::mul reads on stream default" in texts(races)[0]
 
 
 # ---- reports

@@ -28,14 +28,12 @@ class Scale(nn.Module):
         self.rate = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., 3] -> [..., 3]."""
         self.counts.add_(1.0)
         return (x * self.weight).tanh() * self.rate
 
 
 @pytest.fixture(params=["aot_eager", "inductor"])
 def compiler(request: pytest.FixtureRequest) -> Iterator[Compiler]:
-    """An open compiler of either backend."""
     made = Compiler(request.param)
     with torch._inductor.config.patch({"cpp_cache_precompile_headers": False}):
         yield made
@@ -44,14 +42,12 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[Compiler]:
 
 @pytest.fixture
 def quick() -> Iterator[Compiler]:
-    """An open compiler that needs no C++."""
     made = Compiler("aot_eager")
     yield made
     made.close()
 
 
 def segment(compiler: Compiler, module: Scale, part: Any) -> GraphedCallable:
-    """A segment of a compiled part, warm."""
     x = torch.ones(2, 3, requires_grad=True)
     made = GraphedCallable(
         GraphMaker(Device("cpu"), holds_compiled=True),
@@ -65,7 +61,6 @@ def segment(compiler: Compiler, module: Scale, part: Any) -> GraphedCallable:
 
 
 def train(call: Any, module: Scale, x: torch.Tensor) -> list[torch.Tensor]:
-    """Output, gradients and the buffer of one pass."""
     x = x.clone().requires_grad_()
     out = call(x)
     grads = torch.autograd.grad(out.square().sum(), (x, module.weight))
@@ -73,10 +68,7 @@ def train(call: Any, module: Scale, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_graphs_of_compiled_parts_are_what_was_compiled(compiler: Compiler) -> None:
-    """Replays have the bits of compiled calls, buffers that kernels write included, and are named.
-
-    Neither warm-up nor capture compiles, counts, or leaves a storage without a name.
-    """
+    """Replays have the bits of compiled calls, buffers that kernels write included."""
     eager, module = Scale(), Scale()
     parts = [compiler.compile(str(i), m.forward) for i, m in enumerate((eager, module))]
     inputs = [torch.randn(2, 3, generator=torch.Generator().manual_seed(s)) for s in range(3)]

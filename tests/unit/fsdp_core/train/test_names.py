@@ -1,7 +1,5 @@
 """Names of a trainer's tensors, and how many of them move in a step."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,20 +10,10 @@ from fsdp_core.train import Trainer
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
 DEVICE = Device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Put back the switches that a trainer sets."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+pytestmark = pytest.mark.usefixtures("determinism_as_before")
 
 
 def trainer(axes: Axes, pool: str = "double", taps: tuple[str, ...] = ()) -> Trainer:
-    """An eager one."""
     chosen = TrainConfig(
         model=MODEL, fsdp=FsdpConfig(pool=pool), steps=4, microbatches=2, dtype="fp32", taps=taps
     )

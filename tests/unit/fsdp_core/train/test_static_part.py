@@ -1,46 +1,38 @@
 """Static parts: metadata are copied to where graphs read them, or the microbatch is refused."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.device import Device
-from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
-from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train.inputs import StaticPart, _leaves_of
 
 LOCAL = 16
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 def axis_of(size: int, rank: int = 0) -> Axis:
-    """An axis of any size; nobody talks over it here."""
     group = dist.group.WORLD
     assert group is not None
     return Axis("cp", size, rank, group)
 
 
 def part_of(lengths: tuple[int, ...], axis: Axis, *, slots: int = 5, local: int = LOCAL) -> Part:
-    """The part of documents of these lengths."""
     capacity = Capacity(tokens=local * axis.size, slots=slots, multiple=2 * axis.size)
     documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
     return packed_part(pack(documents, capacity), axis, 1.0).part
 
 
 def tensors_of(part: Part) -> dict[str, torch.Tensor]:
-    """What graphs read of a part, by name."""
     return {name.partition(": ")[2]: t for name, t in StaticPart(part, "x").named_tensors()}
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_follows_every_tensor_and_moves_none(mesh: DeviceMesh, size: int) -> None:
+def test_follows_every_tensor_and_moves_none(size: int) -> None:
     """After it everything is as in the microbatch, at the addresses of before."""
-    assert mesh.size() == 1
     axis = axis_of(size, size // 2)
     static = StaticPart(part_of((3, 8), axis), "static")
     named = dict(static.named_tensors())
@@ -56,9 +48,8 @@ def test_follows_every_tensor_and_moves_none(mesh: DeviceMesh, size: int) -> Non
         assert {name: t.data_ptr() for name, t in static.named_tensors()} == before
 
 
-def test_keeps_nothing_of_its_sample(mesh: DeviceMesh) -> None:
+def test_keeps_nothing_of_its_sample() -> None:
     """The sample may change or go, and slots made of one sample have nothing in common."""
-    assert mesh.size() == 1
     sample = part_of((3, 8), axis_of(1))
     static = StaticPart(sample, "static")
     lent = {t.data_ptr() for _, t in _leaves_of(sample) if isinstance(t, torch.Tensor)}
@@ -70,29 +61,6 @@ def test_keeps_nothing_of_its_sample(mesh: DeviceMesh) -> None:
     assert static.part.cp is sample.cp
 
 
-def test_a_graph_follows_new_documents(mesh: DeviceMesh) -> None:
-    """Attention captured over a static part has eager's bits for packs that came later."""
-    assert mesh.size() == 1
-    axis = axis_of(1)
-    static = StaticPart(part_of((16,), axis), "static")
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, LOCAL, 2, 4, generator=generator) for _ in range(3))
-
-    def attention(part: Part) -> torch.Tensor:
-        return causal_attention(q, k, v, plan=part.plan, axis=part.cp)
-
-    graph = HostGraph(Device("cpu"))
-    out = graph.capture(lambda: attention(static.part))
-    seen = []
-    for lengths in ((3, 8), (1, 2, 9), (16,), ()):
-        part = part_of(lengths, axis)
-        static.follow(part)
-        graph.replay()
-        assert torch.equal(out, attention(part))
-        seen.append(out.clone())
-    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": 6}, r"plan.spans.offsets = \(7,\) .* got \(8,\)"),
     ({"local": 24}, r"plan.rows = \(16,\).*got \(24,\)"),
@@ -100,11 +68,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=["slots", "tokens"])
-def test_refuses_what_graphs_cannot_hold(
-    mesh: DeviceMesh, change: dict[str, Any], message: str
-) -> None:
+def test_refuses_what_graphs_cannot_hold(change: dict[str, Any], message: str) -> None:
     """Another capacity is an error, and what graphs read stays as it was."""
-    assert mesh.size() == 1
     axis = axis_of(4, 1)
     static = StaticPart(part_of((3, 8), axis), "static")
     before = {name: t.clone() for name, t in static.named_tensors()}
@@ -114,9 +79,8 @@ def test_refuses_what_graphs_cannot_hold(
         assert torch.equal(tensor, before[name])
 
 
-def test_refuses_another_place(mesh: DeviceMesh) -> None:
+def test_refuses_another_place() -> None:
     """The rank, the size and the communicator were fixed by the capture."""
-    assert mesh.size() == 1
     static = StaticPart(part_of((3, 8), axis_of(4, 1)), "static")
     with pytest.raises(ValueError, match=r"Expected plan.rank = 1, as captured in graphs, got 2"):
         static.follow(part_of((3, 8), axis_of(4, 2)))

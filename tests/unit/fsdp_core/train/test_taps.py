@@ -9,19 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_tensors, empty_rows
-from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
 
-DEVICE = Device("cpu")
 CPU = torch.device("cpu")
 MICROBATCHES = 2
 
 
 class Block(nn.Module):
-    """Two linears, dropout and a residual."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
@@ -31,8 +26,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -46,13 +39,11 @@ class Net(nn.Module):
 
 
 KINDS = ("input", "output", "gradient")
-INNER = ("blocks.0", "blocks.0.up", "blocks.1.down", "head")
 
 
 def everything(
     model: nn.Module, kinds: tuple[str, ...] = KINDS, names: tuple[str, ...] = ()
 ) -> Taps:
-    """All modules but lists, or those of `names`."""
     called = [(n, m) for n, m in model.named_modules() if not isinstance(m, nn.ModuleList)]
     called = [(n, m) for n, m in called if not names or n in names]
     taps = [Tap(name or "net", module, kind) for name, module in called for kind in kinds]
@@ -60,13 +51,11 @@ def everything(
 
 
 def data(step: int) -> list[torch.Tensor]:
-    """The microbatches of a step."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(3, 8, generator=generator) for _ in range(MICROBATCHES)]
 
 
 def rows_by_name(taps: Taps) -> dict[str, list[int]]:
-    """Rows on the host."""
     return dict(zip(taps.names, taps.rows.tolist(), strict=True))
 
 
@@ -77,7 +66,6 @@ def in_order(taps: Taps) -> list[str]:
 
 
 def digest(*tensors: torch.Tensor) -> list[int]:
-    """The digest of one tensor, or of the digests of several."""
     while True:
         rows = empty_rows(len(tensors), CPU)
         digest_tensors(tensors, rows)
@@ -87,7 +75,6 @@ def digest(*tensors: torch.Tensor) -> list[int]:
 
 
 def step_eagerly(model: nn.Module, number: int) -> None:
-    """Forward and backward of all microbatches."""
     for x in data(number):
         model(x).square().mean().backward()
 
@@ -102,7 +89,6 @@ class Seen:
 
 
 def run(model: nn.Module, taps: Taps | None, step: Callable[[int], None]) -> Seen:
-    """Two steps of plain SGD."""
     torch.manual_seed(5)
     seen = Seen([], [], [])
     for number in range(2):
@@ -120,19 +106,6 @@ def run(model: nn.Module, taps: Taps | None, step: Callable[[int], None]) -> See
                 parameter.sub_(parameter.grad, alpha=0.1)
     seen.bits += [torch.get_rng_state(), *(p.detach().clone() for p in model.parameters())]
     return seen
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Bit for bit."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-@pytest.fixture(scope="module")
-def eager() -> Seen:
-    """The tapped eager run that graphs are compared with."""
-    model = Net()
-    taps = everything(model, ("output", "gradient"), INNER)
-    return run(model, taps, lambda number: step_eagerly(model, number))
 
 
 def test_rows_are_the_digests_of_what_went_through() -> None:
@@ -182,85 +155,6 @@ def test_the_place_is_the_order_of_the_step() -> None:
         assert gradients.index("blocks.1:gradient[0]") < gradients.index("blocks.0:gradient[0]")
         places = [row[PLACE_COLUMN] for row in rows_by_name(taps).values()]
         assert sorted(places) == list(range(len(taps.names)))
-
-
-def graphed_blocks(model: Net, slots: int) -> Callable[[int], None]:
-    """Blocks are replayed, the rest is eager; one graph serves microbatches in turn."""
-    maker = GraphMaker(DEVICE)
-    by_slot: list[list[GraphedCallable]] = []
-    for _ in range(slots):
-        graphs = []
-        for number, block in enumerate(model.blocks):
-            assert isinstance(block, Block)
-            segment = Segment(
-                name=f"blocks.{number}", function=block.forward,
-                samples=(torch.zeros(3, 8).requires_grad_(number > 0),),
-                parameters=tuple(block.parameters()),
-            )  # fmt: skip
-            graphs.append(GraphedCallable(maker, segment))
-            graphs[-1].warm_up()
-        for graph in graphs:
-            graph.capture_forward()
-        for graph in reversed(graphs):
-            graph.capture_backward()
-        by_slot.append(graphs)
-
-    def step(number: int) -> None:
-        for microbatch, x in enumerate(data(number)):
-            for block, graph in zip(model.blocks, by_slot[microbatch % slots], strict=True):
-                block.forward = graph
-            model(x).square().mean().backward()
-
-    return step
-
-
-@pytest.mark.parametrize("slots", [1, MICROBATCHES])
-def test_segments_show_what_eager_calls_show(eager: Seen, slots: int) -> None:
-    """Taps inside a graph and around it give eager's rows, whichever slot a microbatch is in."""
-    model = Net()
-    taps = everything(model, ("output", "gradient"), INNER)
-    step_eagerly(model, 0)
-    got = run(model, taps, graphed_blocks(model, slots))
-    assert same(got.bits, eager.bits)
-    for a, b in zip(eager.rows, got.rows, strict=True):
-        assert {name: row[:5] for name, row in a.items()} == {n: row[:5] for n, row in b.items()}
-    assert got.calls == eager.calls == [[MICROBATCHES] * len(taps.tap_names)] * 2
-
-
-def test_a_captured_step_shows_what_an_eager_one_shows(eager: Seen) -> None:
-    """Taps and the start of a step captured whole give eager's rows and places at each replay."""
-    model = Net()
-    taps = everything(model, ("output", "gradient"), INNER)
-    static = [torch.zeros(3, 8) for _ in range(MICROBATCHES)]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def iteration() -> None:
-        taps.begin()
-        for x in static:
-            model(x).square().mean().backward()
-
-    iteration()  # once eagerly: shapes must be known before the capture
-    graph = CapturedFunction(GraphMaker(DEVICE), iteration, lambda: dict(taps.named_tensors()))
-
-    def step(number: int) -> None:
-        for into, x in zip(static, data(number), strict=True):
-            into.copy_(x)
-        graph()
-
-    got = run(model, taps, step)
-    assert same(got.bits, eager.bits)
-    assert got.rows == eager.rows
-    assert graph.ledger is not None
-    assert {"taps", "taps clock", "taps calls seen"} <= set(graph.ledger.names)
-    assert not [place for place in graph.ledger.places if "taps" in place or "digest" in place]
-
-
-def test_taps_change_no_bit(eager: Seen) -> None:
-    """Gradients, weights and the generator are those of the run without taps."""
-    model = Net()
-    plain = run(model, None, lambda number: step_eagerly(model, number))
-    assert same(plain.bits, eager.bits)
 
 
 def test_hooks_that_are_taken_away_do_not_take_taps_along() -> None:
@@ -325,15 +219,11 @@ def test_what_never_ran_says_so() -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """What a module may return, or be given."""
-
     first: torch.Tensor
     second: torch.Tensor
 
 
 class Splits(nn.Module):
-    """Returns a record of two tensors."""
-
     def forward(self, x: torch.Tensor, swap: bool) -> Pair:
         return Pair(x[1], x[0]) if swap else Pair(x[0], x[1])
 

@@ -14,13 +14,11 @@ EXPERTS, IN, OUT = 4, 16, 24
 
 
 def groups(*counts: int) -> Groups:
-    """Rows of each expert."""
     ends = torch.tensor(counts).cumsum(0).int()
     return Groups(counts, ends, (), (), None, None)
 
 
 def linear(axes: MoeAxes, path: str, dtype: torch.dtype) -> GroupedLinear:
-    """A layer with random weights."""
     layer = GroupedLinear(EXPERTS, IN, OUT, axes, cut_dim=1, path=path)
     generator = torch.Generator().manual_seed(1)
     layer.weight.data = torch.randn(EXPERTS, OUT, IN, generator=generator).to(dtype)
@@ -28,7 +26,6 @@ def linear(axes: MoeAxes, path: str, dtype: torch.dtype) -> GroupedLinear:
 
 
 def rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random rows that want a gradient."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(*shape, IN, generator=generator).to(dtype).requires_grad_()
 
@@ -110,9 +107,7 @@ def test_paths_that_cannot_take_the_rows_say_so(alone: MoeAxes) -> None:
 def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
     """Experts are cut over ep, their width over etp: dim 1 of gate and up, dim 2 of down."""
     axes = replace(
-        alone,
-        ep=replace(alone.ep, size=2, rank=1),
-        etp=replace(alone.etp, size=4, rank=3),
+        alone, ep=replace(alone.ep, size=2, rank=1), etp=replace(alone.etp, size=4, rank=3)
     )
     experts = Experts(EXPERTS, IN, OUT, axes)
     shapes = {"gate": (2, OUT // 4, IN), "up": (2, OUT // 4, IN), "down": (2, IN, OUT // 4)}

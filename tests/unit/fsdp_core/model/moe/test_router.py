@@ -1,4 +1,4 @@
-"""The router: losses that join the backward pass once, the load, the bias, and tapes."""
+"""The rule of a router: scores, choice and weights."""
 
 from typing import Any
 
@@ -9,12 +9,63 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.router import Router, RouterRule
 
+RULE_EXPERTS = 5
+
+
+def logits(rows: int = 7) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, RULE_EXPERTS, dtype=torch.float64, generator=generator)
+
+
+def rule(**changes: Any) -> RouterRule:
+    return RouterRule(**{"num_experts": RULE_EXPERTS, "top_k": 2, **changes})
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_weights_follow_the_formula(scores: str, normalised: bool) -> None:
+    """Chosen scores, divided by their sum if asked, times the scale."""
+    settings = rule(scores=scores, normalised=normalised, scale=2.5)
+    x = logits()
+    found = settings.score(x)
+    expected = x.exp() / x.exp().sum(-1, keepdim=True) if scores == "softmax" else x.sigmoid()
+    torch.testing.assert_close(found, expected)
+    experts = settings.choose(found, None)
+    assert experts.tolist() == [sorted(range(RULE_EXPERTS), key=lambda e: -row[e])[:2] for row in x]
+    chosen = torch.stack([row[index] for row, index in zip(expected, experts, strict=True)])
+    if normalised:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    torch.testing.assert_close(settings.weigh(found, experts), chosen * 2.5)
+
+
+def test_of_equal_scores_the_first_expert_wins() -> None:
+    """Ties have one outcome, for few rows and for many."""
+    for rows in (1, 3000):
+        scores = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.3]]).repeat(rows, 1)
+        assert rule().choose(scores, None).tolist() == [[1, 2]] * rows
+
+
+def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
+    """A biased expert is chosen, at the weight of its own score."""
+    settings = rule(normalised=False)
+    scores = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]])
+    experts = settings.choose(scores, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.35]))
+    assert experts.tolist() == [[0, 4]]
+    torch.testing.assert_close(settings.weigh(scores, experts), torch.tensor([[0.4, 0.0]]))
+
+
+def test_scores_that_all_underflow_weigh_nothing() -> None:
+    """Normalising zeros gives zeros, no NaN."""
+    settings = rule(scores="sigmoid")
+    scores = settings.score(torch.full((1, RULE_EXPERTS), -1000.0))
+    assert settings.weigh(scores, settings.choose(scores, None)).tolist() == [[0.0, 0.0]]
+
+
 HIDDEN, EXPERTS, TOKENS = 6, 4, 10
 VALID = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
 
 
 def make(axes: MoeAxes, **changes: Any) -> Router:
-    """A float64 router with random weights."""
     settings = {"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.3, "z_coeff": 0.2, **changes}
     router = Router(HIDDEN, RouterRule(**settings), axes).double()
     generator = torch.Generator().manual_seed(5)
@@ -23,13 +74,11 @@ def make(axes: MoeAxes, **changes: Any) -> Router:
 
 
 def tokens() -> torch.Tensor:
-    """[TOKENS, HIDDEN], wants a gradient."""
     generator = torch.Generator().manual_seed(6)
     return torch.randn(TOKENS, HIDDEN, generator=generator).double().requires_grad_()
 
 
 def losses(router: Router, x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Balance loss plus z-loss by their formulas, token by token."""
     rule = router.rule
     keep = torch.ones(TOKENS, dtype=torch.bool) if valid is None else valid
     logits = (x @ router.weight.t())[keep]
@@ -154,7 +203,6 @@ def test_a_router_from_the_meta_device_starts_anew(alone: MoeAxes) -> None:
 
 
 def make_on_meta(axes: MoeAxes) -> Router:
-    """A router with a bias, without memory."""
     return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
 
 
@@ -212,9 +260,3 @@ def test_bfloat16_is_routed_in_float32(alone: MoeAxes) -> None:
     assert probs.dtype == torch.float32
     assert torch.equal(probs, expected.probs)
     assert torch.equal(experts, expected.experts)
-
-
-def test_weights_are_nan_until_loaded(alone: MoeAxes) -> None:
-    """A router that nobody initialised shows."""
-    router = Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2), alone)
-    assert router.weight.isnan().all()

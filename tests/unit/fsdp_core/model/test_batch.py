@@ -5,13 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_core.model.batch import (
-    Capacity,
-    Document,
-    PackedBatch,
-    pack,
-    padding_multiple,
-)
+from fsdp_core.model.batch import Capacity, Document, pack, padding_multiple
 
 QUICK = settings(deadline=None, max_examples=60)
 
@@ -82,19 +76,6 @@ def test_offsets_are_in_step(case: tuple[list[Document], Capacity]) -> None:
     tail = capacity.tokens - sum(capacity.padded(len(d.tokens)) for d in documents)
     assert not any(lengths[len(documents) :])
     assert room[len(documents)] == tail
-
-
-@QUICK
-@given(contents(), contents())
-def test_shapes_depend_on_the_capacity_alone(
-    one: tuple[list[Document], Capacity], other: tuple[list[Document], Capacity]
-) -> None:
-    """What is packed changes no shape and no dtype."""
-    full, empty = pack(*one), pack([], one[1])
-    for name in ("tokens", "targets", "loss_mask", "offsets", "padded_offsets"):
-        a, b, c = (getattr(x, name) for x in (full, empty, pack(*other)))
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.dtype == c.dtype
 
 
 @QUICK
@@ -174,14 +155,6 @@ def test_masks_of_another_length_are_refused(length: int) -> None:
         Document(three[:0], three[:0])
 
 
-def test_moved_batches_keep_their_contents() -> None:
-    """`to` gives a batch with the same tensors."""
-    batch = pack([document(5)], Capacity(tokens=12, slots=4, multiple=4))
-    moved = batch.to(torch.device("cpu"))
-    assert isinstance(moved, PackedBatch)
-    assert torch.equal(moved.padded_offsets, batch.padded_offsets)
-
-
 @pytest.mark.parametrize(("size", "multiple"), [(4, 4), (2, 2), (2, 6), (8, 8)])
 def test_packs_are_cut_as_they_were_padded(size: int, multiple: int) -> None:
     """A pack for fewer context ranks is refused: its sequences would begin inside of a chunk."""
@@ -189,14 +162,6 @@ def test_packs_are_cut_as_they_were_padded(size: int, multiple: int) -> None:
     match = rf"multiple of {2 * size} \(2 \* cp {size}\), got {multiple}: pack them for that"
     with pytest.raises(ValueError, match=match):
         batch.plan(size, 0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_packs_for_more_ranks_may_be_cut_over_fewer(size: int) -> None:
-    """What is padded for 4 context ranks is right for 2 and for 1, and every token is somewhere."""
-    batch = pack([document(3), document(9)], Capacity(tokens=48, slots=3, multiple=8))
-    rows = torch.cat([batch.plan(size, rank).rows for rank in range(size)])
-    assert rows.sort().values.tolist() == list(range(48))
 
 
 def test_sequences_without_positions_are_refused() -> None:

@@ -1,6 +1,7 @@
 """What is done about captures that CUDA refuses, over a stand-in for `torch.cuda`."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool
-from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph import cuda_graph
+from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool, PrivateMemory
+from fsdp_core.graph.recorder import CaptureRefused, Recording, StorageEntry
 
 INVALID = "operation failed due to a previous error during capture"
 
@@ -32,30 +34,24 @@ class Driver:
         self._handles = iter(range(1, 100))
 
     def handle(self) -> tuple[int, int]:
-        """Of a new pool."""
         return 0, next(self._handles)
 
     def stop_allocating(self, index: int | None, pool: Any) -> None:
-        """The allocator's own end of a capture."""
         if pool not in self.allocating:
             raise RuntimeError("not currently recording to mempool_id")
         self.allocating.remove(pool)
 
 
 class Graph:
-    """A graph of the driver."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._registered: list[Any] = ["default"]
         self._pool: Any = None
 
     def register_generator_state(self, generator: Any) -> None:
-        """It is told of captures."""
         self._registered.append(generator)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """The allocator and the generators are told."""
         assert capture_error_mode == "thread_local"
         self._pool = pool or self._driver.handle()
         assert not self._driver.allocating, "the allocator is in a capture"
@@ -64,7 +60,6 @@ class Graph:
         self._driver.drawing |= set(self._registered)
 
     def capture_end(self) -> None:
-        """The same, unless CUDA refuses."""
         if self._driver.refuses:
             self._driver.refuses = False
             raise torch.AcceleratorError(INVALID)
@@ -74,7 +69,6 @@ class Graph:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """The stand-in in the place of `torch.cuda`."""
     made = Driver()
 
     @contextlib.contextmanager
@@ -95,19 +89,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 class Generator:
-    """A generator with a state."""
-
     def get_state(self) -> int:
-        """Its state."""
         return 7
 
     def set_state(self, state: int) -> None:
-        """It is put back."""
         assert state == 7
 
 
 def refused(driver: Driver, pool: MemoryPool, function: Callable[[], Any]) -> Exception:
-    """What a capture raises whose end CUDA refuses."""
     graph = CudaGraph(Device("cpu"), pool, [Generator()])  # type: ignore[list-item]
     driver.refuses = True
     with pytest.raises(CaptureRefused) as raised:
@@ -117,7 +106,6 @@ def refused(driver: Driver, pool: MemoryPool, function: Callable[[], Any]) -> Ex
 
 
 def reads_on_the_host() -> None:
-    """Fails as `item()` does in a capture."""
     raise torch.AcceleratorError("operation not permitted when stream is capturing")
 
 
@@ -160,3 +148,60 @@ def test_an_error_of_the_program_is_left_as_it_is(driver: Driver) -> None:
         graph.capture(fails)
     assert len(driver.used) == 1
     assert not driver.drawing
+
+
+class Pool:
+    """A memory pool whose blocks a test sets, and what recorders have seen of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks: list[tuple[int, int]] = []
+        self.held: list[torch.UntypedStorage] = []
+        monkeypatch.setattr(cuda_graph, "blocks_of", lambda _: list(self.blocks))
+
+    def entry(self, address: int, *, internal: bool = False) -> StorageEntry:
+        """A storage of 64 bytes at `address`, as a recorder met it; it lives until `drop`."""
+        storage = torch.UntypedStorage(64)
+        self.held.append(storage)
+        return StorageEntry(64, address, internal, weakref.ref(storage), 0, 0, False, "aten.mm.out")
+
+    def drop(self) -> None:
+        self.held.pop(0)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    return Pool(monkeypatch)
+
+
+BLOCK = (4096, 4608)
+
+
+@pytest.mark.parametrize(
+    ("was_there", "earlier", "dies", "address", "own"),
+    [
+        pytest.param(False, False, "", 4096, True, id="allocated during the capture"),
+        pytest.param(False, False, "", 65536, False, id="outside of the pool"),
+        pytest.param(True, True, "", 4096, False, id="left by an earlier graph"),
+        pytest.param(True, True, "during", 4096, True, id="freed by it and used again"),
+        pytest.param(True, True, "before", 4096, False, id="died before the capture"),
+        pytest.param(True, False, "during", 4096, True, id="only this capture saw it die"),
+    ],
+)
+def test_which_memory_is_a_captures_own(
+    pool: Pool, was_there: bool, earlier: bool, dies: str, address: int, own: bool
+) -> None:
+    """What it allocated, or freed and used again; what an earlier graph left must be watched."""
+    pool.blocks = [BLOCK] * was_there
+    old = pool.entry(4096, internal=earlier)
+    if dies == "before":
+        pool.drop()
+    memory = PrivateMemory((0, 1), [Recording([old])] if earlier else [])
+    if dies == "during":
+        pool.drop()
+    made = pool.entry(address)
+    if earlier and not dies:
+        made = StorageEntry(64, 4096, False, old.reference, 0, 0, False, "aten.mm.out")
+    pool.blocks = [BLOCK]
+    seen = [old, made] if was_there and not earlier else [made]
+    memory.mark_own(Recording(seen))
+    assert made.internal is own

@@ -1,12 +1,17 @@
 """The trainer on one rank: what plain torch would train, and who is named."""
 
 import gc
+import inspect
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.config import (
     POOLS,
@@ -21,42 +26,33 @@ from fsdp_core.config import (
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
+from fsdp_core.graph.digest_torch import INT_OF_SIZE, PATTERNS
 from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
-from fsdp_core.train import Trainer
+from fsdp_core.stress.races import ClockStream
+from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.taps import CallCopies, SnapshotArena, TensorCopies
 from harness.records import COPIES, DIGEST_GROUPS, SAMPLES
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
-
 # Losses of the router so large that what they are multiplied by shows in the gradient's norm.
 EXPERTS = replace(
     MODEL, experts=4, top_k=2, expert_ffn=8, normalise_top_k=True, aux_loss=1.0, z_loss=1.0
 )
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Any:
-    """Put back the switches that a trainer sets."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-
-
 def config(**options: Any) -> TrainConfig:
-    """A tiny float32 run of two microbatches."""
     values: dict[str, Any] = {"model": MODEL, "dtype": "fp32", "steps": STEPS, "microbatches": 2}
     return TrainConfig(**(values | options))
 
 
 def plain_model(axes: Axes, seed: int, config: ModelConfig = MODEL) -> DecoderStage:
-    """The decoder that nobody has wrapped."""
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
     model = DecoderStage(config, axes, LayerFactory(), streams)
     init_weights([model], seed, layers=config.layers, init_std=config.init_std)
@@ -127,10 +123,7 @@ def test_trains_as_plain_torch_does(axes: Axes, strategy: str, model: ModelConfi
 def test_digests_are_those_of_the_named_tensors(
     axes: Axes, further: set[str], options: dict[str, Any]
 ) -> None:
-    """After a step each group's rows are its tensors' digests, and records know every group.
-
-    Losses of routers are buffers; copies of weights are digested where a rank keeps them.
-    """
+    """After a step each group's rows are its tensors' digests, and records know every group."""
     chosen = config(optim=OptimConfig(clip_grad_norm=0.0), **options)
     trainer = Trainer(chosen, axes, Device("cpu"))
     outputs = trainer.step(0)
@@ -200,20 +193,6 @@ def test_every_long_lived_tensor_has_a_name(axes: Axes, pool: str) -> None:
 
 
 @pytest.mark.parametrize("graph", [("attn",), ("full_iteration",)])
-def test_close_leaves_an_eager_trainer(axes: Axes, graph: tuple[str, ...]) -> None:
-    """After `close` no graph is left, and closing twice is harmless."""
-    trainer = Trainer(config(graph=graph), axes, Device("cpu"))
-    for step in range(4):
-        trainer.step(step)
-    replays = trainer.counts.replays
-    assert replays > 0
-    trainer.close()
-    trainer.close()
-    trainer.step(4)
-    assert trainer.counts.replays == replays
-
-
-@pytest.mark.parametrize("graph", [("attn",), ("full_iteration",)])
 def test_no_graph_is_captured_before_the_warm_up_is_over(
     axes: Axes, graph: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,3 +226,142 @@ def test_axes_of_another_layout_are_refused(axes: Axes) -> None:
         Trainer(
             config(model=replace(MODEL, seq=8), parallel=ParallelConfig(cp=2)), axes, Device("cpu")
         )
+
+
+def test_unnamed_memory_of_every_graph_counts() -> None:
+    """A storage that nobody names is seen whichever graph uses it, at whichever capture."""
+    counts = GraphCounts()
+    found: list[Any] = [
+        SimpleNamespace(names=["a"], places=["mm"], num_unnamed=2),
+        SimpleNamespace(names=["b"], places=[], num_unnamed=1),
+        SimpleNamespace(names=[], places=["add"], num_unnamed=0),
+    ]
+    counts.enter(found[:2])
+    counts.enter(found[2:])
+    assert counts.external_names == ["a", "b"]
+    assert counts.external_places == ["mm", "add"]
+    assert counts.unnamed_externals == 3
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", PATTERNS, ids=str)
+def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
+    """All patterns of bytes, NaN payloads among them, of a tensor that is not contiguous."""
+    raw = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
+    tensor = raw.view(dtype).view(8, -1).t()
+    copies = TensorCopies({"x": tensor}, SnapshotArena(1 << 12, CPU))
+    copies.take()
+    ((name, copy),) = copies.read()
+    assert (name, copy.dtype, copy.shape) == ("x", dtype, tensor.shape)
+    whole = INT_OF_SIZE[dtype.itemsize]
+    assert torch.equal(copy.view(whole), tensor.view(whole))
+    assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
+    """Calls of growing, shrinking and equal shapes, step after step: each row has its own call."""
+    wanted = {(0, 0): "x:output[0]", (0, 1): "x:output[1]"}
+    calls, seen = CallCopies(wanted, SnapshotArena(1 << 12, CPU)), torch.zeros(2).int()
+    for sizes in ((4, 7), (7, 4), (9, 2), (3, 3), (2, 9)):
+        calls.begin()
+        seen.zero_()
+        given = [torch.randn(size) for size in sizes]
+        for tensor in given:
+            calls.record(0, seen[0], [tensor, tensor[:1].bool()])
+            calls.record(1, seen[1], [torch.ones(3)])
+            seen.add_(1)
+        found = dict(calls.read())
+        assert list(found) == list(wanted.values())
+        for tensor, (kept, flag) in zip(given, found.values(), strict=True):
+            assert torch.equal(kept, tensor)
+            assert torch.equal(flag, tensor[:1].bool())
+
+
+def test_a_row_without_a_call_in_this_step_has_nothing() -> None:
+    """What a step before has written is not passed off as this step's."""
+    calls, seen = CallCopies({(0, 0): "x:output[0]"}, SnapshotArena(64, CPU)), torch.zeros(1).int()
+    calls.begin()
+    calls.record(0, seen[0], [torch.ones(2)])
+    assert len(list(calls.read())) == 1
+    calls.begin()
+    assert list(calls.read()) == []
+
+
+def test_there_is_room_for_so_many_bytes_and_no_more() -> None:
+    """The last byte fits; one more is refused with both numbers and the name."""
+    room = SnapshotArena(8, CPU)
+    TensorCopies({"a": torch.zeros(2)}, room)
+    with pytest.raises(ValueError, match="at most 8 bytes on a rank, got 9 with b"):
+        TensorCopies({"b": torch.zeros(1, dtype=torch.bool)}, room)
+
+
+pytestmark = pytest.mark.usefixtures("mesh", "determinism_as_before")
+TINY = ModelConfig(vocab_size=40, hidden=16, layers=1, heads=2, kv_heads=1, ffn=24, seq=6)
+WORK: dict[str, dict[str, Any]] = {
+    "step": {"index": 1},  # the graphs are captured
+    "evaluate": {"index": 3},
+    "redigest_state": {},
+    "close": {},
+}
+"""What a trainer is asked to do, in order."""
+LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", "rng_states",
+         "set_rng_states", "take_turn"}  # fmt: skip
+"""Methods that issue nothing on the stream, or read the state while nothing is under stress."""
+
+
+class Places(TorchDispatchMode):
+    """The names of the streams that operators are issued on; "" without stress."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream = self._device.current_stream()
+        self.seen.add(stream.name if isinstance(stream, ClockStream) else "")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def trainer(axes: Axes, mesh: DeviceMesh) -> Iterator[Trainer]:
+    del mesh
+    config = TrainConfig(
+        model=TINY, steps=5, microbatches=2, graph=("attn",), graph_warmup_steps=1,
+        stress=("poison", "scramble", "races"),
+    )  # fmt: skip
+    made = make_trainer(config, axes, Device("cpu"))
+    made.step(0)
+    yield made
+    made.close()
+
+
+def test_every_method_of_a_trainer_is_known_here() -> None:
+    """A new one is under stress, and said to be here, or it issues no work."""
+    methods = {n for n, _ in inspect.getmembers(Trainer, inspect.isfunction) if n[0] != "_"}
+    assert methods == WORK.keys() | LOOKS
+
+
+def test_all_work_of_a_trainer_is_under_stress(trainer: Trainer) -> None:
+    """Every operator of every method, captures included, is issued on a stream that is watched."""
+    for method, arguments in WORK.items():
+        with Places(trainer.device) as places:
+            getattr(trainer, method)(**arguments)
+        assert places.seen <= {"main", "gather", "reduce"}, method
+        assert places.seen or method == "close"
+    assert trainer.counts.captured > 0
+
+
+def test_each_work_begins_with_other_memory_and_ends_with_what_was_found(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stressors do once a step they do around evaluation and the end, too."""
+    calls: list[str] = []
+    for name in ("before_step", "after_step"):
+        monkeypatch.setattr(trainer.stressors, name, lambda name=name: calls.append(name))
+    for method, arguments in WORK.items():
+        getattr(trainer, method)(**arguments)
+        assert calls == ["before_step", "after_step"], method
+        calls.clear()

@@ -16,7 +16,6 @@ from fsdp_core.device import Device
 from fsdp_core.memory_counter import StorageCounter, is_collective
 
 pytestmark = pytest.mark.usefixtures("mesh")
-
 _OPS: Any = torch.ops._c10d_functional
 
 
@@ -29,7 +28,6 @@ class Given(TorchDispatchMode):
         self.addresses: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
         if is_collective(func):
             for leaf in tree_leaves(args):
                 if isinstance(leaf, torch.Tensor):
@@ -39,33 +37,28 @@ class Given(TorchDispatchMode):
 
 
 def world() -> str:
-    """The name of the default group."""
     group = dist.group.WORLD
     assert group is not None
     return group.group_name
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """In place, as c10d does it."""
     dist.all_reduce(x)
     return x
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
-    """Into other memory."""
     out = torch.empty_like(x)
     dist.all_gather([out], x)
     return out
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
-    """Functional, into memory that torch makes."""
     out: torch.Tensor = _OPS.wait_tensor(_OPS.all_reduce(x, "sum", world()))
     return out
 
 
 def summed_in_place(x: torch.Tensor) -> torch.Tensor:
-    """Functional by name, in place."""
     out: torch.Tensor = _OPS.wait_tensor(_OPS.all_reduce_(x, "sum", world()))
     return out
 

@@ -34,7 +34,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 @pytest.fixture
 def axis(mesh: DeviceMesh) -> Axis:
-    """A context axis of one rank."""
     return Axis("cp", 1, 0, mesh.get_group())
 
 
@@ -58,12 +57,10 @@ def bounds_of(inputs: Inputs, shape: Shape, rows: slice, **options: Any) -> dict
 
 
 def one_sequence(time: int = TIME) -> tuple[Spans, Spans]:
-    """Spans of a batch whose rows are whole sequences."""
     return Spans(None, time), Spans(None, time)
 
 
 def several_sequences() -> tuple[Spans, Spans]:
-    """Spans of sequences of `LENGTHS` in one row."""
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return Spans(offsets, TIME), Spans(offsets, TIME)
 
@@ -145,20 +142,6 @@ def test_one_rank_has_the_bits_of_the_kernel(axis: Axis, dtype: torch.dtype) -> 
         got = run_attention(inputs, plan, axis)
         for name, tensor in zip(RESULTS, expected, strict=True):
             assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-def test_scale_is_taken_as_given(axis: Axis) -> None:
-    """A scale of 0 gives every key up to a query's own the same weight."""
-    q, k, v, grad = draw(SHAPES["mha"], 1, 4, torch.float64)
-    plan = dense_plan(4, 1, 0, CPU)
-    out = run_attention((q, k, torch.ones_like(v), grad), plan, axis, scale=0.0)["out"]
-    default = run_attention((q, k, v, grad), plan, axis)["out"]
-    given = run_attention((q, k, v, grad), plan, axis, scale=1 / math.sqrt(8))["out"]
-    means = v.cumsum(1) / torch.arange(1, 5)[:, None, None]
-    flat = run_attention((q, k, v, grad), plan, axis, scale=0.0)["out"]
-    assert ((out - 1.0).abs() <= 8 * 2.0**-53).all()
-    assert ((flat - means).abs() <= 16 * 2.0**-53 * v.abs().cumsum(1)).all()
-    assert torch.equal(default, given)
 
 
 # --- FlashAttention, whose operators a stand-in plays on the CPU ------------------------------
@@ -249,7 +232,6 @@ def test_flash_kernel_never_tells_of_a_longest_query_of_one(
 
 
 def fake(width: int, *, cuda: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What the choice of a kernel asks of a tensor."""
     return cast("torch.Tensor", SimpleNamespace(shape=(1, 2, 3, width), is_cuda=cuda, dtype=dtype))
 
 

@@ -1,4 +1,4 @@
-"""Scales of fp8 around captured parts and replays, and which experts a machine fuses."""
+"""What needs no TransformerEngine of its parts: token order, padded groups, joined gradients."""
 
 import sys
 from collections.abc import Iterator
@@ -9,20 +9,128 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_core.config import model_from_preset
 from fsdp_core.model.decoder import make_layers
 from fsdp_core.model.te import attention as core
 from fsdp_core.model.te import fp8 as precision
 from fsdp_core.model.te import layers as experts
-from fsdp_core.model.te.fp8 import Scaling
+from fsdp_core.model.te.attention import by_rank, by_sequence
+from fsdp_core.model.te.fp8 import Scaling, amax_group
+from fsdp_core.parallel.mesh import Axis
 from tests.dist import te_fp8_stand_in as fp8
+from tests.dist.parity_programs import single_axes
 from tests.dist.te_stand_in import GroupedLinear, Linear, StandIn
+
+TP = Axis("tp", 2, 0, cast("Any", None))
+
+
+def test_order_under_sequence_parallel() -> None:
+    """Ranks outermost and back: rank r's stretch of every sequence is in its place."""
+    whole = torch.arange(3 * 4).view(3, 4)[..., None]
+    ranks = torch.cat([whole[:, :2], whole[:, 2:]])
+    assert torch.equal(by_sequence(ranks, TP, sequence_parallel=True), whole)
+    assert torch.equal(by_rank(whole, TP, sequence_parallel=True), ranks)
+    assert by_sequence(ranks, TP, sequence_parallel=False) is ranks
+
+
+@pytest.mark.parametrize(
+    ("counts", "multiple", "padded"),
+    [
+        ((3, 0, 5), 4, (4, 0, 8)),
+        ((4, 8), 4, (4, 8)),
+        ((0, 0), 16, (16, 0)),
+        ((0, 0), 1, (1, 0)),
+        ((2, 1), 1, (2, 1)),
+    ],
+)
+def test_groups_are_padded_and_cut(
+    counts: tuple[int, ...], multiple: int, padded: tuple[int, ...]
+) -> None:
+    """Rows stay with their group, the rest is zero, and gradients come back to the rows."""
+    rows = torch.randn(sum(counts), 3, requires_grad=True)
+    filled, sizes = experts.pad_groups(rows, counts, multiple)
+    assert sizes == padded
+    assert filled.shape == (sum(padded), 3)
+    for mine, theirs in zip(rows.split(counts), filled.split(sizes), strict=True):
+        assert torch.equal(theirs[: len(mine)], mine)
+        assert not theirs[len(mine) :].any()
+    back = experts.unpad_groups(filled, counts, sizes)
+    assert torch.equal(back, rows)
+    slope = torch.randn_like(rows)
+    back.backward(slope)
+    assert torch.equal(cast("Any", rows.grad), slope)
+
+
+def test_gradients_of_one_allocation_are_not_copied() -> None:
+    """Gradients that a kernel wrote one after another become the weight's as they lie."""
+    packed = torch.randn(3, 2, 4)
+    weight = torch.randn(3, 2, 4, requires_grad=True)
+    views = experts.matrices(weight)
+    places = [matrix.data_ptr() for matrix in weight.detach()]
+    assert [view.data_ptr() for view in views] == places
+    assert experts.joined(packed.unbind(0)).data_ptr() == packed.data_ptr()
+    torch.autograd.backward(views, list(packed.unbind(0)))
+    assert torch.equal(cast("Any", weight.grad), packed)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.ones(2, 3), torch.zeros(2, 3)],
+        [*reversed(torch.randn(2, 2, 3).unbind(0))],
+        [*torch.randn(4, 2, 3)[::2].unbind(0)],
+        [*torch.randn(2, 3, 2).transpose(1, 2).unbind(0)],
+        [(whole := torch.randn(2, 2, 3))[0], whole[0]],
+    ],
+)
+def test_other_gradients_are_joined_by_a_copy(parts: list[torch.Tensor]) -> None:
+    """Memory in another order, with gaps, or shared, is stacked."""
+    assert torch.equal(experts.joined(parts), torch.stack(parts))
+
+
+def test_a_matrix_that_is_not_used_has_a_zero_gradient() -> None:
+    """An expert without rows on any rank trains as one whose gradient is zero."""
+    weight = torch.randn(3, 2, 4, requires_grad=True)
+    experts.matrices(weight)[1].sum().backward()
+    assert cast("Any", weight.grad).sum((1, 2)).tolist() == [0.0, 8.0, 0.0]
+
+
+def test_operators_take_the_weights_of_now() -> None:
+    """A fuser that was made without gradients, in evaluation, still trains; as the layers do."""
+    config = model_from_preset("moe_tiny", {})
+    grads = []
+    for fused in (True, False):
+        backend = StandIn(fused_experts=fused)
+        made = backend.experts(config, single_axes())
+        torch.manual_seed(2)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        rows = torch.randn(config.experts, 3, config.hidden)
+        with torch.no_grad():
+            made(rows, None)
+        made(rows, None).square().sum().backward()
+        grads.append([parameter.grad for parameter in made.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
+def test_what_layers_are_made_of() -> None:
+    """fp8 needs TransformerEngine, its blocks are not fused, torch fuses experts if told."""
+    with pytest.raises(ValueError, match="Expected backend te for fp8"):
+        make_layers("torch", fp8="current")
+    with pytest.raises(ValueError, match="Expected fused_experts False for fp8 block, got True"):
+        make_layers("te", fp8="block", fused_experts=True)
+    assert make_layers("torch").fused_experts is False
+    assert make_layers("torch", fused_experts=True).fused_experts is True
+    assert amax_group(single_axes()) is None
+
 
 Manager = fp8.Manager
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """No module of another test is registered."""
     Manager.reset()
     yield
     Manager.reset()
@@ -30,13 +138,11 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def scaling() -> Scaling:
-    """Over the stand-in."""
     te: Any = StandIn(fused_experts=False).te
     return Scaling(te, fp8.Delayed(), None)
 
 
 def linear() -> Linear:
-    """A layer with weights."""
     made = Linear(16, 16, bias=False, params_dtype=torch.float32)
     nn.init.ones_(made.get_parameter("weight"))
     return made
@@ -51,12 +157,10 @@ def grouped() -> GroupedLinear:
 
 
 def run(module: nn.Module, *args: Any) -> None:
-    """Forward and backward."""
     module(torch.ones(4, 16, requires_grad=True), *args).sum().backward()
 
 
 def scales(module: nn.Module) -> list[float]:
-    """All of them, and histories."""
     return torch.cat([tensor.flatten() for tensor in fp8.states_of(module)]).tolist()
 
 
@@ -114,8 +218,7 @@ def test_replays_stand_in_for_modules(scaling: Scaling) -> None:
 
 
 def test_operators_of_a_kernel_have_scales(scaling: Scaling) -> None:
-    """Those of experts' operators, which are no modules of the model, are found by their experts;
-    scales of other recipes are none."""
+    """Those of experts' operators, which are no modules of the model, are found by their."""
     state = fp8.RecipeState(3)
     operator = SimpleNamespace(_fp8_metas={"forward": {"scaling_fwd": state}, "backward": None})
     module = nn.Sequential(nn.Linear(1, 1))
