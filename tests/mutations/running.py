@@ -110,7 +110,7 @@ RUNNING = [
     ),
     *slips_of(
         "worker/soak.py",
-        "worker/test_soak",
+        "worker/test_main",
         ("one_vote_is_enough", 'set(said) == {b"1"}', 'b"1" in said'),
         ("turns_cut_short", "if self._done < soak.turn_steps * len(stressors):", "if False:"),
     ),

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -178,3 +178,35 @@ def failed_run(engine: FakeEngine, spoil: Spoil = unequal) -> None:
     engine.spoil = spoil
     assert main(["run", "small.yaml", "--out", "r", "--no-history"]) == 1
     engine.made.clear()
+
+
+class Said(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+
+class Cli:
+    """The command line in this process; each call asserts its exit code, if it is not None."""
+
+    def __init__(self, capsys: Capsys) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: str, code: int | None = 0) -> Said:
+        """Run one command; what it printed."""
+        self._capsys.readouterr()
+        found = main([*args])
+        said = Said(*self._capsys.readouterr())
+        assert code in (found, None), said
+        return said
+
+    def json(self, *args: str, code: int | None = 0) -> Any:
+        """The JSON answer of one command."""
+        return json.loads(self(*args, "--json", code=code).out)
+
+    def refused(self, *args: str, code: int = 4) -> str:
+        """The only line that a command says which is not carried out."""
+        err = self(*args, code=code).err
+        assert err.count("\n") == 1, err
+        return err

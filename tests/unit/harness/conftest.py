@@ -6,7 +6,7 @@ import pytest
 
 from harness.cli import report as report_commands
 from harness.runner import launch
-from tests.support.fake_engine import SCENARIO, FakeEngine
+from tests.support.fake_engine import SCENARIO, Capsys, Cli, FakeEngine
 
 
 @pytest.fixture
@@ -22,3 +22,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(SCENARIO)
     return fake
+
+
+@pytest.fixture
+def cli(engine: FakeEngine, capsys: Capsys) -> Cli:
+    """Commands over the fake engine."""
+    return Cli(capsys)

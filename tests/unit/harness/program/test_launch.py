@@ -189,20 +189,6 @@ def test_two_ranks_of_a_script(tmp_path: Path) -> None:
         assert (again.reference_repeats, again.candidate_repeats) == (True, verdict is planted)
 
 
-def test_a_function_in_the_warm_server_passes(tmp_path: Path) -> None:
-    """An entry program is recorded as a script is, its time to start included."""
-    code, verdicts, out = run(tmp_path, name="of_entry", kind='entry: "train:main"', ranks=1,
-                              modes="[plain, loop]")  # fmt: skip
-    assert code == 0, [verdict.message for verdict in verdicts.values()]
-    files = list(out.glob("runs/*/rank0.jsonl"))
-    assert len(files) == 3
-    for path in files:
-        end = read_rank(path, 0).end
-        assert end is not None
-        assert end.steps == 4
-        assert 0 < end.startup_s <= end.wall_s
-
-
 def test_a_graphed_entry_and_its_faults(tmp_path: Path) -> None:
     """Under stressors replays agree with eager steps, and all four of both ranks are counted."""
     verdicts = verdicts_of_modes(

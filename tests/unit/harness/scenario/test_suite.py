@@ -16,7 +16,7 @@ from harness.errors import UsageError
 from harness.records import CaseSpec
 from harness.scenario.suite import num_pairs, pairwise, select
 from harness.store import RunFolder
-from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Cli, FakeEngine, Patch, unequal
 from tests.support.records import case_spec, run_spec
 
 WIDE = """\
@@ -34,6 +34,7 @@ checks: {loss: {}, state: {}}
 launch: {device: cpu}
 """
 SMOKE = ("--tier", "smoke")
+FREE = "scenarios/free.yaml"
 
 
 @pytest.fixture
@@ -41,10 +42,11 @@ def folder(engine: FakeEngine, tmp_path: Path) -> Path:
     """scenarios/ with two of tier smoke, one of tier pr, one without."""
     place = tmp_path / "scenarios"
     place.mkdir()
-    (place / "one.yaml").write_text(SCENARIO + "tier: smoke\n")
-    (place / "two.yaml").write_text(SCENARIO.replace("small", "other") + "tier: smoke\n")
-    (place / "wide.yaml").write_text(WIDE)
-    (place / "free.yaml").write_text(SCENARIO.replace("small", "free"))
+    for name, text in {
+        "one": SCENARIO + "tier: smoke\n", "wide": WIDE, "free": SCENARIO.replace("small", "free"),
+        "two": SCENARIO.replace("small", "other") + "tier: smoke\n",
+    }.items():  # fmt: skip
+        (place / f"{name}.yaml").write_text(text)
     return place
 
 
@@ -52,37 +54,34 @@ def cases_of(path: str) -> list[str]:
     return [case.id for case in RunFolder.open(Path(path)).cases]
 
 
-def test_a_tier_runs_in_one_folder_with_one_schedule(
-    folder: Path, engine: FakeEngine, capsys: Capsys
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_a_tier_runs_in_one_folder_with_one_schedule(engine: FakeEngine, cli: Cli) -> None:
     """Scenarios of the tier and no others, each run made once though two scenarios need it."""
-    code, answer = run_json(capsys, "run", "--tier", "smoke", "--out", "r")
-    assert (code, answer["num_cases"]) == (0, 8)
+    assert cli.json("run", *SMOKE, "--out", "r")["num_cases"] == 8
     assert len(engine.made) == len(set(engine.made)) == 8  # not 16: the scenarios are alike
     assert cases_of("r")[0] == "small.dp1-attn"
     assert cases_of("r")[-1] == "other.dp2-full_iteration"
     manifest = RunFolder.open(Path("r")).manifest
     assert (manifest["tier"], manifest["scenario"]) == ("smoke", "smoke")
     assert [part["num_cases"] for part in manifest["selected"]] == [4, 4]
-    assert main(["run", "scenarios/free.yaml", "--out", "s"]) == 0
+    cli("run", FREE, "--out", "s")
     assert cases_of("s")[0] == "dp1-attn"  # one file: ids as they are
 
 
-def test_selections_are_said_and_legs_stay(folder: Path, capsys: Capsys) -> None:
+@pytest.mark.usefixtures("folder")
+def test_selections_are_said_and_legs_stay(cli: Cli) -> None:
     """A pairwise choice covers all pairs, keeps every reference, and says what it left out."""
-    assert main(["run", str(folder / "wide.yaml"), "--out", "r"]) == 0
-    said = capsys.readouterr().out
+    said = cli("run", "scenarios/wide.yaml", "--out", "r").out
     chosen = RunFolder.open(Path("r"))
-    assert len(chosen.cases) < 16
     note = f"wide: {len(chosen.cases)} of 16 cases cover all "
+    assert len(chosen.cases) < 16
     assert note in said
     assert chosen.manifest["notes"][0].startswith(note)
     for case in chosen.cases:
         assert all(chosen.finished(getattr(case, leg).key) for leg in ("reference", "control"))
-    code, answer = run_json(capsys, "run", str(folder / "wide.yaml"), "--select", "all")
-    assert (code, answer["num_cases"]) == (0, 16)
-    narrow = ("-k", "seed2 and steps5 and steps2 and attn")
-    assert run_json(capsys, "run", str(folder / "wide.yaml"), *narrow)[1]["num_cases"] == 1
+    wide = ("run", "scenarios/wide.yaml")
+    assert cli.json(*wide, "--select", "all")["num_cases"] == 16
+    assert cli.json(*wide, "-k", "seed2 and steps5 and steps2 and attn")["num_cases"] == 1
 
 
 @pytest.mark.parametrize(
@@ -92,160 +91,127 @@ def test_selections_are_said_and_legs_stay(folder: Path, capsys: Capsys) -> None
         (("--tier", "smoke", "--tier", "nightly"), 5, "--tier nightly: no scenario"),
         (("scenarios", "--shard", "5/4"), 4, "I from 1 to N, got '5/4'"),
         (("scenarios", "--shard", "1/99999"), 4, "from 1 to 1000 shards"),
-        (("scenarios/free.yaml", "--shard", "4/4"), 5, "shard 4/4 holds no case"),
-        (("scenarios/free.yaml", "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
+        ((FREE, "--shard", "4/4"), 5, "shard 4/4 holds no case"),
+        ((FREE, "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
         (("--select", "changed"), 4, "'--select': 'changed' is not one of 'all', 'pairwise'"),
         (("--resume", "r", "--shard", "1/2"), 4, "--resume: expected no --shard"),
         (("--resume", "r", "--tier", "pr"), 4, "--resume: expected no --tier"),
-        (("scenarios/free.yaml", "scenarios/free.yaml", "scenarios/again.yaml"), 4, "the name of"),
+        ((FREE, FREE, "again.yaml"), 4, "the name of"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_one_line(
-    args: tuple[str, ...], code: int, said: str, folder: Path, engine: FakeEngine,
-    capsys: Capsys,
-) -> None:  # fmt: skip
+    args: tuple[str, ...], code: int, said: str, folder: Path, engine: FakeEngine, cli: Cli
+) -> None:
     """A shard, tier or file that cannot be is refused; nothing selected is 5, never 0."""
-    (folder / "again.yaml").write_text((folder / "free.yaml").read_text())
-    if args[0] == "scenarios":
-        (folder / "again.yaml").unlink()
+    Path("again.yaml").write_text((folder / "free.yaml").read_text())
     if args[0] == "--resume":
-        assert main(["run", str(folder / "free.yaml"), "-k", "dp1-attn", "--out", "r"]) == 0
-        capsys.readouterr()
+        cli("run", FREE, "-k", "dp1-attn", "--out", "r")
     made = len(engine.made)
-    assert main(["run", *args]) == code
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert said in err
+    assert said in cli.refused("run", *args, code=code)
     assert len(engine.made) == made
     assert not list(Path().glob("out/*/manifest.json"))
 
 
-def test_shards_are_all_cases_once_and_ci_can_ask(
-    folder: Path, engine: FakeEngine, capsys: Capsys
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_shards_are_all_cases_once_and_ci_can_ask(cli: Cli) -> None:
     """The job matrix names the shards that hold cases; together they run what one run would."""
-    matrix = run_json(capsys, "list", "scenarios", "--shards", "4")[1]["include"]
+    matrix = cli.json("list", "scenarios", "--shards", "4")["include"]
     assert [*matrix[0]] == ["shard", "cases", "runs", "expected_slot_s"]
     found: list[str] = []
     for part in matrix:
-        (cases,) = run_json(capsys, "list", "scenarios", "--shard", part["shard"])[1].values()
+        (cases,) = cli.json("list", "scenarios", "--shard", part["shard"]).values()
         assert len(cases) == part["cases"]
         found += [case["id"] for case in cases]
-    (every,) = run_json(capsys, "list", "scenarios", "--select", "all")[1].values()
+    (every,) = cli.json("list", "scenarios", "--select", "all").values()
     assert (len(matrix), len(found)) == (4, len(set(found)))
     assert set(found) < {case["id"] for case in every}  # wide says pairwise
-    few = run_json(capsys, "list", "scenarios/free.yaml", "--shards", "5")[1]["include"]
+    few = cli.json("list", FREE, "--shards", "5")["include"]
     assert [part["shard"] for part in few] == ["1/5", "2/5"]  # two references
-    assert main(["list", str(folder / "free.yaml"), "--shards", "2", "--shard", "1/2"]) == 4
-    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
+    told = cli("list", FREE, "--shards", "2", "--shard", "1/2", code=4).err
+    assert "expected no --shard 1/2 with it" in told
 
 
-def test_merged_shards_are_one_report(folder: Path, engine: FakeEngine, capsys: Capsys) -> None:
+@pytest.mark.usefixtures("folder")
+def test_merged_shards_are_one_report(engine: FakeEngine, cli: Cli) -> None:
     """Merged: the cases of an unsharded run in its order, its verdicts, and every run once."""
     engine.spoil = unequal
-    assert main(["run", *SMOKE, "--out", "whole"]) == 1
+    cli("run", *SMOKE, "--out", "whole", code=1)
     for index in (1, 2):
-        assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 1
-    assert run_json(capsys, "merge", "s2", "s1", "--out", "m")[0] == 1
+        cli("run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}", code=1)
+    cli("merge", "s2", "s1", "--out", "m", code=1)
     assert cases_of("m") == cases_of("whole")
     before, after = (RunFolder.open(Path(path)).verdicts() for path in ("whole", "m"))
     assert [(v.case_id, v.outcome) for v in before] == [(v.case_id, v.outcome) for v in after]
     names = [sorted(p.name for p in Path(path, "runs").iterdir()) for path in ("whole", "m")]
     assert names[0] == names[1]
-    assert main(["show", cases_of("m")[0], "m"]) == 0
+    cli("show", cases_of("m")[0], "m")
     assert RunFolder.open(Path("m")).manifest["merged"][0]["shard"] == "2/2"
 
 
-@pytest.fixture
-def no_reports(monkeypatch: Patch) -> None:
-    """They take most of the time, and nothing is asked of them."""
-    monkeypatch.setattr("harness.cli.report.build_reports", lambda *_: {})
-
-
-@pytest.mark.usefixtures("no_reports")
-def test_what_a_killed_job_left_is_a_missing_shard(
-    folder: Path, engine: FakeEngine, capsys: Capsys
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_what_a_killed_job_left_is_a_missing_shard(cli: Cli) -> None:
     """One folder that cannot be read costs its own cases; a mistyped name is refused."""
     for index in (1, 2, 3):
         assert main(["run", *SMOKE, "--shard", f"{index}/3", "--out", f"s{index}"]) in (0, 5)
     Path("s2/manifest.json").write_text("{")
-    capsys.readouterr()
-    assert main(["merge", "s1", "s2", "typed-wrong", "--out", "m"]) == 4
-    assert "typed-wrong is not a run folder" in capsys.readouterr().err
-    assert main(["merge", "s1", "s2", "--out", "m"]) == 6
-    told = capsys.readouterr().out
+    told = cli("merge", "s1", "s2", "typed-wrong", "--out", "m", code=4).err
+    assert "typed-wrong is not a run folder" in told
+    told = cli("merge", "s1", "s2", "--out", "m", code=6).out
     lost = [v for v in RunFolder.open(Path("m")).verdicts() if v.outcome == "error"]
     assert len(lost) == 8 - len(cases_of("s1"))
     for said in ("shard 2/3 is missing: ", "s2 is a damaged run folder"):
         assert said in told
-    assert main(["run", "--resume", "m"]) == 0  # what is missing is made
-    assert main(["merge", "s2", "s2", "--out", "n"]) == 4
-    assert main(["run", "scenarios/free.yaml", "--out", "whole"]) == 0
-    assert main(["merge", "whole", "s2", "--out", "n"]) == 4  # nothing would say what is missed
+    cli("run", "--resume", "m")  # what is missing is made
+    cli("merge", "s2", "s2", "--out", "n", code=4)
+    cli("run", FREE, "--out", "whole")
+    cli("merge", "whole", "s2", "--out", "n", code=4)  # nothing would say what is missed
     assert not Path("n").exists()
 
 
-@pytest.mark.usefixtures("no_reports")
+@pytest.mark.usefixtures("folder")
 def test_a_shard_of_another_commit_does_not_answer_for_this_one(
-    folder: Path, engine: FakeEngine, capsys: Capsys,
-    monkeypatch: Patch,
-) -> None:  # fmt: skip
+    cli: Cli, monkeypatch: Patch
+) -> None:
     """What an earlier run left in the workspace is refused; an unknown commit is not another."""
-    for index, commit in ((1, "a" * 40), (2, "b" * 40)):
+    for name, shard, commit in (("s1", "1/2", "a" * 40), ("s2", "2/2", "b" * 40), ("s", "2/2", "")):
         monkeypatch.setattr("harness.provenance.describe", lambda root=None, commit=commit: commit)
-        assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 0
-    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "")
-    assert main(["run", *SMOKE, "--shard", "2/2", "--out", "unknown"]) == 0
-    capsys.readouterr()
-    assert main(["merge", "s1", "s2", "--out", "m"]) == 4
-    said = capsys.readouterr().err
+        cli("run", *SMOKE, "--shard", shard, "--out", name)
+    said = cli("merge", "s1", "s2", "--out", "m", code=4).err
     assert f"s2 was made by commit {'b' * 40}, " in said
     assert f"s1 by {'a' * 40}: expected shards of one commit" in said
-    assert main(["merge", "s1", "unknown", "--out", "m"]) == 0
+    cli("merge", "s1", "s", "--out", "m")
 
 
-def test_what_does_not_go_together_is_refused(
-    folder: Path, engine: FakeEngine, capsys: Capsys
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_what_does_not_go_together_is_refused(cli: Cli) -> None:
     """Shards of different cuts, a shard twice, a shard and a whole, the same case twice."""
-    free = str(folder / "free.yaml")
-    made: list[list[str]] = [
-        [free, "--shard", "1/2", "--out", "a"],
-        [free, "--shard", "2/3", "--out", "b"],
-        [free, "--shard", "1/2", "--out", "twice"],
-        [free, "--shard", "2/2", "-k", "not dp1-attn", "--out", "other"],
-        [free, "--out", "whole"],
-        [free, "--out", "again"],
-    ]
-    for args in made:
-        assert main(["run", *args]) == 0
-    for paths, said in (
-        (("a", "b"), "of another cut"), (("a", "other"), "of another cut"),
-        (("a", "twice"), "is shard 1/2, and so is"), (("a", "whole"), "is no shard"),
-        (("whole", "a"), "is shard 1/2"), (("whole", "again"), "holds the case dp1-attn, and so"),
+    for name, *args in (
+        ("a", "--shard", "1/2"), ("b", "--shard", "2/3"), ("twice", "--shard", "1/2"),
+        ("other", "--shard", "2/2", "-k", "not dp1-attn"), ("whole",), ("again",),
     ):  # fmt: skip
-        capsys.readouterr()
-        assert main(["merge", *paths, "--out", "m"]) == 4
-        assert said in capsys.readouterr().err
+        cli("run", FREE, *args, "--out", name)
+    for one, two, said in (
+        ("a", "b", "of another cut"), ("a", "other", "of another cut"),
+        ("a", "twice", "is shard 1/2, and so is"), ("a", "whole", "is no shard"),
+        ("whole", "a", "is shard 1/2"), ("whole", "again", "holds the case dp1-attn, and so"),
+    ):  # fmt: skip
+        assert said in cli("merge", one, two, "--out", "m", code=4).err
         assert not Path("m").exists()
     shards = Path("a/shards.json")
     shards.write_text(shards.read_text().replace("dp1", "dp9", 1))
-    assert main(["merge", "a", "--out", "m"]) == 4
-    assert "damaged" in capsys.readouterr().err
+    assert "damaged" in cli("merge", "a", "--out", "m", code=4).err
 
 
-def test_engines_must_agree(folder: Path, engine: FakeEngine, capsys: Capsys) -> None:
+def test_engines_must_agree(folder: Path, cli: Cli) -> None:
     """One run has one engine, --engine decides for all; what is for GPUs is skipped in company."""
     (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "engine: slurm"))
-    assert main(["run", "scenarios"]) == 4
-    assert "launch.engine: expected that of" in capsys.readouterr().err
-    assert main(["run", "scenarios", "--engine", "local"]) == 0
+    assert "launch.engine: expected that of" in cli("run", "scenarios", code=4).err
+    cli("run", "scenarios", "--engine", "local")
     (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "device: cuda"))
     (folder / "wide.yaml").unlink()
-    code, answer = run_json(capsys, "run", "scenarios")
-    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
-    assert (code, reasons) == (0, {"its scenario is for cuda, this run is on cpu"})
+    verdicts = cli.json("run", "scenarios")["verdicts"]
+    reasons = {v["message"] for v in verdicts if v["outcome"] == "skipped"}
+    assert reasons == {"its scenario is for cuda, this run is on cpu"}
 
 
 RUN = run_spec()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness import cli
-from harness.cli import main
 from harness.cli.output import stderr_tail
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
@@ -26,7 +24,7 @@ from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy, examine, specimens
 from tests.damaged_folders.kinds import CASE
 from tests.damaged_folders.rewrite import rewrite
-from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
+from tests.support.fake_engine import SCENARIO, Cli, FakeEngine, Patch, unequal
 
 SAMPLE = (
     "flip:manifest#0", "flip:cases#1", "flip:candidate#3", "flip:verdict#5", "truncate:reference",
@@ -81,15 +79,14 @@ class KeepingEngine(FakeEngine):
 
 
 @pytest.fixture
-def search(engine: FakeEngine, capsys: Capsys, monkeypatch: Patch) -> Path:
+def search(cli: Cli, monkeypatch: Patch) -> Path:
     """A finished search whose second question kept contents."""
     keeping = KeepingEngine()
     monkeypatch.setattr(launch, "LocalEngine", keeping)
     keeping.spoil = unequal
-    command = ["bisect", "small.yaml", "-k", "dp2 and attn", "--out", "b", "--until", "place"]
-    assert run_json(capsys, *command)[0] == 1
-    code, found = run_json(capsys, "check", "b")
-    assert (code, found["damage"]) == (1, [])
+    place = ("-k", "dp2 and attn", "--out", "b", "--until", "place")
+    cli("bisect", "small.yaml", *place, code=1)
+    assert cli.json("check", "b", code=1)["damage"] == []
     return Path("b")
 
 
@@ -99,77 +96,63 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_damaged_contents_are_named(
-    search: Path, capsys: Capsys, damage: Callable[[Path], object]
+    search: Path, cli: Cli, damage: Callable[[Path], object]
 ) -> None:
-    """Changed, cut, emptied or gone: the file is named, with what is wrong."""
+    """Changed, emptied or gone: the file is named, with what is wrong."""
     path = next(path for path in search.glob("runs/*attn*/rank1.contents"))
     damage(path)
-    code, found = run_json(capsys, "check", str(search))
-    (line,) = (line for line in found["damage"] if str(path.relative_to(search)) in line)
+    found = cli.json("check", "b", code=1)["damage"]
+    (line,) = (line for line in found if str(path.relative_to(search)) in line)
     assert ("missing" if damage is Path.unlink else "changed since it was written") in line
-    assert code == 1
 
 
-def test_questions_are_checked(search: Path, capsys: Capsys) -> None:
+def test_questions_are_checked(search: Path, cli: Cli) -> None:
     """Their records, verdicts and cases, which are in no plan."""
     place = next(iter(search.glob("cases/*/candidate/rank0.contents"))).parents[1]
-    flip(search / "runs" / run_json(capsys, "show", str(place))[1]["verdict"]["runs"]["candidate"] /
-         "rank0.jsonl")  # fmt: skip
+    key = cli.json("show", str(place), code=None)["verdict"]["runs"]["candidate"]
+    flip(search / "runs" / key / "rank0.jsonl")
     flip(place / "verdict.json")
-    found = run_json(capsys, "check", str(search))[1]
-    names = {Path(line.partition(":")[0]).name for line in found["damage"]}
-    assert names == {"rank0.jsonl", "verdict.json"}
+    found = cli.json("check", "b", code=None)["damage"]
+    assert {Path(line.partition(":")[0]).name for line in found} == {"rank0.jsonl", "verdict.json"}
     flip(place / "case.json")
-    found = run_json(capsys, "check", str(search))[1]
-    assert f"cases/{place.name}/case.json" in {line.partition(":")[0] for line in found["damage"]}
-
-
-def harness(capsys: Capsys, *args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    code = main(args)
-    return (code, *capsys.readouterr())
+    found = cli.json("check", "b", code=None)["damage"]
+    assert f"cases/{place.name}/case.json" in {line.partition(":")[0] for line in found}
 
 
 @pytest.fixture
-def run(engine: FakeEngine, capsys: Capsys) -> Path:
+def run(cli: Cli) -> Path:
     """A run folder of which every case passed."""
-    assert harness(capsys, "run", "small.yaml", "--out", "r", "--no-history")[0] == 0
+    cli("run", "small.yaml", "--out", "r", "--no-history")
     return Path("r")
 
 
-def test_a_case_whose_folder_is_gone_is_named(run: Path, capsys: Capsys) -> None:
+def test_a_case_whose_folder_is_gone_is_named(run: Path, cli: Cli) -> None:
     """Its verdict is gone with it: check and report say whose, and neither ends with 0."""
     shutil.rmtree(run / "cases" / CASE)
-    code, found = run_json(capsys, "check", "r")
-    assert (code, found["unjudged"], found["exit_code"]) == (6, [CASE], 6)
+    found = cli.json("check", "r", code=6)
+    assert (found["unjudged"], found["exit_code"]) == ([CASE], 6)
     for command in ("check", "report"):
-        code, out, err = harness(capsys, command, "r")
-        assert (code, err) == (6, f"harness: no verdict: {CASE}\n")
+        out, err = cli(command, "r", code=6)
+        assert err == f"harness: no verdict: {CASE}\n"
         assert "as they were written" not in out
 
 
-def test_a_run_that_is_gone_is_no_pass_anywhere(run: Path, capsys: Capsys) -> None:
-    """Check and show read a case's runs from the same place, so they say the same of it."""
-    _, before = run_json(capsys, "show", CASE, "r")
-    shutil.rmtree(run / "runs" / before["verdict"]["runs"]["candidate"])
-    _, shown = run_json(capsys, "show", CASE, "r")
-    assert (shown["verdict"]["outcome"], shown["verdict"]["what"]) == ("error", "not_run")
-    code, found = run_json(capsys, "check", "r")
-    (checked,) = (each for each in found["verdicts"] if each["case_id"] == CASE)
-    assert (code, checked) == (6, shown["verdict"])
+def test_a_run_that_is_gone_is_no_pass_anywhere(run: Path, cli: Cli) -> None:
+    """Check and show read a case's runs from the same place, so they say the same of it.
 
-
-def test_cases_kept_without_any_run_are_whole(run: Path, capsys: Capsys) -> None:
-    """A folder from which `runs` was left out as a whole is judged by what lies with its cases."""
+    A folder from which `runs` was left out as a whole is judged by what lies with its cases.
+    """
+    before = cli.json("show", CASE, "r", code=None)["verdict"]
+    shutil.rmtree(run / "runs" / before["runs"]["candidate"])
+    shown = cli.json("show", CASE, "r", code=None)["verdict"]
+    assert (shown["outcome"], shown["what"]) == ("error", "not_run")
+    verdicts = cli.json("check", "r", code=6)["verdicts"]
+    assert [each for each in verdicts if each["case_id"] == CASE] == [shown]
     shutil.rmtree(run / "runs")
-    assert run_json(capsys, "show", CASE, "r")[1]["verdict"]["outcome"] == "passed"
-    assert run_json(capsys, "check", "r")[0] == 0
+    assert cli.json("show", CASE, "r", code=None)["verdict"]["outcome"] == "passed"
+    cli("check", "r")
 
 
 @pytest.mark.parametrize(
@@ -183,20 +166,20 @@ def test_cases_kept_without_any_run_are_whole(run: Path, capsys: Capsys) -> None
     ],
 )  # fmt: skip
 def test_show_says_why_there_is_no_verdict(
-    run: Path, capsys: Capsys, damage: Callable[[Path], object], why: str
+    run: Path, cli: Cli, damage: Callable[[Path], object], why: str
 ) -> None:
     """A verdict that cannot be read is no answer: its reason, and exit code 6."""
     damage(run / "cases" / CASE / "verdict.json")
-    code, shown = run_json(capsys, "show", CASE, "r")
-    assert (code, shown["verdict"], shown["why"][: len(why)]) == (6, None, why)
-    code, out, _ = harness(capsys, "show", CASE, "r")
-    assert (code, f"no verdict: {why}" in out) == (6, True)
+    shown = cli.json("show", CASE, "r", code=6)
+    assert (shown["verdict"], shown["why"][: len(why)]) == (None, why)
+    assert f"no verdict: {why}" in cli("show", CASE, "r", code=6).out
 
 
-def test_a_folder_is_not_merged_with_itself(run: Path, capsys: Capsys) -> None:
+@pytest.mark.usefixtures("run")
+def test_a_folder_is_not_merged_with_itself(cli: Cli) -> None:
     """Whatever spelling it is given in."""
-    code, _, err = harness(capsys, "merge", "r", "./r", "--out", "m")
-    assert (code, err) == (4, "harness: merge: expected each run folder once, got r, r\n")
+    said = cli.refused("merge", "r", "./r", "--out", "m")
+    assert said == "harness: merge: expected each run folder once, got r, r\n"
 
 
 SECRET = "correct-horse-battery-7"
@@ -259,10 +242,10 @@ def without_layers(config: dict[str, Any]) -> None:
      (lambda config: config["parallel"].update(dp=0), "dp: expected an integer >= 1"),
      (lambda config: config.update(model="dense_tiny"), "is of another version or damaged")],
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["resume", "rerun"])
+@pytest.mark.parametrize("command", [("run", "--resume", "r"), ("rerun", CASE, "r")])
 def test_a_plan_of_another_version_is_refused(
-    change: Callable[[dict[str, Any]], None], said: str, command: str,
-    made: Path, engine: FakeEngine, capsys: Capsys,
+    change: Callable[[dict[str, Any]], None], said: str, command: tuple[str, ...], made: Path,
+    engine: FakeEngine, cli: Cli,
 ) -> None:  # fmt: skip
     """One line and exit 4, before anything runs, though all checksums fit."""
     hands._plan(made, lambda case: change(case["candidate"]["config"]))
@@ -270,40 +253,32 @@ def test_a_plan_of_another_version_is_refused(
     plain = json.loads(path.read_bytes())
     change(plain["candidate"]["config"])
     rewrite(path, plain)
-    ran = len(engine.made)
-    capsys.readouterr()
-    args = ["run", "--resume", "r"] if command == "resume" else ["rerun", CASE, "r"]
-    assert cli.main(args) == 4
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert said in err
-    assert len(engine.made) == ran
+    assert said in cli.refused(*command)
+    assert engine.made == []
 
 
-@pytest.mark.parametrize("command", ["check", "merge"])
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("command", [("check", "d"), ("merge", "d", "--out", "m")])
 def test_a_pass_from_elsewhere_is_judged_again(
-    command: str, engine: FakeEngine, made: Path, capsys: Capsys,
-    monkeypatch: Patch,
-) -> None:  # fmt: skip
+    command: tuple[str, ...], engine: FakeEngine, cli: Cli, monkeypatch: Patch
+) -> None:
     """All checksums fit and records say otherwise: `check` and `merge` say so, and do not pass."""
     engine.spoil = unequal
-    assert cli.main(["run", "one.yaml", "--out", "d"]) == 1
+    cli("run", "one.yaml", "--out", "d", code=1)
     rewrite(Path("d") / "cases" / CASE / "verdict.json", hands.FORGED)
-    capsys.readouterr()
-    assert cli.main(["check", "d"] if command == "check" else ["merge", "d", "--out", "m"]) == 1
-    assert f"cases/{CASE}/verdict.json: says passed, but: w (weights)" in capsys.readouterr().err
+    said = f"cases/{CASE}/verdict.json: says passed, but: w (weights)"
+    assert said in cli(*command, code=1).err
 
     def no_layers(*args: Any, **more: Any) -> Verdict:
         raise KeyError("layers")
 
     monkeypatch.setattr("harness.cli.check.judge", no_layers)
-    assert cli.main(["check", "r"]) == 6
-    assert "its plan cannot be judged: KeyError" in capsys.readouterr().err
+    assert "its plan cannot be judged: KeyError" in cli("check", "r", code=6).err
 
 
 @pytest.mark.parametrize("leg", ["reference", "control", "candidate"])
 @pytest.mark.parametrize("of", ["run", "case", "copied case"])
-def test_show_believes_no_damaged_record(of: str, leg: str, made: Path, capsys: Capsys) -> None:
+def test_show_believes_no_damaged_record(of: str, leg: str, made: Path, cli: Cli) -> None:
     """Those of the run and those kept with the case, also of a case that was copied elsewhere."""
     case = RunFolder.open(made).cases[0]
     kept = made / "cases" / CASE / leg
@@ -314,7 +289,7 @@ def test_show_believes_no_damaged_record(of: str, leg: str, made: Path, capsys: 
     args = [CASE, "r"]
     if of == "copied case":
         args = [str((made / "cases" / CASE).rename("elsewhere"))]
-    verdict = run_json(capsys, "show", *args)[1]["verdict"]
+    verdict = cli.json("show", *args, code=None)["verdict"]
     assert (verdict["outcome"], verdict["what"]) == ("error", "corrupt_record")
     assert "rank0.jsonl: " in verdict["message"]
 
@@ -325,9 +300,8 @@ def broken(*args: Any, **more: Any) -> Any:
 
 
 def test_tracebacks_are_masked(
-    made: Path, engine: FakeEngine, monkeypatch: Patch,
-    capsys: Capsys,
-) -> None:  # fmt: skip
+    made: Path, engine: FakeEngine, monkeypatch: Patch, cli: Cli
+) -> None:
     """Our own mistakes quote values: no secret in their files, lines and verdicts."""
     monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
     folder = RunFolder.open(made)
@@ -336,33 +310,28 @@ def test_tracebacks_are_masked(
     folder.release()
     assert verdict.outcome == "error"
     engine.on_start = broken
-    assert cli.main(["run", "small.yaml", "--out", "engine"]) == 3
+    first = cli("run", "small.yaml", "--out", "engine", code=3).err
     monkeypatch.setattr(launch, "load_suite", broken)
-    assert cli.main(["run", "small.yaml"]) == 3
-    err = capsys.readouterr().err
-    elsewhere = Path(err.split("traceback: ")[2].rstrip().rstrip(")"))
+    err = cli("run", "small.yaml", code=3).err
+    elsewhere = Path(err.split("traceback: ")[1].rstrip().rstrip(")"))
     written = [
-        verdict.message, (folder.case_folder(CASE) / "judge_error.txt").read_text(), err,
+        verdict.message, (folder.case_folder(CASE) / "judge_error.txt").read_text(), first, err,
         Path("engine/internal_error.txt").read_text(), elsewhere.read_text(),
     ]  # fmt: skip
     elsewhere.unlink()
-    for text in written:
-        assert SECRET not in text
-        assert MASK in text
+    assert [(SECRET in text, MASK in text) for text in written] == [(False, True)] * len(written)
 
 
-def test_a_scenario_is_stored_without_secrets(engine: FakeEngine, monkeypatch: Patch) -> None:
+def test_a_scenario_is_stored_without_secrets(cli: Cli, monkeypatch: Patch) -> None:
     """Its text is masked in every file; a resumed run knows it again."""
     monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
     told = SCENARIO.replace("A sentence", f"Needs {SECRET}") + f"# ghp_{'a1B2' * 9}\n"
     Path("small.yaml").write_text(told)
-    assert cli.main(["run", "small.yaml", "--out", "r", "-k", "dp1"]) == 0
-    data = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file() and
-                    path.name != "small.yaml")  # fmt: skip
-    assert SECRET.encode() not in data
-    assert b"ghp_" not in data
-    assert b"Needs ***" in data
-    assert cli.main(["run", "--resume", "r"]) == 0
+    cli("run", "small.yaml", "--out", "r", "-k", "dp1")
+    Path("small.yaml").unlink()
+    data = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file())
+    assert (SECRET.encode() in data, b"ghp_" in data, b"Needs ***" in data) == (False, False, True)
+    cli("run", "--resume", "r")
 
 
 @pytest.mark.parametrize(
@@ -373,38 +342,34 @@ def test_a_scenario_is_stored_without_secrets(engine: FakeEngine, monkeypatch: P
     ],
 )
 def test_a_secret_that_runs_are_made_from_is_refused(
-    setting: str, key: str, engine: FakeEngine, monkeypatch: Patch,
-    capsys: Capsys,
-) -> None:  # fmt: skip
+    setting: str, key: str, cli: Cli, monkeypatch: Patch
+) -> None:
     """A setting cannot be masked and still make the same run: exit 4, and it is not quoted."""
     monkeypatch.setenv("DEPLOY_TOKEN", SECRET.replace("-", "_"))
-    assert cli.main(["run", "small.yaml", "--out", "r", "--set", setting]) == 4
-    err = capsys.readouterr().err
+    err = cli("run", "small.yaml", "--out", "r", "--set", setting, code=4).err
     assert f"{key}: expected no secret" in err
-    assert "battery" not in err
-    assert "s3cr3t" not in err
+    assert [word for word in ("battery", "s3cr3t") if word in err] == []
     assert not Path("r").exists()
 
 
 @pytest.mark.parametrize("name", ["runs", "cases", "report"])
-def test_nothing_is_written_through_links(name: str, made: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_through_links(name: str, made: Path, cli: Cli) -> None:
     """Folders that a run folder links to are somebody else's, and stay as they are."""
-    other = tmp_path / "other"
+    other = Path("other").absolute()
     if (made / name).exists():
         (made / name).rename(other)
     else:
         other.mkdir()
     (made / name).symlink_to(other)
     before = sorted(other.rglob("*"))
-    for command in (["report", "r"], ["run", "--resume", "r", "--no-history"]):
-        assert cli.main(command) == 4
+    cli("report", "r", code=4)
+    cli("run", "--resume", "r", "--no-history", code=4)
     assert sorted(other.rglob("*")) == before
 
 
-def test_an_export_that_is_a_pipe_keeps_nobody(tmp_path: Path, capsys: Capsys) -> None:
+def test_an_export_that_is_a_pipe_keeps_nobody(cli: Cli) -> None:
     """What is imported is a plain file."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        history = str(tmp_path / "h.sqlite")
-        assert cli.main(["history", "--import", str(path), "--history", history]) == 4
-        assert "cannot be read" in capsys.readouterr().err
+    os.mkfifo("pipe")
+    for path in ("pipe", "/dev/zero"):
+        said = cli("history", "--import", path, "--history", "h.sqlite", code=4).err
+        assert "cannot be read" in said

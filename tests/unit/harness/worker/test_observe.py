@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import math
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from harness.records import (
     parse_record,
 )
 from harness.store.contents import Contents, read_contents
-from harness.store.streams import rank_path, read_rank
 from harness.worker import observe
 from harness.worker.main import rank_main
 from harness.worker.observe import DIGEST_TIMES, Observer, StepClock, digest_time_event
@@ -373,36 +371,3 @@ def test_what_cannot_be_kept_is_said(rank: Any, spec: Spec) -> None:
 def train(spec: RunSpec, folder: Path, rank: int, port: int) -> None:
     """One rank, in a process of its own."""
     raise SystemExit(rank_main(spec, folder, rank, port))
-
-
-def test_each_rank_records_digests_of_its_own(spec: Spec, tmp_path: Path) -> None:
-    """Where ranks hold other rows, no digest of one is that of the other, from before step 0 on."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "harness.worker.main"])
-    chosen = spec(world_size=2, parallel=ParallelConfig(dp=2), steps=2)
-    ranks = [
-        context.Process(target=train, args=(chosen, tmp_path, rank, store.port)) for rank in (0, 1)
-    ]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    assert [each.exitcode for each in ranks] == [0, 0]
-    first, second = (read_rank(rank_path(tmp_path, rank), rank) for rank in (0, 1))
-    assert first.start and second.start and first.initial and second.initial  # noqa: PT018
-    assert [first.start.rank, second.start.rank] == [0, 1]
-    for ours, theirs in zip(first.steps, second.steps, strict=True):
-        assert (ours.rank, theirs.rank) == (0, 1)
-        for group in ("grads", "weights", "optim"):
-            left, right = (
-                dict(zip(start.tensors[group], rows_of(record.digests[group]), strict=True))
-                for record, start in ((ours, first.start), (theirs, second.start))
-            )
-            shared = (set(left) & set(right)) - {"step_count"}
-            assert shared
-            assert not [name for name in shared if left[name] == right[name]], group
-        assert ours.microbatch_losses != theirs.microbatch_losses
-        assert ours.loss == theirs.loss
-    for group in ("weights", "rng"):
-        assert first.initial.digests[group] != second.initial.digests[group]
