@@ -29,9 +29,7 @@ from tests.support.fake_engine import Patch, PlantingEngine
 pytest_plugins = ["pytester"]
 
 SCENARIO: dict[str, Any] = {
-    "name": "pretend",
-    "why": "A matrix for an engine that pretends.",
-    "tier": "nightly",
+    "name": "pretend", "why": "A matrix for an engine that pretends.", "tier": "nightly",
     "base": {"steps": 2, "microbatches": 1, "parallel": {"dp": 1}},
     "axes": {
         "plant": ["none", {"fault": "ulp", "step": 1, "rank": "last"}],
@@ -40,7 +38,7 @@ SCENARIO: dict[str, Any] = {
     "compare": {"axis": "stress", "reference": "none", "expect": "bitwise"},
     "checks": {"loss": {}, "state": {}},
     "launch": {"device": "cpu", "timeout_s": 30},
-}
+}  # fmt: skip
 FAULT = "ulp_s1_rlast"
 CASES = [
     f"{plant}-stress_{stressor}"
@@ -262,9 +260,8 @@ def test_files_are_carried_out_together(run: Run) -> None:
     got.assert_outcomes(passed=4, failed=4)
     assert len(PlantingEngine.MADE) == 6
     folder = RunFolder.open(KEPT)
-    assert [case.id for case in folder.cases] == [
-        f"{s}.{c}" for s in ("pretend", "b") for c in CASES
-    ]
+    expected = [f"{scenario}.{case}" for scenario in ("pretend", "b") for case in CASES]
+    assert [case.id for case in folder.cases] == expected
     assert folder.manifest["slots"] == max(9, default_slots(describe()))
     got.stdout.fnmatch_lines([f"scenarios/b.yaml::{CASES[0]} PASSED*", "*rerun kept/cases/b.ulp*"])
 
@@ -375,8 +372,6 @@ def test_a_case_asked_for_by_its_name_is_never_chosen_away(
     assert len(first) < 64
 
 
-pytest_plugins = ["pytester"]
-
 ROOT = Path(__file__).parents[4]
 CONFTEST = f"""
 import os, signal
@@ -403,13 +398,9 @@ def session(pytester: pytest.Pytester, monkeypatch: Patch) -> pytest.Pytester:
     """Four cases in two files and three tests, whose third case kills its worker, once."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
-    for name, plant in (
-        ("a", SCENARIO["axes"]["plant"][0]),
-        ("b", SCENARIO["axes"]["plant"][1]),
-    ):
-        axes = SCENARIO["axes"] | {"plant": [plant]}
-        changed = SCENARIO | {"name": name, "axes": axes}
-        (pytester.path / f"{name}.yaml").write_text(json.dumps(changed))
+    for name, plant in zip("ab", SCENARIO["axes"]["plant"], strict=True):
+        text = scenario(name=name, axes=SCENARIO["axes"] | {"plant": [plant]})
+        (pytester.path / f"{name}.yaml").write_text(text)
     pytester.makepyfile("def test_0(): pass\ndef test_1(): pass\ndef test_2(): pass\n")
     return pytester
 

@@ -32,7 +32,7 @@ from harness.runner.retries import clear_leftovers, earlier_attempts, stored_lim
 from harness.store import RunFolder, kept_folder, merge
 from reports.reading import summarise
 from tests.support import records
-from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json
+from tests.support.fake_engine import Cli, FakeEngine, Patch
 
 TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"
@@ -106,34 +106,36 @@ def words(folder: str = "run") -> dict[str, str]:
     return {case.spec.id: case.attempt_words for case in cases if case.attempt_words}
 
 
+def only_bad(answer: Any) -> Any:
+    """The only verdict that is no pass."""
+    (bad,) = [verdict for verdict in answer["verdicts"] if verdict["outcome"] != "passed"]
+    return bad
+
+
 def test_a_failure_of_the_machine_is_tried_again_and_counted(
-    failing: FailingEngine, capsys: Capsys
+    failing: FailingEngine, cli: Cli
 ) -> None:
     """It passes on its second attempt, the first is kept, in the history, too; limits hold."""
     args = ["run", "small.yaml", "--slots", "2", "--set", "launch.retries=2", "--history", "h.db"]
-    code, done = run_json(capsys, *args, "--out", "run")
-    assert (code, {v["outcome"] for v in done["verdicts"]}) == (0, {"passed"})
+    assert {v["outcome"] for v in cli.json(*args, "--out", "run")["verdicts"]} == {"passed"}
     assert (signatures(), failing.num_repeated) == (["nccl_system_error"], 1)
     flaky = ("history", "--flaky", "--history", "h.db")
-    (entry,) = run_json(capsys, *flaky)[1]
+    (entry,) = cli.json(*flaky, code=None)
     found = (entry["case_id"], entry["retried"], entry["changes"])
     assert found == (FAILING, {"nccl_system_error": 1}, 0)
     failing.times = 9
-    assert run_json(capsys, *args, "--out", "beyond")[0] == 6
-    assert run_json(capsys, *flaky)[1][0]["retried"] == {"nccl_system_error": 3}
+    cli(*args, "--out", "beyond", code=6)
+    assert cli.json(*flaky, code=None)[0]["retried"] == {"nccl_system_error": 3}
     assert signatures("beyond") == ["nccl_system_error"] * 2
     made = len(failing.made)
-    assert main(["run", "--resume", "beyond", "--no-history"]) == 6
+    cli("run", "--resume", "beyond", "--no-history", code=6)
     assert len(failing.made) == made
 
 
-def test_without_retries_it_is_final_and_nobody_s_fault(
-    failing: FailingEngine, capsys: Capsys
-) -> None:
+def test_without_retries_it_is_final_and_nobody_s_fault(failing: FailingEngine, cli: Cli) -> None:
     """Nothing is tried again unless the scenario says so, and a machine is no candidate's fault."""
-    code, done = run_json(capsys, *RUN)
-    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
-    assert (code, bad["outcome"], bad["what"]) == (6, "error", "crashed")
+    bad = only_bad(cli.json(*RUN, code=6))
+    assert (bad["outcome"], bad["what"]) == ("error", "crashed")
     assert bad["message"].startswith("the machine failed (nccl_system_error): ")
     assert failing.num_repeated == 0
 
@@ -168,7 +170,7 @@ def test_what_a_program_did_is_final(
     [(1, "weights", "w"), (1, "samples", "tokens"), (-1, "optim", "w")],
 )
 def test_no_pass_after_an_attempt_with_other_bits(
-    failing: FailingEngine, capsys: Capsys, step: int, group: str, tensor: str
+    failing: FailingEngine, cli: Cli, step: int, group: str, tensor: str
 ) -> None:
     """Whatever group of digests it was in, the state before step 0 included; `check` says so."""
 
@@ -180,16 +182,11 @@ def test_no_pass_after_an_attempt_with_other_bits(
 
     failing.bits = spoilt
     assert go(1) == 1
-    code, done = run_json(capsys, "check", "run")
-    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
+    bad = only_bad(cli.json("check", "run", code=1))
     place = bad["difference"]
-    assert (code, bad["outcome"], bad["what"]) == (1, "failed", "diverged")
-    assert [place[key] for key in ("step", "rank", "quantity", "tensor")] == [
-        step,
-        1,
-        group,
-        tensor,
-    ]
+    assert (bad["outcome"], bad["what"]) == ("failed", "diverged")
+    found = (place["step"], place["rank"], place["quantity"], place["tensor"])
+    assert found == (step, 1, group, tensor)
 
 
 def ended(*errors: ErrorRecord) -> RunResult:
@@ -246,16 +243,15 @@ def test_every_signature_is_known_by_its_exception_or_field(
 
 
 @pytest.mark.parametrize("from_outside", [True, False])
-def test_a_run_that_was_killed(
-    failing: FailingEngine, capsys: Capsys, *, from_outside: bool
-) -> None:
+def test_a_run_that_was_killed(failing: FailingEngine, cli: Cli, *, from_outside: bool) -> None:
     """By somebody: --resume makes it, alone. By the kernel, maybe: only with --again-killed."""
     failing.how = {"what": "killed", "message": "it died", "from_outside": from_outside}
     failing.times = 3 if from_outside else 1
     assert main([*RUN]) == 1
     made = len(failing.made)
-    plan = run_json(capsys, "run", "--resume", "run", "--dry-run")[1]
-    keys = [run["key"] for run in plan["runs"]]
+    keys = [
+        run["key"] for run in cli.json("run", "--resume", "run", "--dry-run", code=None)["runs"]
+    ]
     if from_outside:
         assert [main([*RESUME]) for _ in range(3)] == [1, 1, 0]
         assert failing.made[made:] == keys * 3
@@ -273,7 +269,7 @@ def interrupt(*_: object) -> None:
 
 
 def test_the_plan_of_a_resume_holds_what_the_machine_failed(
-    failing: FailingEngine, capsys: Capsys
+    failing: FailingEngine, cli: Cli
 ) -> None:
     """A harness was stopped before its retry: the plan that is printed is what is then made."""
     failing.on_start = lambda spec: interrupt() if spec.key in failing.made else None
@@ -283,7 +279,7 @@ def test_the_plan_of_a_resume_holds_what_the_machine_failed(
     current = folder.run_folder(candidate(folder).key)
     kept_folder(current, 0).rename(current)
     failing.on_start = lambda spec: None
-    planned = run_json(capsys, "run", "--resume", "run", "--dry-run")[1]["runs"]
+    planned = cli.json("run", "--resume", "run", "--dry-run")["runs"]
     made = len(failing.made)
     assert main([*RESUME]) == 0
     assert sorted(failing.made[made:]) == sorted(run["key"] for run in planned)
@@ -332,7 +328,7 @@ def other_code(engine: FakeEngine, monkeypatch: Patch) -> None:
      ("variables", "variable TORCHDYNAMO_DISABLE absent became 1")],
 )  # fmt: skip
 def test_what_differs_is_refused_in_one_line(
-    name: str, words: str, half_done: FakeEngine, monkeypatch: Patch, capsys: Capsys
+    name: str, words: str, half_done: FakeEngine, monkeypatch: Patch, cli: Cli
 ) -> None:
     """Other code, packages or variables: exit 4, nothing is run, the way out is named."""
     if name == "code":
@@ -341,10 +337,8 @@ def test_what_differs_is_refused_in_one_line(
         monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.13"})
     else:
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert main([*RESUME]) == 4
-    said = capsys.readouterr().err
-    assert (said.count("\n"), words in said, "--mixed" in said) == (1, True, True)
-    assert half_done.made == []
+    said = cli.refused(*RESUME)
+    assert (words in said, "--mixed" in said, half_done.made) == (True, True, [])
 
 
 def test_another_commit_of_the_same_code_goes_on(
@@ -362,14 +356,13 @@ def test_another_commit_of_the_same_code_goes_on(
 
 
 def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(
-    half_done: FakeEngine, monkeypatch: Patch, capsys: Capsys
+    half_done: FakeEngine, monkeypatch: Patch, cli: Cli
 ) -> None:
     """The case with runs of both has no verdict about the code; the history knows who made what."""
     other_code(half_done, monkeypatch)
-    code, done = run_json(capsys, "run", "--resume", "run", "--mixed", "--history", "h.sqlite")
-    assert code == 6
-    outcomes = {verdict["case_id"]: verdict["what"] for verdict in done["verdicts"]}
-    assert outcomes[FAILING] == "different_environment"
+    mixed = ("run", "--resume", "run", "--mixed", "--history", "h.sqlite")
+    verdicts = cli.json(*mixed, code=6)["verdicts"]
+    assert {v["what"] for v in verdicts if v["case_id"] == FAILING} == {"different_environment"}
     with History.open(Path("h.sqlite")) as history:
         (entry,) = history.entries()
     assert isinstance(entry, FolderEntry)
@@ -378,8 +371,7 @@ def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(
     assert {run.commit for run in entry.runs if run.key == made} == {"", "b" * 40}
     assert {case.case_id for case in entry.cases if case.commit == "b" * 40} == {FAILING}
     assert {run.commit for run in entry.runs if run.key != made} == {""}
-    assert main(["run", "small.yaml", "--mixed"]) == 4
-    assert "expected --resume" in capsys.readouterr().err
+    assert "expected --resume" in cli("run", "small.yaml", "--mixed", code=4).err
 
 
 def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:

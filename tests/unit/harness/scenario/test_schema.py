@@ -405,13 +405,3 @@ def test_axes_of_variables_packages_and_more(tmp_path: Path) -> None:
     seen = [(of(run).env["ALGO"], run.world_size, of(run).args.get("seed")) for run in runs]
     assert seen == [("Ring", 1, 3), ("Ring", 2, None), ("Tree", 1, None)]
     assert len({case.id for case in found}) == 3
-
-
-def test_ids_that_read_alike_get_a_hash(tmp_path: Path) -> None:
-    """Dashes in values may make two ids the same: both are told apart by what they hold."""
-    axes = {"args.a": ["1-b_2", "1"], "args.b": ["3", "2-b_3"], "args.z": [False, True]}
-    compare = {"axis": "args.z", "reference": False, "expect": "bitwise"}
-    found = [case.id for case in cases_of_program(written(tmp_path, axes=axes, compare=compare))]
-    alike = [name for name in found if name.startswith("a_1-b_2-b_3-")]
-    assert len(set(found)) == 4
-    assert len({len(name) for name in alike} | {len(alike)}) == 2, found
