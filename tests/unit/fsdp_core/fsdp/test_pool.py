@@ -8,7 +8,6 @@ import torch
 
 from fsdp_core.device import Device, HostStream
 from fsdp_core.fsdp.pool import DoublePool, DynamicPool, Key, Pool, TracedPool, make_pool
-from fsdp_core.graph.host_graph import HostGraph
 
 NUMEL = 64
 NBYTES = 2 * NUMEL
@@ -163,44 +162,6 @@ def test_dynamic_keeps_identity_and_frees_bytes(device: Device) -> None:
         other = take(pool, GATHER[1])
         assert other.untyped_storage()._cdata != identity
         assert device.live_bytes() == device.peak_bytes() == 2 * NBYTES
-
-
-# ---- inside a graph
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("warm_passes", [0, 1])
-def test_a_pass_can_be_captured_whole(name: str, warm_passes: int) -> None:
-    """Acquire, release, miss and plan inside a capture: replays compute what eager does."""
-    device = Device("cpu")
-    pool = make(name, device)
-    source, out = torch.zeros(NUMEL), torch.zeros(NUMEL)
-
-    def one_pass() -> None:
-        for key in (*GATHER[:3], GRAD[0]):
-            take(pool, key).copy_(source).add_(key.owner)
-        out.zero_()
-        for key in (*GATHER[:3], GRAD[0]):
-            out.add_(take(pool, key))
-            give(pool, key)
-        pool.end_of_pass()
-
-    for _ in range(warm_passes):
-        one_pass()
-    pool.forget_events()
-    graph = HostGraph(device)
-    graph.capture(one_pass)
-    pool.forget_events()
-    if name != "traced" or warm_passes:
-        pool.freeze()
-    for value in (1.0, 2.0):
-        source.fill_(value)
-        out.zero_()
-        graph.replay()
-        assert bool((out == 4 * value + 3).all())
-        # Eager passes between replays use the pool too.
-        one_pass()
-        assert bool((out == 4 * value + 3).all())
 
 
 def test_make_pool_knows_three_names(device: Device) -> None:

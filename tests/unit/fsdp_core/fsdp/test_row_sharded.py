@@ -336,34 +336,6 @@ def test_lists_may_hold_plain_tensors_at_places_of_their_own(trio: DeviceMesh) -
     assert [type(t) for t in doubled] == [torch.Tensor, RowSharded]
 
 
-def test_no_fused_kernel_sees_a_piece_without_elements(
-    trio: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fused step over nothing but empty pieces runs no kernel at all."""
-    from fsdp_core.fsdp import row_sharded
-
-    empty = parameter_of(filled(spec(trio, (3, 2), 0, 3, 3, 3)))
-    full = parameter_of(filled(spec(trio, (3, 2), 0, 0, 3, 3)))
-    seen: list[list[int]] = []
-
-    class Kernel:
-        def __init__(self, func: Any) -> None:
-            self.func, self._schema = func, func._schema
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append([t.numel() for t in args[0]])
-            return self.func(*args, **kwargs)
-
-    fused = torch.ops.aten._fused_adamw_.default
-    rule = row_sharded._rule_of(fused)
-    monkeypatch.setitem(row_sharded._rules, fused, rule._replace(func=Kernel(fused)))
-    for group in ([empty, full, empty], [empty]):
-        for parameter in group:
-            parameter.grad = torch.ones_like(parameter)
-        torch.optim.AdamW(list(dict.fromkeys(group)), fused=True).step()
-    assert seen == [[6]]
-
-
 def test_a_mask_of_its_layout_sets_elements(trio: DeviceMesh) -> None:
     """`tensor[mask] = number` writes where the mask of this rank's rows holds."""
     layout = spec(trio, (7, 2), 0, 1, 5, 7)

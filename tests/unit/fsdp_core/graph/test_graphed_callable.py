@@ -119,23 +119,6 @@ def test_moved_parameter_is_stale_in_both_graphs() -> None:
     graphed.replay(microbatch(1)).sum().backward()
 
 
-def test_data_dependent_module_is_refused() -> None:
-    """A module that reads data in Python is refused, and works eagerly as before."""
-
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) if x.sum() >= 0 else x
-
-    module = Skips()
-    with pytest.raises(CaptureRefused, match="_local_scalar_dense"):
-        captured_module(module, ())
-    assert module(microbatch(0)).shape == (2, TIME, 16)
-
-
 def test_captured_function_returns_its_result() -> None:
     """A captured function gives its structure of results, fresh after each call, until reset."""
     x = torch.ones(3)

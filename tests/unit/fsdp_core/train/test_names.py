@@ -41,25 +41,6 @@ def test_names_follow_what_the_trainer_holds(axes: Axes) -> None:
     assert book["loss"].item() == 1
 
 
-@pytest.mark.parametrize(
-    ("pool", "settles"), [("double", True), ("traced", True), ("dynamic", False)]
-)
-def test_moved_parameters_are_counted_at_gathers(axes: Axes, pool: str, settles: bool) -> None:
-    """Fixed buffers move nothing once they are there; from the allocator, parameters move."""
-    made = trainer(axes, pool)
-    made.step(0)
-    made.step(1)
-    changes, held = made.pointer_changes(), []
-    counts = []
-    for step in (2, 3):
-        # What the allocator would give again is taken.
-        held += [torch.zeros(n * 8) for n in range(1, 400)]
-        made.step(step)
-        counts.append(changes.count())
-    assert (counts == [0, 0]) is settles
-    assert changes.moved == []
-
-
 def test_a_parameter_that_a_gather_moves_counts_once_a_gather(axes: Axes) -> None:
     """All parameters of a group move with its buffer, and the first gather moves none."""
     made = trainer(axes)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,17 +102,6 @@ def test_operators_do_not_count_experts(
             made(tokens().float()).sum().backward()
         numbers.append(seen.number)
     assert numbers[0] == numbers[1]
-
-
-def test_shared_experts_are_added(alone: MoeAxes) -> None:
-    """The output is that of the routed experts plus that of the shared ones."""
-    made, bare, x = layer(alone, Delivery()), layer(alone, Delivery(), shared=False), tokens()
-    for name, parameter in bare.named_parameters():
-        parameter.data.copy_(made.get_parameter(name))
-    mats = [getattr(made.shared, name).weight for name in ("gate", "up", "down")]
-    shared = F.linear(F.silu(F.linear(x, mats[0])) * F.linear(x, mats[1]), mats[2])
-    assert torch.equal(made(x), bare(x) + shared)
-    assert shared.any()
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])

@@ -21,23 +21,6 @@ def rule(**changes: Any) -> RouterRule:
     return RouterRule(**{"num_experts": RULE_EXPERTS, "top_k": 2, **changes})
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalised", [True, False])
-def test_weights_follow_the_formula(scores: str, normalised: bool) -> None:
-    """Chosen scores, divided by their sum if asked, times the scale."""
-    settings = rule(scores=scores, normalised=normalised, scale=2.5)
-    x = logits()
-    found = settings.score(x)
-    expected = x.exp() / x.exp().sum(-1, keepdim=True) if scores == "softmax" else x.sigmoid()
-    torch.testing.assert_close(found, expected)
-    experts = settings.choose(found, None)
-    assert experts.tolist() == [sorted(range(RULE_EXPERTS), key=lambda e: -row[e])[:2] for row in x]
-    chosen = torch.stack([row[index] for row, index in zip(expected, experts, strict=True)])
-    if normalised:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    torch.testing.assert_close(settings.weigh(found, experts), chosen * 2.5)
-
-
 def test_of_equal_scores_the_first_expert_wins() -> None:
     """Ties have one outcome, for few rows and for many."""
     for rows in (1, 3000):
