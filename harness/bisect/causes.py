@@ -28,7 +28,6 @@ from harness.bisect.experiments import (
     Failure,
     Judged,
     NeverFails,
-    OutOfBudget,
     RepeatPolicy,
     brief,
     failure_of,
@@ -81,11 +80,7 @@ class FoundCauses(Json):
 
 
 def find_causes(case: CaseSpec, verdict: Verdict, asker: Asker) -> FoundCauses:
-    """The smallest sets of differences between the runs of a failed case that still fail.
-
-    Raises:
-        OutOfBudget: `best` has the `FoundCauses` of what was found.
-    """
+    """The smallest sets of differences between the runs of a failed case that still fail."""
     changes, why = LegChanges(case.reference, case.candidate), ""
     if verdict.what == "nondeterministic_reference":
         why = "the reference differs from its own second run, so no difference is the cause"
@@ -115,13 +110,6 @@ class _Search:
                 within = self._still_failing()
         except NeverFails as error:
             self._note(str(error))
-        except OutOfBudget as error:
-            self._note(str(error))
-            if failing := [self._ordered(c) for c, a in self._asked.items() if a == "fails"]:
-                least = min(failing, key=len)
-                self._note(f"the smallest set that was seen to fail: {self._words(least)}")
-            error.best = replace(self._found, num_questions=len(self._asked))
-            raise
         return replace(self._found, num_questions=len(self._asked))
 
     def _note(self, told: str) -> None:
@@ -257,8 +245,7 @@ def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | 
 class LeastCase:
     """What is left of two runs that fail as `judged` asks, once they are as small as it goes.
 
-    `passed` are layouts of fewer ranks that do not fail (`dp 2 tp 2`), `stopped` is why the search
-    ended before its end.
+    `passed` are layouts of fewer ranks that do not fail (`dp 2 tp 2`).
     """
 
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
@@ -266,11 +253,7 @@ class LeastCase:
         self._first = self._leaves
         self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
         self.passed: list[str] = []
-        self.stopped = ""
-        try:
-            self._shrink()
-        except OutOfBudget as error:
-            self.stopped = str(error)
+        self._shrink()
 
     @property
     def message(self) -> str:

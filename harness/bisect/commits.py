@@ -31,7 +31,6 @@ from harness.bisect.experiments import (
     Answer,
     Asker,
     NeverFails,
-    OutOfBudget,
     Questions,
     RepeatPolicy,
     Reply,
@@ -184,7 +183,7 @@ class CommitSearch(Json):
     """What a search among commits, or releases, has found: the suspects, the newest first.
 
     `skipped` gave no verdict; `num_commits` could be the first bad one at the beginning; `num_runs`
-    are tries, of this and earlier sittings; `stopped` is why it ended before its end.
+    are tries, of this and earlier sittings.
     """
 
     first_bad: Commit | None
@@ -197,44 +196,40 @@ class CommitSearch(Json):
     kind: str = "commit"
     policy: str = ""
     notes: tuple[str, ...] = ()
-    stopped: str = ""
 
     def __str__(self) -> str:
         """One line."""
         cost = f"asked {count(self.num_runs, 'time')}, of {self.num_commits}"
         if self.first_bad is not None:
             return f"first bad {self.kind}: {self.first_bad} ({cost})"
-        why = self.stopped or f"{len(self.skipped)} gave no verdict"
         ends = f"from {self.suspects[-1]} to {self.suspects[0]}"
-        return f"first bad {self.kind}: one of {len(self.suspects)}, {ends} ({why}; {cost})"
+        why = f"{len(self.skipped)} gave no verdict; {cost}"
+        return f"first bad {self.kind}: one of {len(self.suspects)}, {ends} ({why})"
 
 
 def find_first_bad(
     history: History, run: Callable[[str, int], Reply], questions: Questions,
-    *, policy: RepeatPolicy | None = None, cost: int = 1,
+    *, policy: RepeatPolicy | None = None,
 ) -> CommitSearch:  # fmt: skip
-    """Search a history for the first commit on which a run fails.
+    """Search a history for the first commit on which a case fails.
 
     Args:
         history: the commits.
-        run: makes one run of a commit, which so many were made of before.
-        questions: keeps the answers, and has the budget.
+        run: tries a commit, which was tried so many times before.
+        questions: keeps the answers.
         policy: how many passes count; None to learn it from the bad commit.
-        cost: of one run, for the budget: a case is three runs.
 
     Raises:
         UsageError: good does not pass, bad does not fail.
-        OutOfBudget: `best` is a `CommitSearch` of what was found.
     """
-    return _Search(history, run, questions, cost).find(policy)
+    return _Search(history, run, questions).find(policy)
 
 
 class _Search:
     def __init__(
-        self, history: History, run: Callable[[str, int], Reply], questions: Questions,
-        cost: int,
-    ) -> None:  # fmt: skip
-        self._history, self._run, self._questions, self._cost = history, run, questions, cost
+        self, history: History, run: Callable[[str, int], Reply], questions: Questions
+    ) -> None:
+        self._history, self._run, self._questions = history, run, questions
         self._good, self._bad = history.line[0], history.line[-1]
         self._suspects, self._num_runs = history.line[:0:-1], 0
         self._answers: dict[str, list[Answer]] = {}
@@ -243,19 +238,15 @@ class _Search:
 
     def find(self, policy: RepeatPolicy | None) -> CommitSearch:
         named = self._history.named
-        try:
-            self._learn(policy)
-            if (answer := self._answer(self._good, self._policy.passes)) != "passes":
-                raise self._not_good(answer)
-            while (lucky := self._bisect()) is not None:
-                self._notes.append(f"{named(lucky)}: passed at first and failed when asked again")
-                if lucky == self._good:
-                    raise self._not_good("fails")
-                self._learn(None, flaky=True)
-            return self._found()
-        except OutOfBudget as error:
-            error.best = replace(self._found(), first_bad=None, stopped=str(error))
-            raise
+        self._learn(policy)
+        if (answer := self._answer(self._good, self._policy.passes)) != "passes":
+            raise self._not_good(answer)
+        while (lucky := self._bisect()) is not None:
+            self._notes.append(f"{named(lucky)}: passed at first and failed when asked again")
+            if lucky == self._good:
+                raise self._not_good("fails")
+            self._learn(None, flaky=True)
+        return self._found()
 
     def _ask(self, name: str, attempt: int) -> Answer:
         """One run, which may be known already."""
@@ -265,7 +256,7 @@ class _Search:
             again = f" (run {attempt + 1})" if attempt else ""
             words = f"does {self._history.named(name)} fail?{again}"
             find_out = partial(self._run, name, attempt)
-            reply = self._questions.pay(f"{key}-{attempt}", words, self._cost, find_out)
+            reply = self._questions.reply(f"{key}-{attempt}", words, len(LEGS), find_out)
             self._num_runs += 1
             answers.append(reply.answer)
         return answers[attempt]
@@ -487,7 +478,7 @@ def _run(command: Sequence[str], log: Path, env: Mapping[str, str], stdout: Path
 
 def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run:
     """Runs the case with the program of a commit, under this harness; `top` is its repository."""
-    failure, asker = failure_of(verdict), asker.unaccounted()
+    failure = failure_of(verdict)
 
     def run(checkout: Checkout) -> Reply:
         legs: dict[str, Any] = {leg: at_commit(getattr(case, leg), checkout, top) for leg in LEGS}
@@ -550,7 +541,7 @@ def find_release(
     Where A fails and B passes, the last bad one is searched for, from B backwards. Raises as
     `find_first_bad`.
     """
-    versions, failure, silent = published(package, ends), failure_of(verdict), asker.unaccounted()
+    versions, failure = published(package, ends), failure_of(verdict)
 
     def run(version: str, attempt: int) -> Reply:
         leaves = leaves_of(case.candidate.config) | {f"packages.{package}": version}
@@ -559,7 +550,7 @@ def find_release(
             make_environments(filter(None, [program_of(candidate.config)]), lambda _: None)
         except UsageError as error:
             return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
-        found = silent.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
+        found = asker.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
         return Reply(answer=failure.answer(found), words=brief(found))
 
     search = partial(find_first_bad, run=run, questions=asker.questions, policy=policy)

@@ -15,13 +15,10 @@ from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig
 from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
-from harness.history.entries import work_of
 from harness.program.spec import ProgramSpec, capabilities_of, program_of
-from harness.provenance import Facts, Kind, different, facts, fingerprint
-from harness.provenance import told as shown
+from harness.provenance import fingerprint
 from harness.records import PlantSpec, RunResult, RunSpec, each_of, joined
 from harness.scenario.settings import OPEN, leaf_types
-from harness.store import LEGS, RunFolder
 
 PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")
@@ -245,47 +242,6 @@ def _told(value: Any) -> str:
 
 # --- environments -----------------------------------------------------------------------------
 
-KINDS: tuple[Kind, ...] = ("commit", "packages", "driver", "variables", "hardware")
-MAX_TOLD = 3
-
-
-@dataclass(frozen=True)
-class Environments:
-    """Two environments, of two runs or two run folders.
-
-    `facts` has what differs, as `torch 2.11 became 2.12`, `unknown` the kinds that one side alone
-    recorded.
-    """
-
-    before: str
-    after: str
-    facts: tuple[str, ...]
-    unknown: tuple[Kind, ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """One line for people."""
-        missing = f"; not recorded by both: {', '.join(self.unknown)}" if self.unknown else ""
-        if not self.facts:
-            return f"no difference of environment{missing}"
-        more = len(self.facts) - MAX_TOLD
-        told = "; ".join(self.facts[:MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
-        return f"{self.before} and {self.after} ran in other environments: {told}{missing}"
-
-
-def compare(
-    before: str, after: str, ours: Facts, theirs: Facts, *, kinds: Sequence[Kind] = KINDS
-) -> Environments:
-    """The facts of two sides, of these names, side by side."""
-    told = tuple(
-        f"{name} {shown(ours[kind], name)} became {shown(theirs[kind], name)}"
-        for kind in kinds
-        if kind in ours and kind in theirs
-        for name in different(ours[kind], theirs[kind])
-    )
-    unknown = tuple(kind for kind in kinds if (kind in ours) != (kind in theirs))
-    return Environments(before, after, told, unknown)
-
 
 def different_on_ranks(
     reference: RunResult, other: RunResult
@@ -302,29 +258,14 @@ def different_on_ranks(
     return found
 
 
-def of_legs(reference: RunResult, candidate: RunResult) -> Environments:
-    """The environments of two runs: once what all ranks have alike, else rank by rank."""
+def between_environments(reference: RunResult, other: RunResult) -> tuple[str, ...]:
+    """What two runs recorded otherwise, as `torch 2.11 became 2.12`: of all ranks, else by rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, leaves in different_on_ranks(reference, candidate).items():
+    for rank, leaves in different_on_ranks(reference, other).items():
         for name, before, after in leaves:
             ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
-    every = len(candidate.ranks)
-    told = (w if len(at) == every else f"{show_ranks({*at})}: {w}" for w, at in ranks.items())
-    return Environments("the reference", "the candidate", tuple(told))
-
-
-def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environments:
-    """The environments of two run folders: their manifests', and those of runs of equal work.
-
-    Equal are configuration, device and plant; of all cases, or of the one that is named.
-    """
-    sides = facts(before.manifest), facts(after.manifest)
-    found = compare(before.path.name, after.path.name, *sides)
-    theirs, told, seen = {case.id: case for case in after.cases}, list(found.facts), set[str]()
-    for case in before.cases:
-        for name in LEGS if case.id in theirs and case_id in ("", case.id) else ():
-            left, right = (getattr(each, name) for each in (case, theirs[case.id]))
-            if work_of(left) == work_of(right) and left.key not in seen:
-                seen.add(left.key)
-                told += of_legs(before.load_run(left), after.load_run(right)).facts
-    return replace(found, facts=tuple(dict.fromkeys(told)))
+    every = len(other.ranks)
+    return tuple(
+        words if len(at) == every else f"{show_ranks({*at})}: {words}"
+        for words, at in ranks.items()
+    )

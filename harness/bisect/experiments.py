@@ -1,4 +1,4 @@
-"""Questions of a search: how often each is asked, what it costs, who makes its runs, what is kept.
+"""Questions of a search: how often each is asked, who makes its runs, what is kept.
 
 A question is a case whose runs are made in the search's own run folder and judged by the same
 checks. The folder is the cache, by `RunSpec.key`; what no run of it answers (another commit's
@@ -152,22 +152,12 @@ def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = Fal
     return RepeatPolicy.of(answers.count("fails"), len(answers), num_questions, flaky=flaky)
 
 
-# --- what it costs ---------------------------------------------------------------------------
-
-
-class OutOfBudget(HarnessError):
-    """The next question costs more than is left; `best` is what the search knows so far."""
-
-    exit_code: ClassVar[ExitCode] = ExitCode.NO_VERDICT
-
-    def __init__(self, text: str, best: Any = None) -> None:
-        super().__init__(text)
-        self.best = best
+# --- what was asked --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedQuestion(Json):
-    """One question for people: its answer, and the runs and the time that it cost."""
+    """One question for people: its answer, and the runs and seconds that it took."""
 
     words: str
     answer: str
@@ -184,83 +174,49 @@ class Reply(Json):
 
 
 class Questions:
-    """What a search has asked, in order, within the budget of this sitting.
+    """What a search has asked, in order.
 
     Args:
-        runs, minutes: budget of this sitting; None for any. Stored replies cost nothing.
-        replies: folder of replies that are kept; None to keep none.
-        earlier: what sittings before this one have asked and paid.
+        replies: folder in which replies are kept; None to keep none.
         told: is given the number and the question with its answer.
     """
 
     def __init__(
-        self, runs: int | None = None, minutes: float | None = None, *,
-        replies: Path | None = None, earlier: Sequence[AskedQuestion] = (),
+        self, replies: Path | None = None,
         told: Callable[[int, AskedQuestion], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._max_runs, self._max_minutes, self.spent_runs = runs, minutes, 0
-        self._clock, self._began_s = clock, clock()
         self._replies, self._told = replies, told
-        self._earlier = {question.words: question for question in earlier}
         self._asked: dict[str, AskedQuestion] = {}
-
-    def covers(self, runs: int) -> bool:
-        """Whether so many runs are left."""
-        return self._max_runs is None or self.spent_runs + runs <= self._max_runs
-
-    def check(self, runs: int) -> None:
-        """See that a question of so many runs may be asked (`OutOfBudget`: it may not)."""
-        if runs and not self.covers(runs):
-            raise OutOfBudget(
-                f"the budget of {self._max_runs} runs: {self.spent_runs} spent, the next question "
-                f"takes up to {runs}"
-            )
-        minutes = (self._clock() - self._began_s) / 60
-        if runs and self._max_minutes is not None and minutes >= self._max_minutes:
-            raise OutOfBudget(f"the budget of {self._max_minutes:g} minutes is spent")
 
     @property
     def asked(self) -> tuple[AskedQuestion, ...]:
-        """All of this sitting, each once."""
+        """Each once."""
         return tuple(self._asked.values())
 
-    @property
-    def left(self) -> tuple[AskedQuestion, ...]:
-        """Those of earlier sittings that this one has not come to."""
-        come_to = {question.words for question in self._asked.values()}
-        return tuple(q for words, q in self._earlier.items() if words not in come_to)
-
     def note(self, key: str, words: str, answer: str, runs: int, began_s: float) -> None:
-        """Take a question down, once by its key; one that cost nothing now costs what it did."""
-        if key in self._asked:
-            return
-        seconds = round(time.monotonic() - began_s, 3)
-        question = AskedQuestion(words=words, answer=answer, runs=runs, seconds=seconds)
-        if not runs and words in self._earlier:
-            question = dataclasses.replace(self._earlier[words], answer=answer)
-        self._asked[key] = question
-        self._told(len(self._asked), question)
+        """Take a question down, once by its key."""
+        if key not in self._asked:
+            seconds = round(time.monotonic() - began_s, 3)
+            question = AskedQuestion(words=words, answer=answer, runs=runs, seconds=seconds)
+            self._asked[key] = question
+            self._told(len(self._asked), question)
 
-    def pay(self, key: str, words: str, runs: int, find_out: Callable[[], Reply]) -> Reply:
-        """The reply that the file `key` keeps, or that `find_out` gives, which it then keeps.
+    def reply(self, key: str, words: str, runs: int, find_out: Callable[[], Reply]) -> Reply:
+        """The reply that the file `key` keeps, or that `find_out` gives by so many runs.
 
-        Nothing is kept if it raises: `OutOfBudget` if it costs more runs than are left,
-        `Infrastructure` if the disk refused, or what `find_out` does.
+        Nothing is kept if it raises: `Infrastructure` if the disk refused, or what `find_out` does.
         """
         path, began_s = self._replies and self._replies / f"{key}.json", time.monotonic()
         reply: Reply | None = None
-        paid = 0
         with suppress(OSError, RecordError):  # not there, or damaged
             reply = Reply.from_json(read_object(path)) if path is not None else None
+        made = reply is None
         if reply is None:
-            self.check(runs)
-            reply, paid = find_out(), runs
-            self.spent_runs += runs
+            reply = find_out()
             if path is not None:
                 make_folder(path.parent)
                 write_object(path, reply)
-        self.note(key, words, reply.words, paid, began_s)
+        self.note(key, words, reply.words, runs if made else 0, began_s)
         return reply
 
 
@@ -292,7 +248,7 @@ def failure_of(verdict: Verdict) -> Failure:
 
 def brief(verdict: Verdict) -> str:
     """An answer in two words: `failed diverged`."""
-    return str(failure_of(verdict))
+    return f"{verdict.outcome} {verdict.what}".strip()
 
 
 class Asked(NamedTuple):
@@ -303,7 +259,7 @@ class Asked(NamedTuple):
 
 
 class Asker:
-    """Makes the runs of questions in one locked folder, within the budget of `questions`."""
+    """Makes the runs of questions in one locked folder."""
 
     def __init__(
         self, folder: RunFolder, engine: Engine, questions: Questions | None = None,
@@ -324,8 +280,8 @@ class Asker:
     ) -> Asked:  # fmt: skip
         """Make the runs of a case that are missing, and judge it.
 
-        The case's id becomes a folder's name; `words` and `answer` are for people. Raises
-        `OutOfBudget` if it costs more than is left; nothing was run then.
+        The case's id becomes a folder's name; `words` and `answer` are for people. Without words
+        the question is a part of another one, and is not noted.
         """
         (verdict,) = self.ask_all([case], words, judge=judge, answer=answer)
         legs: dict[str, Any] = {leg: self.folder.load_run(getattr(case, leg)) for leg in LEGS}
@@ -337,20 +293,16 @@ class Asker:
     ) -> Sequence[Verdict]:  # fmt: skip
         """As `ask`, of several cases whose runs are made side by side, as one question."""
         cost, began_s = self.cost(*cases), time.monotonic()
-        self.questions.check(cost)
         verdicts = execute(
             self.folder, cases, self._engine, self._progress, judge=judge, confirm=False
         )
         self.num_runs += cost
-        self.questions.spent_runs += cost
-        told = Counter(map(answer, verdicts))
-        said = ", ".join(f"{each} ({n} times)" if n > 1 else each for each, n in told.items())
-        self.questions.note(" and ".join(map(question_key, cases)), words, said, cost, began_s)
+        if words:
+            told = Counter(map(answer, verdicts))
+            said = ", ".join(f"{each} ({n} times)" if n > 1 else each for each, n in told.items())
+            key = " and ".join(map(question_key, cases))
+            self.questions.note(key, words, said, cost, began_s)
         return verdicts
-
-    def unaccounted(self) -> "Asker":
-        """For runs that somebody else accounts for, in the same folder and on the same engine."""
-        return Asker(self.folder, self._engine, progress=self._progress)
 
     @property
     def num_made(self) -> int:
@@ -495,8 +447,6 @@ class Judged:
         ]
         if runs_key(cases[0]) not in self._known:
             cases = cases[: self.asker.room(cases[0])]
-            if not self.asker.questions.covers(self.asker.cost(*cases)):
-                cases = cases[:1]
             told = words or "does the case itself fail?"
             if len(cases) > 1:
                 told += f" runs {number + 1} to {number + len(cases)}"

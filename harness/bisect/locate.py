@@ -20,7 +20,7 @@ from typing import Any
 from harness.bisect.differences import different_on_ranks, with_steps
 from harness.bisect.divergence import Legs, where_they_part
 from harness.bisect.elements import kept_name, with_element
-from harness.bisect.experiments import Asker, OutOfBudget, judged_by
+from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
@@ -364,15 +364,10 @@ class _Look:
         self._specs = [self._shortened(run.spec) for run in self._pair]
 
     def carry_out(self, *, element: bool) -> Location:
-        missing = "module"
-        try:
-            if self._wants_calls():
-                self._look_into_calls()
-            missing = "element"
-            if element and kept_name(self._found):
-                self._look_at_elements()
-        except OutOfBudget as error:
-            self._note(f"{missing}: not looked at, {error}")
+        if self._wants_calls():
+            self._look_into_calls()
+        if element and kept_name(self._found):
+            self._look_at_elements()
         told = ["it comes now and then: the same run passes, too"] if self._is_flaky else []
         return self._found.saying(*told)
 

@@ -20,13 +20,7 @@ import yaml
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
 from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
 from harness.bisect.differences import PLANT, LegChanges, config_of, leaves_of, program_in
-from harness.bisect.experiments import (
-    Asker,
-    Failure,
-    Judged,
-    OutOfBudget,
-    Reply,
-)
+from harness.bisect.experiments import Asker, Failure, Judged, Reply
 from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
@@ -92,11 +86,7 @@ class Alone(Json):
 def leave_alone(
     case: CaseSpec, causes: FoundCauses, asker: Asker, *, folder: Path = FOLDER, place: str = ""
 ) -> Alone:
-    """Write the least scenario in which the first cause fails; `place` in words is for its `why`.
-
-    Raises:
-        OutOfBudget: nothing was written; what was asked is kept.
-    """
+    """Write the least scenario in which the first cause fails; `place` is for its `why`."""
     cause = causes.causes[0]
     alone = replace(
         case, candidate=LegChanges(case.reference, case.candidate).run_with(cause.changes)
@@ -106,8 +96,6 @@ def leave_alone(
     if judged.answer(alone.candidate, words=words) != "fails":
         return Alone(notes=("the cause alone did not fail again",))
     least = LeastCase(judged, case.reference, alone.candidate)
-    if least.stopped:
-        raise OutOfBudget(least.stopped)
     together = " together" if len(cause.changes) > 1 else ""
     where = f" {place[:1].upper()}{place[1:]}." if place else ""
     story = (
@@ -353,7 +341,7 @@ def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
 
 
 def _why_not_failed(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
-    """Run a stand-alone script; "" if it fails (`OutOfBudget`: it takes two runs)."""
+    """Run a stand-alone script; "" if it fails."""
     if failure.what in BEYOND_BITS:
         return f"the script could not be made to fail: it does not compare {failure.what}"
 
@@ -370,5 +358,5 @@ def _why_not_failed(path: Path, failure: Failure, candidate: RunSpec, asker: Ask
         return Reply(answer="fails" if done.returncode == 1 else "unresolved", words=words)
 
     words = "does the stand-alone script fail?"
-    reply = asker.questions.pay(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
+    reply = asker.questions.reply(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
     return "" if reply.answer == "fails" else f"the script could not be made to fail: {reply.words}"

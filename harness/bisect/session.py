@@ -14,31 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from harness import provenance
+from harness.bisect import commits as halving
 from harness.bisect.causes import FoundCauses, find_causes
-from harness.bisect.commits import (
-    OF_COMMITS,
-    WORKTREE,
-    CommitSearch,
-    History,
-    case_run,
-    commit_run,
-    commits_of,
-    find_release,
-    first_bad_commit,
-    git,
-    published,
-)
-from harness.bisect.differences import compare, of_legs, of_nights
-from harness.bisect.experiments import (
-    EVERY_RUN,
-    Asked,
-    AskedQuestion,
-    Asker,
-    OutOfBudget,
-    Questions,
-    RepeatPolicy,
-    runs_key,
-)
+from harness.bisect.differences import between_environments
+from harness.bisect.experiments import EVERY_RUN, Asked, Asker, Questions, RepeatPolicy, runs_key
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
 from harness.bisect.render import Findings, SearchView, keep_findings, read_findings
@@ -47,7 +26,7 @@ from harness.checks.complete import find_flaw
 from harness.errors import Interrupted, UsageError, shown
 from harness.program.launch import make_environments
 from harness.program.spec import capabilities_of, folder_of, program_of
-from harness.provenance import MACHINE_KINDS, changes, everything, facts
+from harness.provenance import changes, everything
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
@@ -81,12 +60,9 @@ class Search:
     slots: int | None = None
     ranks_per_gpu: int | None = None
     jobs: int | None = None
-    budget_runs: int | None = None
-    budget_minutes: float | None = None
     element: bool = True
     until: Until = "least"
     repro: Path = FOLDER
-    passed: RunFolder | None = None
     commits: str = ""
     package: tuple[str, str] | None = None
     every_run: bool = False
@@ -97,16 +73,16 @@ class Search:
         """Whether the built-in program is what is run."""
         return capabilities_of(self.case.candidate.config).layouts
 
-    def history(self) -> History:
+    def history(self) -> halving.History:
         """The commits of the code that the program is made of."""
         if self.is_ours:
-            return commits_of(Path.cwd(), self.commits, provenance.PACKAGES)
+            return halving.commits_of(Path.cwd(), self.commits, provenance.PACKAGES)
         (program,) = filter(None, [program_of(self.case.candidate.config)])
-        return commits_of(folder_of(program), self.commits)
+        return halving.commits_of(folder_of(program), self.commits)
 
 
 def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
-    """Search, as far as the budget goes; what was found, and the folder that holds it.
+    """Search; what was found, and the folder that holds it.
 
     `UsageError` if the folder is of something else, or the machine cannot run the case.
     """
@@ -121,7 +97,7 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     if search.package is not None:
         if search.is_ours:
             raise UsageError("--package: expected a scenario with a program, got the built-in one")
-        published(*search.package)
+        halving.published(*search.package)
     prepared = launch.prepare_cases(
         [case], name=f"bisect-{case.scenario}", why=f"Where the failure of {case.id} comes from.",
         slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
@@ -132,10 +108,7 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     with folder, view:
         clear_leftovers(folder)
         before = read_findings(folder.path)
-        questions = Questions(
-            search.budget_runs, search.budget_minutes, replies=folder.path / REPLIES,
-            told=view.answered, earlier=before.questions if before else (),
-        )  # fmt: skip
+        questions = Questions(folder.path / REPLIES, view.answered)
         engine = launch.make_engine(prepared)
         try:
             asker = Asker(folder, engine, questions, progress=view)
@@ -165,19 +138,12 @@ class _Sitting:
         )  # fmt: skip
 
     def carry_out(self) -> Findings:
-        """All stages, or as many as the budget allows (`Interrupted`: somebody stopped it)."""
+        """All stages (`Interrupted`: somebody stopped it)."""
         if self._before is None:
             self._keep()  # says that the folder is of a search
         try:
             with stop_on_signals():
                 self._stages()
-        except OutOfBudget as error:
-            known: dict[str, Any] = {}
-            if isinstance(error.best, FoundCauses):
-                known["causes"] = error.best
-            if isinstance(error.best, CommitSearch):
-                known["commits" if error.best.kind == "commit" else "release"] = error.best
-            self._stop(str(error), **known)
         except (Interrupted, KeyboardInterrupt):
             self._stop("interrupted")
             raise Interrupted(
@@ -211,9 +177,8 @@ class _Sitting:
         if search.commits:
             self._keep(commits=self._commit())
         if search.package is not None:
-            policy = EVERY_RUN if search.every_run else self._policy
-            found = find_release(self._case, verdict, *search.package, asker, policy=policy)
-            self._keep(release=found)
+            asked = self._case, verdict, *search.package, asker
+            self._keep(release=halving.find_release(*asked, policy=self._policy))
 
     def _between(self, answer: LayoutAnswer) -> None:
         self._judged(verdict_of(self._case, answer), place=answer.location)
@@ -226,19 +191,17 @@ class _Sitting:
 
     def _environment(self) -> tuple[str, ...]:
         """Said before anything else: bits of other environments prove nothing about the code."""
-        search, here = self._search, self._asker.folder
-        run = here
-        if search.place is not None and (search.place.parent.parent / MANIFEST_FILE).is_file():
-            run = RunFolder.open(search.place.parent.parent)
+        here = run = self._asker.folder
+        if (place := self._search.place) and (place.parent.parent / MANIFEST_FILE).is_file():
+            run = RunFolder.open(place.parent.parent)
+        runs, other = self._asked.runs, "ran in other environments:"
         told = list(self._found.environment)
-        if search.passed is not None:
-            told.append(of_nights(search.passed, run, self._case.id).sentence)
-        legs = of_legs(self._asked.runs.reference, self._asked.runs.candidate)
-        told += [legs.sentence] if legs.facts else []
-        if run is not here:
-            sides = facts(run.manifest), facts(here.manifest)
-            apart = compare("the case", "further runs", *sides, kinds=MACHINE_KINDS)
-            told += [apart.sentence] if apart.facts else []
+        if legs := between_environments(runs.reference, runs.candidate):
+            more = f" and {len(legs) - MOST_TOLD} more" if len(legs) > MOST_TOLD else ""
+            words = "; ".join(legs[:MOST_TOLD])
+            told.append(f"the reference and the candidate {other} {words}{more}")
+        if apart := changes(everything(run.manifest), everything(here.manifest), MOST_TOLD):
+            told.append(f"the case and further runs {other} {apart}")
         failed, now = str(run.manifest.get("commit", "")), provenance.describe()
         if failed != now:
             failed, now = _code(failed), _code(now)
@@ -254,7 +217,7 @@ class _Sitting:
     def _causes(self) -> FoundCauses | None:
         """Which of the differences of the configurations make it fail; None if none explains it."""
         runs = self._asked.runs
-        if of_legs(runs.reference, runs.candidate).facts:
+        if between_environments(runs.reference, runs.candidate):
             return None  # no configuration is to blame
         if find_flaw(runs.reference) is not None or find_flaw(runs.control) is not None:
             return None
@@ -272,7 +235,7 @@ class _Sitting:
             place=str(self._found.place or ""),
         )  # fmt: skip
 
-    def _commit(self) -> CommitSearch:
+    def _commit(self) -> halving.CommitSearch:
         """The first commit on which the case fails, in a worktree of its own."""
         search, folder, verdict = self._search, self._asker.folder, self._asked.verdict
         history = search.history()
@@ -281,42 +244,41 @@ class _Sitting:
                        "--jobs": search.jobs}  # fmt: skip
             room = [w for k, n in options.items() if n is not None for w in (k, str(n))]
             here, place = provenance.describe(), folder.case_folder(self._case.id)
-            run = case_run(place, verdict, folder.path / COMMITS_FOLDER, room)
+            run = halving.case_run(place, verdict, folder.path / COMMITS_FOLDER, room)
         else:
-            is_changed = git(history.root, "status", "--porcelain", "-uno")
-            here = "" if is_changed else git(history.root, "rev-parse", "HEAD")
-            run = commit_run(self._case, verdict, self._asker, history.root)
+            is_changed = halving.git(history.root, "status", "--porcelain", "-uno")
+            here = "" if is_changed else halving.git(history.root, "rev-parse", "HEAD")
+            run = halving.commit_run(self._case, verdict, self._asker, history.root)
         # How often it fails here is how often it fails at the bad commit, if that is the code here.
-        policy = (
-            EVERY_RUN if search.every_run else self._policy if history.line[-1] == here else None
-        )
-        return first_bad_commit(
-            history, run, self._asker.questions, folder.path / WORKTREE, policy=policy,
-            cost=len(LEGS),
-        )  # fmt: skip
+        policy = self._policy if search.every_run or history.line[-1] == here else None
+        place, questions = folder.path / halving.WORKTREE, self._asker.questions
+        return halving.first_bad_commit(history, run, questions, place, policy=policy)
 
     @property
     def _policy(self) -> RepeatPolicy | None:
+        if self._search.every_run:
+            return EVERY_RUN
         return self._found.causes.policy if self._found.causes is not None else None
 
     # --- what is kept
 
-    def _stop(self, why: str, **known: Any) -> None:
+    def _stop(self, why: str) -> None:
         """Keep what is known; of stages not come to in this sitting, what the last one knew."""
-        if (before := self._before) is not None:
-            asked = self._found if self._has_verdict else before
-            older = {name: getattr(asked, name) for name in ("outcome", "what", "message")}
-            older |= {n: getattr(self._found, n) or getattr(before, n) for n in _KEPT}
-            known = older | known
-        self._keep(*self._asker.questions.left, stopped=why, **known)
+        known, before = dict[str, Any](), self._before
+        if before is not None:
+            said = self._found if self._has_verdict else before
+            known = {name: getattr(said, name) for name in ("outcome", "what", "message")}
+            known |= {n: getattr(self._found, n) or getattr(before, n) for n in _KEPT}
+        self._keep(stopped=why, **known)
 
-    def _keep(self, *questions: AskedQuestion, **known: Any) -> None:
+    def _keep(self, **known: Any) -> None:
         spent_s = self._before.seconds if self._before is not None else 0.0
         asker, seconds = self._asker, spent_s + time.monotonic() - self._began_s
         # Of a program, runs of commits are in the folder.
-        replies = self._folder.glob(f"{REPLIES}/{OF_COMMITS}*.json") if self._search.is_ours else ()
+        pattern = f"{REPLIES}/{halving.OF_COMMITS}*.json"
+        replies = self._folder.glob(pattern) if self._search.is_ours else ()
         self._found = replace(
-            self._found, questions=(*asker.questions.asked, *questions),
+            self._found, questions=asker.questions.asked,
             num_runs=asker.num_made + len(LEGS) * len(list(replies)), seconds=round(seconds, 3),
             **known,
         )  # fmt: skip

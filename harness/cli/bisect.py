@@ -18,7 +18,6 @@ from harness.records import CaseSpec, ExitCode, Verdict
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import select
-from harness.store import RunFolder
 from harness.store.verify import find_answer
 from harness.terminal import make_console
 
@@ -33,17 +32,11 @@ MOST_NAMED = 5
     "--against", metavar="EXPR",
     help="With a scenario: compare with this case in place of the reference.",
 )  # fmt: skip
-@click.option("--budget-runs", type=click.IntRange(0), metavar="N",
-              help="Stop after N runs; call again to continue.")  # fmt: skip
-@click.option("--budget-minutes", type=click.FloatRange(0), metavar="M",
-              help="Stop after M minutes; call again to continue.")  # fmt: skip
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
 @click.option("--until", type=click.Choice(STAGES), default="least", show_default=True,
               help="Stop after this stage.")  # fmt: skip
 @click.option("--repro", type=PATH, default=FOLDER, show_default=True, metavar="FOLDER",
               help="Folder for the minimal scenario that reproduces the failure.")  # fmt: skip
-@click.option("--passed", type=PATH, metavar="RUN",
-              help="Run folder in which the case passed: report what changed since.")  # fmt: skip
 @click.option("--commits", default="", metavar="GOOD..BAD", help="Also find the first bad commit.")
 @click.option("--package", nargs=2, metavar="NAME A..B",
               help="With a program: also find the first bad release of a package.")  # fmt: skip
@@ -53,19 +46,19 @@ MOST_NAMED = 5
 )  # fmt: skip
 @options.as_json
 def bisect_command(
-    *, case: str, folder: Path | None, passed: Path | None, no_element: bool, as_json: bool,
-    against: str | None, **how: Any,
+    *, case: str, folder: Path | None, no_element: bool, as_json: bool, against: str | None,
+    **how: Any,
 ) -> int:  # fmt: skip
     """Find where a failing case fails, and why: step, phase, module, tensor, rank, element.
 
     CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
     which -k selects one case; --against another one compares their candidates with each other, bit
     for bit or, of two layouts, within bounds of rounding. -k, --against, --device and --set go with
-    a scenario. The search continues where it was if its folder is there. Of recorded runs (harness
-    compare-runs) the records alone are read.
+    a scenario. Interrupted, the same command goes on (timeout -s INT 30m harness bisect ...). Of
+    recorded runs (harness compare-runs) the records alone are read.
 
     Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
-    be judged, or the budget ended first.
+    be judged.
     """
     if how["every_run"] and not (how["commits"] or how["package"]):
         raise UsageError("--every-run: expected --commits or --package with it, got none")
@@ -94,8 +87,7 @@ def bisect_command(
         )
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=options.command_line(),
-        element=not no_element, two_layouts=two_layouts,
-        passed=None if passed is None else RunFolder.open(passed), **how,
+        element=not no_element, two_layouts=two_layouts, **how,
     )  # fmt: skip
     console = make_console(stderr=as_json)
     findings, where = bisect(asked, make_search_view(console))

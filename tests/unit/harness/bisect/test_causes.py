@@ -17,7 +17,6 @@ from harness.bisect.experiments import (
     Failure,
     Judged,
     NeverFails,
-    OutOfBudget,
     Questions,
     Reply,
     bounds,
@@ -116,15 +115,6 @@ def test_sets_that_rules_refuse_are_never_run() -> None:
     assert cause.unproven == ("fsdp.pool: dynamic -> double",)
 
 
-def test_what_a_budget_cuts_off_says_what_is_known() -> None:
-    """The smallest set seen to fail comes along, and nothing is called complete."""
-    with pytest.raises(OutOfBudget) as caught:
-        search(rule_of({(U, ATTN): "diverged"}), max_runs=9)
-    best = caught.value.best
-    assert (best.complete, "budget of 9 runs" in best.notes[0]) == (False, True)
-    assert best.notes[1].startswith("the smallest set that was seen to fail: ")
-
-
 SAME = case_of(run(), RunSpec.from_json(run().to_json() | {"replica": 5}))
 
 
@@ -161,13 +151,12 @@ WIDE: dict[str, Any] = {
 
 
 def least_of(
-    of_case: Callable[[CaseSpec], str], *plants: PlantSpec, max_runs: int | None = None,
-    **settings: Any,
-) -> tuple[LeastCase, MadeUpAsker]:  # fmt: skip
+    of_case: Callable[[CaseSpec], str], *plants: PlantSpec, **settings: Any
+) -> tuple[LeastCase, MadeUpAsker]:
     """What is left of a wide case whose runs differ in a scope and a plant."""
     case = case_of(run(**(WIDE | settings)), run(*plants, graph=("attn",), **(WIDE | settings)))
     verdict = verdict_of(case, of_case(case))
-    asker = MadeUpAsker(of_case=of_case, max_runs=max_runs)
+    asker = MadeUpAsker(of_case=of_case)
     judged = Judged(case, failure_of(verdict), asker, verdict)
     return LeastCase(judged, case.reference, case.candidate), asker
 
@@ -327,17 +316,14 @@ def test_the_file_holds_the_cause_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_that_was_not_run(tmp_path: Path) -> None:
-    """A failure that is gone has no least case, and says so; a budget that ends leaves no file."""
+    """A failure that is gone has no least case, and says so."""
     causes, _ = search(rule_of({(ATTN,): "diverged"}), ONE_CHANGE)
     alone = leave_alone(ONE_CHANGE, causes, MadeUpAsker(of_case=lambda case: ""), folder=tmp_path)
     assert (alone.path, alone.notes) == ("", ("the cause alone did not fail again",))
-    poor = MadeUpAsker(of_case=lambda case: "diverged", max_runs=1)
-    with pytest.raises(OutOfBudget, match="budget of 1 runs"):
-        leave_alone(ONE_CHANGE, causes, poor, folder=tmp_path)
     assert not any(tmp_path.iterdir())
 
 
-# --- questions: passes that are not luck, nothing paid twice, nothing beyond a budget ---
+# --- questions: passes that are not luck, nothing asked twice ---
 
 
 FAILED = Reply(answer="fails", words="it failed")
@@ -392,34 +378,17 @@ def never() -> Reply:
 
 
 def test_a_reply_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
-    """It costs what it did once it is paid; what raises, or is damaged, is asked again."""
-    first = Questions(3, replies=tmp_path)
+    """What is known takes no run; what raises, or is damaged, is asked again."""
+    first = Questions(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        first.pay("a", "does a fail?", 3, never)
+        first.reply("a", "does a fail?", 3, never)
     assert (first.asked, list(tmp_path.iterdir())) == ((), [])
-    assert first.pay("a", "does a fail?", 3, lambda: FAILED) == FAILED
-    second = Questions(0, replies=tmp_path, earlier=first.asked)
-    assert second.pay("a", "does a fail?", 3, never) == FAILED
-    assert (second.asked, [question.runs for question in second.asked]) == (first.asked, [3])
+    assert first.reply("a", "does a fail?", 3, lambda: FAILED) == FAILED
+    second = Questions(tmp_path)
+    assert second.reply("a", "does a fail?", 3, never) == FAILED
+    assert [asked.runs for each in (first, second) for asked in each.asked] == [3, 0]
     (path,) = tmp_path.iterdir()
     data, other = path.read_bytes(), Reply(answer="passes")
     for damaged in (data.replace(b"it", b"at"), data[:-9], b""):
         path.write_bytes(damaged)
-        assert Questions(replies=tmp_path).pay("a", "a?", 1, lambda: other) == other
-
-
-def test_a_budget_is_kept() -> None:
-    """What costs more runs than are left, or comes after the time, is not asked; the free is."""
-    questions = Questions(3)
-    questions.pay("b", "b?", 2, lambda: FAILED)
-    with pytest.raises(OutOfBudget, match=r"budget of 3 runs: 2 spent, .* up to 2"):
-        questions.pay("c", "c?", 2, never)
-    questions.pay("free", "free?", 0, lambda: FAILED)
-    now_s = 100.0
-    timed = Questions(minutes=2, clock=lambda: now_s)
-    now_s = 219.0
-    timed.check(1)
-    now_s = 220.0
-    timed.check(0)
-    with pytest.raises(OutOfBudget, match="budget of 2 minutes is spent"):
-        timed.check(1)
+        assert Questions(tmp_path).reply("a", "a?", 1, lambda: other) == other

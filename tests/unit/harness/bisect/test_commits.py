@@ -19,13 +19,7 @@ from harness.bisect.commits import (
     first_bad_commit,
     releases_of,
 )
-from harness.bisect.experiments import (
-    EVERY_RUN,
-    Answer,
-    OutOfBudget,
-    Questions,
-    Reply,
-)
+from harness.bisect.experiments import EVERY_RUN, Answer, Questions, Reply
 from harness.errors import Interrupted, UsageError
 from harness.records import Ending, Verdict
 from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
@@ -49,13 +43,12 @@ def history(tmp_path: Path) -> MakeHistory:
 
 
 def search(
-    place: Path, run: Run = by_reading, *, budget: int | None = None, paths: tuple[str, ...] = (),
-    **how: Any,
-) -> CommitSearch:  # fmt: skip
+    place: Path, run: Run = by_reading, *, paths: tuple[str, ...] = (), **how: Any
+) -> CommitSearch:
     """From the first commit to the last, with answers kept beside the repository."""
     root = place / "repository"
     commits = f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
-    questions = Questions(budget, replies=place / "replies")
+    questions = Questions(place / "replies")
     found = commits_of(root, commits, paths)
     return first_bad_commit(found, run, questions, place / "worktree", **how)
 
@@ -172,19 +165,6 @@ def test_a_merged_branch(tmp_path: Path, history: MakeHistory, guilty: int) -> N
     assert found.first_bad is not None
     assert found.first_bad.subject == ("Merge" if guilty == 4 else f"side {guilty}")
     assert found.num_commits == 7
-
-
-def test_a_budget_ends_it_with_what_is_left(tmp_path: Path, history: MakeHistory) -> None:
-    """The suspects that are left, and that the budget ended it; more of it goes on."""
-    commits = history(NUMBER, 40)
-    with pytest.raises(OutOfBudget) as caught:
-        search(tmp_path, budget=4, **ONCE)
-    best = caught.value.best
-    assert (best.first_bad, {c.hash for c in best.suspects}) == (None, set(commits[33:49]))
-    assert best.stopped.startswith("the budget of 4 runs")
-    with pytest.raises(OutOfBudget, match="budget of 5 runs: 3 spent, the next question takes up"):
-        search(tmp_path, budget=5, cost=3, **ONCE)
-    assert hash_of(search(tmp_path, budget=4, **ONCE)) == commits[40]
 
 
 @pytest.mark.parametrize("how", [ONCE, {}])

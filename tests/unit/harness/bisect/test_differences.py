@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,13 @@ import pytest
 from fsdp_core.config import ParallelConfig, model_from_preset
 from harness.bisect.differences import (
     LegChanges,
-    of_legs,
-    of_nights,
+    between_environments,
     why_illegal,
     with_steps,
 )
-from harness.recorder import RecordFile
 from harness.records import PlantSpec, RunResult, RunSpec, each_of
-from harness.store import RunFolder, begin_run, save_outcome
 from tests.unit.harness.bisect.made_up_asker import run
-from tests.unit.harness.bisect.small_model import case_of, of_rank, run_of
+from tests.unit.harness.bisect.small_model import of_rank, run_of
 
 ULP, NAN = PlantSpec(fault="ulp", step=3), PlantSpec(fault="nan", step=4, rank=0)
 
@@ -139,14 +135,6 @@ def test_steps_change_with_the_option_that_states_them_and_limits_stay() -> None
 KNOWN: dict[str, Any] = {
     "torch": "2.12", "data": "d1", "cpu_capability": "AVX2", "environment": {"NCCL_ALGO": "Ring"},
 }  # fmt: skip
-MACHINE: dict[str, Any] = {
-    "cores": 8, "memory_bytes": 2**34, "system": "Linux", "python": "3.11",
-    "versions": {"torch": "2.12"}, "gpus": [{"name": "H200"}], "gpu_driver": "580",
-}  # fmt: skip
-MANIFEST: dict[str, Any] = {
-    "commit": "c1", "packages": {"rich": "13"}, "environment": {"variables": {"NCCL_ALGO": "x"}},
-    "machine": MACHINE,
-}  # fmt: skip
 
 
 def in_environment(*known: dict[str, Any]) -> RunResult:
@@ -169,40 +157,4 @@ def in_environment(*known: dict[str, Any]) -> RunResult:
 )  # fmt: skip
 def test_a_fact_of_all_ranks_is_said_once_and_one_of_some_by_rank(other: Any, facts: Any) -> None:
     """One rank on another machine is seen."""
-    assert of_legs(in_environment(KNOWN, KNOWN), in_environment(*other)).facts == facts
-
-
-def folder_of(path: Path, change: dict[str, Any], known: dict[str, Any] = KNOWN) -> RunFolder:
-    case, made = case_of(run_of(graph=("attn",))).case, in_environment(known, known)
-    with RunFolder.create(path, MANIFEST | change, "name: s\n", [case]) as folder:
-        place = folder.run_folder(made.spec.key)
-        begin_run(place, made.spec)
-        for records in made.ranks:
-            file = RecordFile(place / f"rank{records.rank}.jsonl")
-            assert records.start is not None
-            file.write(records.start)
-            file.close()
-        save_outcome(place, made.outcome)
-    return RunFolder.open(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "known", "fact"),
-    [
-        ({"commit": "c2"}, KNOWN, "commit c1 became c2"),
-        ({"packages": {"rich": "14"}}, KNOWN, "rich 13 became 14"),
-        ({"machine": MACHINE | {"gpu_driver": "590"}}, KNOWN, "gpu_driver 580 became 590"),
-        ({"environment": {"variables": {}}}, KNOWN, "NCCL_ALGO x became absent"),
-        ({"machine": MACHINE | {"cores": 4}}, KNOWN, "cores 8 became 4"),
-        ({}, KNOWN | {"data": "d2"}, "data d1 became d2"),
-    ],
-)
-def test_two_folders_are_compared_in_manifests_and_records(
-    tmp_path: Path, change: dict[str, Any], known: dict[str, Any], fact: str
-) -> None:
-    """Another commit, package, driver, variable, machine, data or kernel says so, and only so."""
-    before = folder_of(tmp_path / "a", {})
-    found = of_nights(before, folder_of(tmp_path / "b", change, known))
-    assert found.facts == (fact,)
-    assert found.sentence == f"a and b ran in other environments: {fact}"
-    assert of_nights(before, before).facts == ()
+    assert between_environments(in_environment(KNOWN, KNOWN), in_environment(*other)) == facts

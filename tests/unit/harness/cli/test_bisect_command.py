@@ -23,7 +23,6 @@ from tests.support.fake_engine import (
     failed_run,
     other_bits,
     run_json,
-    unequal,
 )
 
 PLACE = ("--until", "place", "--no-element")
@@ -65,18 +64,17 @@ def test_a_failing_case_is_led_to_its_place(
 def test_the_same_command_goes_on_and_asks_nothing_twice(
     bisect: Bisect, engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
 ) -> None:
-    """A spent budget is exit code 6; what was found is kept, also by a search that is stopped."""
+    """What was found is kept, also by a search that is stopped."""
     command = [*FOUND, "--until", "causes"]
-    code, found = bisect(*command, "--budget-runs", "2")
-    assert (code, found["exit_code"], found["place"]["tensor"]) == (6, 6, "w")
-    assert "budget of 2 runs" in found["stopped"]
-    assert len(set(engine.made)) <= 2
+    engine.on_start = lambda *_: interrupt() if len(engine.made) == 3 else None
+    assert main(command) == 2
+    assert (kept()["place"]["tensor"], kept()["stopped"]) == ("w", "interrupted")
+    engine.on_start = lambda *_: None
     code, found = bisect(*command)
     assert (code, found["stopped"]) == (1, "")
     assert [cause["changes"] for cause in found["causes"]["causes"]] == [["graph: attn"]]
-    assert found["num_runs"] == len(engine.made) == len(set(engine.made))
+    assert found["num_runs"] == len(set(engine.made)) >= len(engine.made) - 1
     questions = found["questions"]
-    assert sum(question["runs"] for question in questions) == found["num_runs"]
     made = len(engine.made)
     capsys.readouterr()
     assert main(command) == 1
@@ -105,16 +103,12 @@ def test_the_least_case_is_left_as_a_scenario_that_fails_alone(bisect: Bisect) -
 def test_other_environments_are_said_first(
     engine: FakeEngine, bisect: Bisect, capsys: Capsys, monkeypatch: Patch
 ) -> None:
-    """Of a run that passed, of today's code, and of an earlier search, whose answers are left."""
+    """Of today's variables and code, and of an earlier search, whose answers are left."""
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    engine.spoil = lambda spec, record: record
-    assert main(["run", "small.yaml", "--out", "good", "--no-history"]) == 0
-    engine.spoil = unequal
     command = ["bisect", "dp2-attn", "r", *PLACE]
-    first = bisect(*command, "--passed", "good")[1]
-    told, *more = first["environment"]
-    assert told.startswith("good and r ran in other environments: NCCL_ALGO Tree became absent")
-    assert more  # today's runs would have the variable, too
+    first = bisect(*command)[1]
+    (told,) = first["environment"]
+    assert told.startswith("the case and further runs ran in other environments: variable NCCL_")
     monkeypatch.delenv("NCCL_ALGO")
     monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
     monkeypatch.setattr(provenance, "describe", lambda: "2" * 40)
@@ -186,23 +180,15 @@ def test_a_request_that_cannot_be_is_one_line(
 def test_a_search_that_has_no_answer_yet_ends_like_any_other(
     bisect: Bisect, engine: FakeEngine, capsys: Capsys, between: bool
 ) -> None:
-    """A budget or Ctrl-C in its first question: why it ended, and how to go on."""
+    """Ctrl-C in its first question: why it ended, and how to go on."""
     two = "axes: {parallel: [{tp: 1}, {tp: 2}], graph: [eager, [attn]]}"
     Path("two.yaml").write_text(SCENARIO.replace(SCENARIO.splitlines()[3], two))
     against = ["-k", "tp2", "--against", "tp1"] if between else ["-k", "tp2"]
-    command = ["bisect", "two.yaml", *against, "--out", "b", "--budget-runs", "2"]
-    code, found = bisect(*command)
-    assert (code, found["exit_code"], found["outcome"]) == (6, 6, "error")
-    assert (found["what"], found["num_runs"]) == ("not_run", 0)
-    assert found["stopped"].startswith("the budget of 2 runs: 0 spent, the next question")
-    assert main(command) == 6
-    out = capsys.readouterr().out
-    assert "not finished: the budget of 2 runs" in out
-    assert "again: harness bisect two.yaml -k tp2" in out
     engine.on_start = interrupt
-    assert main(command[:-2]) == 2
+    assert main(["bisect", "two.yaml", *against, "--out", "b"]) == 2
     assert "go on with: harness bisect two.yaml -k tp2" in capsys.readouterr().err
-    assert kept()["stopped"] == "interrupted"
+    names = ("stopped", "outcome", "what", "num_runs")
+    assert [kept()[name] for name in names] == ["interrupted", "error", "not_run", 0]
 
 
 # --- faults that seldom fire ------------------------------------------------------------------
