@@ -7,7 +7,6 @@ are those of the failure; one that fails in another way, or has no verdict, is `
 """
 
 import dataclasses
-import functools
 import math
 import shutil
 import time
@@ -48,41 +47,6 @@ class NeverFails(HarnessError):
     """The full case does not fail, or too seldom, so there is nothing to search for."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.NO_VERDICT
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds(Json):
-    """Exact (Clopper-Pearson) bounds on a rate of which `successes` in `trials` were seen."""
-
-    low: float
-    high: float
-    successes: int
-    trials: int
-
-    def __str__(self) -> str:
-        """As a table has it: `19/20 (75.1 to 99.9 %)`, rounded outwards."""
-        low, high = math.floor(self.low * 1000) / 10, math.ceil(self.high * 1000) / 10
-        return f"{self.successes}/{self.trials} ({low:g} to {high:g} %)"
-
-
-@functools.cache
-def bounds(successes: int, trials: int, confidence: float = CONFIDENCE) -> Bounds:
-    """The bounds between which the rate lies with a confidence, whatever it is."""
-
-    def least(n: int) -> float:
-        """The rate of which `n` successes or more are just too rare; 0 for none."""
-        low, high, log = 0.0, 1.0, math.lgamma
-        while n and low < (rate := (low + high) / 2) < high:
-            tail = math.fsum(
-                math.exp(log(trials + 1) - log(k + 1) - log(trials - k + 1)
-                         + k * math.log(rate) + (trials - k) * math.log1p(-rate))
-                for k in range(n, trials + 1)
-            )  # fmt: skip
-            low, high = (rate, high) if tail < (1 - confidence) / 2 else (low, rate)
-        return low
-
-    high = 1 - least(trials - successes)
-    return Bounds(low=least(successes), high=high, successes=successes, trials=trials)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from harness.bisect.experiments import Bounds, bounds
 from harness.bisect.found import Location
 from harness.bisect.locate import locate
 from harness.campaign.cases import (
@@ -30,7 +29,7 @@ from harness.campaign.cases import (
     WHOLE,
     plan_cases,
 )  # fmt: skip
-from harness.campaign.scoring import Localised, localised
+from harness.campaign.scoring import Bounds, Localised, bounds, localised
 from harness.codec import Json
 from harness.errors import NothingSelected, UsageError, one_line
 from harness.faults.catalogue import CATALOGUE

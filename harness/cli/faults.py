@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ from rich.text import Text
 from harness.campaign import campaign as made
 from harness.campaign.campaign import Matrix, Row
 from harness.campaign.cases import scenario_text
+from harness.cli import options
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
-from harness.masking import Masker
 from harness.records import ExitCode, Verdict
 from harness.runner.plan import Plan
 from harness.scenario.suite import compile_expression
@@ -28,10 +26,6 @@ from harness.terminal import cell, duration, make_console, plain_table, plan_lin
 CLEAN_CASES = 200
 MATRIX_FILES = ("matrix.md", "matrix.json")
 
-_PATH = click.Path(path_type=Path)
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
-)
 _keyword = click.option(
     "-k", "keyword", metavar="EXPR",
     help="Only faults whose name, class, source or words match: 'streams and not F31'.",
@@ -45,12 +39,12 @@ def faults_command() -> None:
 
 @faults_command.command("list")
 @_keyword
-@_json
+@options.as_json
 def list_faults(*, keyword: str | None, as_json: bool) -> int:
     """Every fault of the catalogue: what it is, where it shows, what must catch it."""
     chosen = _selected((), keyword)
     if as_json:
-        click.echo(json.dumps([_plain(fault) for fault in chosen], allow_nan=False))
+        options.print_json([_plain(fault) for fault in chosen])
         return ExitCode.PASSED
     console = make_console()
     _print_table(console, made.CATALOGUE_HEADERS, map(made.entry_of, chosen))
@@ -60,13 +54,13 @@ def list_faults(*, keyword: str | None, as_json: bool) -> int:
 
 @faults_command.command("show")
 @click.argument("name")
-@_json
+@options.as_json
 def show_fault(*, name: str, as_json: bool) -> int:
     """All of one entry, and a scenario that shows it, to copy."""
     (fault,) = _selected((name,), None)
     plain = {**_plain(fault), "scenario": scenario_text(fault)}
     if as_json:
-        click.echo(json.dumps(plain, allow_nan=False))
+        options.print_json(plain)
         return ExitCode.PASSED
     # Comments of YAML: what is printed, written to a file, is the scenario.
     for key in ("name", "description", "kind", "source", "symptom", "expects", "points_at",
@@ -89,41 +83,35 @@ def show_fault(*, name: str, as_json: bool) -> int:
     help=f"Clean cases next to them, {CLEAN_CASES} by default, or none for named faults.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
-@click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
-@click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
-@click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
-@click.option(
-    "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Ranks that share a GPU."
-)
-@click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time.")
+@click.option("--resume", type=options.PATH, metavar="RUN", help="Continue a run folder.")
+@options.options(options.out, options.room)
 @click.option(
     "--patience", type=click.FloatRange(min=1), metavar="X",
     help="Time limits are X times as long: for a machine that is slow or busy. 1, on GPUs 4.",
 )  # fmt: skip
-@_json
+@options.as_json
 def run_faults(
-    *, names: tuple[str, ...], keyword: str | None, clean: int | None, as_json: bool, **options: Any
+    *, names: tuple[str, ...], keyword: str | None, clean: int | None, as_json: bool, **how: Any
 ) -> int:
     """Plant faults, all by default, and print which check sees each, when, and where it points.
 
     Exit code 0 only if every fault that can run here was detected and no clean case failed.
     """
-    resume = options["resume"]
+    resume = how["resume"]
     if resume is not None and (names or keyword or clean is not None):
         raise UsageError(f"--resume: expected no names, -k or --clean with {resume}")
     if clean is None:
         clean = 0 if names or keyword else CLEAN_CASES
     faults = () if resume else _selected(names, keyword)
     console = make_console(stderr=as_json)
-    args: list[str] = click.get_current_context().find_root().obj or sys.argv[1:]
 
     def say(what: Row | Verdict | Plan, done: int, planned: int) -> None:
         count = Text("" if isinstance(what, Plan) else f"[{done}/{planned}] ", style="dim")
         if (line := _line(what)) is not None:
             console.print(count + line, soft_wrap=True)
 
-    argv = ["harness", *Masker(os.environ).words(args)]
-    folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **options)
+    argv = options.command_line()
+    folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **how)
     texts = (made.markdown(matrix), json.dumps(matrix.to_json(), indent=1))
     for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)
@@ -133,15 +121,14 @@ def run_faults(
         console.print(Text(line), soft_wrap=True)
     code = exit_code(matrix)
     if as_json:
-        plain = {"exit_code": int(code), "folder": str(folder), **matrix.to_json()}
-        click.echo(json.dumps(plain, allow_nan=False))
+        options.print_json({"exit_code": int(code), "folder": str(folder), **matrix.to_json()})
     return code
 
 
 @faults_command.command("table")
-@click.argument("folders", type=_PATH, nargs=-1, metavar="[RUN]...")
+@click.argument("folders", type=options.PATH, nargs=-1, metavar="[RUN]...")
 @click.option(
-    "--write", type=_PATH, metavar="FILE",
+    "--write", type=options.PATH, metavar="FILE",
     help="Put it there; what was measured there on devices that no RUN is of stays.",
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:

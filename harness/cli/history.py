@@ -1,7 +1,7 @@
 """The commands `harness history` and `harness compare`, and their tables."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +15,6 @@ from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.history.entries import FolderEntry
-from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
@@ -41,19 +40,17 @@ MOST_ANSWERS = 60
 )  # fmt: skip
 @click.option("--add", "folders", type=PATH, multiple=True, metavar="RUN",
               help="Record a run folder.")  # fmt: skip
-@click.option("--import", "files", type=PATH, multiple=True, metavar="FILE",
-              help="Merge another history file into this one.")  # fmt: skip
 @options.as_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],
-    files: tuple[Path, ...], as_json: bool,
+    as_json: bool,
 ) -> int:  # fmt: skip
     """What earlier runs say of a CASE or a SCENARIO, or of all of them.
 
     A case that two scenarios have is SCENARIO/CASE.
     """
-    if folders or files:
-        _take_in(database, folders, files, as_json=as_json)
+    if folders:
+        _take_in(database, folders, as_json=as_json)
         return ExitCode.PASSED
     with of.History.open(database) as history:
         found = _chosen(history, name, days)
@@ -74,15 +71,8 @@ def history_command(
     return ExitCode.PASSED
 
 
-def _take_in(
-    database: Path, folders: Iterable[Path], files: Iterable[Path], *, as_json: bool
-) -> None:
-    added = of.Recorded()
-    for folder in folders:
-        added += of.record_folder(folder, database)
-    for file in files:
-        with open_import(file) as other, of.History.open(database, create=True) as history:
-            added += history.merge(other)
+def _take_in(database: Path, folders: Sequence[Path], *, as_json: bool) -> None:
+    added = sum((of.record_folder(folder, database) for folder in folders), of.Recorded())
     if as_json:
         print_json(added.to_json())
         return

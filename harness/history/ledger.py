@@ -11,7 +11,7 @@ import os
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from harness.codec import strict_loads
 from harness.errors import Infrastructure, UsageError
 from harness.history.entries import ENCODER, CaseEntry, FolderEntry, RunEntry, name_of
 from harness.records import Json
-from harness.store.files import make_folder, open_plain
+from harness.store.files import make_folder
 
 APPLICATION_ID, SCHEMA_VERSION = 0x44304A31, 6
 """In the header of the file: another program's database is not taken for a history."""
@@ -102,16 +102,9 @@ class History:
 
         `Infrastructure`: the disk refused, or others kept the history locked; nothing is added.
         """
-        return self._add([entry])
-
-    def merge(self, other: "History") -> Recorded:
-        """Record everything of another history, or nothing if a row of it is `Damaged`."""
-        return self._add(other.entries())
-
-    def _add(self, entries: Iterable[FolderEntry]) -> Recorded:
         with _refusals("write", self.path), self.connection:  # all of it, or rolled back
             self.connection.execute("BEGIN IMMEDIATE")  # waits for other writers
-            return sum(map(self._record, entries), Recorded())
+            return self._record(entry)
 
     def _record(self, entry: FolderEntry) -> Recorded:
         counts: Counter[str] = Counter()
@@ -168,15 +161,6 @@ class History:
                 cases = tuple(case for _, case in self.rows(CaseEntry, owned, [folder]))
                 runs = tuple(run for _, run in self.rows(RunEntry, owned, [folder]))
                 yield dataclasses.replace(alone, cases=cases, runs=runs)
-
-
-def open_import(path: Path) -> History:
-    """Open a history from elsewhere, to `merge` it: a plain file, or `UsageError`; as `open`."""
-    try:
-        open_plain(path).close()  # a pipe would keep its reader for ever
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return History.open(path)
 
 
 @contextmanager

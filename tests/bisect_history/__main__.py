@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.bisect.experiments import bounds
+from harness.bisect.experiments import CONFIDENCE
+from harness.campaign.scoring import bounds
 from tests.bisect_history.history import SOMETIMES, WRONG, Files, git, harnesses, make_history
 from tests.bisect_history.trainer import SCENARIO, trainers
 
@@ -179,7 +180,7 @@ def main() -> int:
         fill(table, root, options)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    wrong = bounds(table.answers.count(False), len(table.answers))
+    wrong = bounds(table.answers.count(False), len(table.answers), CONFIDENCE)
     sys.stdout.write(f"\nWrong answers: {wrong}, at 99 % confidence.\n")
     return 0 if all(table.answers) else 1
 

@@ -10,7 +10,8 @@ import argparse
 import random
 import sys
 
-from harness.bisect.experiments import Answer, NeverFails, bounds, learn
+from harness.bisect.experiments import CONFIDENCE, Answer, NeverFails, learn
+from harness.campaign.scoring import bounds
 
 NUMBER = 64
 RATES = (1.0, 0.9, 0.6, 0.3, 0.1)
@@ -69,7 +70,7 @@ def row(rate: float, searches: int) -> str:
             given_up += 1
     done = searches - given_up
     mean = f"{runs / done:.0f}" if done else "-"
-    return f"| {100 * rate:g} % | {bounds(wrong, done)} | {mean} | {given_up} |\n"
+    return f"| {100 * rate:g} % | {bounds(wrong, done, CONFIDENCE)} | {mean} | {given_up} |\n"
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ from harness.bisect.experiments import (
     NeverFails,
     Questions,
     Reply,
-    bounds,
     failure_of,
     learn,
 )
@@ -327,17 +326,6 @@ def test_nothing_is_written_that_was_not_run(tmp_path: Path) -> None:
 
 
 FAILED = Reply(answer="fails", words="it failed")
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [(0, 50, 0.0, 0.1005), (50, 50, 0.8995, 1.0), (19, 20, 0.6828, 0.9998), (0, 0, 0.0, 1.0),
-     (4, 10, 0.0768, 0.8091), (3, 2000, 0.0001691, 0.005478)],
-)  # fmt: skip
-def test_bounds_of_a_rate_are_exact(successes: int, trials: int, low: float, high: float) -> None:
-    """Those of Clopper and Pearson at 99 %, as tables have them."""
-    found = bounds(successes, trials)
-    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("rate", [0.9, 0.5, 0.4])

@@ -98,25 +98,11 @@ def test_what_is_not_there_is_said(filled: Path, tmp_path: Path, capsys: Capsys)
     assert f"'{begin}': expected a run folder or an id, got several runs of" in told
     History.open(tmp_path / "empty", create=True).connection.close()
     assert "holds no run yet" in said(capsys, "history", "--history", "empty", code=5)
-    filled.write_bytes(filled.read_bytes()[:20_000])
-    assert "is damaged: " in said(capsys, "history", code=6)
-
-
-def test_another_history_is_merged(filled: Path, capsys: Capsys) -> None:
-    """Once, however often; what is no history, and one with an edited row, is refused whole."""
-    taken = ("history", "--history", "b", "--import", str(filled))
-    code, answer = run_json(capsys, *taken)
-    assert (code, answer["folders"], answer["cases"]) == (0, 30, 60)
-    code, answer = run_json(capsys, *taken)
-    assert (code, set(answer.values())) == (0, {0})
-    assert "cannot be read" in said(capsys, "history", "--import", "none", code=4)
-    Path("lines").write_text("{}\n" * 2000)
-    assert "is damaged: " in said(capsys, "history", "--import", "lines", code=6)
     with History.open(filled) as history:
         history.connection.execute("UPDATE cases SET outcome = 'passed' WHERE outcome = 'failed'")
     said(capsys, "history", "dp2-attn", code=6)
-    said(capsys, "history", "--history", "c", "--import", str(filled), code=6)
-    assert "holds no run yet" in said(capsys, "history", "--history", "c", code=5)
+    filled.write_bytes(filled.read_bytes()[:20_000])
+    assert "is damaged: " in said(capsys, "history", code=6)
 
 
 def test_runs_are_compared_by_folder_and_by_id(engine: FakeEngine, capsys: Capsys) -> None:
@@ -128,6 +114,8 @@ def test_runs_are_compared_by_folder_and_by_id(engine: FakeEngine, capsys: Capsy
             engine.spoil = lambda spec, record: record
         main(["run", "small.yaml", "--out", name, "--history", "h"])
     assert "4 cases: 4 alike" in said(capsys, "compare", "a", "c")
+    added = [run_json(capsys, "history", "--add", "a", "--history", "b.sqlite") for _ in range(2)]
+    assert [(code, answer["folders"]) for code, answer in added] == [(0, 1), (0, 0)]
     told = said(capsys, "compare", "a", "b", code=1)
     assert told.index("environment: the same") < told.index("passed became failed diverged")
     code, answer = run_json(capsys, "compare", "b", "a")

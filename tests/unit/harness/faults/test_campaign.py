@@ -20,7 +20,7 @@ from harness.campaign.cases import (
     scenario_text,
     variants,
 )
-from harness.campaign.scoring import localised
+from harness.campaign.scoring import bounds, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Pointer, read_table
 from harness.records import (
@@ -323,3 +323,14 @@ def test_the_front_of_the_harness_never_imports_torch() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'pandas', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(0, 50, 0.0, 0.1005), (50, 50, 0.8995, 1.0), (19, 20, 0.6828, 0.9998), (0, 0, 0.0, 1.0),
+     (4, 10, 0.0768, 0.8091), (3, 2000, 0.0001691, 0.005478)],
+)  # fmt: skip
+def test_bounds_of_a_rate_are_exact(successes: int, trials: int, low: float, high: float) -> None:
+    """Those of Clopper and Pearson at 99 %, as tables have them."""
+    found = bounds(successes, trials, 0.99)
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)

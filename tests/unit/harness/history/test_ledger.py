@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError, UsageError
 from harness.history import NOT_WRITTEN_FILE, History, Recorded, remember
 from harness.history.entries import FolderEntry, name_of
-from harness.history.ledger import Damaged, open_import
+from harness.history.ledger import Damaged
 from harness.records import Difference
 from reports.reading import summarise
 from tests.unit.harness.history.nights import FAILED, case, night, run
@@ -53,11 +53,10 @@ def read(path: Path) -> list[FolderEntry]:
 
 
 def test_what_is_recorded_comes_back_once(path: Path, history: History) -> None:
-    """Field by field, from the file and from a merged one."""
+    """Field by field, and however often it is recorded."""
     assert read(path) == NIGHTS
-    with open_import(path) as other:
-        assert history.merge(other) == Recorded(folders=4, cases=8, runs=24)
-        assert history.merge(other) == Recorded()
+    assert sum(map(history.record, NIGHTS), Recorded()) == Recorded(folders=4, cases=8, runs=24)
+    assert sum(map(history.record, NIGHTS), Recorded()) == Recorded()
     differing = night(0, cases=2, answers={0: FAILED}, values=lambda run, leg: {"step_s": 0.5})
     assert history.record(differing) == Recorded(differing=7)
     assert list(history.entries()) == NIGHTS
@@ -84,9 +83,9 @@ def test_what_is_recorded_comes_back_once(path: Path, history: History) -> None:
     ],
 )
 def test_a_row_that_is_not_what_was_written_is_damage(
-    sql: str, digest_fits: bool, path: Path, history: History
+    sql: str, digest_fits: bool, path: Path
 ) -> None:
-    """Edited and forged rows, digest or not: reading and merging say so; nothing is added."""
+    """Edited and forged rows, digest or not: reading says so."""
     with History.open(path) as edited:
         edited.connection.execute(sql)
         if digest_fits:
@@ -95,9 +94,6 @@ def test_a_row_that_is_not_what_was_written_is_damage(
             edited.connection.execute("UPDATE cases SET digest = ? WHERE rowid = 1", fits)
         with pytest.raises(Damaged):
             list(edited.entries())
-        with pytest.raises(Damaged):
-            history.merge(edited)
-    assert list(history.entries()) == []
 
 
 @given(data=st.data())

@@ -365,11 +365,3 @@ def test_nothing_is_written_through_links(name: str, made: Path, cli: Cli) -> No
     cli("report", "r", code=4)
     cli("run", "--resume", "r", "--no-history", code=4)
     assert sorted(other.rglob("*")) == before
-
-
-def test_an_export_that_is_a_pipe_keeps_nobody(cli: Cli) -> None:
-    """What is imported is a plain file."""
-    os.mkfifo("pipe")
-    for path in ("pipe", "/dev/zero"):
-        said = cli("history", "--import", path, "--history", "h.sqlite", code=4).err
-        assert "cannot be read" in said
