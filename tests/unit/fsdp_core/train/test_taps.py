@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
@@ -168,18 +169,38 @@ def test_hooks_that_are_taken_away_do_not_take_taps_along() -> None:
 
 
 def test_only_training_is_seen() -> None:
-    """Evaluation, and passes without gradients, between steps leave the rows as they were."""
+    """Evaluation between steps, with gradients or without, leaves the rows as they were."""
     model = Net()
     taps = everything(model)
     taps.begin()
     step_eagerly(model, 0)
     before = taps.rows.clone()
-    with torch.no_grad():
-        model(data(1)[0])
     model.eval()
     model(data(1)[0])
+    with torch.no_grad():
+        model(data(1)[0])
     assert torch.equal(taps.rows, before)
     assert taps.calls_seen.tolist() == [MICROBATCHES] * len(taps.tap_names)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_are_seen_once(reentrant: bool) -> None:
+    """A checkpoint calls the block twice: digests and order of calls are those without it."""
+
+    def rows(checkpointed: bool) -> dict[str, list[int]]:
+        model = Net()
+        taps = everything(model)
+        taps.begin()
+        torch.manual_seed(7)
+        for x in data(0):
+            x.requires_grad_()
+            for block in model.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if checkpointed else block(x)
+            model.head(x).square().mean().backward()
+        assert taps.calls_seen.tolist()[3:] == [MICROBATCHES] * (len(taps.tap_names) - 3)
+        return {name: row[:4] for name, row in rows_by_name(taps).items()}
+
+    assert rows(True) == rows(False)
 
 
 def test_calls_beyond_the_rows_are_folded_into_the_last() -> None:
