@@ -16,12 +16,12 @@ QUICK = {
     "test_fused_experts",
     "test_graph_collectives",
     "test_lending",
-    "test_moe_products",
     "test_nest",
     "test_parallel_collectives",
     "test_parity_bounds",
+    "test_products_of_features_equal_one_process",
 }
-"""Together some seconds on two cores; the others take many minutes."""
+"""Files, and a test; together some seconds on two cores; the others take many minutes."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        is_long = item.path.parent == HERE and item.path.stem not in QUICK
+        is_long = item.path.parent == HERE and not {item.path.stem, item.name} & QUICK
         if is_long:
             item.add_marker(pytest.mark.long)
         ours = not is_long or zlib.crc32(item.nodeid.encode()) % number == index - 1

@@ -4,19 +4,14 @@ Every rank makes the same whole sequences, takes its part, and compares its rows
 formula over each sequence alone (`attention_bounds`).
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from fsdp_core.model import cp_attention as ring
 from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding_multiple
-from fsdp_core.model.cp_attention import Pair, causal_attention, unpack_tensors
+from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.context import ContextPlan, dense_plan
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.attention_bounds import RESULTS, attention_with_bounds
@@ -79,12 +74,6 @@ def zigzag(length: int, axis: Axis) -> list[int]:
     return [*range(early, early + chunk), *range(late, late + chunk)]
 
 
-def plain_order(length: int, axis: Axis) -> list[int]:
-    """The rows of this rank if parts were cut in plain order: what must not be."""
-    part = length // axis.size
-    return list(range(axis.rank * part, (axis.rank + 1) * part))
-
-
 def run_attention(
     inputs: Inputs, plan: ContextPlan, axis: Axis, scale: float | None = None
 ) -> dict[str, torch.Tensor]:
@@ -105,18 +94,22 @@ def compare(
     }
 
 
+def copy_contents(batch: PackedBatch, other: PackedBatch) -> None:
+    """What a graph reads is that of another batch of the same capacity."""
+    for name in ("tokens", "targets", "loss_mask", "offsets", "padded_offsets"):
+        getattr(batch, name).copy_(getattr(other, name))
+
+
 def largest(errors: list[Errors]) -> Errors:
     """The worst of each result."""
     return {name: max(e[name] for e in errors) for name in RESULTS}
 
 
-def dense_errors(
-    shape: Shape, dtype: torch.dtype, order: Callable[[int, Axis], list[int]] = zigzag
-) -> Errors:
+def dense_errors(shape: Shape, dtype: torch.dtype) -> Errors:
     """Worst errors of a batch of whole sequences."""
     axis = world_axis()
     inputs = draw(shape, BATCH, LENGTH, dtype)
-    rows = order(LENGTH, axis)
+    rows = zigzag(LENGTH, axis)
     plan = dense_plan(LENGTH, axis.size, axis.rank, CPU)
     q, k, v, grad = (t[:, rows] for t in inputs)
     got = run_attention((q, k, v, grad), plan, axis)
@@ -138,55 +131,6 @@ def all_dense_errors() -> dict[tuple[str, str], Errors]:
         for name, shape in SHAPES.items()
         for dtype in DTYPES
     }
-
-
-# --- planted faults ---------------------------------------------------------------------------
-
-
-def merge_without_weight(one: Pair, other: Pair) -> Pair:
-    """Joins blocks as if what is joined later were normalised already."""
-    total = torch.logaddexp(one[1], other[1])
-    return one[0] * torch.exp(one[1] - total)[..., None] + other[0], total
-
-
-def swapped_step(axis: Axis, step: int) -> int:
-    """Takes keys to come from the other neighbour."""
-    return (axis.rank + step) % axis.size
-
-
-class LostHome:
-    """A hop that brings back what was sent: gradients do not get home."""
-
-    def __init__(self, sent: torch.Tensor, axis: Axis) -> None:
-        self._sent = sent
-
-    def wait(self) -> torch.Tensor:
-        """What was sent."""
-        return self._sent
-
-
-@contextlib.contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """A fault in the code that this rank runs."""
-    patches: dict[str, contextlib.AbstractContextManager[Any]] = {
-        "merge weight": mock.patch.object(ring, "merge", merge_without_weight),
-        "swapped step": mock.patch.object(ring, "source_of", swapped_step),
-        "no travel": mock.patch.object(ring, "Hop", LostHome),
-        "plain order": contextlib.nullcontext(),
-        "swapped keys and values": mock.patch.object(
-            ring, "unpack_tensors", lambda flat, like: unpack_tensors(flat, like[::-1])[::-1]
-        ),
-    }
-    with patches[fault]:
-        yield
-
-
-def errors_under(fault: str) -> dict[str, Errors]:
-    """Worst errors with a planted fault, of every dtype."""
-    order = plain_order if fault == "plain order" else zigzag
-    with planted(fault):
-        return {name: dense_errors(SHAPES["mla"], dtype, order)
-                for name, dtype in DTYPES.items()}  # fmt: skip
 
 
 # --- packed sequences -------------------------------------------------------------------------

@@ -4,9 +4,7 @@
 (see `parity_bounds`). All ranks draw the same global weights, of which each takes its part.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.parallel import tensor_parallel as tensor_module
-from fsdp_core.parallel.collectives import gather_from, reduce_from, reduce_scatter_to
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
+from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, enter
 from tests.dist.parity_bounds import Named, Roundings, product
 
@@ -131,14 +129,13 @@ def chain_cotangent(dtype: torch.dtype) -> torch.Tensor:
     return draw("cotangent", BATCH, TIME, VOCAB, dtype=dtype)
 
 
-def run_chain(dtype: torch.dtype, sequence_parallel: bool, plant: str = "") -> Parts:
+def run_chain(dtype: torch.dtype, sequence_parallel: bool) -> Parts:
     """Forward and backward on a rank: its logits and its gradients."""
     axis = whole_axis()
-    with planted(plant):
-        model = chain_on(axis, dtype, sequence_parallel=sequence_parallel)
-        logits = model(tokens_of())
-        columns = (Cut("tp", 2, axis.size, axis.rank),)
-        logits.backward(take(chain_cotangent(dtype), columns))
+    model = chain_on(axis, dtype, sequence_parallel=sequence_parallel)
+    logits = model(tokens_of())
+    columns = (Cut("tp", 2, axis.size, axis.rank),)
+    logits.backward(take(chain_cotangent(dtype), columns))
     return {"output": (logits.detach(), columns), **gradient_parts(model)}
 
 
@@ -149,55 +146,6 @@ def gradient_parts(model: nn.Module) -> Parts:
         assert parameter.grad is not None, name
         found[name] = (parameter.grad, cuts[name])
     return found
-
-
-# ---- one layer
-
-
-def plain_layer(named: Named) -> torch.Tensor:
-    """A linear layer by torch's function."""
-    return F.linear(named["x"], named["weight"])
-
-
-def layer_inputs(kind: str, dtype: torch.dtype) -> tuple[Named, torch.Tensor]:
-    """Global input and weight of a `column` or `row` layer, and the output's gradient."""
-    width, out = (HIDDEN, FFN) if kind == "column" else (FFN, HIDDEN)
-    named = {
-        "x": draw(f"{kind} x", BATCH, TIME, width, dtype=dtype),
-        "weight": draw(f"{kind} weight", out, width, dtype=dtype),
-    }
-    return named, draw(f"{kind} cotangent", BATCH, TIME, out, dtype=dtype)
-
-
-def layer_roundings(kind: str, ranks: int) -> dict[str, Roundings]:
-    """Of the output, and of the gradients of the weight and the input."""
-    inner, summed = product(HIDDEN), product(FFN // ranks, ranks)
-    weight = product(TOKENS)
-    output, x = (inner, summed) if kind == "column" else (summed, inner)
-    return {"output": output, "weight": weight, "x": x}
-
-
-def run_layer(kind: str, dtype: torch.dtype, sequence_parallel: bool, plant: str = "") -> Parts:
-    """Forward and backward of one layer on a rank."""
-    axis = whole_axis()
-    features, sequence = (Cut("tp", dim, axis.size, axis.rank) for dim in (2, 1))
-    outside = (sequence,) if sequence_parallel else ()
-    x_cuts, out_cuts = (outside, (features,)) if kind == "column" else ((features,), outside)
-    named, cotangent = layer_inputs(kind, dtype)
-    made = ColumnLinear if kind == "column" else RowLinear
-    width, out = named["weight"].shape[1], named["weight"].shape[0]
-    with planted(plant):
-        layer = made(width, out, axis, sequence_parallel=sequence_parallel).to(dtype)
-        load(layer, named)
-        x = take(named["x"], x_cuts).requires_grad_()
-        output = layer(x)
-        output.backward(take(cotangent, out_cuts))
-    assert x.grad is not None
-    return {
-        "output": (output.detach(), out_cuts),
-        "x": (x.grad, x_cuts),
-        **gradient_parts(layer),
-    }
 
 
 # ---- together again
@@ -227,61 +175,91 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-# ---- faults
+# ---- a net with dropout and a loss, which GPUs train
+
+LR, DROPOUT = 0.05, 0.25
 
 
-def _keep(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
-    """No communication at all; where a dim is to be cut or joined, its shape only."""
-    return x if dim is None else x.chunk(axis.size, dim)[axis.rank]
+class Mlp(nn.Module):
+    """x + dropout(down(dropout(gate * up)(norm(x)))): the inner dropout is cut over tp.
+
+    The norm is any library's: it is made to sum its gradient from outside. One operator of it reads
+    its input, so that the gradient of `x` is a sum of two, in whatever pieces this is compiled.
+    """
+
+    def __init__(self, axis: Axis, sequence_parallel: bool, streams: RandomStreams) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.norm = nn.LayerNorm(HIDDEN, bias=False)
+        if sequence_parallel:
+            tensor_module.reduce_replicated_of(self.norm, "weight", axis)
+        cut: Any = {"sequence_parallel": sequence_parallel}
+        self.gate = ColumnLinear(HIDDEN, FFN, axis, **cut)
+        self.up = ColumnLinear(HIDDEN, FFN, axis, **cut)
+        self.down = RowLinear(FFN, HIDDEN, axis, **cut)
+        self.own = streams.equal_over()
+        self.shared = self.own if sequence_parallel else streams.equal_over(axis.name)
+        self.dropout = DROPOUT
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] or [B, T / tp, H] -> the same."""
+        whole = enter(self.norm(x), self.axis, sequence_parallel=self.sequence_parallel)
+        gated = self.gate(whole, entered=True) * self.up(whole, entered=True)
+        out = self.down(self.own.dropout(gated, self.dropout, training=self.training))
+        return x + self.shared.dropout(out, self.dropout, training=self.training)
 
 
-class _GatherKeep(torch.autograd.Function):
-    """An all-gather whose backward does not sum."""
+class Net(nn.Module):
+    """Embedding, two MLPs, head and loss: tokens and targets [B, T] -> scalar."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return gather_from(x, axis, dim)
+    def __init__(self, axis: Axis, sequence_parallel: bool, streams: RandomStreams) -> None:
+        super().__init__()
+        self.axis = axis
+        cut: Any = {"sequence_parallel": sequence_parallel}
+        self.embedding = VocabEmbedding(VOCAB, HIDDEN, axis, **cut)
+        self.layers = nn.ModuleList(Mlp(axis, sequence_parallel, streams) for _ in range(2))
+        self.head = ColumnLinear(HIDDEN, VOCAB, axis, **cut)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank], None, None
-
-
-def _mean(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, axis, *dim: function(x, axis, *dim) / axis.size
-
-
-def _swap(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, axis, dim: function(x, axis, dim).roll(x.shape[dim], dim)
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """int64 [B, T] twice -> the mean loss."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return tensor_module.vocab_cross_entropy(self.head(x), targets, self.axis).mean()
 
 
-def _plants() -> dict[str, dict[str, Any]]:
-    return {
-        "": {},
-        "no sum on the way out": {"reduce_from": _keep, "reduce_scatter_to": _keep},
-        "no sum of the input's gradient": {
-            "copy_to": _keep,
-            "gather_from": lambda x, axis, dim: _GatherKeep.apply(x, axis, dim),
-        },
-        "mean for sum": {
-            "reduce_from": _mean(reduce_from),
-            "reduce_scatter_to": _mean(reduce_scatter_to),
-        },
-        "replicated not summed": {"reduce_replicated": _keep},
-        "gathered in another order": {"gather_from": _swap(gather_from)},
+def net_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Global weights for every parameter of a `Net`, centred on zero but for the norms'."""
+    shapes = {
+        "embedding": (VOCAB, HIDDEN),
+        "head": (VOCAB, HIDDEN),
+        "gate": (FFN, HIDDEN),
+        "up": (FFN, HIDDEN),
+        "down": (HIDDEN, FFN),
+        "norm": (HIDDEN,),
     }
+    found = {}
+    for name, _ in model.named_parameters():
+        kind = name.split(".")[-2]
+        drawn = draw(name, *shapes[kind], dtype=torch.float32)
+        found[name] = drawn if kind == "norm" else (drawn - 0.5) * 0.3
+    return found
 
 
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """Run with a fault in the layers."""
-    faults = _plants()[name]
-    original = {key: getattr(tensor_module, key) for key in faults}
-    try:
-        for key, faulty in faults.items():
-            setattr(tensor_module, key, faulty)
-        yield
-    finally:
-        for key, function in original.items():
-            setattr(tensor_module, key, function)
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of a step, int64 [B, T]."""
+    return (tokens_of() + step) % VOCAB, (tokens_of() * 3 + step) % VOCAB
+
+
+def train(model: Net, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """One step: the loss; gradients and weights change in place."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    loss: torch.Tensor = model(tokens, targets)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=LR)
+    return loss.detach()

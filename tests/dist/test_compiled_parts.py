@@ -57,6 +57,12 @@ def test_inside_beside_and_around(warm_ranks: RankPool) -> None:
     assert [part for part, _, _ in eager.compilations] == ["layers.0.mlp"]
 
 
+def test_parts_over_tp(warm_ranks: RankPool) -> None:
+    """Collectives in compiled code, and gradients of norms that are summed over tp there."""
+    run = Run({"tp": 2, "sequence_parallel": True}, "dense_tiny")
+    compare(warm_ranks, run, ATTN + MLP, [ATTN + MLP])
+
+
 def test_parts_of_expert_layers(warm_ranks: RankPool) -> None:
     """Routers that count over ranks, plans in the same graph, experts beside it."""
     eager, *_ = compare(warm_ranks, MIXED_RUN, (*PLANS, *EXPERTS), [PLANS])

@@ -117,6 +117,10 @@ LAYOUTS: dict[str, tuple[Run, list[tuple[str, ...]]]] = {
         [ALL_PARTS, LAYER]),
     "EP2xETP2": (
         Run({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "moe_tiny", MIXED | CAPACITY), [ALL_PARTS]),
+    "EP2, lightest dropped": (
+        Run({"dp": 2, "ep": 2}, "moe_tiny",
+            MIXED | {"capacity_factor": 0.5, "drop": "probs", "dispatcher": "all_gather"}),
+        [ALL_PARTS, (*ATTN, *MOE)]),
     "CP2": (Run({"cp": 2}, "dense_tiny_dropout"), [(*ATTN, *MLP), LAYER]),
     "PP2": (Run({"pp": 2}, "dense_tiny_dropout", microbatches=4), [ATTN, MLP, LAYER]),
     "PP2 interleaved": (

@@ -19,13 +19,13 @@ from tests.dist.context_programs import (
     Inputs,
     Shape,
     compare,
+    copy_contents,
     draw,
     largest,
     run_attention,
     world_axis,
     zigzag,
 )
-from tests.dist.dynamic_context_programs import copy_contents
 
 SHAPES = {
     "gqa": Shape(8, 2, 64, 64),

@@ -11,15 +11,18 @@ from fsdp_core.determinism import make_deterministic
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import Cut, take
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
-from tests.dist.tensor_parallel_modes import Net, batch, net_weights, train
 from tests.dist.tensor_parallel_programs import (
     Chain,
+    Net,
     Parts,
+    batch,
     chain_cotangent,
     chain_weights,
     gradient_parts,
     load,
+    net_weights,
     tokens_of,
+    train,
     whole_axis,
 )
 
