@@ -14,8 +14,7 @@ from tests.dist.dynamic_graph_programs import (
     train_mixed,
 )
 from tests.dist.rank_pool import RankPool
-from tests.dist.test_train_layouts import same_bits
-from tests.dist.train_layout_programs import STEPS, Run, train_all
+from tests.dist.train_layout_programs import STEPS, Run, same_bits, train_all
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 ATTN, FRONT = ("attn",), ("attn", "moe_router", "moe_preprocess")

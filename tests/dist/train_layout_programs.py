@@ -49,6 +49,8 @@ class Run:
     fsdp: dict[str, Any] = field(default_factory=dict)
     clip: float = 1.0
     lr: float = 1e-2
+    steps: int = STEPS
+    taps: tuple[str, ...] = ()
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -68,7 +70,8 @@ class Run:
             dtype=self.dtype,
             backend=self.backend,
             fp8=self.fp8,
-            steps=STEPS,
+            steps=self.steps,
+            taps=self.taps,
             microbatches=self.microbatches,
             micro_batch_size=self.micro_batch_size,
             seed=5,
@@ -107,7 +110,7 @@ def bits(
 def train(run: Run, axes: Axes) -> Seen:
     """All steps of a run."""
     trainer = Trainer(run.config, axes, DEVICE)
-    steps = [bits(trainer, step) for step in range(STEPS)]
+    steps = [bits(trainer, step) for step in range(run.steps)]
     floats, digests, rng = (list(each) for each in zip(*steps, strict=True))
     counts = trainer.counts
     names = {group: named for group, (named, _) in trainer.digested.items()}
@@ -121,6 +124,37 @@ def train_all(runs: list[Run]) -> list[Seen]:
     """Runs of one layout, one after another."""
     axes = build_axes(runs[0].parallel, DEVICE)
     return [train(run, axes) for run in runs]
+
+
+def same_bits(one: Seen, other: Seen) -> None:
+    """Every step shows the same."""
+    assert one.names == other.names
+    assert len(one.floats) == len(other.floats)
+    for step in range(len(one.floats)):
+        for kind in ("floats", "digests", "rng"):
+            assert getattr(one, kind)[step] == getattr(other, kind)[step], (kind, step)
+
+
+def check(runs: list[Run], ranks: list[list[Seen]]) -> None:
+    """Each run has the first one's bits, and its graphs were captured and replayed as they should.
+
+    Whole iterations are one graph, attention has two a layer, replayed in each microbatch.
+    """
+    for eager, *others in ranks:
+        # No two steps look alike, or the comparison would compare nothing.
+        for group in ("grads", "weights", "optim"):
+            assert len({digests[group] for digests in eager.digests}) == runs[0].steps
+        assert (eager.captured, eager.replays, eager.places) == (0, 0, [])
+        for run, seen in zip(runs[1:], others, strict=True):
+            same_bits(eager, seen)
+            replayed, layers = run.steps - WARMUP, run.config.model.layers
+            expected = {
+                (): (0, 0),
+                ("full_iteration",): (1, replayed),
+                ("attn",): (2 * layers, replayed * run.microbatches * 2 * layers),
+            }[run.graph]
+            assert (seen.captured, seen.replays) == expected, run
+            assert seen.places == [], run
 
 
 # ---- against one process
@@ -146,7 +180,7 @@ def show(run: Run) -> Shown:
     axes = build_axes(run.parallel, DEVICE)
     trainer = Trainer(run.config, axes, DEVICE)
     floats = []
-    for step in range(STEPS):
+    for step in range(run.steps):
         outputs = trainer.step(step)
         floats.append((outputs.loss.item(), outputs.grad_norm.item()))
     weights = gather_global(trainer.stages, axes)
