@@ -102,7 +102,13 @@ def corpus_files(path: str | None) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one data-parallel rank: tokens int64 [microbatches, micro_batch, seq + 1]."""
+    """Batches of one data-parallel rank: tokens int64 [microbatches, micro_batch, seq + 1].
+
+    Attributes:
+        ranks, numbered_by: ranks that read the samples of a step, and those by which samples are
+            numbered: the microbatches of one number on all `ranks` go on where those of the number
+            before ended.
+    """
 
     source: SyntheticTokens | TextTokens
     seed: int
@@ -110,17 +116,24 @@ class Batches:
     microbatches: int
     micro_batch_size: int
     seq: int
+    ranks: int = 1
+    numbered_by: int = 1
 
     def tokens(self, step: int) -> torch.Tensor:
         """The tokens of `step`: inputs are `[..., :-1]`, targets `[..., 1:]`."""
         rows = [
             [
-                self.source.window(mix(self.seed, step, self.dp_rank, m, b), self.seq + 1)
+                self.source.window(mix(self.seed, step, rank, m, b), self.seq + 1)
                 for b in range(self.micro_batch_size)
             ]
-            for m in range(self.microbatches)
+            for m, rank in map(self._numbered, range(self.microbatches))
         ]
         return torch.from_numpy(np.array(rows))
+
+    def _numbered(self, microbatch: int) -> tuple[int, int]:
+        if self.ranks == self.numbered_by:
+            return microbatch, self.dp_rank
+        return divmod(microbatch * self.ranks + self.dp_rank, self.numbered_by)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,11 @@ class ParallelConfig:
         return self.pp * self.stage_size
 
     @property
+    def readers(self) -> int:
+        """Number of places that read samples of their own."""
+        return self.dp_outer * self.dp
+
+    @property
     def stage_size(self) -> int:
         """Number of ranks of one pipeline stage."""
         return self.dp_outer * self.dp * self.cp * self.tp

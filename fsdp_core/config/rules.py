@@ -205,7 +205,7 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
          "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
-         "evaluate_every"),
+         "resume_from", "evaluate_every"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""
@@ -250,6 +250,36 @@ def tap_pattern(text: str) -> TapPattern:
 
 def _repeats(names: tuple[object, ...]) -> bool:
     return len(set(names)) < len(names)
+
+
+# --- resuming from another layout -------------------------------------------------------------
+
+
+def _resumes_on_other_ranks(run: "TrainConfig") -> None:
+    if run.begins_elsewhere and run.resume_from.world_size != run.parallel.world_size:
+        expected = f"a layout of {run.parallel.world_size} ranks, as parallel is"
+        raise ConfigError("resume_from", expected=expected, got=run.resume_from.world_size)
+
+
+def _resumes_on_other_samples(run: "TrainConfig") -> None:
+    if not run.begins_elsewhere:
+        return
+    for key, layout in (("parallel", run.parallel), ("resume_from", run.resume_from)):
+        if layout.dynamic_cp:
+            refuse(run, f"{key}.dynamic_cp", "no sizes, as packs depend on the layout")
+    number, ranks = run.microbatches * run.parallel.readers, run.resume_from.readers
+    if number % ranks:
+        expected = f"dp * dp_outer to divide a step's {number} microbatches, of all ranks"
+        raise ConfigError("resume_from", expected=expected, got=ranks)
+
+
+def _begins_in_an_illegal_layout(run: "TrainConfig") -> None:
+    if run.begins_elsewhere:
+        try:
+            run.before_resuming()
+        except ConfigError as error:
+            error.key = error.key.replace("parallel.", "resume_from.")
+            raise
 
 
 RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
@@ -428,6 +458,22 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
         Rule("goes_on_after_it_resumed",
              "A run that resumes after its last step shows nothing of it.",
              lambda run: run.resume_at >= run.steps, "resume_at", "less than steps={0.steps}"),
+        Rule("samples_are_numbered_by_rows", "Packs of dynamic cp are numbered without ranks.",
+             lambda run: run.data.ranks and run.parallel.dynamic_cp,
+             "data.ranks", "0, as parallel.dynamic_cp is {0.parallel.dynamic_cp}", (0,)),
+        Rule("resumes_on_as_many_ranks", "Each rank that saves is followed by one that loads.",
+             _resumes_on_other_ranks),
+        Rule("resumes_on_the_same_samples",
+             "A step's samples are dealt out in whole microbatches, in both layouts.",
+             _resumes_on_other_samples),
+        Rule("layouts_draw_other_masks", "Masks of dropout depend on the layout.",
+             lambda run: run.begins_elsewhere and run.model.dropout,
+             "model.dropout", "0, as resume_from is another layout", (0.0,)),
+        Rule("layouts_have_other_scales", "Scales of fp8 depend on the layout.",
+             lambda run: run.begins_elsewhere and run.fp8 != "none",
+             "fp8", "none, as resume_from is another layout", ("none",)),
+        Rule("resumes_from_a_legal_layout", "The first steps obey the rules of their layout.",
+             _begins_in_an_illegal_layout),
     ),
 })  # fmt: skip
 

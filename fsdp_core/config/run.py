@@ -25,6 +25,7 @@ DTYPES = ("bf16", "fp32")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """What is cut over the ranks of an axis; each cuts all that the one before does."""
 POOLS = ("dynamic", "double", "traced")
+SAME_LAYOUT = ParallelConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +75,18 @@ class DataConfig:
     """Token source: `synthetic` (hash of position) or `text` (bytes of files).
 
     `path` names a file or a folder of the text corpus; without it the corpus is the sorted `.py`
-    sources of the running Python's standard library.
+    sources of the running Python's standard library. Samples are numbered as `ranks` data-parallel
+    ranks read them, so that dp 4 can read in one microbatch what dp 2 reads in two; 0: as many
+    ranks as there are.
     """
 
     kind: str = "synthetic"
     path: str | None = None
+    ranks: int = 0
 
     def __post_init__(self) -> None:
         word(self, "kind", DATA_KINDS)
+        integers(self, 0, "ranks")
         if not isinstance(self.path, str | None):
             raise ConfigError("path", expected="a path", got=self.path)
         if self.path is not None and self.kind != "text":
@@ -104,7 +109,8 @@ class TrainConfig:
     the backend decides, and the experts are one unit. `evaluate_every` has the loss of one batch
     that is never trained on evaluated after every so many steps; 0: never.
     `resume_at` is the number of steps after which the run is saved, ends its processes and goes on
-    in new ones; 0: never.
+    in new ones; 0: never. `resume_from` is the layout of these first steps, which train eagerly on
+    as many ranks and the same samples, and are not recorded; of one rank: that of `parallel`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -125,6 +131,7 @@ class TrainConfig:
     fused_experts: bool = False
     steps: int = 20
     resume_at: int = 0
+    resume_from: ParallelConfig = SAME_LAYOUT
     microbatches: int = 1
     micro_batch_size: int = 1
     seed: int = 1234
@@ -158,6 +165,26 @@ class TrainConfig:
         """Whether an evaluation follows that step."""
         return self.evaluate_every > 0 and (step + 1) % self.evaluate_every == 0
 
+    @property
+    def begins_elsewhere(self) -> bool:
+        """Whether the first steps are taken in another layout."""
+        return self.resume_at > 0 and self.resume_from != SAME_LAYOUT
+
+    @property
+    def first_recorded(self) -> int:
+        """The first step that is recorded: those in another layout are not."""
+        return self.resume_at if self.begins_elsewhere else 0
+
+    def before_resuming(self) -> "TrainConfig":
+        """The run in the layout that it resumes from (`ConfigError`: it is not legal there)."""
+        ranks = self.parallel.readers
+        return dataclasses.replace(
+            self, parallel=self.resume_from, resume_from=SAME_LAYOUT, resume_at=0,
+            microbatches=self.microbatches * ranks // self.resume_from.readers,
+            data=dataclasses.replace(self.data, ranks=self.data.ranks or ranks),
+            graph=(), graph_layers=(), stress=(), taps=(), evaluate_every=0,
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON-ready plain values; `from_dict` is its inverse."""
         return {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
@@ -180,7 +207,7 @@ class TrainConfig:
 
 _PARTS: dict[str, type[Any]] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "optim": OptimConfig,
-    "data": DataConfig,
+    "data": DataConfig, "resume_from": ParallelConfig,
 }  # fmt: skip
 
 

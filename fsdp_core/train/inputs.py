@@ -81,12 +81,13 @@ class RowInputs(Inputs):
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
         seq, cp = config.model.seq, axes.cp
+        ranks = axes.dp_outer.size * axes.dp.size
         super().__init__(config, (config.micro_batch_size, seq // cp.size), device)
         self._cp = cp
         self._batches = Batches(
             token_source(config.data, config.model.vocab_size), config.seed,
             axes.dp_outer.rank * axes.dp.size + axes.dp.rank,
-            config.microbatches, config.micro_batch_size, seq,
+            config.microbatches, config.micro_batch_size, seq, ranks, config.data.ranks or ranks,
         )  # fmt: skip
         self.checksum = self._batches.source.checksum
         self._plan = dense_plan(seq, cp.size, cp.rank, device.torch_device)

@@ -55,11 +55,14 @@ def save_state(trainer: Trainer, folder: Path, step: int) -> None:
 def load_state(trainer: Trainer, folder: Path) -> int:
     """Put the latest of `folder` into a new trainer; the steps that were taken. A collective.
 
+    Of another layout random states say nothing: those of a new trainer stay as they are.
+
     Raises:
         ValueError, CheckpointError: as `checkpoint.load`; other ranks than those that saved.
     """
     with trainer.device.on(trainer.stream):
         loaded = checkpoint.load(folder, list(trainer.stages), _States(trainer))
-        trainer.set_rng_states(loaded.extra["random"])
+        if not trainer.config.begins_elsewhere:
+            trainer.set_rng_states(loaded.extra["random"])
         trainer.device.synchronize()
     return loaded.step

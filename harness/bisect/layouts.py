@@ -33,7 +33,7 @@ BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
 """Taps of a forward pass; of its first microbatch, as contents take memory."""
 _MAY_DIFFER = ("parallel", "fsdp", "graph", "capture_by", "compile", "compile_backend", "stress",
                "stress_seed", "taps", "flush_every", "graph_warmup_steps", "graph_optimizer",
-               "ledger", "steps", "resume_at", "backend", "engine", "recompute",
+               "ledger", "steps", "resume_at", "resume_from", "backend", "engine", "recompute",
                "fused_experts")  # fmt: skip
 """Keys of a configuration that decide how a step is computed, and not what."""
 BOUND, LEAST_ROW, MOST_FLIPS = 7.0, 16, 8

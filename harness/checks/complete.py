@@ -20,7 +20,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_core.config import TrainConfig, captured_layers, layers_with
+from fsdp_core.config import (
+    ParallelConfig,
+    TrainConfig,
+    captured_layers,
+    layers_with,
+    to_plain,
+)
 from fsdp_core.parallel.pipeline_schedule import split_layers
 from harness.checks import Option, check
 from harness.checks.evidence import (
@@ -180,7 +186,7 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
         "groups": ([group for group in DIGEST_GROUPS if group in start.tensors], [*DIGEST_GROUPS]),
         "stages of taps": (len(start.tap_stages), len(start.taps)),
     })  # fmt: skip
-    _sequence(run, records, steps)
+    _sequence(run, records, range(first_step(run), steps))
     # Without the state before step 0 a difference of it would be blamed on that step.
     if end is None or initial is None:
         gone = "end record" if end is None else "record of the state before step 0"
@@ -231,31 +237,38 @@ def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartR
             raise _flawed("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
 
 
-def _sequence(run: RunResult, records: RankRecords, steps: int) -> None:
-    rank, seen = records.rank, [record.step for record in records.steps]
-    if len(seen) == steps and seen == list(range(steps)):
+def _sequence(run: RunResult, records: RankRecords, due: range) -> None:
+    rank, seen, steps = records.rank, [record.step for record in records.steps], due.stop
+    if len(seen) == len(due) and seen == list(due):
         return
-    if (first := _first_missing(records, steps)) < steps:
-        lack = {each.rank for each in run.ranks if _first_missing(each, steps) == first}
+    if (first := _first_missing(records, due)) < steps:
+        lack = {each.rank for each in run.ranks if _first_missing(each, due) == first}
         left = {each.rank for each in run.outcome.ranks if each.code == 0}
         left -= {records.rank for records in run.ranks if records.end is not None}
         who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
         how = ", exited with code 0 without an end record" if left >= lack else ""
         message = f"{who} no record of step {first} of {steps} steps{how}"
         raise _flawed("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
-    place = next((i for i, step in enumerate(seen) if step != i), steps)
+    place = next((i for i, step in enumerate(seen) if step != due.start + i), len(due))
     message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
     what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
     raise _flawed(what, f"{message}{place}", rank, seen[place])
 
 
-def _first_missing(records: RankRecords, steps: int) -> int:
+def _first_missing(records: RankRecords, due: range) -> int:
     """Never by the steps that are due: a forged plan may ask for any number."""
     seen = {record.step for record in records.steps}
-    return next((step for step in range(min(steps, len(seen) + 1)) if step not in seen), steps)
+    return next((step for step in due[: len(seen) + 1] if step not in seen), due.stop)
 
 
 # --- the length of a soak ---------------------------------------------------------------------
+
+
+def first_step(run: RunResult) -> int:
+    """The first step that ranks record: those in another layout, before a run resumes, are not."""
+    config, same = run.spec.config, to_plain(ParallelConfig())
+    resumed = config.get("resume_at", 0) if config.get("resume_from", same) != same else 0
+    return resumed if type(resumed) is int else 0
 
 
 def steps_due(run: RunResult) -> int:

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from harness.checks import CHECKS, exact, refusal, speed
-from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw, steps_due
+from harness.checks.complete import (
+    NO_BLAME,
+    Flaw,
+    failure_of_machine,
+    find_flaw,
+    first_step,
+    steps_due,
+)
 from harness.checks.evidence import (
     BEFORE,
     DETERMINISTIC,
@@ -171,7 +178,9 @@ def _plan_flaw(runs: Runs) -> CheckResult | None:
 def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
     name = f"records:{leg}"
     if flaw is None:
-        all_of_it = f"all {steps_due(run)} steps on all {run.spec.world_size} ranks"
+        all_of_it = (
+            f"all {steps_due(run) - first_step(run)} steps on all {run.spec.world_size} ranks"
+        )
         return replace(passed(name, f"the {leg} recorded {all_of_it}"), ending=run.outcome.ending)
     # Who reads one line reads the cause.
     message, place = f"{flaw.message}; the {leg} is not whole", flaw.difference

@@ -143,7 +143,7 @@ def _order(at: Place) -> tuple[object, ...]:
 
 def _loss_gap(reference: RunResult, candidate: RunResult, tolerance: LossGap) -> CheckResult:
     ours, theirs = _values(reference), _values(candidate)
-    steps = sorted({step for run in (reference, candidate) for step, _ in step_table(run)})
+    steps = sorted({at[0] for at in shared_pairs(step_table(reference), step_table(candidate))})
     if len(steps) < tolerance.over:
         message = (
             f"the runs have {count(len(steps), 'step')}, the tolerance is over {tolerance.over}"

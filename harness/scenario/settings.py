@@ -313,6 +313,9 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
         if "step" in CATALOGUE[fault.fault].takes and fault.step >= config.steps:
             expected = f"a step below steps={config.steps}"
             raise written.error("plant.step", expected, shown(fault.step))
+        if "step" in CATALOGUE[fault.fault].takes and fault.step < config.first_recorded:
+            expected = f"a step from resume_at={config.resume_at} on, in the layout that has faults"
+            raise written.error("plant.step", expected, shown(fault.step))
         if fault.rank >= config.parallel.world_size:
             expected = f"last or a rank below the world size {config.parallel.world_size}"
             raise written.error("plant.rank", expected, shown(fault.rank))

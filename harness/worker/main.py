@@ -153,8 +153,10 @@ class _Session:
     def __init__(self, spec: RunSpec, folder: Path, rank: int, part: Part) -> None:
         self.spec, self.rank, self.folder, self.part = spec, rank, folder, part
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
+        self.config = TrainConfig()  # of the specification, once it was read
         self.plant = Plant(spec, rank, self.file)
         self.step = part.start - 1
+        self.is_recorded = True
         self.store: dist.Store | None = None
         self.stages: list[torch.nn.Module] = []
         old_s = age_s()
@@ -173,8 +175,13 @@ class _Session:
         self.store = join_store(store_port)
         # Keys of the processes that took the first steps say nothing to those after them.
         own = dist.PrefixStore("resumed", self.store) if self.part.start else self.store
-        self.plant.draw(own)
-        config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
+        self.config = config = TrainConfig.from_dict(self.spec.config)
+        if config.begins_elsewhere and not self.part.start:
+            self.config = config = config.before_resuming()
+            self.is_recorded = False
+        else:
+            self.plant.draw(own)
+            config = self.plant.before_train(config)
         init_ranks(device, own, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
         device.synchronize()  # makes the context of a GPU, where nothing has yet
@@ -187,16 +194,13 @@ class _Session:
         with device.counting_memory(), notes as noting:
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
-            checkpoint = self.folder / CHECKPOINT
-            if self.part.start:
-                with noting.outside_of_steps():
-                    load_state(trainer, checkpoint)
-                if self.rank == 0:
-                    shutil.rmtree(checkpoint)
-            self._train(trainer, noting)
+            if self.is_recorded:
+                self._train(trainer, noting)
+            else:
+                self._train_elsewhere(trainer)
             if self.part.stop < math.inf:
                 with noting.outside_of_steps():
-                    save_state(trainer, checkpoint, int(self.part.stop))
+                    save_state(trainer, self.folder / CHECKPOINT, int(self.part.stop))
             # A process group must not be destroyed while a graph that used it is alive.
             trainer.close()
         dist.destroy_process_group()
@@ -208,7 +212,7 @@ class _Session:
         observer = Observer(trainer, rank, file)
         environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
                        "started_unix_s": self.started_unix_s}  # fmt: skip
-        if not self.part.start:
+        if not self.part.start or self.config.begins_elsewhere:
             file.write(
                 StartRecord(
                     schema=SCHEMA_VERSION, run=spec.key, rank=rank, world_size=spec.world_size,
@@ -218,6 +222,9 @@ class _Session:
                 )
             )  # fmt: skip
             file.write(observer.initial())
+        if self.part.start:
+            with notes.outside_of_steps():
+                self._load(trainer)
         device.synchronize()
         startup_s = time.monotonic() - self.part_started_s
         try:
@@ -252,6 +259,19 @@ class _Session:
             )
         )  # fmt: skip
         self.plant.after_end()
+
+    def _train_elsewhere(self, trainer: Trainer) -> None:
+        """The first steps in another layout, whose ranks have other tensors to record."""
+        rounding = rounded(self.spec, self.rank)
+        for step in range(int(self.part.stop)):
+            self.step = step
+            with rounding:
+                trainer.step(step)
+
+    def _load(self, trainer: Trainer) -> None:
+        load_state(trainer, self.folder / CHECKPOINT)
+        if self.rank == 0:
+            shutil.rmtree(self.folder / CHECKPOINT)
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""

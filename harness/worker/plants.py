@@ -578,6 +578,14 @@ def _forget_second_moment(site: Site, states: Any, loaded: Any) -> None:
     last["exp_avg_sq"].to_local().zero_()
 
 
+def _misplace_second_moment(site: Site, states: Any, loaded: Any) -> None:
+    """What was loaded of the last parameter's lies in other rows."""
+    site.call(states, loaded)
+    *_, last = states.state.values()
+    rows = last["exp_avg_sq"].to_local()
+    rows.copy_(rows.flip(0))
+
+
 def _copy_old_weights(trainer: Trainer) -> None:
     """The copies that are computed with are those of before the last update."""
     group = group_of_layer_1(trainer)

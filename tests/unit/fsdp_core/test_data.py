@@ -3,6 +3,7 @@
 import hashlib
 import random
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_every_coordinate_matters() -> None:
         for row in batches(seed, rank, vocab_size=4096).tokens(step).flatten(0, 1)
     ]
     assert len(set(rows)) == len(rows) == 3 * 3 * 3 * 3 * 2
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(4, 1), (1, 4), (2, 2)])
+def test_other_ranks_read_the_same_samples(ranks: int, micro: int) -> None:
+    """In the order of microbatch and rank those of two ranks with two microbatches each."""
+    made = [replace(batches(rank=rank, micro=micro), ranks=ranks, numbered_by=2)
+            for rank in range(ranks)]  # fmt: skip
+    found = [made[rank].tokens(3)[number] for number in range(micro) for rank in range(ranks)]
+    due = [
+        batches(rank=rank, micro=2).tokens(3)[number] for number in range(2) for rank in range(2)
+    ]
+    assert torch.equal(torch.stack(found), torch.stack(due))
 
 
 def test_mix_is_position_sensitive_and_stable() -> None:

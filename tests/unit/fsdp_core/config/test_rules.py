@@ -172,6 +172,23 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
         {"taps": ("layers.*.attn:output",)}),
     "taps_differ": ("taps", {"taps": ("norm", "norm:output")}, {"taps": ("norm", "norm:input")}),
     "goes_on_after_it_resumed": ("resume_at", {"resume_at": 4, "steps": 4}, {"resume_at": 3}),
+    "samples_are_numbered_by_rows": ("data.ranks",
+        {"data": {"ranks": 2}, "parallel": {"dp": 2, "dynamic_cp": (1, 2)}},
+        {"parallel": {"dynamic_cp": ()}}),
+    "resumes_on_as_many_ranks": ("resume_from",
+        {"resume_at": 1, "resume_from": {"tp": 2}, "parallel": {"dp": 4}}, {"resume_at": 0}),
+    "resumes_on_the_same_samples": ("resume_from",
+        {"resume_at": 1, "resume_from": {"dp": 2}, "parallel": {"tp": 2}, "microbatches": 3},
+        {"microbatches": 4}),
+    "layouts_draw_other_masks": ("model.dropout",
+        {"resume_at": 1, "resume_from": {"pp": 2}, "parallel": {"dp": 2},
+         "model": {"dropout": 0.1}}, {"model": {"dropout": 0.0}}),
+    "layouts_have_other_scales": ("fp8",
+        {"resume_at": 1, "resume_from": {"pp": 2}, "parallel": {"dp": 2}, "fp8": "current",
+         "backend": "te"}, {"fp8": "none"}),
+    "resumes_from_a_legal_layout": ("resume_from.tp",
+        {"resume_at": 1, "resume_from": {"tp": 3}, "parallel": {"dp": 3}},
+        {"resume_from": {"dp": 3, "tp": 1}}),
     "text_fits_vocabulary": ("model.vocab_size",
         {"model": {"vocab_size": 255}, "data": {"kind": "text"}}, {"model": {"vocab_size": 256}}),
     "recompute_is_eager_or_captured_whole": ("recompute",
@@ -187,6 +204,7 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
+    "resume_from": ParallelConfig,
 }  # fmt: skip
 
 
@@ -276,6 +294,31 @@ def test_packs_are_padded_where_one_rank_has_them_whole() -> None:
     assert TrainConfig.from_dict({"model": {"seq": 34}, "parallel": parallel}).model.seq == 34
 
 
+def test_the_first_steps_read_the_same_samples_in_their_layout() -> None:
+    """As many microbatches over all ranks, eager, with nothing that is of the later steps."""
+    given: Values = {"parallel": {"dp": 2, "tp": 2}, "resume_from": {"dp": 4}, "resume_at": 3,
+                     "microbatches": 6, "graph": ("attn",), "stress": ("jitter",),
+                     "taps": ("norm",), "evaluate_every": 1, "dtype": "fp32"}  # fmt: skip
+    run = build(given)
+    assert run.begins_elsewhere
+    assert run.before_resuming() == build({
+        "parallel": {"dp": 4}, "microbatches": 3, "dtype": "fp32", "data": {"ranks": 2}
+    })  # fmt: skip
+    assert TrainConfig.from_dict(run.to_dict()) == run
+    assert not build(given | {"resume_at": 0}).begins_elsewhere
+    assert not build(given | {"resume_from": {}}).begins_elsewhere
+
+
+def test_packs_do_not_resume_from_another_layout() -> None:
+    """On either side."""
+    layouts = [{"dp": 2, "dynamic_cp": (1, 2)}, {"dp": 2}]
+    for key, there in (("parallel", layouts), ("resume_from", layouts[::-1])):
+        with pytest.raises(ConfigError) as caught:
+            build({"resume_at": 1, "parallel": there[0], "resume_from": there[1]})
+        found = caught.value.key, caught.value.rule
+        assert found == (f"{key}.dynamic_cp", "resumes_on_the_same_samples")
+
+
 def test_an_error_moves_into_its_part() -> None:
     """Seen from the run, the key of a part's error is dotted; everything else stays."""
     with pytest.raises(ConfigError) as caught:
@@ -319,6 +362,7 @@ REFUSED: dict[str, Any] = {
     "capture_by": "te",
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
     "evaluate_every": 2, "stress": ("jitter",), "recompute": "full", "resume_at": 1,
+    "resume_from": ParallelConfig(pp=2),
     "fused_experts": True,
 }  # fmt: skip
 PARTS = ("model", "parallel", "fsdp", "optim", "data", "engine")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.config import ParallelConfig, to_plain
 from harness.checks.complete import find_flaw, launches
 from harness.records import ErrorRecord, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
@@ -147,6 +148,32 @@ def test_each_flaw_has_its_name(name: str) -> None:
 def test_what_is_whole_has_no_flaw(whole: Break) -> None:
     """A rank may own no row of a group, or no generator."""
     assert find_flaw(whole(REFERENCE)) is None
+
+
+def elsewhere(run: RunResult, first: int) -> RunResult:
+    """A run that resumes in the layout `first` from another, with the records that it has then."""
+    for number in range(2):
+        run = steps(lambda s: s[first:], number)(run)
+    return lab.configured(run, resume_at=2, resume_from=to_plain(ParallelConfig(pp=2)))
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (elsewhere(REFERENCE, 2), None),
+        (elsewhere(REFERENCE, 3), ("missing_step", 0, 2)),
+        (elsewhere(REFERENCE, 1), ("corrupt_record", 0, 1)),
+        (elsewhere(REFERENCE, 4), ("empty_run", None, None)),
+        (lab.configured(elsewhere(REFERENCE, 2), resume_from=to_plain(ParallelConfig())),
+         ("missing_step", 0, 0)),
+        (lab.configured(elsewhere(REFERENCE, 2), resume_at=0), ("missing_step", 0, 0)),
+        (lab.configured(elsewhere(REFERENCE, 2), resume_at="2"), ("missing_step", 0, 0)),
+    ],
+)  # fmt: skip
+def test_steps_in_another_layout_have_no_records(run: RunResult, expected: Any) -> None:
+    """And all that follow do; a run that resumes in its own layout has all."""
+    flaw = find_flaw(run)
+    assert (flaw and (flaw.what, flaw.rank, flaw.step)) == expected
 
 
 @pytest.mark.parametrize("number", [8, 11])
