@@ -147,6 +147,7 @@ class PackedDocuments:
         sizes: that a microbatch may have, ascending.
         multiples: what a document's length is padded to, by size.
         seq: no document is longer.
+        leaves_tail: the last quarter of a pack has no documents.
     """
 
     source: SyntheticTokens | TextTokens
@@ -155,6 +156,7 @@ class PackedDocuments:
     tokens_per_rank: int
     multiples: Mapping[int, int]
     seq: int
+    leaves_tail: bool = False
 
     def size(self, step: int, microbatch: int) -> int:
         """The size of a microbatch, the same on every rank."""
@@ -171,6 +173,8 @@ class PackedDocuments:
     def _lengths(self, step: int, microbatch: int, number: int) -> list[int]:
         size = self.size(step, microbatch)
         left, multiple = self.tokens_per_rank * size, self.multiples[size]
+        if self.leaves_tail:
+            left = max(left * 3 // 4 // multiple, 1) * multiple
         smaller = max((s for s in self.sizes if s < size), default=0)
         longest = min(left, self.seq)
         shortest = min(self.tokens_per_rank * smaller + 1, longest)

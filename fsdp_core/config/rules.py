@@ -205,7 +205,7 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
          "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
-         "resume_from", "evaluate_every"),
+         "resume_from", "evaluate_every", "fused_rope"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""
@@ -455,6 +455,18 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "Grouped products in blocks of fp8 have no fused kernel.",
              lambda run: run.fused_experts and (not run.model.experts or run.fp8 == "block"),
              "fused_experts", "false, as the model has no experts or fp8 is block"),
+        Rule("fused_rope_is_one_kernel", "A compiler fuses what is not fused yet.",
+             lambda run: run.fused_rope and run.compile,
+             "fused_rope", "false, as compile is {0.compile}", (False,)),
+        Rule("fused_rope_has_positions_for_tails",
+             "A fused kernel turns the tail of a pack, too, by a table of seq positions.",
+             lambda run: (
+                 run.fused_rope and run.parallel.dynamic_cp and run.micro_batch_size > 1
+             ),
+             "micro_batch_size", "1, as fused_rope turns tails by a table of seq positions", (1,)),
+        Rule("packs_have_tails", "Rows of one sequence each have no tail to hide.",
+             lambda run: run.data.tail != "none" and not run.parallel.dynamic_cp,
+             "data.tail", "none, as there is no dynamic_cp", ("none",)),
         Rule("goes_on_after_it_resumed",
              "A run that resumes after its last step shows nothing of it.",
              lambda run: run.resume_at >= run.steps, "resume_at", "less than steps={0.steps}"),

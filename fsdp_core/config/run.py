@@ -21,6 +21,7 @@ from fsdp_core.config.rules import CAPTURE_BY, COMPILERS, EIGHT_BITS, ENGINES, o
 BACKENDS = ("torch", "te")
 RECOMPUTE = ("none", "full", "attn", "full_reentrant", "attn_reentrant")
 DATA_KINDS = ("synthetic", "text")
+TAILS = ("none", "dummy", "hidden")
 DTYPES = ("bf16", "fp32")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """What is cut over the ranks of an axis; each cuts all that the one before does."""
@@ -77,15 +78,18 @@ class DataConfig:
     `path` names a file or a folder of the text corpus; without it the corpus is the sorted `.py`
     sources of the running Python's standard library. Samples are numbered as `ranks` data-parallel
     ranks read them, so that dp 4 can read in one microbatch what dp 2 reads in two; 0: as many
-    ranks as there are.
+    ranks as there are. `tail` is what the last quarter of a pack is: full of documents, a dummy
+    sequence of padding, or hidden: no offset tells of it.
     """
 
     kind: str = "synthetic"
     path: str | None = None
     ranks: int = 0
+    tail: str = "none"
 
     def __post_init__(self) -> None:
         word(self, "kind", DATA_KINDS)
+        word(self, "tail", TAILS)
         integers(self, 0, "ranks")
         if not isinstance(self.path, str | None):
             raise ConfigError("path", expected="a path", got=self.path)
@@ -104,13 +108,14 @@ class TrainConfig:
 
     `recompute` is what each layer computes again in its backward pass, in place of keeping it:
     nothing, all of it, or its attention branch; torch's checkpoints are reentrant where it says so.
-    `fused_experts` has one kernel compute both layers
-    of the experts, each of which is then an FSDP unit whose hooks run around the kernel; without it
-    the backend decides, and the experts are one unit. `evaluate_every` has the loss of one batch
-    that is never trained on evaluated after every so many steps; 0: never.
-    `resume_at` is the number of steps after which the run is saved, ends its processes and goes on
-    in new ones; 0: never. `resume_from` is the layout of these first steps, which train eagerly on
-    as many ranks and the same samples, and are not recorded; of one rank: that of `parallel`.
+    `fused_experts` has one kernel compute both layers of the experts, each of which is then an FSDP
+    unit whose hooks run around the kernel; without it the backend decides, and the experts are one
+    unit. `fused_rope` has one kernel turn queries and keys, which finds positions from the offsets
+    of a pack. `evaluate_every` has the loss of one batch that is never trained on evaluated after
+    every so many steps; 0: never. `resume_at` is the number of steps after which the run is saved,
+    ends its processes and goes on in new ones; 0: never. `resume_from` is the layout of these first
+    steps, which train eagerly on as many ranks and the same samples, and are not recorded; of one
+    rank: that of `parallel`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -129,6 +134,7 @@ class TrainConfig:
     fp8: str = "none"
     recompute: str = "none"
     fused_experts: bool = False
+    fused_rope: bool = False
     steps: int = 20
     resume_at: int = 0
     resume_from: ParallelConfig = SAME_LAYOUT
@@ -156,7 +162,7 @@ class TrainConfig:
         word(self, "dtype", DTYPES)
         word(self, "fp8", EIGHT_BITS)
         word(self, "recompute", RECOMPUTE)
-        bools(self, "graph_optimizer", "ledger", "fused_experts")
+        bools(self, "graph_optimizer", "ledger", "fused_experts", "fused_rope")
         name_tuples(self, "graph", "compile", "stress", "taps")
         integer_tuples(self, 0, "graph_layers")
         obey_all(self)

@@ -17,8 +17,9 @@ that of N key heads, of the width of nope and rope together; value heads may be 
 B batch, T local tokens, H hidden, N query heads, K key-value heads, D width of a head.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import nn
@@ -26,21 +27,27 @@ from torch import nn
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
-from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.context import positions_of
+from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import chunk_of
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, enter
 
 # ---- rotary positions
 
 
+def rope_angles(seq: int, head_dim: int, theta: float) -> torch.Tensor:
+    """Angle of each position and pair, float64 [seq, head_dim / 2]."""
+    # On the CPU, whatever the default device: every device then has the same bits.
+    wide: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    exponent = torch.arange(0, head_dim, 2, **wide) / head_dim
+    return torch.outer(torch.arange(seq, **wide), theta**-exponent)
+
+
 def rope_tables(
     seq: int, head_dim: int, theta: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine tables, float32 [seq, head_dim / 2]."""
-    # On the CPU, whatever the default device: every device then has the same bits.
-    wide: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    exponent = torch.arange(0, head_dim, 2, **wide) / head_dim
-    angles = torch.outer(torch.arange(seq, **wide), theta**-exponent)
+    angles = rope_angles(seq, head_dim, theta)
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
@@ -100,6 +107,70 @@ class RopeTable(nn.Module):
         """Rotate [B, T, N, D]; a position past the table is the error that torch makes of it."""
         cos, sin = (table.index_select(0, positions_T) for table in (self.cos, self.sin))
         return apply_rope(x_BTND, cos, sin)
+
+    def turn(self, x_BTND: torch.Tensor, part: Part) -> torch.Tensor:
+        """Rotate the tokens of a microbatch."""
+        return cast("torch.Tensor", self(x_BTND, part.plan.positions))
+
+
+class FusedRope(RopeTable):
+    """RoPE as one kernel has it, which finds positions from where sequences begin.
+
+    TransformerEngine's (fused_rope.cu) walks the sequences that offsets name. It writes no row
+    behind the last offset, forward or backward: there its results are what was in memory. So it is
+    given the tail as one more sequence, whether or not the pack has a slot for it. The gradient
+    needs that most: attention blanks what it takes, but nobody blanks what goes to weights. Here,
+    in plain operators, rows that are not written are NaN, and all others have the bits of
+    `RopeTable`.
+    """
+
+    def turn(self, x_BTND: torch.Tensor, part: Part) -> torch.Tensor:
+        """Rotate the tokens of a microbatch."""
+        offsets = None
+        if part.packed is not None:
+            offsets = with_tail(part.packed[1], part.plan.rows.shape[0] * part.plan.size)
+        return cast("torch.Tensor", self(x_BTND, offsets, part.cp))
+
+    def forward(  # type: ignore[override]
+        self, x_BTND: torch.Tensor, offsets: torch.Tensor | None, cp: Axis
+    ) -> torch.Tensor:
+        """Rotate [B, T, N, D].
+
+        Args:
+            offsets: int32 [S + 1], first token of each sequence over all ranks of `cp`, padding
+                counted; None: every row of the batch is one sequence.
+        """
+        time = x_BTND.shape[1]
+        if offsets is None:
+            offsets = torch.arange(2, device=x_BTND.device) * (time * cp.size)
+        positions, written = positions_of(offsets, time, cp.size, cp.rank)
+        cos, sin = (table.index_select(0, positions) for table in (self.cos, self.sin))
+        return cast("torch.Tensor", _RotateWritten.apply(x_BTND, cos, sin, written))
+
+
+def with_tail(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Offsets with one more sequence, from the last of them to `total`, the end of the row."""
+    return torch.cat((offsets, offsets.new_full((1,), total)))
+
+
+class _RotateWritten(torch.autograd.Function):
+    """`apply_rope`, and its gradient, in the rows `written`; others are what was in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, written: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin, written)
+        return _unwritten_nan(apply_rope(x, cos, sin), written)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin, written = ctx.saved_tensors
+        return _unwritten_nan(apply_rope(grad, cos, -sin), written), None, None, None
+
+
+def _unwritten_nan(x_BTND: torch.Tensor, written_T: torch.Tensor) -> torch.Tensor:
+    return x_BTND.masked_fill(~written_T[:, None, None], math.nan)
 
 
 # ---- attention
@@ -166,8 +237,7 @@ class GroupedQueryAttention(_Attention):
         q, k, v = self._project(x_BTH)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        positions = part.plan.positions
-        return self._attend(self.rope(q, positions), self.rope(k, positions), v, part)
+        return self._attend(self.rope.turn(q, part), self.rope.turn(k, part), v, part)
 
     def _project(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [B, T, heads, D]."""
@@ -219,12 +289,11 @@ class LatentAttention(_Attention):
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
-        positions = part.plan.positions
         q_nope, q_rope = self._queries(x_BTH).split((self.nope_dim, self.rope_dim), dim=-1)
-        q = torch.cat((q_nope, self.rope(q_rope, positions)), dim=-1)
+        q = torch.cat((q_nope, self.rope.turn(q_rope, part)), dim=-1)
         k_nope, v = self._keys_and_values(x_BTH)
         k_rope = enter(self.wk_rope(x_BTH), self.tp, sequence_parallel=self.sequence_parallel)
-        k_rope = self.rope(k_rope.unsqueeze(2), positions).expand(-1, -1, k_nope.shape[2], -1)
+        k_rope = self.rope.turn(k_rope.unsqueeze(2), part).expand(-1, -1, k_nope.shape[2], -1)
         return self._attend(q, torch.cat((k_nope, k_rope), dim=-1), v, part)
 
     def _queries(self, x_BTH: torch.Tensor) -> torch.Tensor:

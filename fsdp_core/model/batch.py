@@ -11,7 +11,8 @@ offsets, of all ranks together, tell tokens from padding:
 
 Numbers of tokens and of slots never change, and the longest sequence is taken to be the capacity,
 so a graph can hold what works on them. What does not fit is refused: a sequence is never cut short.
-The tail is a sequence of its own without a valid token, whose slot is always kept free.
+The tail is a sequence of its own without a valid token, whose slot is always kept free; or it is
+hidden: padded offsets end with the last sequence, at 12 above.
 
 The loss of a step is the mean over all tokens that count, N of them, in all M microbatches on all
 R = dp_outer * dp * cp ranks that hold different tokens. It is put together so:
@@ -53,6 +54,7 @@ class Capacity:
         multiple: that each sequence is padded to. See `padding_multiple`.
         longest: tokens of the longest sequence that the model has positions for; None: any. A
             position past the end of a table is an error that a GPU does not survive.
+        hides_tail: padded offsets end with the last sequence; else a slot has the tail.
 
     Raises:
         ValueError: not a whole number of multiples, no slot for a sequence, or no tokens in it.
@@ -62,6 +64,7 @@ class Capacity:
     slots: int
     multiple: int
     longest: int | None = None
+    hides_tail: bool = False
 
     def __post_init__(self) -> None:
         if self.multiple < 1 or self.tokens < 1 or self.tokens % self.multiple:
@@ -124,7 +127,8 @@ class PackedBatch:
         tokens, targets: int64 [T], 0 in padding.
         loss_mask: float32 [T], 1 where a prediction counts.
         offsets: int32 [S + 1], first valid token of each slot, padding not counted.
-        padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T.
+        padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T, or
+            where a hidden tail begins.
         multiple: that each of these is a multiple of.
     """
 
@@ -187,7 +191,9 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
         targets=torch.zeros(capacity.tokens, dtype=torch.int64),
         loss_mask=torch.zeros(capacity.tokens, dtype=torch.float32),
         offsets=_offsets(lengths, sum(lengths), capacity.slots),
-        padded_offsets=_offsets(padded, capacity.tokens, capacity.slots),
+        padded_offsets=_offsets(
+            padded, sum(padded) if capacity.hides_tail else capacity.tokens, capacity.slots
+        ),
         multiple=capacity.multiple,
     )
     start = 0

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import Part
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Plan
@@ -212,7 +211,7 @@ class LayerMaker:
         self._again = {name: again if what == name else None for name in ("full", "attn")}
         stream = stream_of(streams, sequence_parallel=axes.sequence_parallel)
         self._residual = Residual(config.dropout, stream)
-        self.rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
+        self.rope = factory.rope(config)
 
     def layer(self, number: int) -> Layer:
         """The layer of that global number."""
@@ -355,7 +354,7 @@ class DecoderStage(nn.Module):
 
 
 def make_layers(
-    backend: str, *, fp8: str = "none", fused_experts: bool | None = None,
+    backend: str, *, fp8: str = "none", fused_experts: bool | None = None, fused_rope: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> LayerFactory:  # fmt: skip
     """The factory of layers of `backend`, torch or te.
@@ -364,6 +363,7 @@ def make_layers(
         fp8: none, delayed, current or block; of `te` only.
         fused_experts: compute an expert's layers at once; None: where the backend has kernels of
             its own for it, which `te` has for some recipes, on some machines.
+        fused_rope: RoPE by a kernel that walks the sequences of a pack.
         dtype: compute dtype.
 
     Raises:
@@ -378,10 +378,10 @@ def make_layers(
                 "Expected fused_experts False for fp8 block, got True: TransformerEngine's grouped "
                 "operators find no kernel for it (2.20.2 on Hopper, at any width)."
             )
-        return TeLayers(recipe=fp8, fused_experts=fused_experts, dtype=dtype)
+        return TeLayers(recipe=fp8, fused_experts=fused_experts, fused_rope=fused_rope, dtype=dtype)
     if fp8 != "none":
         raise ValueError(f"Expected backend te for fp8, got backend {backend} and fp8 {fp8}.")
-    return LayerFactory(fused_experts=fused_experts is True)
+    return LayerFactory(fused_experts=fused_experts is True, fused_rope=fused_rope)
 
 
 def make_stages(

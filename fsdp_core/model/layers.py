@@ -31,7 +31,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.model.attention import GroupedQueryAttention, LatentAttention, RopeTable
+from fsdp_core.model.attention import (
+    FusedRope,
+    GroupedQueryAttention,
+    LatentAttention,
+    RopeTable,
+)
 from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.experts import Experts, make_fused_experts
 from fsdp_core.parallel.mesh import Axes
@@ -124,10 +129,11 @@ class LayerFactory:
 
     Args:
         fused_experts: gate, up and down of experts as one autograd function.
+        fused_rope: RoPE by a kernel that walks the sequences of a pack.
     """
 
-    def __init__(self, *, fused_experts: bool = False) -> None:
-        self.fused_experts = fused_experts
+    def __init__(self, *, fused_experts: bool = False, fused_rope: bool = False) -> None:
+        self.fused_experts, self.fused_rope = fused_experts, fused_rope
 
     # ---- what a library has
 
@@ -138,6 +144,11 @@ class LayerFactory:
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """A linear layer without bias: [..., in] -> [..., out]."""
         return nn.Linear(in_features, out_features, bias=False)
+
+    def rope(self, config: ModelConfig) -> RopeTable:
+        """What turns queries and keys: one for all layers of a stage."""
+        make = FusedRope if self.fused_rope else RopeTable
+        return make(config.seq, config.rope_dim, config.rope_theta)
 
     def precision(self, axes: Axes) -> Precision:
         """What a stage's layers compute in. All ranks call it together."""

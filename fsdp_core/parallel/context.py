@@ -227,6 +227,28 @@ def _zigzag(
     )  # fmt: skip
 
 
+def positions_of(
+    offsets: torch.Tensor, num: int, size: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of a rank's tokens as a kernel finds them from offsets alone, padding counted.
+
+    Args:
+        offsets: int [S + 1], first token of each sequence over all ranks, and the last one's end.
+        num: tokens on this rank.
+
+    Returns:
+        int64 [num], and bool [num]: whether a token is of any sequence, 0 where it is of none.
+    """
+    starts = offsets.to(torch.int64) // size
+    sequence, inside = _place(torch.cat((starts, starts.new_full((1,), num))), num)
+    lengths = torch.cat((starts[1:] - starts[:-1], starts.new_zeros(1)))
+    chunk = lengths[sequence] // 2
+    late = inside >= chunk
+    positions = inside + torch.where(late, 2 * size - 2 - rank, rank) * chunk
+    written = sequence < lengths.shape[0] - 1
+    return torch.where(written, positions, 0), written
+
+
 def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequence of each of `num` tokens and the place in it; sequences may be empty."""
     token = torch.arange(num, device=starts.device)

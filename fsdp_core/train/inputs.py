@@ -146,12 +146,14 @@ class PackInputs(Inputs):
                     size, axes.tp.size, sequence_parallel=axes.sequence_parallel
                 ),
                 longest=config.model.seq,
+                hides_tail=config.data.tail == "hidden",
             )
             for size in sizes
         }
         self._documents = PackedDocuments(
             token_source(config.data, config.model.vocab_size), config.seed, sizes, local,
             {size: each.multiple for size, each in self._capacities.items()}, config.model.seq,
+            leaves_tail=config.data.tail != "none",
         )  # fmt: skip
         self.checksum = self._documents.source.checksum
         self._local: list[LocalTokens] = []

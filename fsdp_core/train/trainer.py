@@ -221,7 +221,7 @@ class Trainer:
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
         backend = make_layers(
             config.backend, fp8=config.fp8, dtype=TORCH_DTYPES[config.dtype],
-            fused_experts=config.fused_experts or None,
+            fused_experts=config.fused_experts or None, fused_rope=config.fused_rope,
         )  # fmt: skip
         make_deterministic(config.seed)
         with device.on(self.stream):

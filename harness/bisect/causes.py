@@ -224,7 +224,7 @@ COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 PLAIN = (
     "stress", "graph", "compile", "taps", "fsdp.", "optim.", "data.", "flush_every", "ledger",
     "graph_optimizer", "stress_seed", "fp8", "model.dropout", "recompute", "fused_experts",
-    "resume_at", "resume_from.",
+    "fused_rope", "resume_at", "resume_from.",
 )  # fmt: skip
 """Settings that are put back to what they are by default, where both have them alike."""
 CAPTURED, RANKS, MAX_LAYOUTS = "graph_layers", "ranks", 12

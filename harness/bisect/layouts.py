@@ -34,7 +34,7 @@ BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
 _MAY_DIFFER = ("parallel", "fsdp", "graph", "capture_by", "compile", "compile_backend", "stress",
                "stress_seed", "taps", "flush_every", "graph_warmup_steps", "graph_optimizer",
                "ledger", "steps", "resume_at", "resume_from", "backend", "engine", "recompute",
-               "fused_experts")  # fmt: skip
+               "fused_experts", "fused_rope")  # fmt: skip
 """Keys of a configuration that decide how a step is computed, and not what."""
 BOUND, LEAST_ROW, MOST_FLIPS = 7.0, 16, 8
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -20,10 +20,10 @@ from tests.dist.train_layout_programs import DEVICE, STEPS, Run, bits
 def stood_in(*, fused: bool) -> Iterator[None]:
     """Trainers inside compute by the stand-in."""
 
-    def make(name: str, *, fp8: str, dtype: torch.dtype, fused_experts: bool | None) -> Any:
-        del dtype, fused_experts
+    def make(name: str, *, fp8: str, fused_rope: bool, **others: Any) -> Any:
+        del others
         assert name == "te"
-        return StandIn(fused_experts=fused, fp8_recipe=fp8)
+        return StandIn(fused_experts=fused, fp8_recipe=fp8, fused_rope=fused_rope)
 
     narrow = (torch.float32, torch.bfloat16)
     with (

@@ -332,20 +332,71 @@ class Sequential(nn.Sequential):
         return _grouped(F.silu(gate) * up * scales[:, None], last.tolist(), weights[count:])
 
 
+def apply_rotary_pos_emb(
+    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None, interleaved: bool = False, fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """As fused_rope.cu walks sequences: rows of none are left as memory was, here NaN."""
+    assert fused
+    assert start_positions is None
+    assert not interleaved
+    if tensor_format == "bshd":
+        assert cu_seqlens is None
+        assert t.shape[1] * cp_size <= freqs.shape[0]
+        ends = torch.tensor([0, t.shape[1] * cp_size])
+        rows = [apply_rotary_pos_emb(one, freqs, "thd", None, False, True, ends, cp_size, cp_rank)
+                for one in t]  # fmt: skip
+        return torch.stack(rows)
+    assert tensor_format == "thd"
+    assert cu_seqlens is not None
+    assert t.dim() == 3
+    table, written = torch.full((t.shape[0],), -1), cu_seqlens // cp_size
+    for start, end in zip(written[:-1].tolist(), written[1:].tolist(), strict=True):
+        length = end - start
+        for inside in range(min(length, freqs.shape[0])):  # its grid is as long as the table
+            late = cp_size > 1 and inside >= length // 2
+            chunk = 2 * cp_size - 1 - cp_rank if late else cp_rank
+            begin = chunk * (length // 2) - late * (length // 2) if cp_size > 1 else 0
+            table[start + inside] = begin + inside
+    return cast("torch.Tensor", _Turned.apply(t, freqs[table, 0], table >= 0))
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, angles: torch.Tensor, written: Any) -> torch.Tensor:
+        ctx.save_for_backward(angles, written)
+        a, b = t.float().chunk(2, -1)
+        turned = t.float() * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
+        return turned.to(t.dtype).masked_fill(~written[:, None, None], torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        angles, written = ctx.saved_tensors
+        return _Turned.apply(grad, -angles, written), None, None
+
+
 class StandIn(TeLayers):
     """The backend over these modules."""
 
-    def __init__(self, *, fused_experts: bool, fp8_recipe: str = "none") -> None:
+    def __init__(
+        self, *, fused_experts: bool, fp8_recipe: str = "none", fused_rope: bool = False
+    ) -> None:
         ops = SimpleNamespace(
             GroupedLinear=OpsGroupedLinear, ScaledSwiGLU=ScaledSwiGLU, Sequential=Sequential
         )
         self.te = SimpleNamespace(
             RMSNorm=fp8.RMSNorm, Linear=Linear, LayerNormLinear=LayerNormLinear,
             LayerNormMLP=LayerNormMLP, DotProductAttention=DotProductAttention,
-            GroupedLinear=GroupedLinear, ops=ops, autocast=fp8.autocast,
+            GroupedLinear=GroupedLinear, ops=ops,
+            attention=SimpleNamespace(
+                rope=SimpleNamespace(apply_rotary_pos_emb=apply_rotary_pos_emb)
+            ),
+            autocast=fp8.autocast,
             quantization=SimpleNamespace(FP8GlobalStateManager=fp8.Manager),
         )  # fmt: skip
         self.recipe, self.fused_experts = fp8_recipe, fused_experts
+        self.fused_rope = fused_rope
 
     def rms_norm(self, width: int, eps: float) -> nn.Module:
         """On the CPU."""

@@ -28,7 +28,8 @@ Nothing is dropped in attention, so TransformerEngine draws no random numbers.
 """
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -209,6 +210,47 @@ class Core(nn.Module):
             pad_between_seqs=True,
         )
         return plan.blank(out[None])
+
+
+# ---- rotary positions
+
+
+class FusedRope(attention.FusedRope):
+    """By TransformerEngine's kernel, which takes sine and cosine of float32 angles by itself.
+
+    The kernel rounds elsewhere than torch's operators do. Angles are made once: a graph reads them.
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+    """
+
+    angles: torch.Tensor
+
+    def __init__(self, te: Any, num_positions: int, width: int, theta: float) -> None:
+        super().__init__(num_positions, width, theta)
+        self._turned = te.attention.rope.apply_rotary_pos_emb
+        self.register_buffer("angles", self._angles(), persistent=False)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  (torch's signature)
+        super()._apply(fn, recurse)
+        if self.angles.device != self.cos.device:
+            self.angles = self._angles().to(self.cos.device)
+        return self
+
+    def _angles(self) -> torch.Tensor:
+        """Float32 [positions, 1, 1, width], for either half of a head."""
+        angles = attention.rope_angles(*self._formula)
+        return torch.cat((angles, angles), -1).float()[:, None, None]
+
+    def forward(  # type: ignore[override]
+        self, x_BTND: torch.Tensor, offsets: torch.Tensor | None, cp: Axis
+    ) -> torch.Tensor:
+        """See `attention.FusedRope`."""
+        options = {"fused": True, "cp_size": cp.size, "cp_rank": cp.rank}
+        if offsets is None:
+            return cast("torch.Tensor", self._turned(x_BTND, self.angles, "bshd", **options))
+        turned = self._turned(x_BTND[0], self.angles, "thd", cu_seqlens=offsets, **options)
+        return cast("torch.Tensor", turned[None])
 
 
 # ---- layers

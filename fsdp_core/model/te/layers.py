@@ -46,6 +46,7 @@ class TeLayers(LayerFactory):
         recipe: none, delayed, current or block: see `te.fp8`.
         fused_experts: experts by its operators over both layers, not layer by layer; None: where it
             has grouped kernels for that, see `fuses`.
+        fused_rope: RoPE by its kernel.
         dtype: compute dtype.
 
     Raises:
@@ -54,7 +55,7 @@ class TeLayers(LayerFactory):
     """
 
     def __init__(
-        self, *, recipe: str = "none", fused_experts: bool | None = None,
+        self, *, recipe: str = "none", fused_experts: bool | None = None, fused_rope: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("transformer_engine") is None:
@@ -73,7 +74,7 @@ class TeLayers(LayerFactory):
             # In blocks its operators found no kernel at any width (2.20.2 on Hopper).
             made = None if recipe == "none" else fp8.recipe_of(recipe)
             fused_experts = recipe != "block" and fuses(te, made, dtype)
-        super().__init__(fused_experts=fused_experts)
+        super().__init__(fused_experts=fused_experts, fused_rope=fused_rope)
         self.te: Any = te
         self.recipe = recipe
 
@@ -85,6 +86,12 @@ class TeLayers(LayerFactory):
         """`te.Linear`, parameters in float32 as FSDP's main weights are."""
         layer = self.te.Linear(in_features, out_features, bias=False, params_dtype=torch.float32)
         return cast("nn.Module", layer)
+
+    def rope(self, config: ModelConfig) -> RopeTable:
+        """Its own kernel, or torch's operators."""
+        if not self.fused_rope:
+            return super().rope(config)
+        return attention.FusedRope(self.te, config.seq, config.rope_dim, config.rope_theta)
 
     def precision(self, axes: Axes) -> Precision:
         """fp8, if it was asked for."""

@@ -200,6 +200,14 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
         {"recompute": "attn_reentrant", "graph": ("mlp",)}, {"graph": ()}),
     "recompute_is_of_eager_torch": ("recompute", {"recompute": "attn", "compile": ("attn",)},
         {"compile": ()}),
+    "fused_rope_is_one_kernel": (
+        "fused_rope", {"fused_rope": True, "compile": ("attn",)}, {"compile": ()}),
+    "fused_rope_has_positions_for_tails": (
+        "micro_batch_size",
+        {"fused_rope": True, "micro_batch_size": 2, "parallel": {"dp": 2, "dynamic_cp": (1, 2)}},
+        {"micro_batch_size": 1}),
+    "packs_have_tails": (
+        "data.tail", {"data": {"tail": "hidden"}}, {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
     "fused_experts_have_a_kernel": ("fused_experts", {"fused_experts": True}, {"model": MOE}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
@@ -363,7 +371,7 @@ REFUSED: dict[str, Any] = {
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
     "evaluate_every": 2, "stress": ("jitter",), "recompute": "full", "resume_at": 1,
     "resume_from": ParallelConfig(pp=2),
-    "fused_experts": True,
+    "fused_experts": True, "fused_rope": True,
 }  # fmt: skip
 PARTS = ("model", "parallel", "fsdp", "optim", "data", "engine")
 

@@ -2,13 +2,18 @@
 
 import gc
 import math
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.model.attention import RopeTable, apply_rope, rope_tables
+from fsdp_core.model.attention import FusedRope, RopeTable, apply_rope, rope_tables
+from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
+from fsdp_core.model.te import attention as te_attention
+from fsdp_core.parallel.mesh import Axis
+from tests.dist.te_stand_in import StandIn
 
 SEQ, HEADS, DIM = 48, 3, 16
 CPU = torch.device("cpu")
@@ -117,3 +122,56 @@ def test_layers_share_it() -> None:
     model.to("meta")
     model.to_empty(device="cpu")
     assert torch.equal(rope.cos, rope_tables(NUM, WIDTH, THETA, CPU)[0])
+
+
+def packed(tail: str, size: int, rank: int) -> Part:
+    """Two sequences and a tail of 8 tokens, this rank's part."""
+    capacity = Capacity(tokens=32, slots=4, multiple=4, hides_tail=tail == "hidden")
+    documents = [Document(ids, ids) for ids in (torch.ones(9).long(), torch.ones(11).long())]
+    return packed_part(
+        pack(documents, capacity), Axis("cp", size, rank, cast("Any", None)), 1.0
+    ).part
+
+
+@pytest.mark.parametrize("tail", ["dummy", "hidden"])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("kernel", ["ours", "te"])
+def test_a_fused_kernel_turns_what_offsets_tell_of(
+    tail: str, size: int, rank: int, kernel: str
+) -> None:
+    """Valid tokens as by a look-up, to the bit, in both directions; no row is left as it was."""
+    part = packed(tail, size, rank)
+    assert part.packed is not None
+    assert part.packed[1][-1] == (24 if tail == "hidden" else 32)
+    rope = table()
+    fused = FusedRope(NUM, WIDTH, THETA) if kernel == "ours" else te_rope()
+    x = heads(32 // size)[:1]
+    x, slope = (part.plan.blank(t) for t in (x, x.flip(0, 1)))
+    found = []
+    for each in (rope, fused):
+        leaf = x.clone().requires_grad_()
+        turned = each.turn(leaf, part)
+        turned.backward(slope)
+        assert leaf.grad is not None
+        found.append((turned.detach(), leaf.grad))
+    for looked_up, by_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(
+            looked_up, by_kernel, rtol=0, atol=0 if kernel == "ours" else 1e-5
+        )
+
+
+@pytest.mark.parametrize("kernel", ["ours", "te"])
+def test_a_fused_kernel_writes_no_row_behind_the_last_offset(kernel: str) -> None:
+    """Nor its gradient: what is there may be anything, NaN too. Rows of one sequence are whole."""
+    rope = FusedRope(NUM, WIDTH, THETA) if kernel == "ours" else te_rope()
+    x, alone = heads(16)[:1].requires_grad_(), Axis("cp", 1, 0, cast("Any", None))
+    turned = rope(x, torch.tensor([0, 8, 12], dtype=torch.int32), alone)
+    turned.backward(torch.ones_like(turned))
+    assert x.grad is not None
+    for t in (turned, x.grad):
+        assert t.isnan().flatten(2).all(-1)[0].tolist() == [False] * 12 + [True] * 4
+    torch.testing.assert_close(rope(heads(16), None, alone), table()(heads(16), torch.arange(16)))
+
+
+def te_rope() -> FusedRope:
+    return te_attention.FusedRope(StandIn(fused_experts=False).te, NUM, WIDTH, THETA)
