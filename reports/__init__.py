@@ -10,11 +10,10 @@ from pathlib import Path
 from harness.errors import Infrastructure
 from harness.store.files import write_atomic
 from reports import html, json_report, junit, markdown
-from reports.json_report import differences
 from reports.reading import summarise
 from reports.text import well_formed
 
-__all__ = ["REPORT_FOLDER", "build", "differences", "summarise"]
+__all__ = ["REPORT_FOLDER", "build", "summarise"]
 
 REPORT_FOLDER = "report"
 

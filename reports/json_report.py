@@ -4,10 +4,7 @@
 """
 
 import json
-import re
 import sys
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, TypedDict
 
 import msgspec
@@ -19,9 +16,6 @@ from reports.reading import CaseReport, Output, Report
 from reports.text import well_formed
 
 REPORT_SCHEMA_VERSION = 3
-VARYING = ("run", "times", "attempts", "wall_s")
-"""Keys that differ between two run folders with the same results."""
-PLACE = "RUN-FOLDER"
 
 
 class _Run(TypedDict):  # it differs from run to run
@@ -82,7 +76,8 @@ class _Report(TypedDict):
 
 
 def render(report: Report) -> str:
-    """Indented JSON with sorted keys; see `VARYING` for what differs between equal results."""
+    """Indented JSON with sorted keys; `run`, `times`, `attempts` and `wall_s` differ between equal
+    results."""
     run = {key: report.__dict__[key] for key in _Run.__annotations__}
     facts = report.__dict__ | {
         "schema_version": REPORT_SCHEMA_VERSION, "cases": [_case(case) for case in report.cases],
@@ -130,34 +125,6 @@ def _storable(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0:
         return repr(value)
     return value
-
-
-def differences(mine: tuple[Path, Path], other: tuple[Path, Path]) -> tuple[str, ...]:
-    """Where two report.json differ first, but for `VARYING` and the folders' paths; () if nowhere.
-
-    Each is a report.json and the run folder that it is of.
-    """
-    lines = zip_longest(*(normalised(*each).split("\n") for each in (mine, other)))
-    for number, (left, right) in enumerate(lines, start=1):
-        if left != right:
-            shown = (repr((line or "").strip()[:300]) for line in (left, right))
-            return (f"report.json: line {number}: {' is '.join(shown)} there",)
-    return ()
-
-
-def normalised(path: Path, folder: Path) -> str:
-    """The text of a report.json of `folder` without `VARYING` and the folder's path."""
-    place = json.dumps(str(folder.absolute()))[1:-1]
-    # A path that had to be quoted for the shell is the same place as one that had not.
-    quoted = re.compile(rf"'{PLACE}([A-Za-z0-9_+=,@./-]*)'")
-    text = quoted.sub(rf"{PLACE}\1", path.read_text("utf-8").replace(place, PLACE))
-    return json.dumps(_without_varying(json.loads(text)), indent=1, sort_keys=True)
-
-
-def _without_varying(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_varying(v) for k, v in value.items() if k not in VARYING}
-    return [_without_varying(entry) for entry in value] if isinstance(value, list) else value
 
 
 def schema() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_core.config import DEGREES, TrainConfig
 from harness.bisect.differences import (
-    LegChanges,
+    RunChanges,
     config_of,
     leaves_of,
     why_illegal,
@@ -81,7 +81,7 @@ class FoundCauses(Json):
 
 def find_causes(case: CaseSpec, verdict: Verdict, asker: Asker) -> FoundCauses:
     """The smallest sets of differences between the runs of a failed case that still fail."""
-    changes, why = LegChanges(case.reference, case.candidate), ""
+    changes, why = RunChanges(case.reference, case.candidate), ""
     if verdict.what == "nondeterministic_reference":
         why = "the reference differs from its own second run, so no difference is the cause"
     elif not changes.names:
@@ -94,7 +94,7 @@ def find_causes(case: CaseSpec, verdict: Verdict, asker: Asker) -> FoundCauses:
 
 
 class _Search:
-    def __init__(self, case: CaseSpec, verdict: Verdict, asker: Asker, changes: LegChanges) -> None:
+    def __init__(self, case: CaseSpec, verdict: Verdict, asker: Asker, changes: RunChanges) -> None:
         self._case, self._asker, self._changes = case, asker, changes
         self._names = changes.names
         self._judged = self._judge(self._names, verdict)
@@ -251,7 +251,7 @@ class LeastCase:
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
         self._judged, self.reference, self.candidate = judged, reference, candidate
         self._first = self._leaves
-        self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
+        self._changed = {change.leaf for change in RunChanges(reference, candidate).changes}
         self.passed: list[str] = []
         self._shrink()
 

@@ -86,7 +86,7 @@ def program_in(spec: RunSpec) -> ProgramSpec:
     return program
 
 
-class LegChanges:
+class RunChanges:
     """What lies between the reference of a case and its candidate, in the configuration's order."""
 
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:

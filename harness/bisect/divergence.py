@@ -91,7 +91,7 @@ class Tensor(NamedTuple):
         return self.reference != self.candidate
 
 
-class Legs:
+class RunPair:
     """What both runs hold, on ranks where both name the same tensors and taps.
 
     `has_layouts` says whether it is known how a program distributes its work over ranks,
@@ -244,7 +244,7 @@ def _consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
 # --- the first difference ---------------------------------------------------------------------
 
 
-def where_they_part(legs: Legs) -> Location | None:
+def first_difference(legs: RunPair) -> Location | None:
     """The first difference of two runs, as far as their records tell; None if there is none."""
     groups = groups_of(*(start.tensors for start in legs.starts.values()))
     at = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
@@ -273,7 +273,7 @@ def where_they_part(legs: Legs) -> Location | None:
     return _with_capture(found, legs, step)
 
 
-def _equal_before(legs: Legs, step: int) -> str:
+def _equal_before(legs: RunPair, step: int) -> str:
     if step == 0:
         before = "the state before it is equal" if legs.has_initial else "none before is recorded"
         return f"the very first step differs, {before}"
@@ -281,7 +281,7 @@ def _equal_before(legs: Legs, step: int) -> str:
     return f"every step before step {step} is equal on every rank: losses, {state}random states"
 
 
-def _record_of_the_step_before(legs: Legs, at: Location, step: int) -> Location | None:
+def _record_of_the_step_before(legs: RunPair, at: Location, step: int) -> Location | None:
     """Digests of a step are those of the step before, though losses and the next step are right.
 
     State cannot go wrong for one step: the record is wrong.
@@ -314,7 +314,7 @@ def _differ(tensors: Sequence[Tensor]) -> str:
 
 
 def _tensors_part(
-    legs: Legs, at: Location, step: int, groups: Iterable[str], phase: Phase, *told: str
+    legs: RunPair, at: Location, step: int, groups: Iterable[str], phase: Phase, *told: str
 ) -> Location | None:
     """The first tensor that differs, of groups that are looked at in this order."""
     for group in groups:
@@ -335,7 +335,7 @@ def _tensors_part(
 # --- losses and norm --------------------------------------------------------------------------
 
 
-def _floats_part(legs: Legs, at: Location, step: int, wanted: Sequence[str]) -> Location:
+def _floats_part(legs: RunPair, at: Location, step: int, wanted: Sequence[str]) -> Location:
     """The first of these quantities that differs, with all ranks on which it does."""
     held = [each for each in legs.floats(step) if each[0] in wanted]
     name, rank, ours, theirs = held[0]
@@ -344,7 +344,7 @@ def _floats_part(legs: Legs, at: Location, step: int, wanted: Sequence[str]) -> 
     return at.saying(told, quantity=name, tensor=name, rank=rank, ranks=ranks, phase="forward")
 
 
-def _losses_part(legs: Legs, at: Location, step: int) -> Location | None:
+def _losses_part(legs: RunPair, at: Location, step: int) -> Location | None:
     """The loss differs and no call that was looked into does."""
     names = legs.losses(step)
     if not names:
@@ -374,7 +374,7 @@ def _losses_part(legs: Legs, at: Location, step: int) -> Location | None:
     )  # fmt: skip
 
 
-def _is_loss_alone(legs: Legs, step: int) -> bool:
+def _is_loss_alone(legs: RunPair, step: int) -> bool:
     """Whether gradients were recorded and the step differs in losses only."""
     groups = {group for start in legs.starts.values() for group in start.tensors}
     others = any(legs.different(step, group) for group in groups)
@@ -382,7 +382,7 @@ def _is_loss_alone(legs: Legs, step: int) -> bool:
     return bool(legs.tensors(step, "grads")) and not others
 
 
-def _norm_part(legs: Legs, at: Location, step: int) -> Location | None:
+def _norm_part(legs: RunPair, at: Location, step: int) -> Location | None:
     """The gradients are equal and their norm is not; nor is the optimizer's count of steps."""
     ranks = [rank for name, rank, *_ in legs.floats(step) if name == NORM]
     if not ranks or any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
@@ -395,7 +395,7 @@ def _norm_part(legs: Legs, at: Location, step: int) -> Location | None:
 # --- calls ------------------------------------------------------------------------------------
 
 
-def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
+def _calls_part(legs: RunPair, at: Location, step: int) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
     rows = legs.rows(step)
     differing = [row for row in rows if row.differs]
@@ -443,7 +443,7 @@ def _missing(row: Row) -> str:
     return f"{told}: something else ran in its place"
 
 
-def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs, step: int) -> Location:
+def _input(found: Location, first: Row, own: Sequence[Row], legs: RunPair, step: int) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     at = found.saying(phase="forward", module=first.module)
     around = parent_of(first.module, {row.module for row in legs.rows(step)})
@@ -471,7 +471,7 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs, step: in
     return at.saying(f"{around} made it from parts that are equal: its own work", module=around)
 
 
-def _output(found: Location, first: Row, legs: Legs, step: int) -> Location:
+def _output(found: Location, first: Row, legs: RunPair, step: int) -> Location:
     """What went in is equal, so is every part of it that was looked into."""
     told = [f"what went into {first.module} is equal"]
     if step and legs.has_weights(first.module):
@@ -507,7 +507,7 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Ro
 # --- collectives ------------------------------------------------------------------------------
 
 
-def _gathered(found: Location, num_same: int, legs: Legs, step: int) -> Location:
+def _gathered(found: Location, num_same: int, legs: RunPair, step: int) -> Location:
     """On which side of the gather of a module's weights a wrong output or gradient lies."""
     is_read = legs.has_layouts and legs.has_weights(found.module)
     if legs.world_size == 1 or not is_read or found.phase == "input" or found.near:
@@ -522,7 +522,7 @@ def _gathered(found: Location, num_same: int, legs: Legs, step: int) -> Location
     return _by_givers(found, legs, step, found.module, GATHERS) or found
 
 
-def _gradients_part(legs: Legs, at: Location, step: int) -> Location | None:
+def _gradients_part(legs: RunPair, at: Location, step: int) -> Location | None:
     """Where gradients first differ, in the order of the backward pass; None if they are equal."""
     tensors = legs.tensors(step, "grads")
     bad = _in_backward_order([t for t in tensors if t.differs], legs.rows(step))
@@ -611,7 +611,7 @@ def _entered(
 
 
 def _by_givers(
-    found: Location, legs: Legs, step: int, name: str, kinds: tuple[str, ...]
+    found: Location, legs: RunPair, step: int, name: str, kinds: tuple[str, ...]
 ) -> Location | None:
     """The place by what each rank gave to the collective; None where that is not known."""
     wrong, unit, is_sum, ranks = list[int](), "root", kinds == REDUCTIONS, legs.ranks(step)
@@ -646,7 +646,7 @@ def _by_givers(
 # --- captures ---------------------------------------------------------------------------------
 
 
-def _with_capture(found: Location, legs: Legs, step: int) -> Location:
+def _with_capture(found: Location, legs: RunPair, step: int) -> Location:
     """The place; of the capture, if what it leaves behind is what the step did otherwise."""
     config = legs.candidate.spec.config
     if not config.get("graph") or step != config.get("graph_warmup_steps"):

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.bisect.differences import different_on_ranks, with_steps
-from harness.bisect.divergence import Legs, where_they_part
+from harness.bisect.divergence import RunPair, first_difference
 from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
@@ -71,7 +71,7 @@ def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
     for name, run in (("control", runs.control), ("candidate", runs.candidate)):
         if (other := _in_other_environment(runs.reference, run, name)) is not None:
             return other
-    if (parted := where_they_part(Legs(runs.reference, runs.control))) is not None:
+    if (parted := first_difference(RunPair(runs.reference, runs.control))) is not None:
         told = "the reference differs from its own second run: the candidate is not to blame"
         return _led(told, parted)
     if (ended := how_it_ended(runs.control)) is not None:
@@ -85,7 +85,7 @@ def _led(told: str, found: Location) -> Location:
 
 def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None = None) -> Location:
     """Where a candidate left its reference, or failed by itself."""
-    parted, ended = where_they_part(Legs(reference, candidate)), how_it_ended(candidate)
+    parted, ended = first_difference(RunPair(reference, candidate)), how_it_ended(candidate)
     if ended is None:
         return parted or _beyond_limits(reference, candidate, verdict)
     parted = parted or _parted_before_the_end(reference, candidate, ended)
@@ -102,7 +102,7 @@ def _in_other_environment(reference: RunResult, other: RunResult, name: str) -> 
     rank, facts = min(leaves.items())
     told = [f"the {name} ran in another environment than the reference, on {show_ranks({*leaves})}"]
     told += [f"{leaf}: {before} became {after}" for leaf, before, after in facts[:MOST_FACTS]]
-    parted = where_they_part(Legs(reference, other))
+    parted = first_difference(RunPair(reference, other))
     told.append(
         "every bit of the runs is equal nevertheless" if parted is None
         else f"their records part ({parted}): the environment may be the cause"
@@ -260,7 +260,7 @@ def _parted_before_the_end(
             if len(taps) == len(ours.taps):
                 records = replace(records, steps=(*records.steps, replace(ours, taps=taps)))
         ranks.append(records)
-    parted = where_they_part(Legs(reference, replace(candidate, ranks=tuple(ranks))))
+    parted = first_difference(RunPair(reference, replace(candidate, ranks=tuple(ranks))))
     return parted if parted is not None and parted.step == step else None
 
 
@@ -358,7 +358,7 @@ class _Look:
 
     def __init__(self, found: Location, step: int, runs: CaseRuns, asker: Asker) -> None:
         self._found, self._step, self._case, self._asker = found, step, runs.case, asker
-        self._of_control = where_they_part(Legs(runs.reference, runs.control)) is not None
+        self._of_control = first_difference(RunPair(runs.reference, runs.control)) is not None
         self._pair = runs.reference, runs.control if self._of_control else runs.candidate
         self._is_flaky: bool | None = None
         self._specs = [self._shortened(run.spec) for run in self._pair]
@@ -378,7 +378,7 @@ class _Look:
         """Whether modules can say more: something was computed otherwise in the step."""
         reference, found = self._pair[0], self._found
         has_all = set(EVERYWHERE) <= set(reference.spec.config.get("taps", ()))
-        if find_flaw(reference) is not None or (has_all and Legs(*self._pair).has_taps):
+        if find_flaw(reference) is not None or (has_all and RunPair(*self._pair).has_taps):
             return False
         if found.quantity == "crashed" and found.phase in IN_A_STEP:
             return True  # what it had computed may have been wrong before it stopped

@@ -18,7 +18,7 @@ from harness.bisect.causes import FoundCauses
 from harness.bisect.commits import CommitSearch
 from harness.bisect.experiments import AskedQuestion
 from harness.bisect.found import Element, Location
-from harness.bisect.repro import Alone
+from harness.bisect.repro import MinimalCase
 from harness.checks.evidence import count
 from harness.codec import Json, RecordError
 from harness.errors import one_line
@@ -57,7 +57,7 @@ class Findings(Json):
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
-    least_case: Alone | None = None
+    least_case: MinimalCase | None = None
     commits: CommitSearch | None = None
     release: CommitSearch | None = None
     questions: tuple[AskedQuestion, ...] = ()

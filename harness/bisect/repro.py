@@ -19,7 +19,7 @@ import yaml
 
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
 from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
-from harness.bisect.differences import PLANT, LegChanges, config_of, leaves_of, program_in
+from harness.bisect.differences import PLANT, RunChanges, config_of, leaves_of, program_in
 from harness.bisect.experiments import Asker, Failure, Judged, Reply
 from harness.checks.evidence import count
 from harness.codec import Json
@@ -49,7 +49,7 @@ _USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "au
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alone(Json):
+class MinimalCase(Json):
     """A scenario that fails alone, or in `notes` why there is none.
 
     `made` is what was made smaller, in words, `passed` layouts of fewer ranks that do not fail.
@@ -83,18 +83,18 @@ class Alone(Json):
         return f"harness run {self.path} ({told}){fewer}{script}"
 
 
-def leave_alone(
+def write_minimal_case(
     case: CaseSpec, causes: FoundCauses, asker: Asker, *, folder: Path = FOLDER, place: str = ""
-) -> Alone:
+) -> MinimalCase:
     """Write the least scenario in which the first cause fails; `place` is for its `why`."""
     cause = causes.causes[0]
     alone = replace(
-        case, candidate=LegChanges(case.reference, case.candidate).run_with(cause.changes)
+        case, candidate=RunChanges(case.reference, case.candidate).run_with(cause.changes)
     )
     judged = Judged(alone, cause.failure, asker, policy=causes.policy)
     words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
     if judged.answer(alone.candidate, words=words) != "fails":
-        return Alone(notes=("the cause alone did not fail again",))
+        return MinimalCase(notes=("the cause alone did not fail again",))
     least = LeastCase(judged, case.reference, alone.candidate)
     together = " together" if len(cause.changes) > 1 else ""
     where = f" {place[:1].upper()}{place[1:]}." if place else ""
@@ -103,7 +103,7 @@ def leave_alone(
         f"{' and '.join(cause.changes) or 'no change'}{together}.{where}"
     )
     text, notes = find_repro(judged, least.reference, least.candidate, story=story, folder=folder)
-    found = Alone(made=least.made, message=least.message, notes=notes)
+    found = MinimalCase(made=least.made, message=least.message, notes=notes)
     config = least.candidate.config
     if text:
         found = replace(
@@ -230,7 +230,7 @@ def _of_model(reference: RunSpec, candidate: RunSpec) -> Iterator[_Scenario]:
     leaves = [leaf for leaf in after if before.get(leaf) != after[leaf]]
     axes = list(dict.fromkeys(_part(leaf) for leaf in leaves))
     plants = _plants(reference, candidate)
-    if any(change.leaf == PLANT for change in LegChanges(reference, candidate).changes):
+    if any(change.leaf == PLANT for change in RunChanges(reference, candidate).changes):
         axes.append(PLANT)
     for axis in sorted(axes, key=lambda axis: (*FIRST, axis).index(axis)):
         own = [leaf for leaf in leaves if _part(leaf) == axis]

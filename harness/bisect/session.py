@@ -21,7 +21,7 @@ from harness.bisect.experiments import EVERY_RUN, Asked, Asker, Questions, Repea
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
 from harness.bisect.render import Findings, SearchView, keep_findings, read_findings
-from harness.bisect.repro import FOLDER, Alone, leave_alone
+from harness.bisect.repro import FOLDER, MinimalCase, write_minimal_case
 from harness.checks.complete import find_flaw
 from harness.errors import Interrupted, UsageError, shown
 from harness.program.launch import make_environments
@@ -223,14 +223,14 @@ class _Sitting:
             return None
         return find_causes(runs.case, self._asked.verdict, self._asker)
 
-    def _least(self) -> Alone | None:
+    def _least(self) -> MinimalCase | None:
         """A scenario that fails alone, in the least ranks, layers and steps."""
         if self._found.causes is None or not self._found.causes.causes:
             return None
         kept = self._before.least_case if self._before is not None else None
         if kept is not None and kept.path and Path(kept.path).is_file():
             return kept  # written by an earlier sitting
-        return leave_alone(
+        return write_minimal_case(
             self._case, self._found.causes, self._asker, folder=self._search.repro,
             place=str(self._found.place or ""),
         )  # fmt: skip

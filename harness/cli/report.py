@@ -14,10 +14,6 @@ from harness.store.merge import merge
 from harness.store.verify import DEFAULT_OUT, find_answer, inspect, unused
 from harness.terminal import make_console
 
-open_report = click.option(
-    "--open", "opens", is_flag=True, help="Open the report page in a browser."
-)
-
 
 def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]:
     """Write the reports of a run folder; their paths by kind."""
@@ -29,46 +25,23 @@ def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]
     return reports.build(folder, history=database, step=Path(step) if step else None)
 
 
-def show_page(reports: dict[str, Path]) -> None:
-    """Open the page in a browser, if it was written; say where it is if there is none."""
-    page = reports.get("html")
-    if page is not None and click.launch(str(page)) != 0:
-        click.echo(f"harness: no browser could open {page}", err=True)
-
-
 @click.command("report")
 @click.argument("folder", type=PATH, metavar="RUN")
-@click.option(
-    "--same-as", "other", type=PATH, metavar="RUN",
-    help="Fail if the results of RUN differ: report.json but for times, paths and attempts.",
-)  # fmt: skip
-@open_report
 @options.as_json
-def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bool) -> int:
+def report_command(*, folder: Path, as_json: bool) -> int:
     """Write the reports of a RUN folder again.
 
     Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
     """
     built = build_reports(RunFolder.open(folder).path)
-    found, differences = inspect(folder), tuple[str, ...]()
+    found = inspect(folder)
     show_damage(found)
-    if other is not None:
-        import reports
-
-        theirs = reports.build(other)["json"]
-        differences = reports.differences((built["json"], folder), (theirs, other))
-    for line in differences:
-        click.echo(f"harness: not as in {other}: {line}", err=True)
     if as_json:
         print_json(output.as_text(built))
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
-    if opens:
-        show_page(built)
-    if found.damage or found.unjudged:
-        return ExitCode.NO_VERDICT
-    return ExitCode.FAILED if differences else ExitCode.PASSED
+    return ExitCode.NO_VERDICT if found.damage or found.unjudged else ExitCode.PASSED
 
 
 @click.command("merge")

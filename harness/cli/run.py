@@ -9,8 +9,8 @@ from rich.console import Console
 
 from harness.checks import exit_code
 from harness.cli import options, output
-from harness.cli import report as report_commands
 from harness.cli.options import PATH, print_json
+from harness.cli.report import build_reports
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
 from harness.masking import Masker
@@ -41,7 +41,7 @@ _history = options.options(
 )  # fmt: skip
 @click.option("--slurm", multiple=True, metavar="KEY=YAML",
               help="Replace a value of launch.slurm, as partition=gpu.")  # fmt: skip
-@options.options(_history, options.overrides, options.bisect_exit, report_commands.open_report)
+@options.options(_history, options.overrides, options.bisect_exit)
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."
 )
@@ -56,9 +56,8 @@ _history = options.options(
     "killed for using too much memory.",
 )  # fmt: skip
 def run(
-    *, sets: tuple[str, ...], axes: tuple[str, ...], opens: bool,
-    dry_run: bool, again_killed: bool, as_json: bool, database: Path | None, no_history: bool,
-    **request: Any,
+    *, sets: tuple[str, ...], axes: tuple[str, ...], dry_run: bool, again_killed: bool,
+    as_json: bool, database: Path | None, no_history: bool, **request: Any,
 ) -> int:  # fmt: skip
     """Run SCENARIO files, or all in folders, with one schedule and one report."""
     place = request["resume"] or request["out"]
@@ -77,7 +76,7 @@ def run(
     if not dry_run:
         return _carry_out(
             prepared, out=wanted.out, exit_first=wanted.exit_first, as_json=as_json,
-            database=database, no_history=no_history, opens=opens,
+            database=database, no_history=no_history,
         )  # fmt: skip
     plan = prepared.plan
     if as_json:
@@ -108,7 +107,7 @@ def rerun(
 
 def _carry_out(
     prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool,
-    database: Path | None, no_history: bool, opens: bool = False,
+    database: Path | None, no_history: bool,
 ) -> int:  # fmt: skip
     console = make_console(stderr=as_json)
     for note in prepared.notes:
@@ -137,8 +136,6 @@ def _carry_out(
     reports = _report(console, done, database)
     if as_json:
         print_json(_result(done, reports, code))
-    if opens:
-        report_commands.show_page(reports)
     return code
 
 
@@ -148,7 +145,7 @@ def _show_outcome(console: Console, done: launch.Carried) -> None:
 
 
 def _report(console: Console, done: launch.Carried, database: Path | None) -> dict[str, Path]:
-    reports = report_commands.build_reports(done.folder, database)
+    reports = build_reports(done.folder, database)
     if "html" in reports:
         output.print_line(console, f"report: {reports['html']}")
     return reports

@@ -59,10 +59,11 @@ def list_command(
     if shards is None and not (tiers or how or shard):
         files = find_scenarios(paths)
         if not keyword and (count or (len(files) > 1 and not as_json)):
-            return _show_counts(files, overrides, as_json=as_json)
-        return _show(
-            _by_file(files, overrides, keyword, count=count), (), as_json=as_json, count=count
-        )
+            scenarios = {str(file): load_scenario(file, overrides=overrides) for file in files}
+            found: Listed = {name: (number_of_cases(s), ()) for name, s in scenarios.items()}
+            return _show(found, (), as_json=as_json, count=True)
+        found = _by_file(files, overrides, keyword, count=count)
+        return _show(found, (), as_json=as_json, count=count)
     from harness.runner.plan import parts, take_shard
 
     suite = load_suite(paths, tiers=tiers, overrides=overrides)
@@ -100,20 +101,6 @@ def _show(found: Listed, notes: Sequence[str], *, as_json: bool, count: bool) ->
         total = sum(number for number, _ in found.values())
         click.echo(f"{counted(total, 'case')} in {len(found)} files")
     click.echo("".join(f"{note}\n" for note in notes), nl=False)
-    return ExitCode.PASSED
-
-
-def _show_counts(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
-    numbers = {str(f): number_of_cases(load_scenario(f, overrides=overrides)) for f in files}
-    if as_json:
-        print_json(numbers)
-        return ExitCode.PASSED
-    width = len(f"{max(numbers.values()):,}")
-    for name, number in numbers.items():
-        click.echo(f"{number:{width},}  {name}")
-    if len(files) > 1:
-        total = counted(sum(numbers.values()), "case")
-        click.echo(f"{total} in {len(files)} files; `harness list FILE` names its cases")
     return ExitCode.PASSED
 
 

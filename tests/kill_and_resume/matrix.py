@@ -27,8 +27,8 @@ import psutil
 from harness.engine.outcome import num_memory_kills
 from harness.history import History
 from reports import build
-from reports.json_report import normalised
 from tests.kill_and_resume.ranks import STARTS_FILE
+from tests.support.same_report import normalised
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = {

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
-from harness.bisect.differences import LegChanges
+from harness.bisect.differences import RunChanges
 from harness.records import CaseSpec, PlantSpec, RunSpec, joined
 
 STEP, STEPS = 3, 5
@@ -36,7 +36,7 @@ class TwoCauses:
         return "".join(c if c.isalnum() else "_" for c in self.name)
 
     def case(self) -> CaseSpec:
-        """Legs that differ in the causes and in half a dozen changes that do nothing."""
+        """Runs that differ in the causes and in half a dozen changes that do nothing."""
         plain = TrainConfig(
             parallel=ParallelConfig(dp=self.dp), steps=STEPS, microbatches=2, dtype="fp32"
         )
@@ -58,7 +58,7 @@ class TwoCauses:
     def is_right(self, found: frozenset[frozenset[str]]) -> bool:
         """Whether just the causes were found, told by the names of their changes."""
         case = self.case()
-        names = LegChanges(case.reference, case.candidate).names
+        names = RunChanges(case.reference, case.candidate).names
         wanted = {
             frozenset(next(n for n in names if word in n.split()) for word in cause)
             for cause in self.causes

@@ -27,10 +27,10 @@ from harness.records import ErrorRecord, Verdict, dumps
 from harness.store import RunFolder, begin_run, save_outcome
 from reports import build, html, json_report, markdown
 from reports.history import CasePast, Past
-from reports.json_report import normalised
 from reports.reading import Report, summarise
 from reports.text import clean, one_line, tail, well_formed
 from tests.pace import in_paces
+from tests.support.same_report import normalised
 from tests.unit.reports.folders import HOSTILE, Writer
 
 FILES = {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.bisect.differences import LegChanges
+from harness.bisect.differences import RunChanges
 from harness.bisect.experiments import Asker, Questions, question_key
 from harness.records import CaseSpec, Outcome, PlantSpec, RunSpec, Verdict, joined
 
@@ -55,7 +55,7 @@ class MadeUpAsker(Asker):
 
 def _rule_of(rule: Rule | None, case: CaseSpec) -> str:
     assert rule is not None
-    return rule(frozenset(LegChanges(case.reference, case.candidate).names))
+    return rule(frozenset(RunChanges(case.reference, case.candidate).names))
 
 
 def verdict_of(case: CaseSpec, what: Any) -> Verdict:

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_core.config import FsdpConfig, OptimConfig, ParallelConfig, model_from_preset
 from harness.bisect.causes import FoundCauses, LeastCase, find_causes
-from harness.bisect.differences import LegChanges
+from harness.bisect.differences import RunChanges
 from harness.bisect.experiments import (
     Answer,
     Failure,
@@ -22,7 +22,7 @@ from harness.bisect.experiments import (
     failure_of,
     learn,
 )
-from harness.bisect.repro import find_repro, leave_alone, read_back, write_new
+from harness.bisect.repro import find_repro, read_back, write_minimal_case, write_new
 from harness.records import CaseSpec, PlantSpec, RunSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, Rule, case_of, run, verdict_of
 
@@ -36,7 +36,7 @@ WIDE_CASE = case_of(run(), run(
     fsdp=FsdpConfig(pool="traced"), flush_every=2, stress_seed=7, optim=OptimConfig(lr=2e-3),
 ))  # fmt: skip
 """Runs that differ in a dozen changes, which are all legal by themselves."""
-NAMES = LegChanges(WIDE_CASE.reference, WIDE_CASE.candidate).names
+NAMES = RunChanges(WIDE_CASE.reference, WIDE_CASE.candidate).names
 ONE_CHANGE = case_of(run(), run(graph=("attn",)))
 
 
@@ -302,7 +302,7 @@ def test_the_file_holds_the_cause_and_nothing_else(tmp_path: Path) -> None:
     candidate = run(ULP, graph=("attn", "mlp"), stress=("jitter", "poison"), ledger=False)
     case, asker = case_of(run(), candidate), MadeUpAsker(of_case=_needs_both)
     causes = find_causes(case, verdict_of(case, "diverged"), asker)
-    alone = leave_alone(case, causes, asker, folder=tmp_path, place="layers.0.mlp")
+    alone = write_minimal_case(case, causes, asker, folder=tmp_path, place="layers.0.mlp")
     (path,) = tmp_path.iterdir()
     assert str(alone) == f"harness run {path} (1 rank, 1 layer, 4 steps, 1 microbatch)"
     text = path.read_text()
@@ -317,7 +317,9 @@ def test_the_file_holds_the_cause_and_nothing_else(tmp_path: Path) -> None:
 def test_nothing_is_written_that_was_not_run(tmp_path: Path) -> None:
     """A failure that is gone has no least case, and says so."""
     causes, _ = search(rule_of({(ATTN,): "diverged"}), ONE_CHANGE)
-    alone = leave_alone(ONE_CHANGE, causes, MadeUpAsker(of_case=lambda case: ""), folder=tmp_path)
+    alone = write_minimal_case(
+        ONE_CHANGE, causes, MadeUpAsker(of_case=lambda case: ""), folder=tmp_path
+    )
     assert (alone.path, alone.notes) == ("", ("the cause alone did not fail again",))
     assert not any(tmp_path.iterdir())
 

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, model_from_preset
 from harness.bisect.differences import (
-    LegChanges,
+    RunChanges,
     between_environments,
     why_illegal,
     with_steps,
@@ -66,20 +66,20 @@ def test_each_change_goes_alone_and_all_of_them_are_the_candidate(
     reference: RunSpec, candidate: RunSpec, names: set[str]
 ) -> None:
     """The ends of a search are the runs of the case: not even their keys differ."""
-    found = LegChanges(reference, candidate)
+    found = RunChanges(reference, candidate)
     assert set(found.names) == names
     assert found.run_with(found.names).key == candidate.key
     assert found.run_with(()).key == reference.key
     most = max(len(each_of(reference.plant)), len(each_of(candidate.plant)))
     for subset in itertools.combinations(found.names, 2):
         made = found.run_with(subset)
-        assert set(LegChanges(reference, made).names) == set(subset)
+        assert set(RunChanges(reference, made).names) == set(subset)
         assert len(each_of(made.plant)) <= most
 
 
 EXPERTS = model_from_preset("moe_tiny", {})
 CAPTURE = PlantSpec(fault="capture_raise")
-(CAPTURE_NAME,) = LegChanges(run(), run(CAPTURE)).names
+(CAPTURE_NAME,) = RunChanges(run(), run(CAPTURE)).names
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ CAPTURE = PlantSpec(fault="capture_raise")
 def test_changes_that_cannot_be_run_or_compared(candidate: RunSpec, names: Any, told: str) -> None:
     """The rule is named, and no run is made."""
     is_of_experts = candidate.config["model"]["experts"]
-    found = LegChanges(run(**({"model": EXPERTS} if is_of_experts else {})), candidate)
+    found = RunChanges(run(**({"model": EXPERTS} if is_of_experts else {})), candidate)
     assert told in found.why_illegal(names)
     assert found.why_illegal(found.names) in ("", found.why_illegal(names))
 
@@ -127,7 +127,7 @@ def test_steps_change_with_the_option_that_states_them_and_limits_stay() -> None
     assert with_steps(program(smaller={}), 4) == program(smaller={})
     assert with_steps(run(), 4).config["steps"] == 4
     candidate = replace(run(graph=("attn",)), timeout_s=5.0)
-    assert LegChanges(run(), candidate).run_with(()).timeout_s == 5.0
+    assert RunChanges(run(), candidate).run_with(()).timeout_s == 5.0
 
 
 # --- environments

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.bisect.commits import Checkout, at_commit
-from harness.bisect.differences import LegChanges
+from harness.bisect.differences import RunChanges
 from harness.bisect.repro import read_back, scenarios, script_text
 from harness.program.spec import codes_of
 from harness.records import RunSpec
@@ -42,7 +42,7 @@ def test_settings_of_one_run_alone_come_and_go(tmp_path: Path, whose: int, setti
     """Taken away they are not there, as in a run whose scenario says nothing; so in a scenario."""
     (tmp_path / "train.py").write_text("")
     specs = [spec_of(tmp_path, **(setting if number == whose else {})) for number in (0, 1)]
-    legs = LegChanges(*specs)
+    legs = RunChanges(*specs)
     assert [legs.run_with(names).key for names in ((), legs.names)] == [s.key for s in specs]
     same_runs(specs[0], specs[1], tmp_path)
 

@@ -20,7 +20,7 @@ from harness.bisect.render import (
     page,
     print_findings,
 )
-from harness.bisect.repro import Alone
+from harness.bisect.repro import MinimalCase
 from harness.records import RunOutcome
 
 ELEMENT = Element(
@@ -38,7 +38,7 @@ CAUSE = FoundCause(changes=("graph: attn",), unproven=(), message="w differs", f
 CAUSES = FoundCauses(
     candidates=("graph: attn", "stress: jitter"), complete=True, notes=("a note",), causes=(CAUSE,)
 )
-ALONE = Alone(path="repro/x.yaml", ranks=2, layers=1, steps=4, made=("steps 8 -> 4",))
+ALONE = MinimalCase(path="repro/x.yaml", ranks=2, layers=1, steps=4, made=("steps 8 -> 4",))
 BAD = Commit(hash="3f1c0a9" * 5, subject="break it")
 FINDINGS = Findings(
     case_id="dp4-ulp_s7-attn", scenario="planted", outcome="failed", what="diverged",

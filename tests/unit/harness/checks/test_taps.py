@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.bisect.divergence import Legs
+from harness.bisect.divergence import RunPair
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
 from tests.support import run_records as lab
 from tests.support.run_records import CANDIDATE, REFERENCE, ask, edit, place, said
@@ -259,4 +259,4 @@ def test_the_first_row_of_shared_modules(wrong: Sequence[int], first: str) -> No
     """The check and the search name the same."""
     runs = run_with(1, ORDER), run_with(1, ORDER, wrong)
     assert place(ask("taps", *runs))[3] == first
-    assert next(row.name for row in Legs(*runs).rows(0) if row.differs) == first
+    assert next(row.name for row in RunPair(*runs).rows(0) if row.differs) == first
