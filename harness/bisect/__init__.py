@@ -1,1 +1,1 @@
-"""From a red cell to its cause: place, tensor, rank, element, configuration, commit."""
+"""From a failed case to its cause: place, tensor, rank, element, configuration, commit."""

@@ -183,7 +183,7 @@ class CommitSearch(Json):
     """What a search among commits, or releases, has found: the suspects, the newest first.
 
     `skipped` gave no verdict; `num_commits` could be the first bad one at the beginning; `num_runs`
-    are tries, of this and earlier sittings.
+    are tries, earlier ones included.
     """
 
     first_bad: Commit | None

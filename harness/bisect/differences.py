@@ -13,12 +13,13 @@ from typing import Any
 
 from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig
 from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
-from harness.errors import one_line
-from harness.faults.catalogue import CATALOGUE, is_of_any_engine
+from harness.errors import ScenarioError, one_line
+from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import ProgramSpec, capabilities_of, program_of
 from harness.provenance import fingerprint
 from harness.records import PlantSpec, RunResult, RunSpec, each_of, joined
-from harness.scenario.settings import OPEN, leaf_types
+from harness.scenario.settings import OPEN, check_has_part, leaf_types
+from harness.scenario.yaml_source import Origin
 
 PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")
@@ -184,27 +185,19 @@ def why_illegal(spec: RunSpec) -> str:
     try:
         if program_of(spec.config) is not None:
             return ""
-        TrainConfig.from_dict(spec.config)
-    except (ConfigError, TypeError, ValueError, KeyError, AttributeError) as error:
+        config = TrainConfig.from_dict(spec.config)
+        for plant in each_of(spec.plant):
+            fault = CATALOGUE[plant.fault]
+            check_has_part(fault, config, "run", Origin(PLANT))
+            if "step" in fault.takes and plant.step >= config.steps:
+                return f"step {plant.step} of {config.steps}"
+            if plant.rank >= spec.world_size:
+                return f"rank {plant.rank} of {spec.world_size}"
+            if spec.device not in fault.devices:
+                return f"{fault.name} runs on {', '.join(fault.devices)}"
+    except (ConfigError, ScenarioError, TypeError, ValueError, KeyError, AttributeError) as error:
         return one_line(str(error))
-    return next(filter(None, (_why_not_planted(plant, spec) for plant in each_of(spec.plant))), "")
-
-
-def _why_not_planted(plant: PlantSpec, spec: RunSpec) -> str:
-    fault, config = CATALOGUE[plant.fault], spec.config
-    lacks = fault.lacks(config["parallel"])
-    refusals = {
-        f"one of the graph scopes {', '.join(fault.scopes)}":
-            fault.scopes and not set(fault.scopes) & set(config["graph"]),
-        "engine ours": config["engine"] != "ours" and not is_of_any_engine(fault),
-        f"a layout with {lacks}": lacks,
-        f"step {plant.step} of {config['steps']}":
-            "step" in fault.takes and plant.step >= config["steps"],
-        f"rank {plant.rank} of {spec.world_size}": plant.rank >= spec.world_size,
-        f"runs on {', '.join(fault.devices)}": spec.device not in fault.devices,
-    }  # fmt: skip
-    why = next((told for told, refused in refusals.items() if refused), "")
-    return f"{plant.fault} is planted in {why}" if why else ""
+    return ""
 
 
 def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> list[Change]:

@@ -244,51 +244,51 @@ def _consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
 # --- the first difference ---------------------------------------------------------------------
 
 
-def first_difference(legs: RunPair) -> Location | None:
+def first_difference(pair: RunPair) -> Location | None:
     """The first difference of two runs, as far as their records tell; None if there is none."""
-    groups = groups_of(*(start.tensors for start in legs.starts.values()))
+    groups = groups_of(*(start.tensors for start in pair.starts.values()))
     at = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
     initial = sorted(groups, key=lambda group: (group != "weights", group == RNG))
-    if (found := _tensors_part(legs, at, BEFORE, initial, "initialisation")) is not None:
+    if (found := _tensors_part(pair, at, BEFORE, initial, "initialisation")) is not None:
         return found
-    step = legs.first_step()
+    step = pair.first_step()
     if step is None:
         return None
-    at = Location(step=step, evidence=(_equal_before(legs, step),), before_is_equal=step > 0)
+    at = Location(step=step, evidence=(_equal_before(pair, step),), before_is_equal=step > 0)
     further = [group for group in groups if group not in DIGEST_GROUPS]
     found = (
-        _record_of_the_step_before(legs, at, step)
-        or _calls_part(legs, at, step)
-        or _tensors_part(legs, at, step, [SAMPLES], "input")
-        or _losses_part(legs, at, step)
-        or _gradients_part(legs, at, step)
-        or _norm_part(legs, at, step)
-        or _tensors_part(legs, at, step, ["buffers"], "forward")
-        or _tensors_part(legs, at, step, ["optim", "weights"], "optimizer", "gradients are equal")
-        or _tensors_part(legs, at, step, [COPIES], "optimizer")
-        or _tensors_part(legs, at, step, further, "state")
-        or _tensors_part(legs, at, step, [RNG], "input")
+        _record_of_the_step_before(pair, at, step)
+        or _calls_part(pair, at, step)
+        or _tensors_part(pair, at, step, [SAMPLES], "input")
+        or _losses_part(pair, at, step)
+        or _gradients_part(pair, at, step)
+        or _norm_part(pair, at, step)
+        or _tensors_part(pair, at, step, ["buffers"], "forward")
+        or _tensors_part(pair, at, step, ["optim", "weights"], "optimizer", "gradients are equal")
+        or _tensors_part(pair, at, step, [COPIES], "optimizer")
+        or _tensors_part(pair, at, step, further, "state")
+        or _tensors_part(pair, at, step, [RNG], "input")
         or at.saying(unknown="what differs has no name in the records")
     )
-    return _with_capture(found, legs, step)
+    return _with_capture(found, pair, step)
 
 
-def _equal_before(legs: RunPair, step: int) -> str:
+def _equal_before(pair: RunPair, step: int) -> str:
     if step == 0:
-        before = "the state before it is equal" if legs.has_initial else "none before is recorded"
+        before = "the state before it is equal" if pair.has_initial else "none before is recorded"
         return f"the very first step differs, {before}"
-    state = "gradients, weights, moments, " if legs.shares_state else ""
+    state = "gradients, weights, moments, " if pair.shares_state else ""
     return f"every step before step {step} is equal on every rank: losses, {state}random states"
 
 
-def _record_of_the_step_before(legs: RunPair, at: Location, step: int) -> Location | None:
+def _record_of_the_step_before(pair: RunPair, at: Location, step: int) -> Location | None:
     """Digests of a step are those of the step before, though losses and the next step are right.
 
     State cannot go wrong for one step: the record is wrong.
     """
-    ours, theirs = legs.ours, legs.theirs
-    wrong = [r for r in legs.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
-    if not legs.has_layouts or not wrong:
+    ours, theirs = pair.ours, pair.theirs
+    wrong = [r for r in pair.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
+    if not pair.has_layouts or not wrong:
         return None
     for rank in wrong:
         before, here, after = (step - 1, rank), (step, rank), (step + 1, rank)
@@ -314,11 +314,11 @@ def _differ(tensors: Sequence[Tensor]) -> str:
 
 
 def _tensors_part(
-    legs: RunPair, at: Location, step: int, groups: Iterable[str], phase: Phase, *told: str
+    pair: RunPair, at: Location, step: int, groups: Iterable[str], phase: Phase, *told: str
 ) -> Location | None:
     """The first tensor that differs, of groups that are looked at in this order."""
     for group in groups:
-        bad = sorted(legs.different(step, group), key=lambda t: t.name != STEP_COUNT)
+        bad = sorted(pair.different(step, group), key=lambda t: t.name != STEP_COUNT)
         if bad:
             first = bad[0]
             missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
@@ -335,38 +335,38 @@ def _tensors_part(
 # --- losses and norm --------------------------------------------------------------------------
 
 
-def _floats_part(legs: RunPair, at: Location, step: int, wanted: Sequence[str]) -> Location:
+def _floats_part(pair: RunPair, at: Location, step: int, wanted: Sequence[str]) -> Location:
     """The first of these quantities that differs, with all ranks on which it does."""
-    held = [each for each in legs.floats(step) if each[0] in wanted]
+    held = [each for each in pair.floats(step) if each[0] in wanted]
     name, rank, ours, theirs = held[0]
     told = f"{name} on rank {rank}: {show_float(ours)} became {show_float(theirs)}"
     ranks = tuple(sorted(r for other, r, _, _ in held if other == name))
     return at.saying(told, quantity=name, tensor=name, rank=rank, ranks=ranks, phase="forward")
 
 
-def _losses_part(legs: RunPair, at: Location, step: int) -> Location | None:
+def _losses_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """The loss differs and no call that was looked into does."""
-    names = legs.losses(step)
+    names = pair.losses(step)
     if not names:
         return None
     # The mean over ranks comes last, though it is named first.
     own = [name for name in names if name != LOSS]
-    found = _floats_part(legs, at, step, own or names)
+    found = _floats_part(pair, at, step, own or names)
     number = found.quantity.removeprefix("microbatch_losses[").removesuffix("]")
     found = found.saying(microbatch=int(number) if number.isdigit() else None)
-    if own and _is_loss_alone(legs, step):
+    if own and _is_loss_alone(pair, step):
         told = (
             "no gradient, weight, moment or random state does: the loss went wrong after backward "
             "had begun, or as it was recorded"
         )
         return found.saying(told, phase="outside")
-    if not legs.has_taps:
+    if not pair.has_taps:
         why = "module: no module was looked into, so the input may differ as well as what it met"
         return found.saying(unknown=why, tensor="")
     if not own:
         told = "every rank's own losses are equal: it is their mean over the ranks"
         return found.saying(told, phase="reduce", near="in", collective="all-reduce of the loss")
-    outputs = [r.module for r in legs.rows(step) if r.kind == OUTPUT and r.microbatch is not None]
+    outputs = [r.module for r in pair.rows(step) if r.kind == OUTPUT and r.microbatch is not None]
     return found.saying(
         "what every module returned is equal: the loss was given other labels or other weights",
         unknown="phase: labels have no digest, so the loss itself may have computed otherwise",
@@ -374,32 +374,32 @@ def _losses_part(legs: RunPair, at: Location, step: int) -> Location | None:
     )  # fmt: skip
 
 
-def _is_loss_alone(legs: RunPair, step: int) -> bool:
+def _is_loss_alone(pair: RunPair, step: int) -> bool:
     """Whether gradients were recorded and the step differs in losses only."""
-    groups = {group for start in legs.starts.values() for group in start.tensors}
-    others = any(legs.different(step, group) for group in groups)
-    others |= any(name == NORM for name, *_ in legs.floats(step))
-    return bool(legs.tensors(step, "grads")) and not others
+    groups = {group for start in pair.starts.values() for group in start.tensors}
+    others = any(pair.different(step, group) for group in groups)
+    others |= any(name == NORM for name, *_ in pair.floats(step))
+    return bool(pair.tensors(step, "grads")) and not others
 
 
-def _norm_part(legs: RunPair, at: Location, step: int) -> Location | None:
+def _norm_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """The gradients are equal and their norm is not; nor is the optimizer's count of steps."""
-    ranks = [rank for name, rank, *_ in legs.floats(step) if name == NORM]
-    if not ranks or any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
+    ranks = [rank for name, rank, *_ in pair.floats(step) if name == NORM]
+    if not ranks or any(t.name == STEP_COUNT for t in pair.different(step, "optim")):
         return None
-    at = _floats_part(legs, at.saying("the gradients of every rank are equal"), step, [NORM])
-    near = "after" if len(ranks) < len(legs.ranks(step)) else "in"
+    at = _floats_part(pair, at.saying("the gradients of every rank are equal"), step, [NORM])
+    near = "after" if len(ranks) < len(pair.ranks(step)) else "in"
     return at.saying(phase="reduce", near=near, collective="all-reduce of the gradient norm")
 
 
 # --- calls ------------------------------------------------------------------------------------
 
 
-def _calls_part(legs: RunPair, at: Location, step: int) -> Location | None:
+def _calls_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
-    rows = legs.rows(step)
+    rows = pair.rows(step)
     differing = [row for row in rows if row.differs]
-    if not differing or (differing[0].kind == GRADIENT and legs.losses(step)):
+    if not differing or (differing[0].kind == GRADIENT and pair.losses(step)):
         return None  # the loss was computed before any gradient
     # A call that one run never made is no result: what came of that is the first that differs.
     first = next((row for row in differing if row.is_whole), differing[0])
@@ -424,13 +424,13 @@ def _calls_part(legs: RunPair, at: Location, step: int) -> Location | None:
         phase = "backward" if first.kind == GRADIENT else "forward"
         found = found.saying(phase=phase, module=first.module)
     elif first.kind == INPUT:
-        found = _input(found, first, own, legs, step)
+        found = _input(found, first, own, pair, step)
     elif first.kind == OUTPUT:
-        found = _output(found, first, legs, step)
+        found = _output(found, first, pair, step)
     else:
         found = _gradient(found, first, rows, own)
     if found.module != first.module or first.kind != GRADIENT:
-        found = _gathered(found, len(same), legs, step)
+        found = _gathered(found, len(same), pair, step)
     later: dict[int, str] = {}
     for row in (row for row in differing if row.rank not in ranks):
         later.setdefault(row.rank, row.name)
@@ -443,15 +443,15 @@ def _missing(row: Row) -> str:
     return f"{told}: something else ran in its place"
 
 
-def _input(found: Location, first: Row, own: Sequence[Row], legs: RunPair, step: int) -> Location:
+def _input(found: Location, first: Row, own: Sequence[Row], pair: RunPair, step: int) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     at = found.saying(phase="forward", module=first.module)
-    around = parent_of(first.module, {row.module for row in legs.rows(step)})
+    around = parent_of(first.module, {row.module for row in pair.rows(step)})
     same = [row for row in own if row.reference == first.reference]
     makers = [row.module for row in same if row.kind == OUTPUT]
     begins = next((row for row in own if row.stage == first.stage), None) is first
     if begins and not makers and first.stage == 0:
-        what = "tokens or positions" if legs.has_layouts else "the program's own data"
+        what = "tokens or positions" if pair.has_layouts else "the program's own data"
         return at.saying(f"it is what the microbatch begins with: {what}", phase="input")
     if begins and first.stage > 0:
         what = f"transfer of activations to stage {first.stage} of the pipeline"
@@ -459,7 +459,7 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: RunPair, step:
         return at.saying(told, near="in", collective=what)
     if around in [row.module for row in same if row.kind == INPUT]:
         told = f"{around} was given it as it should be and handed on something else: its own work"
-        config = legs.candidate.spec.config
+        config = pair.candidate.spec.config
         scopes = {scope for scope, part in BEGINS_AT.items() if around.endswith(f".{part}")}
         if step >= config.get("graph_warmup_steps", 0) and scopes & set(config.get("graph", ())):
             told += ", or the copy of what it was given into memory that its graph reads"
@@ -471,15 +471,15 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: RunPair, step:
     return at.saying(f"{around} made it from parts that are equal: its own work", module=around)
 
 
-def _output(found: Location, first: Row, legs: RunPair, step: int) -> Location:
+def _output(found: Location, first: Row, pair: RunPair, step: int) -> Location:
     """What went in is equal, so is every part of it that was looked into."""
     told = [f"what went into {first.module} is equal"]
-    if step and legs.has_weights(first.module):
+    if step and pair.has_weights(first.module):
         told.append(
             f"its main weights were equal after step {step - 1}: it read a copy of them that was "
             "not (stale, overwritten, of another unit), or computed otherwise"
         )
-    elif not legs.has_weights(first.module) and legs.different(step, RNG):
+    elif not pair.has_weights(first.module) and pair.different(step, RNG):
         told.append("the random state differs at the end of the step, too: it drew other numbers")
     return found.saying(*told, phase="forward", module=first.module)
 
@@ -507,30 +507,30 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Ro
 # --- collectives ------------------------------------------------------------------------------
 
 
-def _gathered(found: Location, num_same: int, legs: RunPair, step: int) -> Location:
+def _gathered(found: Location, num_same: int, pair: RunPair, step: int) -> Location:
     """On which side of the gather of a module's weights a wrong output or gradient lies."""
-    is_read = legs.has_layouts and legs.has_weights(found.module)
-    if legs.world_size == 1 or not is_read or found.phase == "input" or found.near:
+    is_read = pair.has_layouts and pair.has_weights(found.module)
+    if pair.world_size == 1 or not is_read or found.phase == "input" or found.near:
         return found
     if len(found.ranks) == 1 and num_same > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
         what = f"all-gather of the weights of {unit_of(f'{found.module}.weight')}"
         return found.saying(told, near="after", collective=what)
-    if not len(found.ranks) == num_same == legs.world_size:
+    if not len(found.ranks) == num_same == pair.world_size:
         return found
     found = found.saying("it is wrong on every rank alike")
-    return _by_givers(found, legs, step, found.module, GATHERS) or found
+    return _by_givers(found, pair, step, found.module, GATHERS) or found
 
 
-def _gradients_part(legs: RunPair, at: Location, step: int) -> Location | None:
+def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """Where gradients first differ, in the order of the backward pass; None if they are equal."""
-    tensors = legs.tensors(step, "grads")
-    bad = _in_backward_order([t for t in tensors if t.differs], legs.rows(step))
+    tensors = pair.tensors(step, "grads")
+    bad = _in_backward_order([t for t in tensors if t.differs], pair.rows(step))
     if not bad:
         return None
     first = bad[0].name
     equal, why = "what went into every module, came out and came back is equal on every rank", ""
-    if not legs.has_taps:
+    if not pair.has_taps:
         equal = "the losses are equal on every rank"
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
     found = at.saying(
@@ -538,13 +538,13 @@ def _gradients_part(legs: RunPair, at: Location, step: int) -> Location | None:
         module=module_of(first), tensor=first, quantity="grads", rank=bad[0].rank,
         ranks=_ranks_of(bad, first),
     )  # fmt: skip
-    if legs.world_size == 1:
+    if pair.world_size == 1:
         return found
-    if not legs.has_layouts:
+    if not pair.has_layouts:
         told = "they are recorded after any reduction over ranks"
         return found.saying(told, unknown=SUM_HIDES_RANK)
     found = _reduced(found, tensors, bad)
-    asked = _by_givers(found, legs, step, first, REDUCTIONS) if found.near != "after" else found
+    asked = _by_givers(found, pair, step, first, REDUCTIONS) if found.near != "after" else found
     return asked or found.saying(unknown=SUM_HIDES_RANK)
 
 
@@ -611,14 +611,14 @@ def _entered(
 
 
 def _by_givers(
-    found: Location, legs: RunPair, step: int, name: str, kinds: tuple[str, ...]
+    found: Location, pair: RunPair, step: int, name: str, kinds: tuple[str, ...]
 ) -> Location | None:
     """The place by what each rank gave to the collective; None where that is not known."""
-    wrong, unit, is_sum, ranks = list[int](), "root", kinds == REDUCTIONS, legs.ranks(step)
+    wrong, unit, is_sum, ranks = list[int](), "root", kinds == REDUCTIONS, pair.ranks(step)
     for rank in ranks:
-        runs = legs.reference, legs.candidate
+        runs = pair.reference, pair.candidate
         ours, theirs = (_entered(run, rank, step, name, kinds) for run in runs)
-        if len(ranks) < legs.world_size or not ours or theirs is None:
+        if len(ranks) < pair.world_size or not ours or theirs is None:
             return None
         unit = ours[0].label
         if [*map(_kind, ours)] != [*map(_kind, theirs)]:
@@ -646,26 +646,26 @@ def _by_givers(
 # --- captures ---------------------------------------------------------------------------------
 
 
-def _with_capture(found: Location, legs: RunPair, step: int) -> Location:
+def _with_capture(found: Location, pair: RunPair, step: int) -> Location:
     """The place; of the capture, if what it leaves behind is what the step did otherwise."""
-    config = legs.candidate.spec.config
+    config = pair.candidate.spec.config
     if not config.get("graph") or step != config.get("graph_warmup_steps"):
         return found
     told, why = "graphs are captured in this step, before its passes, which replay them", ""
-    rows = legs.rows(step)
+    rows = pair.rows(step)
     if found.phase in ("forward", "input"):
         begins = rows and found.tensor.startswith((f"{rows[0].module}:in", f"{rows[0].module}:out"))
-        drawn = [t.name for t in legs.different(step, RNG)]
-        if begins and len(found.ranks) == legs.world_size:
+        drawn = [t.name for t in pair.different(step, RNG)]
+        if begins and len(found.ranks) == pair.world_size:
             why = "it differs from its beginning on: it was not run, or on what a capture left"
         # Whoever counted otherwise in the optimizer alone left that step's losses as they were.
-        elif any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
+        elif any(t.name == STEP_COUNT for t in pair.different(step, "optim")):
             why = "the optimizer has taken another number of steps: it was not run once"
-        elif drawn and not legs.has_weights(found.module) and not _began_right(rows):
+        elif drawn and not pair.has_weights(found.module) and not _began_right(rows):
             why = f"the random state {drawn[0]} differs, too: what captures drew was not given back"
-    elif found.phase == "optimizer" and not legs.different(step, "optim"):
-        wrong = {t.name for t in legs.different(step, "weights")}
-        if wrong and not wrong & legs.names("grads"):
+    elif found.phase == "optimizer" and not pair.different(step, "optim"):
+        wrong = {t.name for t in pair.different(step, "weights")}
+        if wrong and not wrong & pair.names("grads"):
             why = f"no gradient moves {found.tensor}: counts of warm-ups and captures were kept"
     return found.saying(told, why, phase="capture") if why else found.saying(told)
 

@@ -270,7 +270,7 @@ class Asker:
 
     @property
     def num_made(self) -> int:
-        """Runs that the folder holds and that were made here, in whatever sitting."""
+        """Runs that the folder holds and that were made here, now or earlier."""
         made = {path.parent.name for path in self.folder.path.glob(f"runs/*/{OUTCOME_FILE}")}
         return len(made - self._adopted)
 

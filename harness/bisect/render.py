@@ -44,7 +44,7 @@ class Findings(Json):
         outcome, what, message: its verdict.
         command: that goes on with the search, or shows it again.
         environment: what runs or run folders differ in; said first.
-        num_runs, seconds: in all sittings.
+        num_runs, seconds: of all calls of the command.
         stopped: why the search ended before its end; "" if it did not.
     """
 
@@ -73,7 +73,7 @@ def keep_findings(folder: Path, findings: Findings) -> None:
 
 
 def read_findings(folder: Path) -> Findings | None:
-    """What an earlier sitting has kept; None if there is none that decodes."""
+    """What an earlier call has kept; None if there is none that decodes."""
     try:
         return Findings.from_json(read_object(folder / SEARCH_FILE))
     except (OSError, RecordError):

@@ -9,7 +9,7 @@ on, as its runs are in the folder, by key.
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -57,9 +57,7 @@ class Search:
     place: Path | None
     out: Path | None = None
     argv: Sequence[str] = ()
-    slots: int | None = None
-    ranks_per_gpu: int | None = None
-    jobs: int | None = None
+    room: Mapping[str, int | None] = field(default_factory=dict)
     element: bool = True
     until: Until = "least"
     repro: Path = FOLDER
@@ -93,15 +91,13 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
             "recorded by hand"
         )
     if search.commits:
-        search.history()  # a slip of the pen should not cost an hour first
+        search.history()  # a mistyped range should not cost an hour first
     if search.package is not None:
         if search.is_ours:
             raise UsageError("--package: expected a scenario with a program, got the built-in one")
         halving.published(*search.package)
-    prepared = launch.prepare_cases(
-        [case], name=f"bisect-{case.scenario}", why=f"Where the failure of {case.id} comes from.",
-        slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
-    )  # fmt: skip
+    name, why = f"bisect-{case.scenario}", f"Where the failure of {case.id} comes from."
+    prepared = launch.prepare_cases([case], name=name, why=why, **search.room)
     programs = filter(None, (program_of(spec.config) for spec in runs_of(case)))
     make_environments(programs, lambda _: None)
     folder, notes = _folder(search, prepared)
@@ -112,12 +108,12 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
         engine = launch.make_engine(prepared)
         try:
             asker = Asker(folder, engine, questions, progress=view)
-            return _Sitting(search, asker, before, notes).carry_out(), folder.path
+            return _Stages(search, asker, before, notes).carry_out(), folder.path
         finally:
             engine.close()
 
 
-class _Sitting:
+class _Stages:
     """Stages over one folder, what is known kept after each, and however it ends."""
 
     _asked: Asked
@@ -229,7 +225,7 @@ class _Sitting:
             return None
         kept = self._before.least_case if self._before is not None else None
         if kept is not None and kept.path and Path(kept.path).is_file():
-            return kept  # written by an earlier sitting
+            return kept  # written by an earlier call
         return write_minimal_case(
             self._case, self._found.causes, self._asker, folder=self._search.repro,
             place=str(self._found.place or ""),
@@ -240,9 +236,8 @@ class _Sitting:
         search, folder, verdict = self._search, self._asker.folder, self._asked.verdict
         history = search.history()
         if search.is_ours:
-            options = {"--slots": search.slots, "--ranks-per-gpu": search.ranks_per_gpu,
-                       "--jobs": search.jobs}  # fmt: skip
-            room = [w for k, n in options.items() if n is not None for w in (k, str(n))]
+            given = {f"--{k.replace('_', '-')}": n for k, n in search.room.items() if n is not None}
+            room = [word for option, n in given.items() for word in (option, str(n))]
             here, place = provenance.describe(), folder.case_folder(self._case.id)
             run = halving.case_run(place, verdict, folder.path / COMMITS_FOLDER, room)
         else:
@@ -263,7 +258,7 @@ class _Sitting:
     # --- what is kept
 
     def _stop(self, why: str) -> None:
-        """Keep what is known; of stages not come to in this sitting, what the last one knew."""
+        """Keep what is known; of stages not reached this time, what was known before."""
         known, before = dict[str, Any](), self._before
         if before is not None:
             said = self._found if self._has_verdict else before

@@ -63,10 +63,11 @@ def bisect_command(
     if how["every_run"] and not (how["commits"] or how["package"]):
         raise UsageError("--every-run: expected --commits or --package with it, got none")
     meant = [how.pop(name) for name in ("keyword", "device", "sets")]
+    room = {name: how.pop(name) for name in ("slots", "ranks_per_gpu", "jobs")}
     place, two_layouts = None, False
     if case.endswith((".yaml", ".yml")):
         if folder is not None:
-            raise UsageError(f"bisect: expected no RUN beside the scenario {case}, got {folder}")
+            raise UsageError(f"bisect: expected no RUN with the scenario {case}, got {folder}")
         spec = _one_of(Path(case), "-k", *meant)
         if against is not None:
             other = _one_of(Path(case), "--against", against, *meant[1:])
@@ -87,7 +88,7 @@ def bisect_command(
         )
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=options.command_line(),
-        element=not no_element, two_layouts=two_layouts, **how,
+        element=not no_element, two_layouts=two_layouts, room=room, **how,
     )  # fmt: skip
     console = make_console(stderr=as_json)
     findings, where = bisect(asked, make_search_view(console))

@@ -207,10 +207,11 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     )  # fmt: skip
 
 
-def prepare_rerun(
-    case_folder: Path, *, slots: int | None, ranks_per_gpu: int | None, jobs: int | None
-) -> Prepared:
-    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here)."""
+def prepare_rerun(case_folder: Path, **room: Any) -> Prepared:
+    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here).
+
+    `room` has `slots`, `ranks_per_gpu` and `jobs`, None for the usual.
+    """
     case = dataclasses.replace(load_case(case_folder).case, skip_reason="")
     if case.reference.recorded:
         raise UsageError(
@@ -219,23 +220,17 @@ def prepare_rerun(
         )
     _check_configs(case_folder, [case])
     why = f"Case {case.id} of {case.scenario}, run again."
-    return prepare_cases(
-        [case], name=case.scenario, why=why, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
-    )
+    return prepare_cases([case], name=case.scenario, why=why, **room)
 
 
-def prepare_cases(
-    cases: Sequence[CaseSpec], *, name: str, why: str, slots: int | None = None,
-    ranks_per_gpu: int | None = None, jobs: int | None = None,
-) -> Prepared:  # fmt: skip
+def prepare_cases(cases: Sequence[CaseSpec], *, name: str, why: str, **room: Any) -> Prepared:
     """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here)."""
     here = machine.describe()
     device = _device(cases[0].candidate.device, None, here)
     # The text is not a scenario to run: it only names this for the report.
     text = f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n"
-    return Prepared(name=name, why=why, text=text, **_planned(
-        cases, device, None, here, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
-    ))  # fmt: skip
+    planned = _planned(cases, device, None, here, **room)
+    return Prepared(name=name, why=why, text=text, **planned)
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
@@ -246,8 +241,8 @@ def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
 
 def _planned(
     cases: Sequence[CaseSpec], device: Device, slurm: SlurmOptions | None, here: Machine, *,
-    slots: int | None, ranks_per_gpu: int | None, jobs: int | None, history: Path | None = None,
-    **left: Any,
+    slots: int | None = None, ranks_per_gpu: int | None = None, jobs: int | None = None,
+    history: Path | None = None, **left: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What of a `Prepared` depends on the machine (`UsageError`: GPUs to share where none are).
 

@@ -87,7 +87,7 @@ CAPTURE = PlantSpec(fault="capture_raise")
     [
         (run(model=EXPERTS, graph=("moe_router", "moe_preprocess")), ["graph: moe_preprocess"],
          "preprocess_follows_router"),
-        (run(CAPTURE, graph=("attn",)), [CAPTURE_NAME], "graph scopes attn"),
+        (run(CAPTURE, graph=("attn",)), [CAPTURE_NAME], "a graph scope that capture_raise"),
         (run(parallel=ParallelConfig(tp=2)), ["parallel.tp: 1 -> 2"], "4 ranks against 2"),
         # Steps, microbatches, ranks and compiled parts are those of the reference.
         (run(steps=8), ["steps: 6 -> 8"], "steps 8 against 6"),

@@ -155,7 +155,7 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
     ("args", "expected"),
     [
         (["small.yaml"], "expected -k EXPR that selects one case, got 4"),
-        (["small.yaml", "r"], "expected no RUN beside the scenario"),
+        (["small.yaml", "r"], "expected no RUN with the scenario"),
         (["dp2-attn", "r", "-k", "x"], "--device and --set with a scenario"),
         (["dp3-attn", "r"], "expected a case folder or id"),
         (["dp2-attn", "r", "--out", "r"], "expected a search of dp2-attn or nothing"),
