@@ -40,7 +40,6 @@ PATTERNS = {
     "harness/terminal.py": (1, "blanks that rich leaves at ends of lines"),
     "reports/markdown.py": (2, "Markdown's own characters"),
     "reports/reading.py": (1, NAMES),
-    "reports/json_report.py": (1, "paths of run folders, to compare reports without them"),
     "reports/text.py": (3, "digests, and characters that a terminal or XML does not take"),
 }
 """Files that use patterns: how often, and on what. Our own sentences are no reason."""
