@@ -1,8 +1,10 @@
 """Captures on all ranks or on none: each rank learns which refused and why, and is as it was."""
 
 import gc
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,54 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost, CaptureSession
 from fsdp_core.graph.graph import GraphedCallable, GraphMaker, Segment
+from fsdp_core.parallel.mesh import build_axes
+from fsdp_core.train import Trainer
 from tests.dist.rank_pool import RankPool
+from tests.dist.scope_programs import WARMUP, Scoped
+from tests.dist.train_layout_programs import DEVICE, Run
 
-DEVICE = Device("cpu")
+PHASES = ("warm_up", "capture_forward", "capture_backward")
+
+
+def captures_in_order(scoped: Scoped) -> list[tuple[str, str]]:
+    """Phase and segment of everything that a trainer's capture calls."""
+    seen: list[tuple[str, str]] = []
+
+    def noting(phase: str) -> Callable[..., Any]:
+        plain = getattr(GraphedCallable, phase)
+
+        def call(graph: GraphedCallable, *args: Any, **kwargs: Any) -> Any:
+            seen.append((phase, graph.name))
+            return plain(graph, *args, **kwargs)
+
+        return call
+
+    trainer = Trainer(scoped.config, build_axes(scoped.run.parallel, DEVICE), DEVICE)
+    patches: dict[str, Any] = {phase: noting(phase) for phase in PHASES}
+    with mock.patch.multiple(GraphedCallable, **patches):
+        for step in range(WARMUP + 1):
+            trainer.step(step)
+    trainer.close()
+    return seen
+
+
+PIECES = [f"layers.{layer}.{branch}" for layer in (0, 1) for branch in ("attn", "mlp")]
+
+
+def test_backwards_are_captured_in_reverse(warm_ranks: RankPool) -> None:
+    """All warm-ups, then forwards as layers run, then backwards as autograd runs them."""
+    scoped = Scoped(Run({"dp": 1}), ("attn", "mlp"))
+    (seen,) = warm_ranks.run(captures_in_order, scoped, world_size=1)
+    assert seen == [
+        *(("warm_up", name) for name in PIECES),
+        *(("capture_forward", name) for name in PIECES),
+        *(("capture_backward", name) for name in reversed(PIECES)),
+    ]
+
+
+# ---- tests
 
 
 def branch(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,181 @@
 """Checkpoints over ranks: every bit back, in any layout."""
 
 import itertools
+import warnings
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist import checkpoint_programs as programs
-from tests.dist.checkpoint_layouts import LAYOUTS, OPTIMIZERS, world_of
-from tests.dist.fsdp_sides import same_bits
+from fsdp_core.checkpoint import load, save
+from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
+from tests.dist.checkpoint_layouts import (
+    LAYOUTS,
+    OPTIMIZERS,
+    build,
+    fill,
+    local,
+    misses,
+    snapshot,
+    tensors,
+    train,
+    unlike,
+    world_of,
+)
+from tests.dist.fsdp_models import Net, rows
+from tests.dist.fsdp_sides import differences, same_bits
 from tests.dist.rank_pool import RankPool
+
+# --- round trips ------------------------------------------------------------------------------
+
+
+def fill_and_save(folder: str, seed: int, layout: str, optimizer: str = "AdamW") -> None:
+    """Known values, saved as step 3."""
+    model, made = build(layout, optimizer)
+    train(model, made, range(1))
+    fill(model, made, seed)
+    save(folder, 3, model, made, {"tokens": [seed, 0.1]})
+
+
+def load_each(sources: list[tuple[str, int]], layout: str, optimizer: str = "AdamW") -> list[Any]:
+    """Of each folder and seed, loaded into a fresh model: the step, `extra`, and what is wrong."""
+    found = []
+    for folder, seed in sources:
+        model, made = build(layout, optimizer, seed=4)
+        loaded = load(folder, model, made)
+        found.append((loaded.step, loaded.extra, misses(model, made, optimizer, seed)))
+        train(model, made, range(3, 4))  # states are such as the optimizer works with
+    return found
+
+
+def continue_or_not(folder: str, layout: str, optimizer: str) -> list[str]:
+    """How training resumed in fresh objects, or in live ones that went astray, differs."""
+    model, made = build(layout, optimizer)
+    train(model, made, range(2))
+    save(folder, 2, model, made)
+    train(model, made, range(2, 4))
+    expected = snapshot(model, made)
+    other, other_made = build(layout, optimizer, seed=4)
+    load(folder, other, other_made)
+    train(other, other_made, range(2, 4))
+    memory = addresses(made)
+    load(folder, model, made)
+    assert addresses(made) == memory
+    train(model, made, range(2, 4))
+    resumed, put_back = snapshot(other, other_made), snapshot(model, made)
+    return differences(expected, resumed, "resumed") + differences(expected, put_back, "put back")
+
+
+def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Where states and learning rates lie."""
+    values = [v for states in optimizer.state.values() for v in states.values()]
+    values += [v for group in optimizer.param_groups for v in group.values()]
+    return [local(v).data_ptr() for v in values if torch.is_tensor(v)]
+
+
+class Norm(Net):
+    """Statistics that are of each rank's own data."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=1)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] -> [rows, 3]."""
+        out: torch.Tensor = self.norm(super().forward(x))
+        return out
+
+
+def rank_statistics(folder: str, saving: bool) -> list[list[float]]:
+    """Each rank's running mean after training and saving, or as loaded."""
+    layout = {1: "alone", 2: "more units", 3: "params"}[dist.get_world_size()]
+    model, made = build(layout, factory=Norm)
+    if saving:
+        train(model, made, range(2))
+        save(folder, 1, model, made)
+    else:
+        load(folder, model, made)
+    return cast("list[list[float]]", model.norm.running_mean.tolist())
+
+
+def warned_statistics(folder: str) -> tuple[list[list[float]], list[str]]:
+    """As loaded, and what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = rank_statistics(folder, False)
+    return found, [str(warning.message) for warning in caught]
+
+
+def own_parameters(folder: str, saving: bool) -> str:
+    """A plain parameter that each rank trains alone: saved, or what loading it comes to."""
+    model = nn.Linear(2, 2)
+    made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    if saving:
+        nn.init.constant_(model.weight, dist.get_rank())
+        save(folder, 1, model, made)
+        return ""
+    try:
+        load(folder, model, made)
+    except ValueError as error:
+        return str(error)
+    return str(model.weight[0, 0].item())
+
+
+def read_with_dcp(folder: str, seed: int) -> list[str]:
+    """Names of weights and buffers that torch's own load, into this layout, does not give back."""
+    model, _ = build("params", seed=4)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/step-00000003")
+    return unlike(tensors(model), seed)
+
+
+# --- gathered weights ---------------------------------------------------------------------------
+
+
+def gathered(folder: str, layout: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Save and load while units are gathered: what changed, and what forward sees."""
+    shape, strategy = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    torch.manual_seed(3)
+    model: Any = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy, mp_policy=policy)
+    fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy)
+    before = {name: local(p).clone() for name, p in tensors(model).items()}
+    x = rows(0, rank=0)
+    with torch.no_grad():
+        outs = [model(x)]
+        model.blocks[0].unshard()
+        save(folder, 1, model)
+        model.blocks[0].reshard()
+        model.reshard()
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        outs.append(model(x))
+        model.blocks[0].unshard()
+        load(folder, model)
+        check_copies(model)
+        outs.append(model(x))
+    after = {name: local(p) for name, p in tensors(model).items()}
+    return differences(before, after), outs
+
+
+def check_copies(model: Any) -> None:
+    """Copies that are kept at rest hold the weights, for graphs that replay without a gather."""
+    for group in model.fsdp_groups:
+        for copy, parameter in zip(group.unsharded, group.sharded, strict=True):
+            if group.nest.weight_level == 0:
+                assert same_bits(copy.detach(), parameter.detach().full_tensor().bfloat16())
+
+
+# ---- tests
+
 
 HUBS = ("plain", "more units")
 """Every layout is loaded into these; into others the first of these and the layout before it."""
@@ -22,7 +189,7 @@ def saved(warm_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Sav
     found = {}
     for seed, layout in enumerate(LAYOUTS):
         folder = str(tmp_path_factory.mktemp("saved"))
-        warm_ranks.run(programs.fill_and_save, folder, seed, layout, world_size=world_of(layout))
+        warm_ranks.run(fill_and_save, folder, seed, layout, world_size=world_of(layout))
         found[layout] = folder, seed
     return found
 
@@ -38,7 +205,7 @@ def test_a_checkpoint_loads_into_other_layouts_bit_for_bit(
     names = list(LAYOUTS)
     before = names[names.index(layout) - 1]
     sources = [saved[n] for n in LAYOUTS if layout in HUBS or n in (HUBS[0], before)]
-    for rank in warm_ranks.run(programs.load_each, sources, layout, world_size=world_of(layout)):
+    for rank in warm_ranks.run(load_each, sources, layout, world_size=world_of(layout)):
         assert rank == [(3, {"tokens": [seed, 0.1]}, []) for _, seed in sources]
 
 
@@ -48,11 +215,11 @@ def test_states_of_any_optimizer_load_into_other_layouts(
 ) -> None:
     """Cut and single states alike, of matrices and of numbers, both ways."""
     sources = [(str(tmp_path / "cut"), 1), (str(tmp_path / "whole"), 2)]
-    warm_ranks.run(programs.fill_and_save, *sources[0], "params", optimizer, world_size=3)
-    warm_ranks.run(programs.fill_and_save, *sources[1], "plain", optimizer, world_size=1)
+    warm_ranks.run(fill_and_save, *sources[0], "params", optimizer, world_size=3)
+    warm_ranks.run(fill_and_save, *sources[1], "plain", optimizer, world_size=1)
     for layout in ("plain", "optim_grads"):
         for rank in warm_ranks.run(
-            programs.load_each, sources, layout, optimizer, world_size=world_of(layout)
+            load_each, sources, layout, optimizer, world_size=world_of(layout)
         ):
             assert [wrong for _, _, wrong in rank] == [[], []]
 
@@ -68,7 +235,7 @@ def test_continued_training_is_uninterrupted_training(
 ) -> None:
     """Two steps after a load give the bits of two steps after the save; live memory stays put."""
     for found in warm_ranks.run(
-        programs.continue_or_not, str(tmp_path), layout, optimizer, world_size=world_of(layout)
+        continue_or_not, str(tmp_path), layout, optimizer, world_size=world_of(layout)
     ):
         assert found == []
 
@@ -77,19 +244,17 @@ def test_buffers_that_differ_between_ranks_come_back_to_their_rank(
     warm_ranks: RankPool, tmp_path: Path
 ) -> None:
     """BatchNorm's statistics of each rank are its own again."""
-    ranks = warm_ranks.run(programs.rank_statistics, str(tmp_path), True, world_size=2)
+    ranks = warm_ranks.run(rank_statistics, str(tmp_path), True, world_size=2)
     assert ranks[0] != ranks[1]
-    assert warm_ranks.run(programs.rank_statistics, str(tmp_path), False, world_size=2) == ranks
+    assert warm_ranks.run(rank_statistics, str(tmp_path), False, world_size=2) == ranks
 
 
 def test_buffers_of_other_ranks_are_the_firsts_with_a_warning(
     warm_ranks: RankPool, tmp_path: Path
 ) -> None:
     """On another number of ranks BatchNorm's statistics are the first rank's, and that is said."""
-    first, _ = warm_ranks.run(programs.rank_statistics, str(tmp_path), True, world_size=2)
-    for statistics, texts in warm_ranks.run(
-        programs.warned_statistics, str(tmp_path), world_size=3
-    ):
+    first, _ = warm_ranks.run(rank_statistics, str(tmp_path), True, world_size=2)
+    for statistics, texts in warm_ranks.run(warned_statistics, str(tmp_path), world_size=3):
         assert statistics == first
         assert any("model.norm.running_mean differed between the ranks" in t for t in texts)
 
@@ -98,10 +263,10 @@ def test_parameters_that_differ_between_ranks_load_on_as_many_only(
     warm_ranks: RankPool, tmp_path: Path
 ) -> None:
     """A parameter of each rank's own is its own again, and is refused on other numbers of ranks."""
-    warm_ranks.run(programs.own_parameters, str(tmp_path), True, world_size=2)
-    loaded = warm_ranks.run(programs.own_parameters, str(tmp_path), False, world_size=2)
+    warm_ranks.run(own_parameters, str(tmp_path), True, world_size=2)
+    loaded = warm_ranks.run(own_parameters, str(tmp_path), False, world_size=2)
     assert loaded == ["0.0", "1.0"]
-    for text in warm_ranks.run(programs.own_parameters, str(tmp_path), False, world_size=3):
+    for text in warm_ranks.run(own_parameters, str(tmp_path), False, world_size=3):
         assert "Expected the 2 ranks that saved, as model.weight differed" in text
 
 
@@ -111,7 +276,7 @@ def test_units_may_be_gathered_while_saved_and_loaded(
 ) -> None:
     """Main weights are saved, not their bfloat16 copies, and copies follow a load at once."""
     for changed, outs in warm_ranks.run(
-        programs.gathered, str(tmp_path), layout, world_size=world_of(layout)
+        gathered, str(tmp_path), layout, world_size=world_of(layout)
     ):
         assert changed == []
         assert not same_bits(outs[0], outs[1])
@@ -120,5 +285,5 @@ def test_units_may_be_gathered_while_saved_and_loaded(
 
 def test_torchs_own_load_reads_the_folder(warm_ranks: RankPool, saved: Saved) -> None:
     """`torch.distributed.checkpoint.load` of the model's state_dict loads the same weights."""
-    for wrong in warm_ranks.run(programs.read_with_dcp, *saved["hsdp"], world_size=3):
+    for wrong in warm_ranks.run(read_with_dcp, *saved["hsdp"], world_size=3):
         assert wrong == []

@@ -15,6 +15,30 @@ from fsdp_core.graph.recorder import Recorder
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp import settled
 
+
+def drop_while_under_way() -> list[int]:
+    """Live bytes of a tensor that is dropped first, while rank 1 is waited for, and after."""
+    device = Device("cpu")
+    with device.counting_memory():
+        ready, tensor = torch.zeros(1), torch.ones(1000)
+        if dist.get_rank() == 1:
+            dist.recv(ready, 0)
+            dist.all_reduce(tensor)
+            return []
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        del tensor
+        before = device.live_bytes()
+        dist.send(ready, 1)
+        work.wait()
+        return [before, device.live_bytes()]
+
+
+def test_what_is_lent_lives_until_the_work_is_complete(warm_ranks: RankPool) -> None:
+    """A tensor that the program drops while gloo works on it stays, and is counted, until then."""
+    assert warm_ranks.run(drop_while_under_way, world_size=2) == [[4004, 4], []]
+
+
 # torch 2.13 renamed both; the old names warn there and the new ones are absent before.
 gather_tensor: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 scatter_tensor: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor

@@ -1,14 +1,40 @@
 """TransformerEngine's parts on every kind of layout: names, cuts, token order, against torch."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from fsdp_core.config import ParallelConfig
+from fsdp_core.model.te import attention as core
+from tests.dist import parity_programs, te_stand_in
 from tests.dist.parity_check import judge, packs_of, problem_of, reference
-from tests.dist.parity_programs import Layout
+from tests.dist.parity_programs import Layout, Problem, Routes
+from tests.dist.parity_watch import Outcome
 from tests.dist.rank_pool import RankPool
-from tests.dist.te_programs import run_te_case
+
+
+def run_te_case(
+    problem: Problem, layout: Layout, routes: Routes | None, fused: bool
+) -> tuple[Outcome, int]:
+    """`run_case` with the stand-in for a backend, and how often its attention was asked."""
+    te_stand_in.DotProductAttention.total = 0
+
+    def make(name: str, **options: str) -> te_stand_in.StandIn:
+        del name, options
+        return te_stand_in.StandIn(fused_experts=fused)
+
+    with (
+        mock.patch.object(parity_programs, "make_layers", make),
+        mock.patch.object(core, "_NARROW", (torch.float64,)),
+    ):
+        outcome = parity_programs.run_case(problem, layout, routes)
+    return outcome, te_stand_in.DotProductAttention.total
+
+
+# ---- tests
+
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp2 dp2, dense": ("qwen_tiny", {"tp": 2, "dp": 2}, {}),
