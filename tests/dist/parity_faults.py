@@ -34,7 +34,6 @@ from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.parallel import context
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axes
-from tests.dist import parity_batches
 
 
 def axes_of(axes: Axes, fault: str) -> Axes:
@@ -121,7 +120,7 @@ _PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "half the gradients": ((sharding, "num_averaged", _half),),
     "swapped halves": ((microbatch, "split", _late_first),),
     "swapped heads": ((attention, "causal_attention", _other_values),),
-    "one prediction": ((parity_batches, "pack", _one_left_out),),
+    "one prediction": ((packing, "pack", _one_left_out),),
     "one position": ((RopeTable, "forward", _one_turned),),
     "one boundary": ((packing.PackedBatch, "plan", _one_boundary_less),),
 }

@@ -15,18 +15,29 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_core.config import FsdpConfig, ModelConfig, ParallelConfig
 from fsdp_core.determinism import make_deterministic, prepare_environment
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.layouts import groups
-from fsdp_core.model.batch import num_averaged
+from fsdp_core.model import batch as packing
+from fsdp_core.model.batch import (
+    Capacity,
+    Document,
+    LocalTokens,
+    PackedBatch,
+    dense_part,
+    num_averaged,
+    packed_part,
+    padding_multiple,
+)
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import Sharding, shard_stage
@@ -37,10 +48,256 @@ from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist import parity_faults
-from tests.dist.parity_batches import Batch, Share, rank_share, whole_share
-from tests.dist.parity_watch import Found, Key, Outcome, Watch, join, local_numbers
 from tests.support.global_weights import gather_global_grads, load_global
 from tests.support.routing_tape import RoutingTape, attach
+
+PACKS = 8
+"""Packs of a microbatch at context size 1: as many as there are ranks at most."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The microbatches of a step.
+
+    Attributes:
+        vocab, seq: of the model.
+        tokens: a rank has, padding included; of documents that are packed.
+        sizes: for each microbatch how many ranks share a pack, which decides its documents; empty
+            for rows of one document each.
+        number: of microbatches.
+    """
+
+    vocab: int
+    seq: int
+    number: int
+    tokens: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are packed."""
+        return bool(self.sizes)
+
+    def packs(self, microbatch: int) -> list[list[Document]]:
+        """Documents of every pack."""
+        generator = torch.Generator().manual_seed(1000 + microbatch)
+        if not self.is_packed:
+            return [[self._document(self.seq, generator)] for _ in range(PACKS)]
+        size = self.sizes[microbatch]
+        return [self._filled(self.tokens * size, generator) for _ in range(PACKS // size)]
+
+    def _filled(self, room: int, generator: torch.Generator) -> list[Document]:
+        """Documents that leave little room: at most two thirds of what is left, at least 5."""
+        found = []
+        left = room - 2 * PACKS
+        while left >= 2 * PACKS + 5:
+            most = max(6, min(left * 2 // 3, self.seq))
+            length = int(torch.randint(5, most, (), generator=generator))
+            found.append(self._document(length, generator))
+            left -= -(-length // (2 * PACKS)) * 2 * PACKS
+        return found or [self._document(max(1, room // 3), generator)]
+
+    def _document(self, length: int, generator: torch.Generator) -> Document:
+        ids = torch.randint(0, self.vocab, (length + 1,), generator=generator)
+        counted = None
+        if self.is_packed:
+            counted = torch.rand(length, generator=generator) < 0.8
+        return Document(ids[:-1], ids[1:], counted)
+
+    def num_counted(self) -> int:
+        """Tokens of all microbatches whose loss counts."""
+        documents = [d for m in range(self.number) for p in self.packs(m) for d in p]
+        return sum(len(d.tokens) if d.counted is None else int(d.counted.sum()) for d in documents)
+
+    def num_tokens(self, microbatch: int) -> int:
+        """Numbers of tokens are below this."""
+        return sum(len(d.tokens) for p in self.packs(microbatch) for d in p)
+
+
+def numbered(packs: list[list[Document]]) -> list[list[Document]]:
+    """The documents with the numbers of their tokens in place of the tokens."""
+    first, found = 0, []
+    for documents in packs:
+        row = []
+        for document in documents:
+            ids = torch.arange(first, first + len(document.tokens))
+            first += len(document.tokens)
+            row.append(Document(ids, ids))
+        found.append(row)
+    return found
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a microbatch: its tokens, and their numbers on the CPU.
+
+    Both [B, T]; the number of padding is -1.
+    """
+
+    local: LocalTokens
+    numbers: torch.Tensor
+
+
+CPU = torch.device("cpu")
+
+
+def whole_share(batch: Batch, microbatch: int, cp: Axis, weight: float) -> Share:
+    """All of a microbatch, for one process."""
+    packs = batch.packs(microbatch)
+    if not batch.is_packed:
+        return _dense(packs, cp)
+    documents = [document for each in packs for document in each]
+    room = sum(-(-len(d.tokens) // 2) * 2 for d in documents)
+    return _packed([documents], numbered([documents]), Capacity(
+        tokens=room, slots=len(documents) + 1, multiple=2), cp, weight)  # fmt: skip
+
+
+def rank_share(
+    batch: Batch, microbatch: int, place: tuple[int, int], cp: Axis, weight: float,
+    multiple: tuple[int, bool] = (1, False), *, device: torch.device = CPU,
+) -> Share:  # fmt: skip
+    """The part of the data-parallel rank `place` = (rank, ranks), and of the rank of `cp`.
+
+    Args:
+        multiple: tp, and whether the sequence is cut over it: what documents are padded for.
+        device: of the tokens.
+    """
+    packs, numbers = batch.packs(microbatch), numbered(batch.packs(microbatch))
+    rank, ranks = place
+    mine = slice(rank * len(packs) // ranks, (rank + 1) * len(packs) // ranks)
+    if not batch.is_packed:
+        return _dense(packs, cp, numbers, mine, device)
+    tp, sequence_parallel = multiple
+    merged = [[d for each in part[mine] for d in each] for part in (packs, numbers)]
+    capacity = Capacity(
+        tokens=PACKS * batch.tokens // ranks,
+        slots=len(merged[0]) + 2,
+        multiple=padding_multiple(cp.size, tp, sequence_parallel=sequence_parallel),
+    )
+    return _packed([merged[0]], [merged[1]], capacity, cp, weight, device)
+
+
+def _dense(
+    packs: list[list[Document]], cp: Axis,
+    numbers: list[list[Document]] | None = None, mine: slice = slice(None),
+    device: torch.device = CPU,
+) -> Share:  # fmt: skip
+    numbers = numbers or numbered(packs)
+    tokens, targets = (
+        torch.stack([getattr(p[0], key) for p in packs[mine]]).to(device)
+        for key in ("tokens", "targets")
+    )
+    ids = torch.stack([p[0].tokens for p in numbers[mine]])
+    return Share(dense_part(tokens, targets, cp), dense_part(ids, ids, cp).tokens)
+
+
+def _packed(
+    packs: list[list[Document]], numbers: list[list[Document]], capacity: Capacity, cp: Axis,
+    weight: float, device: torch.device = CPU,
+) -> Share:  # fmt: skip
+    batch, ids = packing.pack(packs[0], capacity), packing.pack(numbers[0], capacity)
+    local = packed_part(batch.to(device), cp, weight)
+    there = packed_part(_like(ids, batch), cp, weight)
+    own, valid = there.tokens, there.part.plan.valid
+    return Share(local, own if valid is None else own.masked_fill(~valid[None], -1))
+
+
+def _like(ids: PackedBatch, batch: PackedBatch) -> PackedBatch:
+    return replace(ids, loss_mask=batch.loss_mask)
+
+
+Key = tuple[Any, ...]
+Found = dict[Key, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """What a rank has to show: rows of activations by number, its losses, gradients on rank 0."""
+
+    numbers: dict[Key, torch.Tensor] = field(default_factory=dict)
+    rows: Found = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Watch:
+    """Notes what branches and the last stage give, by microbatch."""
+
+    def __init__(
+        self, stages: list[DecoderStage], shares: list[Share], tp: Axis | None, *,
+        masks: bool = False,
+    ) -> None:  # fmt: skip
+        self.outcome, self._shares, self._tp = Outcome(), shares, tp
+        self._masks = masks
+        for stage in stages:
+            watched: dict[str, nn.Module] = {}
+            if stage.embedding is not None and not masks:
+                watched["embedding"] = stage.embedding
+            for number, layer in stage.numbered_layers.items():
+                watched |= {f"layers.{number}.attn": layer.attn, f"layers.{number}.mlp": layer.mlp}
+            for name, module in watched.items():
+                module.register_forward_hook(self._hook(name))
+            if stage.head is not None:
+                stage.register_forward_hook(self._loss_hook())
+
+    def _hook(self, name: str) -> Any:
+        count = iter(range(len(self._shares)))
+
+        def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            del module
+            rows = out.detach().cpu()
+            if self._masks:
+                rows = rows != args[0].detach().cpu()
+            key = ("forward", (microbatch := next(count)), name)
+            numbers = local_numbers(self._shares[microbatch], self._tp).flatten()
+            self.outcome.numbers[key] = numbers[numbers >= 0]
+            self.outcome.rows[key] = rows.flatten(0, 1)[numbers >= 0].double()
+
+        return note
+
+    def _loss_hook(self) -> Any:
+        count = iter(range(len(self._shares)))
+
+        def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            del module, args
+            self.outcome.losses[next(count)] = out.detach().double().cpu()
+
+        return note
+
+
+def local_numbers(share: Share, tp: Axis | None) -> torch.Tensor:
+    """Numbers of a rank's tokens as activations are laid out; `tp` where it cuts the sequence."""
+    return share.numbers if tp is None else share.numbers.chunk(tp.size, 1)[tp.rank]
+
+
+def join(outcomes: list[Outcome], batch: Batch, num_averaged: int) -> Found:
+    """What all ranks found, as one. Copies of a token's row must have the same bits.
+
+    Raises:
+        ValueError: copies differ, or a token has none; names what it is of.
+    """
+    found: Found = {}
+    for outcome in outcomes:
+        for key, rows in outcome.rows.items():
+            numbers = outcome.numbers[key]
+            shape = (batch.num_tokens(key[1]), rows.shape[1])
+            whole = found.setdefault(key, torch.full(shape, torch.nan, dtype=torch.float64))
+            seen = whole[numbers]
+            if not torch.equal(torch.where(seen.isnan(), rows, seen), rows):
+                raise ValueError(f"Expected equal bits of {key} on every rank that has it.")
+            whole[numbers] = rows
+    for key, whole in found.items():
+        if whole.isnan().any():
+            raise ValueError(f"Expected all tokens of {key}, got NaN or none.")
+    with_loss = [outcome for outcome in outcomes if outcome.losses]
+    losses = [torch.stack([o.losses[m] for m in range(batch.number)]) for o in with_loss]
+    found["loss",] = torch.stack(losses).mean(0)
+    if len(losses) % num_averaged:
+        raise ValueError(f"Expected losses of a multiple of {num_averaged} ranks.")
+    for outcome in outcomes:
+        found |= {("grad", name): grad.double() for name, grad in outcome.grads.items()}
+    return found
+
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16,

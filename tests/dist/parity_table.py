@@ -17,8 +17,17 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tests.dist.parity_check import Comparison, judge, prepare, reference
-from tests.dist.parity_layouts import ALL, BY_RANKS, MODELS, Cell, cells
+from tests.dist.parity_check import (
+    ALL,
+    BY_RANKS,
+    MODELS,
+    Cell,
+    Comparison,
+    cells,
+    judge,
+    prepare,
+    reference,
+)
 from tests.dist.parity_programs import DTYPES, run_cases
 from tests.dist.rank_pool import RankError, RankPool
 

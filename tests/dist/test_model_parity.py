@@ -8,13 +8,71 @@ import pytest
 import torch
 
 from fsdp_core.config import ParallelConfig
+from fsdp_core.device import Device
+from fsdp_core.model.decoder import make_stages
+from fsdp_core.model.layers import LayerFactory
+from fsdp_core.model.sharding import clip_grads, shard_stage
 from fsdp_core.model.weights import init_weights
-from tests.dist.parity_check import compare, packs_of, problem_of, reference
-from tests.dist.parity_features import run_clipped, run_masks, run_weights
-from tests.dist.parity_layouts import layout_of
-from tests.dist.parity_programs import Layout, one_thread, run_case, whole_model
-from tests.dist.parity_watch import Outcome, join
+from fsdp_core.parallel.mesh import build_axes
+from tests.dist import parity_faults
+from tests.dist.parity_check import compare, layout_of, packs_of, problem_of, reference
+from tests.dist.parity_programs import (
+    Layout,
+    Outcome,
+    Problem,
+    Routes,
+    join,
+    one_thread,
+    run_case,
+    sharding_of,
+    streams_of,
+    take_step,
+    whole_model,
+)
 from tests.dist.rank_pool import RankError, RankPool
+from tests.support.global_weights import gather_global, gather_global_grads, load_global
+
+
+def run_clipped(
+    problem: Problem, layout: Layout, routes: Routes | None, max_norm: float
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm of the step's gradients, and the gradients after they were clipped."""
+    stages, axes, _ = take_step(problem, layout, routes)
+    norm = clip_grads(stages, axes, max_norm)
+    return norm.item(), gather_global_grads(stages, axes)
+
+
+def run_weights(problem: Problem, layouts: tuple[Layout, ...]) -> list[dict[str, torch.Tensor]]:
+    """Weights of the first layout as drawn, then carried from each layout to the next."""
+    found: list[dict[str, torch.Tensor]] = []
+    for layout in layouts:
+        axes = build_axes(layout.parallel, Device("cpu"))
+        stages = make_stages(
+            problem.model, axes, LayerFactory(), streams_of(axes),
+            chunks=layout.parallel.pp_chunks,
+        )  # fmt: skip
+        init_weights(
+            stages, problem.seed if not found else 0, layers=problem.model.layers,
+            init_std=problem.init_std,
+        )  # fmt: skip
+        for stage in stages:
+            shard_stage(stage, axes, sharding_of(layout, torch.float32))
+        if found:
+            load_global(stages, found[-1])
+        found.append(gather_global(stages, axes))
+    return found
+
+
+def run_masks(problem: Problem, layout: Layout) -> Outcome:
+    """Which elements each branch dropped of each token: rows of 0 and 1."""
+    with parity_faults.planted(layout.fault):
+        stages, _, watch = take_step(problem, layout, None, masks=True)
+    del stages
+    return watch.outcome
+
+
+# ---- tests
+
 
 DENSE, MOE, MLA, QWEN = "dense_tiny", "moe_tiny", "mla_moe_tiny", "qwen_tiny"
 COVERING = [
@@ -39,17 +97,30 @@ def test_layout_has_the_tensors_of_one_process(model: str, name: str, warm_ranks
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_precisions_stay_within_their_bounds(dtype: str, warm_ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"), [(DENSE, "DP2xCP2xTP2 SP"), (MOE, "DP2xEP2xETP2 of TP2 SP")]
+)
+def test_precisions_stay_within_their_bounds(
+    model: str, name: str, dtype: str, warm_ranks: RankPool
+) -> None:
     """What is summed and kept in narrower types errs as its roundings allow, and no more."""
-    layout, sizes = layout_of("DP2xCP2xTP2 SP", dtype)
-    assert compare(problem_of(DENSE, sizes), layout, warm_ranks).first_wrong is None
+    layout, sizes = layout_of(name, dtype)
+    assert compare(problem_of(model, sizes), layout, warm_ranks).first_wrong is None
 
 
-FAULTS = [
+CP2: dict[str, Any] = {"cp": 2}
+FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     ("experts divided by edp", MLA, {"dp": 4, "ep": 2}, "layers.1.mlp.moe.experts"),
     ("plain chunks", DENSE, {"cp": 4}, "layers.0.attn forward"),
     ("swapped etp", MLA, {"dp": 4, "ep": 2, "etp": 2}, "layers.1.mlp.moe.experts"),
     ("aux loss twice", MLA, {"dp": 4, "ep": 2}, "layers.1.mlp.moe.router.weight"),
+    # Faults that touch few tokens, those of one token in packs.
+    ("half the gradients", DENSE, CP2, "gradient of head.weight"),
+    ("swapped halves", DENSE, CP2, "layers.0.attn forward"),
+    ("swapped heads", DENSE, CP2, "layers.0.attn forward"),
+    ("one prediction", DENSE, CP2, "loss"),
+    ("one position", DENSE, CP2, "layers.0.attn forward"),
+    ("one boundary", DENSE, CP2, "layers.0.attn forward"),
 ]
 
 
@@ -59,8 +130,10 @@ def test_fault_is_found_by_name(
     fault: str, model: str, degrees: dict[str, Any], first: str, dtype: str, warm_ranks: RankPool
 ) -> None:
     """A planted fault exceeds the bound tenfold, first in the tensor that it makes wrong."""
-    layout = Layout(ParallelConfig(**degrees), dtype, fault=fault)
-    wrong = compare(problem_of(model, ()), layout, warm_ranks).first_wrong
+    parallel = ParallelConfig(**degrees)
+    packs = packs_of(parallel, packed=fault.startswith("one "))
+    layout = Layout(parallel, dtype, fault=fault)
+    wrong = compare(problem_of(model, packs), layout, warm_ranks).first_wrong
     assert wrong is not None
     assert first in wrong[0]
     assert wrong[1] > 10

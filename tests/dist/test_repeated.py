@@ -14,9 +14,9 @@ from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
-from tests.dist.parity_batches import Batch
 from tests.dist.parity_programs import (
     CPU,
+    Batch,
     Layout,
     Place,
     Problem,

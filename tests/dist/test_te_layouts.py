@@ -10,8 +10,7 @@ from fsdp_core.config import ParallelConfig
 from fsdp_core.model.te import attention as core
 from tests.dist import parity_programs, te_stand_in
 from tests.dist.parity_check import judge, packs_of, problem_of, reference
-from tests.dist.parity_programs import Layout, Problem, Routes
-from tests.dist.parity_watch import Outcome
+from tests.dist.parity_programs import Layout, Outcome, Problem, Routes
 from tests.dist.rank_pool import RankPool
 
 

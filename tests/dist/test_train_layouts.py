@@ -54,13 +54,16 @@ def test_graphs_have_the_bits_of_eager(name: str, warm_ranks: RankPool) -> None:
 # ---- strategies and pools
 
 SHARDED = "optim_grads_params"
-LONG = Run({"dp": 2}, "dense_tiny", {"dropout": 0.2}, steps=6, dtype="bf16")
+TINY: dict[str, Any] = {
+    "vocab_size": 40, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 6,
+}  # fmt: skip
+LONG = Run({"dp": 2}, "dense_tiny", TINY, steps=6, dtype="bf16")
 
 
 def of(run: Run, strategy: str, pool: str, dropout: float = 0.2, **options: Any) -> Run:
     """The run with these settings of FSDP."""
     fsdp = {"strategy": strategy, "pool": pool, **options}
-    return replace(run, fsdp=fsdp, overrides={"dropout": dropout})
+    return replace(run, fsdp=fsdp, overrides=TINY | {"dropout": dropout})
 
 
 def compare(ranks: RankPool, *runs: Run, control: bool = False) -> None:

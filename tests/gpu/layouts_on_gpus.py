@@ -1,7 +1,6 @@
 """The matrix of parity on 4 GPUs: which cells, run once, and what a failure says."""
 
-from tests.dist.parity_check import prepare
-from tests.dist.parity_layouts import Cell, cell_of, cells
+from tests.dist.parity_check import Cell, cell_of, cells, prepare
 from tests.dist.parity_table import DEFAULTS, Row, run_cells
 from tests.dist.rank_pool import RankPool
 

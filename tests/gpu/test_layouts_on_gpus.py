@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.dist.parity_layouts import LAYOUTS_OF_4
+from tests.dist.parity_check import LAYOUTS_OF_4
 from tests.dist.rank_pool import RankPool
 from tests.gpu import layouts_on_gpus as programs
 
