@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec, Transfers
@@ -223,37 +221,6 @@ def train_static(path: str, copy_sent: bool) -> bytes:
         store.wait(["cleared"])
         store.wait(["second"])
     return raw(pipeline.forward_backward(batches(3)))
-
-
-def train_captured(chunks: int) -> tuple[list[bytes], list[bytes]]:
-    """Losses and gradients of passes with new tokens, eager and replayed from one host graph."""
-    axis, device = world_axis(), Device("cpu")
-    stages = make_stages(axis, chunks)
-    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=4)
-    pipeline.forward_backward(batches(4))
-    static = batches(4)
-    grads = [grad for _, grad in gradients(stages)]
-    losses = torch.zeros(4)
-
-    def iteration() -> None:
-        torch._foreach_zero_(grads)
-        losses.copy_(pipeline.forward_backward(static))
-
-    def run(step: Any) -> list[bytes]:
-        seen = []
-        for part in range(3):
-            for batch, new in zip(static, batches(4, part), strict=True):
-                assert batch.tokens is not None
-                assert new.tokens is not None
-                batch.tokens.copy_(new.tokens)
-                batch.keywords["targets"].copy_(new.keywords["targets"])
-            step()
-            seen.append(b"".join(raw(tensor) for tensor in (losses, *grads)))
-        return seen
-
-    eager = run(iteration)
-    graph = CapturedFunction(GraphMaker(device), iteration, None)
-    return eager, run(graph)
 
 
 # ---- failures

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` over ranks: one process's norm and gradients, the same bits on all."""
+"""Norms and clipping over ranks, ours and torch's: those of one process, the same bits on all."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_core.fsdp.optimizer import clip_grad_norm_
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+from fsdp_core.fsdp.row_sharded import PendingNorm, RowSharded, RowSpec
 from tests.dist.rank_pool import RankPool
 from tests.dist.row_layouts import layouts, reference, same_bits, sharded, world_of
 
@@ -53,34 +53,78 @@ def whole_grad(parameter: Any) -> torch.Tensor:
     return full.detach()
 
 
-def clips(name: str) -> list[bytes]:
+def check_ours(specs: Any, cut: int, order: float, dtype: torch.dtype) -> list[bytes]:
+    """Ours against torch's of one process; the bits of each norm."""
     norms = []
-    specs = layouts(name)
-    kinds = [(order, torch.float32) for order in ORDERS] + [(2.0, torch.float64)]
-    for cut, (order, dtype) in itertools.product(range(3), kinds):
-        for max_norm, foreach in ((0.7, None), (1e9, False)):
-            alone, ours = pairs(specs, cut, dtype)
-            expected = nn.utils.clip_grad_norm_(alone, max_norm, order)
-            norm = clip_grad_norm_(iter(ours), max_norm, order, foreach=foreach)
-            assert (type(norm), norm.shape, norm.dtype) == (torch.Tensor, (), dtype)
-            # torch's norm of norms and ours each round a few times, relative 2^-24 (2^-53).
-            rel = 1e-6 if dtype == torch.float32 else 1e-14
-            assert norm.item() == pytest.approx(expected.item(), rel=rel), (cut, order)
-            for single, parameter in zip(alone[:-1], ours[:-1], strict=True):
-                got = whole_grad(parameter)
-                torch.testing.assert_close(got, single.grad, rtol=2 * rel, atol=0)
-                if max_norm == 1e9:
-                    assert same_bits(got, single.grad)
-            assert ours[-1].grad is None
-            norms.append(norm.numpy().tobytes())
+    for max_norm, foreach in ((0.7, None), (1e9, False)):
+        alone, ours = pairs(specs, cut, dtype)
+        expected = nn.utils.clip_grad_norm_(alone, max_norm, order)
+        norm = clip_grad_norm_(iter(ours), max_norm, order, foreach=foreach)
+        assert (type(norm), norm.shape, norm.dtype) == (torch.Tensor, (), dtype)
+        # torch's norm of norms and ours each round a few times, relative 2^-24 (2^-53).
+        rel = 1e-6 if dtype == torch.float32 else 1e-14
+        assert norm.item() == pytest.approx(expected.item(), rel=rel), (cut, order)
+        for single, parameter in zip(alone[:-1], ours[:-1], strict=True):
+            got = whole_grad(parameter)
+            torch.testing.assert_close(got, single.grad, rtol=2 * rel, atol=0)
+            if max_norm == 1e9:
+                assert same_bits(got, single.grad)
+        assert ours[-1].grad is None
+        norms.append(norm.numpy().tobytes())
     return norms
+
+
+def check_torchs(specs: Any, cut: int, order: float, foreach: bool | None) -> tuple[int, bytes]:
+    """torch's clipping of gradients by rows against ours: their number here, the norm's bits."""
+    both = []
+    for _ in range(2):
+        by_rows = [p for p in pairs(specs, cut, torch.float32)[1] if isinstance(p, RowSharded)]
+        both.append([p for p in by_rows if p.grad is not None or not p.row_spec.local_numel])
+    theirs, ours = both
+    grads = [grad for p in theirs if (grad := p.grad) is not None]
+    early = nn.utils.get_total_norm(grads, order, foreach=foreach)
+    norm = nn.utils.clip_grad_norm_(theirs, 0.7, order, error_if_nonfinite=True, foreach=foreach)
+    due = clip_grad_norm_(ours, 0.7, order, foreach=foreach).numpy().tobytes()
+    assert bits(early) == bits(norm) == due, (cut, order, foreach)
+    for one, other in zip(theirs, ours, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert same_bits(one.grad.to_local(), other.grad.to_local())
+    return len(grads), due
+
+
+def bits(norm: Any) -> bytes:
+    """Of a norm that every rank has."""
+    assert type(norm) is DTensor
+    assert all(placement == Replicate() for placement in norm.placements)
+    whole: torch.Tensor = norm.full_tensor()
+    assert same_bits(whole, norm.to_local())
+    return whole.numpy().tobytes()
+
+
+def clips(name: str) -> tuple[list[bytes], list[int]]:
+    """Bits of every norm, and numbers of gradients that this rank has."""
+    norms, counts = [], []
+    specs = layouts(name)
+    for cut, order in itertools.product(range(3), ORDERS):
+        norms += check_ours(specs, cut, order, torch.float32)
+        for foreach in (None, True, False):
+            count, norm = check_torchs(specs, cut, order, foreach)
+            counts.append(count)
+            norms.append(norm)
+        norms += check_ours(specs, cut, 2.0, torch.float64)
+    return norms, counts
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_norm_and_gradients_are_those_of_one_process(warm_ranks: RankPool, name: str) -> None:
-    """Each row counts once, replicas and plain parameters too; every rank gets the same bits."""
-    first, *others = warm_ranks.run(clips, name, world_size=world_of(name))
-    assert all(other == first for other in others)
+    """Each row counts once, replicas and plain parameters too; every rank gets the same bits.
+
+    torch's own clipping gives them too, on ranks with unlike numbers of gradients.
+    """
+    norms, counts = zip(*warm_ranks.run(clips, name, world_size=world_of(name)), strict=True)
+    assert all(other == norms[0] for other in norms)
+    assert (len({tuple(count) for count in counts}) > 1) == (name not in ("one", "whole"))
 
 
 def clips_mixed_meshes() -> tuple[float, float]:
@@ -115,7 +159,10 @@ def test_parameters_on_different_meshes_share_one_norm(warm_ranks: RankPool) -> 
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
-def clips_nonfinite(value: float, order: float) -> list[str]:
+def clips_nonfinite(value: float, order: float, by_torch: bool) -> list[str]:
+    """The norm with one such element, of each row in turn."""
+    clip: Any = nn.utils.clip_grad_norm_ if by_torch else clip_grad_norm_
+    said = "non-finite" if by_torch else "Expected a finite gradient norm"
     found = []
     for row in range(7):
         spec = layouts("three")((7, 3))[0]
@@ -123,20 +170,22 @@ def clips_nonfinite(value: float, order: float) -> list[str]:
         grad = torch.ones(7, 3)
         grad[row, 1] = value
         parameter.grad = sharded(grad, spec)
-        with pytest.raises(RuntimeError, match="Expected a finite gradient norm"):
-            clip_grad_norm_([parameter], 1.0, order, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError, match=said):
+            clip([parameter], 1.0, order, error_if_nonfinite=True)
         assert same_bits(parameter.grad.full_tensor(), grad)  # left as they were
-        found.append(str(clip_grad_norm_(parameter, 1.0, order).item()))
+        norm: Any = clip(parameter, 1.0, order)
+        found.append(str((norm.full_tensor() if by_torch else norm).item()))
     return found
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_on_one_rank_shows_on_all(
-    warm_ranks: RankPool, value: float, order: float
+    warm_ranks: RankPool, value: float, order: float, by_torch: bool
 ) -> None:
     """A NaN stays a NaN, an inf an inf, and `error_if_nonfinite` raises on every rank."""
-    for found in warm_ranks.run(clips_nonfinite, value, order, world_size=3):
+    for found in warm_ranks.run(clips_nonfinite, value, order, by_torch, world_size=3):
         assert found == [str(value)] * 7
 
 
@@ -192,3 +241,83 @@ def unclipped(value: float) -> list[bool]:
 def test_an_infinite_bound_touches_no_gradient(warm_ranks: RankPool, value: float) -> None:
     """One infinite gradient makes no NaN of all others."""
     assert warm_ranks.run(unclipped, value, world_size=3) == [[True, True]] * 3
+
+
+# ---- norms of rows
+
+# A piece has at most 21 elements: the sum of their powers is off by at most 21 roundings of 2^-24,
+# a power and a root by two each, and what combines pieces runs in float64.
+REL = 26 * 2**-24
+
+
+def norms_alone() -> None:
+    full = reference((7, 3))
+    tensor: Any = sharded(full, layouts("three")((7, 3))[0])
+    norm = tensor.norm()
+    assert type(norm) is PendingNorm
+    assert "parts" in repr(norm)  # no collective: one rank may print
+    exact = full.double().norm().item()
+    for value in (norm.full_tensor(), norm + 0.0, norm.double(), norm.reshape(1), norm.norm()):
+        assert value.to("cpu").numel() == 1
+        whole: Any = value.full_tensor() if isinstance(value, (DTensor, PendingNorm)) else value
+        assert whole.item() == pytest.approx(exact, rel=REL)
+    assert float(norm) == norm.item()
+    assert not bool(norm.isnan())
+    low: Any = sharded(full.bfloat16(), layouts("three")((7, 3))[0])
+    stack = torch.stack([norm, low.norm().to(torch.float16)])
+    assert (stack.shape, stack.dtype) == ((2,), torch.float32)
+
+
+def backpropagates() -> None:
+    full = reference((7, 3))
+    parameter: Any = nn.Parameter(sharded(full, layouts("one")((7, 3))[0]))
+    parameter.norm().full_tensor().backward()
+    torch.testing.assert_close(parameter.grad.to_local(), full / full.norm(), rtol=REL, atol=0)
+
+
+@pytest.mark.skipif(
+    not issubclass(RowSharded, DTensor), reason="there torch cannot differentiate DTensor results"
+)
+def test_a_penalty_on_a_norm_reaches_the_rows(warm_ranks: RankPool) -> None:
+    """The gradient of a norm is that of all rows."""
+    warm_ranks.run(backpropagates, world_size=1)
+
+
+def refuses_to_meet() -> None:
+    line, square = layouts("four"), layouts("inner then outer")
+    grad = reference((7, 3))
+    one, other, part = (
+        sharded(grad, specs((7, 3))[0]) for specs in (line, square, layouts("outer axis"))
+    )
+    even = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (4,)), [Shard(0)])
+    for norms in (
+        [one.norm(), other.norm()],
+        [other.norm(), part.norm()],
+        [one.norm(2), one.norm(3)],
+        [one.norm(), torch.ones(1)],
+        [one.norm(), torch.ones(())],
+    ):
+        with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
+            torch.stack(norms)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.stack([one.norm(), even.norm()])
+    stack = torch.stack([one.norm(), one.norm()])
+    for call in (
+        lambda: torch.linalg.vector_norm(stack, 3),
+        lambda: torch.linalg.vector_norm(torch.stack([one.norm(0)]), 0),
+        lambda: torch.linalg.vector_norm(stack, dtype=torch.float64),
+        lambda: stack.sum(),
+        lambda: stack + 1,
+    ):
+        with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
+            call()
+
+
+def test_a_norm_alone_is_reduced_by_what_asks_for_it(warm_ranks: RankPool) -> None:
+    """Any operator but stacking and moving finds the norm of all rows."""
+    warm_ranks.run(norms_alone, world_size=3)
+
+
+def test_norms_that_cannot_meet_are_refused(warm_ranks: RankPool) -> None:
+    """Other meshes, axes and orders in one stack, or anything but its norm, name the other way."""
+    warm_ranks.run(refuses_to_meet, world_size=4)

@@ -181,22 +181,3 @@ def norms_match(name: str) -> None:
 def test_norms_are_those_of_the_whole_tensor(warm_ranks: RankPool, name: str) -> None:
     """The full value of sums and p-norms counts each row once."""
     warm_ranks.run(norms_match, name, world_size=world_of(name))
-
-
-def nan_norm(name: str, foreach: bool) -> list[bool]:
-    specs = layouts(name)
-    found = []
-    for row in range(7):
-        full = torch.ones(7, 3)
-        full[row, 0] = float("nan")
-        tensor: Any = sharded(full, specs((7, 3))[0])
-        norm: Any = torch._foreach_norm([tensor], math.inf)[0] if foreach else tensor.norm(math.inf)
-        found.append(math.isnan(norm.full_tensor().item()))
-    return found
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_a_nan_on_one_rank_makes_the_inf_norm_nan(warm_ranks: RankPool, foreach: bool) -> None:
-    """The maximum over ranks does not forget NaN, as the maxima of backends may."""
-    for found in warm_ranks.run(nan_norm, "three", foreach, world_size=3):
-        assert found == [True] * 7

@@ -1,7 +1,5 @@
-"""Checkpoints, state dicts and copies of `RowSharded` over ranks: every row is where it belongs."""
+"""Checkpoints and state dicts of `RowSharded` over ranks: every row is where it belongs."""
 
-import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +65,6 @@ def test_checkpoints_load_into_other_layouts(
     for cut, name in enumerate(others if how == "sync" else others[:1]):
         warm_ranks.run(loads, name, cut, folder, world_size=world_of(name))
     warm_ranks.run(loads, "one", 0, folder, world_size=1)
-
-
-def test_replicated_and_nested_layouts_save_each_row_once(
-    warm_ranks: RankPool, tmp_path: Path
-) -> None:
-    """Layouts of two axes save what a layout of one axis loads."""
-    for index, name in enumerate(["replicas of two", "inner then outer", "outer axis", "whole"]):
-        folder = str(tmp_path / str(index))
-        warm_ranks.run(saves, name, index % 3, folder, "sync", world_size=world_of(name))
-        warm_ranks.run(loads, "three", 2, folder, world_size=3)
 
 
 class Net(nn.Module):
@@ -180,24 +168,3 @@ def test_training_resumes_on_another_layout(warm_ranks: RankPool, tmp_path: Path
         got = warm_ranks.run(resumes, folder, name, cut, False, world_size=world_of(name))
         for state in got:
             assert all(same_bits(state[key], value) for key, value in expected.items())
-
-
-def copies_and_pickles(name: str) -> None:
-    specs = layouts(name)
-    for spec in specs((7, 3)):
-        full = reference((7, 3))
-        parameter: Any = nn.Parameter(sharded(full, spec))
-        file = io.BytesIO()
-        torch.save(parameter, file)
-        file.seek(0)
-        twins: list[Any] = [copy.deepcopy(parameter), torch.load(file, weights_only=True)]
-        with torch.no_grad():
-            parameter.zero_()
-        assert [same_bits(twins[0].full_tensor(), full)] == [True]
-        # A loaded mesh knows its shape; its process groups are found where it is the same.
-        assert same_bits(twins[1].to_local(), spec.own_rows(full))
-
-
-def test_copies_are_tensors_of_the_same_rows(warm_ranks: RankPool) -> None:
-    """A deep copy gathers as the original did, and a loaded file holds this rank's rows."""
-    warm_ranks.run(copies_and_pickles, "three", world_size=3)
