@@ -1,51 +1,21 @@
 """Trainings that keep contents, on ranks; and whole tensors put together out of what they kept."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
-from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from fsdp_core.train.taps import Snapshot
+from tests.dist.train_layout_programs import DEVICE, Run
 
-DEVICE = Device("cpu")
-SMALL: dict[str, Any] = {"vocab_size": 48, "hidden": 32, "ffn": 48, "seq": 16}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training that keeps something in every step."""
-
-    degrees: dict[str, Any]
-    names: tuple[str, ...] = ("grads:*", "weights:*", "optim:*")
-    preset: str = "dense_tiny"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    graph: tuple[str, ...] = ()
-    taps: tuple[str, ...] = ()
-    steps: int = 3
-    strategy: str = "optim_grads_params"
-    max_bytes: int = 1 << 24
-
-    @property
-    def config(self) -> TrainConfig:
-        """The run as the trainer takes it."""
-        return TrainConfig(
-            model=model_from_preset(self.preset, SMALL | self.overrides),
-            parallel=ParallelConfig(**self.degrees),
-            fsdp=FsdpConfig(pool="double", strategy=self.strategy),
-            graph=self.graph, dtype="fp32", steps=self.steps, microbatches=2, taps=self.taps,
-            seed=5,
-        )  # fmt: skip
+GROUPS = ("grads:*", "weights:*", "optim:*")
 
 
-def keep(run: Run) -> list[list[Snapshot]]:
-    """What a rank has kept of every step."""
-    trainer = Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
-    keeping = trainer.keep(run.names, run.max_bytes)
+def keep(run: Run, names: tuple[str, ...] = GROUPS, most: int = 1 << 24) -> list[list[Snapshot]]:
+    """What a rank has kept of every step; at most so many bytes."""
+    trainer = Trainer(run.config, build_axes(run.parallel, DEVICE), DEVICE)
+    keeping = trainer.keep(names, most)
     found = []
     for step in range(run.steps):
         outputs = trainer.step(step)
@@ -55,17 +25,17 @@ def keep(run: Run) -> list[list[Snapshot]]:
     return found
 
 
-def keep_all(runs: list[Run]) -> list[list[list[Snapshot]]]:
+def keep_all(runs: list[Run], names: tuple[str, ...]) -> list[list[list[Snapshot]]]:
     """The same of runs one after another."""
-    return [keep(run) for run in runs]
+    return [keep(run, names) for run in runs]
 
 
 def initial(runs: list[Run]) -> list[list[Snapshot]]:
     """The weights that each of some runs begins with."""
     found = []
     for run in runs:
-        trainer = Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
-        keeping = trainer.keep(("weights:*",), run.max_bytes)
+        trainer = Trainer(run.config, build_axes(run.parallel, DEVICE), DEVICE)
+        keeping = trainer.keep(("weights:*",), 1 << 24)
         trainer.redigest_state()
         found.append(keeping.read(trainer.outputs.digests))
         trainer.close()

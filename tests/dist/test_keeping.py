@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dist.keeping_programs import Run, bits, initial, keep, keep_all, whole
+from tests.dist.keeping_programs import GROUPS, bits, initial, keep, keep_all, whole
 from tests.dist.rank_pool import RankError, RankPool
+from tests.dist.train_layout_programs import Run
 
 TAPS = ("layers.*.attn:output", "layers.*.mlp:input", "**.norm:output", "layers.*:gradient")
 ROWS = ("layers.1.attn:output[1]", "layers.0.mlp:input[0]", "layers.*:gradient[1]")
@@ -26,9 +27,9 @@ def test_copies_are_what_was_digested(
     run: Run, scopes: list[tuple[str, ...]], warm_ranks: RankPool
 ) -> None:
     """In every scope each copy gives the digest of its step, and has eager's bits."""
-    run = replace(run, taps=TAPS, names=(*run.names, *ROWS))
+    run = replace(run, taps=TAPS, steps=3, fsdp={"pool": "double"})
     runs = [replace(run, graph=graph) for graph in ((), *scopes)]
-    for eager, *graphed in warm_ranks.run(keep_all, runs, world_size=2):
+    for eager, *graphed in warm_ranks.run(keep_all, runs, (*GROUPS, *ROWS), world_size=2):
         assert all(kept.as_digested for step in eager for kept in step)
         rows = {kept.name for kept in eager[0] if kept.name.startswith("layers.")}
         gradients = {f"layers.{number}:gradient[1]" for number in range(2)}
@@ -46,7 +47,7 @@ LAYOUTS = {
     1: [Run({}), Run({}, preset=MOE), Run({}, preset=MLA)],
     2: [
         Run({"dp": 2}), Run({"tp": 2}), Run({"pp": 2}), Run({"cp": 2}),
-        Run({"dp": 2}, strategy="no_shard"), Run({"tp": 2, "sequence_parallel": True}),
+        Run({"dp": 2}, fsdp={"strategy": "no_shard"}), Run({"tp": 2, "sequence_parallel": True}),
         Run({"dp": 2}, preset=MOE), Run({"dp": 2, "ep": 2}, preset=MOE),
         Run({"dp": 2, "etp": 2}, preset=MLA), Run({"dp": 2, "ep": 2}, preset=MLA),
     ],
@@ -77,4 +78,4 @@ def test_pieces_of_every_layout_make_the_whole_model(warm_ranks: RankPool) -> No
 def test_a_rank_without_room_says_so(warm_ranks: RankPool) -> None:
     """The cap is a rank's own, in bytes."""
     with pytest.raises(RankError, match="Expected copies of at most 4000 bytes on a rank"):
-        warm_ranks.run(keep, Run({"dp": 2}, max_bytes=4000), world_size=2)
+        warm_ranks.run(keep, Run({"dp": 2}), GROUPS, 4000, world_size=2)

@@ -1,22 +1,18 @@
 """Taps over ranks: the same rows in every graph scope, on every layout, and no bit changed."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
-from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from fsdp_core.train.taps import NEVER, PLACE_COLUMN
 from tests.dist.rank_pool import RankError, RankPool
+from tests.dist.train_layout_programs import DEVICE, STEPS, Run
 
-STEPS, MICROBATCHES = 4, 2
-PAST = f"[{MICROBATCHES}]"
+PAST = f"[{Run({}).microbatches}]"
 """Rows for calls of a module that others share; none of those looked into here is."""
-DEVICE = Device("cpu")
-SMALL: dict[str, Any] = {"vocab_size": 48, "hidden": 32, "ffn": 48, "seq": 16}
 LOOK = (
     "layers.*:input", "layers.*.*:output", "layers.*.*:gradient", "**.norm:output",
     "embedding:output", "head:gradient",
@@ -24,25 +20,9 @@ LOOK = (
 ROUTER = ("attn", "moe_router", "moe_preprocess")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training, looked into or not."""
-
-    degrees: dict[str, Any]
-    preset: str = "dense_tiny_dropout"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    graph: tuple[str, ...] = ()
-    taps: tuple[str, ...] = LOOK
-
-    @property
-    def config(self) -> TrainConfig:
-        """The run as the trainer takes it."""
-        return TrainConfig(
-            model=model_from_preset(self.preset, SMALL | self.overrides),
-            parallel=ParallelConfig(**self.degrees), fsdp=FsdpConfig(pool="double"),
-            graph=self.graph, dtype="fp32", steps=STEPS, microbatches=MICROBATCHES,
-            taps=self.taps, seed=5,
-        )  # fmt: skip
+def run_of(degrees: dict[str, Any], preset: str = "dense_tiny_dropout", **options: Any) -> Run:
+    """One training that is looked into."""
+    return Run(degrees, preset, fsdp={"pool": "double"}, **({"taps": LOOK} | options))
 
 
 @dataclass
@@ -78,8 +58,8 @@ def train_all(runs: list[Run]) -> list[Seen]:
 @pytest.mark.parametrize(
     ("run", "scopes"),
     [
-        (Run({"tp": 2, "pp": 2}), [("layer",), ("full_iteration",)]),
-        (Run({"dp": 2, "ep": 2}, "moe_tiny", {"capacity_factor": 1.25},
+        (run_of({"tp": 2, "pp": 2}), [("layer",), ("full_iteration",)]),
+        (run_of({"dp": 2, "ep": 2}, "moe_tiny", overrides={"capacity_factor": 1.25},
              taps=(*LOOK, "**.moe:input", "**.router")),
          [ROUTER, ("full_iteration",)]),
     ],
@@ -115,7 +95,7 @@ def test_graphs_show_what_eager_shows(
 
 def test_stages_are_those_of_the_model(warm_ranks: RankPool) -> None:
     """Ranks of a pipeline say which stage a module is in, by the number in the whole pipeline."""
-    run = Run({"pp": 2}, taps=("layers.*:output", "embedding", "head"))
+    run = run_of({"pp": 2}, taps=("layers.*:output", "embedding", "head"))
     first, second = (ranks[0] for ranks in warm_ranks.run(train_all, [run], world_size=2))
     assert {n.partition(":")[0]: stage for n, stage in first.stages.items()} == {
         "embedding": 0, "layers.0": 0,
@@ -127,7 +107,7 @@ def test_stages_are_those_of_the_model(warm_ranks: RankPool) -> None:
 
 def look_for(taps: tuple[str, ...]) -> None:
     """A trainer of two stages."""
-    run = Run({"pp": 2}, taps=taps)
+    run = run_of({"pp": 2}, taps=taps)
     Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
 
 
