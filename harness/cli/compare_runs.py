@@ -1,8 +1,5 @@
 """`harness compare-runs`: judge two runs that were recorded already, as `harness run` would."""
 
-import json
-import uuid
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -15,14 +12,13 @@ from harness.cli.options import PATH
 from harness.cli.report import build_reports
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
-from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
 from harness.runner import recorded
+from harness.runner.launch import create_folder, provenance_of
 from harness.scenario.schema import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic
-from harness.store.verify import DEFAULT_OUT, unused
 from harness.terminal import make_console
 from harness.tolerance import ROUNDING
 
@@ -113,12 +109,10 @@ def _make_folder(
     out: Path | None, case: CaseSpec, places: dict[str, Path], runs: dict[str, RunResult]
 ) -> RunFolder:
     """A run folder with copies of the runs under their keys."""
-    now = datetime.now(UTC)
     why = f"{places['candidate']} against {places['reference']}, both recorded before."
-    manifest = {
-        "id": uuid.uuid4().hex, "scenario": SCENARIO, "why": why,
-        "created": now.isoformat(timespec="milliseconds"), "command": options.command_line(),
-        "device": case.candidate.device, **record(json.loads(dumps(machine.describe()))),
+    said = {
+        "scenario": SCENARIO, "why": why, "device": case.candidate.device,
+        **provenance_of(machine.describe(), []),
         "runs": {role: str(place.absolute()) for role, place in places.items()},
     }  # fmt: skip
 
@@ -134,6 +128,4 @@ def _make_folder(
             write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
             save_outcome(target, run.outcome)
 
-    path = out or unused(DEFAULT_OUT / f"{SCENARIO}-{now:%Y%m%dT%H%M%SZ}")
-    text = f"name: {json.dumps(SCENARIO)}\nwhy: {json.dumps(why)}\n"
-    return RunFolder.create(path, manifest, text, [case], fill=fill)
+    return create_folder(out, SCENARIO, [case], said, fill, argv=options.command_line())

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,9 +90,9 @@ class Request:
 class Prepared:
     """A request that can be carried out: nothing has been written yet.
 
-    `text` goes into the run folder as scenario.yaml; `devices` are the GPU of each slot, as
-    CUDA_VISIBLE_DEVICES names it, none on the CPU; `slurm` is None where this machine makes the
-    runs; `resumed` is the folder to go on with; `whole` is what a shard is a part of.
+    `text` goes into the run folder as scenario.yaml, if there is any; `devices` are the GPU of
+    each slot, as CUDA_VISIBLE_DEVICES names it, none on the CPU; `slurm` is None where this machine
+    makes the runs; `resumed` is the folder to go on with; `whole` is what a shard is a part of.
     """
 
     name: str
@@ -227,10 +227,7 @@ def prepare_cases(cases: Sequence[CaseSpec], *, name: str, why: str, **room: Any
     """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here)."""
     here = machine.describe()
     device = _device(cases[0].candidate.device, None, here)
-    # The text is not a scenario to run: it only names this for the report.
-    text = f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n"
-    planned = _planned(cases, device, None, here, **room)
-    return Prepared(name=name, why=why, text=text, **planned)
+    return Prepared(name=name, why=why, text="", **_planned(cases, device, None, here, **room))
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
@@ -383,13 +380,11 @@ def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> Ru
 
     Raises `UsageError` if there is something else, `Infrastructure` if it cannot be written.
     """
-    now, part_of = datetime.now(UTC), prepared.whole
+    part_of = prepared.whole
     shard = "" if part_of is None else f"-{part_of.shard.index}of{part_of.shard.number}"
-    path = out or unused(DEFAULT_OUT / f"{prepared.name}{shard}-{now:%Y%m%dT%H%M%SZ}")
-    manifest = {
-        "id": uuid.uuid4().hex, "scenario": prepared.name, "why": prepared.why,
-        "created": now.isoformat(timespec="milliseconds"), "command": list(argv),
-        "device": prepared.device, "slots": prepared.plan.slots,
+    said = {
+        "scenario": prepared.name, "why": prepared.why, "device": prepared.device,
+        "slots": prepared.plan.slots,
         "devices": list(prepared.devices), RETRIES_KEY: prepared.retries, "tier": prepared.tiers,
         "shard": "" if part_of is None else str(part_of.shard),
         "selected": [part.to_json() for part in prepared.selected],
@@ -402,7 +397,27 @@ def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> Ru
         if part_of is not None:
             keep_whole(folder.path, part_of)
 
-    return RunFolder.create(path, manifest, prepared.text, prepared.plan.cases, fill=fill)
+    return create_folder(
+        out, f"{prepared.name}{shard}", prepared.plan.cases, said, fill, argv=argv,
+        text=prepared.text,
+    )  # fmt: skip
+
+
+def create_folder(
+    out: Path | None, name: str, cases: Sequence[CaseSpec], said: Mapping[str, Any],
+    fill: Callable[[RunFolder], None], *, argv: Sequence[str], text: str = "",
+) -> RunFolder:  # fmt: skip
+    """A new run folder, `out` or one under `out/` that begins with `name`; raises as `make_folder`.
+
+    Its manifest has `said`, with `scenario` and `why`. Without a `text`, scenario.yaml is no
+    scenario to run: it only names the folder for the report.
+    """
+    now = datetime.now(UTC)
+    path = out or unused(DEFAULT_OUT / f"{name}-{now:%Y%m%dT%H%M%SZ}")
+    created = now.isoformat(timespec="milliseconds")
+    manifest = {"id": uuid.uuid4().hex, "created": created, "command": list(argv), **said}
+    text = text or f"name: {json.dumps(said['scenario'])}\nwhy: {json.dumps(said['why'])}\n"
+    return RunFolder.create(path, manifest, text, cases, fill=fill)
 
 
 def provenance_of(here: Machine, cases: Sequence[CaseSpec]) -> Mapping[str, Any]:

@@ -105,7 +105,7 @@ def open_repeats(folder: RunFolder, limit: int) -> dict[str, list[RunSpec]]:
 def stored_limit(manifest: Mapping[str, object]) -> int:
     """The limit that a run folder was made with; 0 if it says none."""
     stored = manifest.get(MANIFEST_KEY)
-    return max(stored, 0) if isinstance(stored, int) and not isinstance(stored, bool) else 0
+    return stored if isinstance(stored, int) else 0
 
 
 def set_killed_aside(path: Path) -> None:

@@ -24,14 +24,14 @@ from typing import ParamSpec, Protocol, Self, TypeVar, cast
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
 from harness.engine.base import Engine
-from harness.errors import Infrastructure, Interrupted, UsageError
+from harness.errors import Infrastructure, Interrupted
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, Outcome, RunOutcome, RunSpec, Verdict
 from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.estimates import Seconds
 from harness.runner.plan import Plan, Queue, arrange
 from harness.runner.retries import held_against_attempts, is_left, why_again
-from harness.store import CASE_FILE, CASES_FILE, LEGS, RunFolder, num_kept
+from harness.store import LEGS, RunFolder, num_kept
 from harness.store.files import write_atomic
 from harness.store.verify import verified
 
@@ -243,11 +243,6 @@ class _Matrix:
     def _answer_from_store(self, case: CaseSpec) -> bool:
         """Take the stored verdict of a case whose runs need not be repeated."""
         if case.skip_reason:
-            if (self.folder.case_folder(case.id) / CASE_FILE).exists():
-                raise UsageError(
-                    f"{self.folder.path / CASES_FILE} skips {case.id}, which was judged before: "
-                    "the plan was changed"
-                )
             self._answer(case, _no_answer(case, "skipped", case.skip_reason))
             return True
         if not self._is_complete(case):
