@@ -1,5 +1,6 @@
 """torch.compile inside and beside graph scopes: graphed runs have compiled eager ones' bits."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,13 +156,21 @@ MIXED_RUN = Run(
 )  # fmt: skip
 
 
+def without_addresses(seen: Seen) -> list[tuple[str, str, bool]]:
+    """Compilations, whatever lay where."""
+    return [(part, re.sub(r"\d{9,}", "", reason), late) for part, reason, late in seen.compilations]
+
+
 def check(ranks: list[list[Seen]], graphs: list[tuple[str, ...]]) -> list[Seen]:
-    """Bits and compilations of every run are those of the first, the compiled eager one."""
+    """Bits and compilations of every run are those of the first, the compiled eager one.
+
+    Reasons name the addresses of classes that are made for a module.
+    """
     for eager, *graphed in ranks:
         assert eager.compilations
         for graph, seen in zip(graphs, graphed, strict=True):
             assert seen.bits == eager.bits, graph
-            assert seen.compilations == eager.compilations, graph
+            assert without_addresses(seen) == without_addresses(eager), graph
             assert seen.captured, graph
             assert seen.replays, graph
             assert seen.unnamed == 0, graph
@@ -208,19 +217,18 @@ def test_dropout_breaks_a_part(warm_ranks: RankPool) -> None:
 
 
 def test_late_work_is_compiled_and_listed(warm_ranks: RankPool) -> None:
-    """Evaluation and smaller batches after the capture are other code, by name and reason."""
+    """Evaluation after the capture is other code, by name and reason."""
     run = Run({"dp": 1}, "dense_tiny", micro_batch_size=2)
-    events = (("step", 0), ("step", 1), ("evaluate", 7), ("smaller", 2, 1, 1), ("step", 2))
+    events = (("step", 0), ("step", 1), ("evaluate", 7), ("step", 2))
     runs = [Compiled(run, MLP, graph, events=events) for graph in ((), ATTN + MLP)]
     ((eager, graphed),) = warm_ranks.run(train_all, runs, world_size=1, timeout_s=TIMEOUT_S)
     assert graphed.bits == eager.bits
-    assert [late for _, _, late in eager.compilations] == [False, False, False]
-    assert [late for _, _, late in graphed.compilations] == [False, True, True]
+    assert [late for _, _, late in eager.compilations] == [False, False]
+    assert [late for _, _, late in graphed.compilations] == [False, True]
     reasons = [reason for _, reason, _ in graphed.compilations]
     assert reasons == [reason for _, reason, _ in eager.compilations]
     assert reasons[0] == ""
     assert "grad_mode" in reasons[1] or "GLOBAL_STATE" in reasons[1]
-    assert reasons[2]
 
 
 def test_pointers_of_eager_compiled_runs_are_counted(warm_ranks: RankPool) -> None:

@@ -279,7 +279,7 @@ def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
     run = Run({"dp": 2, "dynamic_cp": (1, 2)}, overrides=ONE, graph=ATTN)
     for messages, seen, expected in warm_ranks.run(refused, run, world_size=2):
         assert "ValueError: Expected plan." in messages["capacity"]
-        assert "packed with one capacity of tokens and sequences" in messages["capacity"]
+        assert ", as captured in graphs, got " in messages["capacity"]
         assert "ValueError: Expected at most 1 microbatches" in messages["slot"]
         assert "RuntimeError: Expected the process group that is kept" in messages["group"]
         assert "Expected at most 8 sequences in a pack of 9 slots" in messages["sequences"]
