@@ -11,7 +11,7 @@
 #   make memory  predicted peaks beside measured ones: a table of layouts, then drawn ones (10 minutes)
 #   make soak    replays by the hundred under stressors in turn (minutes), what soaks find (planted),
 #                then graphs over a hundred steps under every stressor, each stressor alone (hours)
-#   make eight   all that is to be shown on a machine of 8 GPUs (docs/EIGHT_GPUS.md; hours)
+#   make eight   all that is to be shown on a machine of 8 GPUs (benchmarks/README.md, "Eight ranks"; hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)

@@ -1,4 +1,5 @@
-"""Fully sharded data parallelism with torch FSDP2's interface. DESIGN.md says how it works."""
+"""Fully sharded data parallelism with torch FSDP2's interface. docs/ARCHITECTURE.md says how it
+works."""
 
 from fsdp_core.fsdp.api import (
     CPUOffloadPolicy,

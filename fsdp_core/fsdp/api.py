@@ -1,7 +1,7 @@
 """`fully_shard`: turn modules into FSDP units, innermost first, the root last; and its methods.
 
 Signature and methods are torch FSDP2's, so code written for it runs with another import;
-`strategy`, `pool`, `overlap` and `keep_grads` are on top. DESIGN.md says what differs.
+`strategy`, `pool`, `overlap` and `keep_grads` are on top. docs/ARCHITECTURE.md says what differs.
 """
 
 import functools
@@ -77,7 +77,7 @@ def fully_shard(
     Raises:
         ValueError: an argument, module or parameter that cannot be, see the message.
         RuntimeError: an inner unit is gathered, or has reductions under way.
-        NotImplementedError: what DESIGN.md's table says so of, naming the parameter.
+        NotImplementedError: what the table of docs/ARCHITECTURE.md refuses, naming the parameter.
     """
     modules = _listed(module)
     inner = units_in(*modules)

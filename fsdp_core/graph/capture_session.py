@@ -7,7 +7,8 @@
             with unit_gathered():               collectives: every rank, whatever happened before
                 session.attempt(lambda: graphed.capture_forward(0))
 
-What a failed rank does for those that wait for it is in DESIGN.md, "All ranks or none".
+`CaptureAborted`: every rank got to the end, and can go on eagerly. `CaptureLost`: a rank failed in
+a function that communicates, left a note in the store, and ends; so must the others.
 """
 
 import contextlib

@@ -8,7 +8,13 @@ must run around warm-up and capture says so by attributes of the hook:
     _cuda_graph_backward_handler       after the backward, likewise
     _cuda_graph_capturable = True      it is nothing but work on tensors: captured with the rest
 
-The phases are those of TransformerEngine's `capture_time_hooks`; DESIGN.md has the table.
+The phases are those of TransformerEngine's `capture_time_hooks`: before and after each forward and
+backward of a warm-up, and around the graphs of a capture. At a replay
+
+    a hook of the outer module             runs around the replay, marked or not
+    a marked hook of an inner module       does not run, or is in the graph if it is capturable
+    any other of an inner module           refused at the capture: no replay would run it
+    a hook of every module (global)        refused
 """
 
 import contextlib

@@ -4,9 +4,11 @@
                         around each forward and backward of each warm-up and capture
     capture_by_torch    one callable, in a pool of its own, its parameters gathered by the caller
 
-What is added around them is in DESIGN.md, "Graphs of libraries". TransformerEngine 2.20 moves
-scales of fp8 itself, after replays and at the end of the autocast that they are in (graph.py:
-`Graphed.backward`, `new_fwd`). Its captures run in the autocast that the function enters itself.
+Added around both: the abort that they lack, random streams, checks of inputs, addresses and pending
+backwards, and clones of the gradients of inputs. TransformerEngine
+2.20 moves scales of fp8 itself, after replays and at the end of the autocast that they are in
+(graph.py: `Graphed.backward`, `new_fwd`). Its captures run in the autocast that the function enters
+itself.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ What is the same: initial weights, microbatches by rank, loss, float32 main weig
 matrices alone. Losses, norms and taps of two engines can be compared bit by bit; the state cannot,
 for a rank digests what it holds: its rows as the engine cuts them, or with ddp whole tensors.
 
-Which bits are equal, and where the order of additions differs, is in LAYOUTS.md.
+Which bits are equal is in docs/ARCHITECTURE.md, "Engines".
 """
 
 import contextlib

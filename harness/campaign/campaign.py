@@ -344,7 +344,7 @@ class _View(Silent):
         self._say(self.rows[name] if name else said, self._done, max(self._num_runs, self._done))
 
 
-# ---- as text: lines, a table in Markdown, and docs/FAULTS.md
+# ---- as text: lines, a table in Markdown, and a page of all faults
 
 HEADERS = ("fault", "class", "source", "seen by", "stressors", "step", "place", "runs", "seconds")
 LEGEND = (
@@ -356,8 +356,8 @@ HEAD = """# Planted faults
 Every fault below can be planted by name: in a scenario, `plant: {fault: ulp, step: 3, rank: last}`,
 or with `harness faults run ulp`. `harness faults show ulp` prints all of its entry and a scenario
 to copy. Words of setups and places are those of `harness/faults`; `F` and a number is a known
-failure mode of sharded training under graphs. `harness faults table RUN... --write docs/FAULTS.md`
-makes this page, of runs of all faults or of some.
+failure mode of sharded training under graphs. `harness faults table RUN... --write FILE` makes this
+page, of runs of all faults or of some.
 """
 MEASURED = "## Measured"
 CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "shows in", "caught as", "points at")
@@ -416,7 +416,7 @@ def summary_lines(matrix: Matrix) -> list[str]:
 
 
 def markdown(matrix: Matrix, heading: str = "# Detection matrix") -> str:
-    """The page of a run folder, and the section of a device in docs/FAULTS.md."""
+    """The page of a run folder, and the section of a device in the page of all faults."""
     points = [f"- {line}" for line in summary_lines(matrix)]
     rows = _table(HEADERS, map(fields_of, matrix.ran))
     return "\n".join([f"{heading} ({matrix.device})", "", *points, "", LEGEND, "", *rows]) + "\n"
@@ -429,7 +429,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def document(matrices: Sequence[Matrix], before: str = "") -> str:
-    """docs/FAULTS.md: the catalogue as it is, and what matrices measured.
+    """A page: the catalogue as it is, and what matrices measured.
 
     Args:
         before: the page as it was: sections of devices that no matrix is of stay.

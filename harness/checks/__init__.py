@@ -6,7 +6,7 @@
     confirmation   does it come again?           evidence      what all share
 
 This file is the registry: the schema of `checks:`, `harness list --checks` and the table of
-`scenarios/README.md` are made of `CHECKS`. A new check is a function under `@check` in a module of
+`docs/GUIDE.md` are made of `CHECKS`. A new check is a function under `@check` in a module of
 this room, a test and a scenario; the table is printed again.
 """
 

@@ -3,8 +3,8 @@
 Nothing failed in N replays (steps, without a graph), so failures are rarer than 3/N at 95 % (rule
 of three: Hanley and Lippman-Hand 1983): at a rate p, N replays go well with a chance of (1 - p)^N.
 Every value is finite in every step, and the memory of no rank grows: what torch counts, what the
-driver counts on a GPU of its own, and the process's own. SLOPE.md says when a series grows, and how
-often that test errs.
+driver counts on a GPU of its own, and the process's own. docs/ARCHITECTURE.md says when a series
+grows, benchmarks/README.md how often that test errs.
 """
 
 import itertools

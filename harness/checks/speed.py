@@ -3,7 +3,7 @@
 A run is the unit: its steps share the mood of the machine, and are never counted as independent. A
 pair of runs, neighbours in time, gives one slow-down: the log of a ratio, of the medians over steps
 and of the means. An interval between order statistics of the pairs must lie below `max_slowdown` to
-pass, and above it to fail. MEASURES.md has all rules, and how often they err.
+pass, and above it to fail. How often that errs: benchmarks/README.md, "Statistics".
 """
 
 import math

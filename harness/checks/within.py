@@ -1,7 +1,7 @@
 """Losses and gradient norms, by bits or within a stated tolerance (`harness.tolerance`).
 
-The bound of `rounding` is measured: MEASURES.md derives it. With s the standard deviation of the
-reference's samples (`harness.repeats`), the largest so far of a kind of value, t a point of
+The bound of `rounding` is measured: docs/ARCHITECTURE.md derives it. With s the standard deviation
+of the reference's samples (`harness.repeats`), the largest so far of a kind of value, t a point of
 Student's distribution, u the unit roundoff:
 
     bound(value) = t sqrt(2) s + FLOOR_ROUNDINGS u |reference|

@@ -1,9 +1,8 @@
-"""Follow the cookbook: run its commands, and compare what is printed with what the page has.
+"""Run the commands of the examples, and compare what is printed with what the page has.
 
-    python -m tests.cookbook                 all of docs/COOKBOOK.md (some ten minutes on two cores)
-    python -m tests.cookbook -k eight_ranks  only sections with a command that has this word
+    python -m tests.cookbook                 all of docs/DEBUGGING.md (six minutes on two cores)
+    python -m tests.cookbook -k two_layouts  only sections with a command that has this word
     python -m tests.cookbook --write         put what is printed now where it has changed
-    python -m tests.cookbook history FOLDER  make the repository that its `--commits` searches
 
 All commands run in one new folder, in a terminal of 100 columns; times, paths, names of runs,
 commits and addresses may differ (`transcript.py`). Exit codes: 0 as the page says, 1 some lines
@@ -18,31 +17,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bisect_history.history import git, make_history
-from tests.bisect_history.trainer import SCENARIO, trainers
 from tests.cookbook.terminal import run_in_terminal
 from tests.cookbook.transcript import Step, changes, read_steps
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "COOKBOOK.md"
-NUM_COMMITS, FIRST_BAD, BROKEN = 16, 11, (6, 13)
+PAGE = ROOT / "docs" / "DEBUGGING.md"
 Changed = list[tuple[Step, list[str]]]
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.cookbook")
-    parser.add_argument("what", nargs="?", choices=("follow", "history"), default="follow")
-    parser.add_argument("folder", nargs="?", type=Path, help="of the history, or to work in")
+    parser.add_argument("folder", nargs="?", type=Path, help="to work in")
     parser.add_argument("-k", default="", metavar="WORD", help="only sections with this word")
     parser.add_argument("--write", action="store_true", help="put what has changed into the page")
     asked = parser.parse_args(arguments)
-    if asked.what == "history":
-        if asked.folder is None or asked.folder.exists():
-            sys.stderr.write(f"history: expected a new FOLDER, got {asked.folder}\n")
-            return 4
-        make_repository(asked.folder)
-        return 0
     page = PAGE.read_text(encoding="utf-8")
     chosen = _chosen(page, asked.k)
     if not chosen:
@@ -56,13 +45,6 @@ def main(arguments: list[str]) -> int:
             PAGE.write_text(_written(page, changed), encoding="utf-8")
     sys.stdout.write(f"{len(chosen)} commands, {len(changed)} printed something else\n")
     return 1 if changed else 0
-
-
-def make_repository(folder: Path) -> None:
-    """A history of this tree with a bug in it; `good` is its first commit."""
-    hashes = make_history(folder, trainers(NUM_COMMITS, FIRST_BAD, BROKEN))
-    git(folder, "tag", "good", hashes[0])
-    (folder / "found_wrong.yaml").write_text(SCENARIO, encoding="utf-8")
 
 
 def _chosen(page: str, word: str) -> list[Step]:

@@ -1,4 +1,4 @@
-"""The cookbook as a list of commands, each with what was printed; and what changed of it.
+"""A page as a list of commands, each with what was printed; and what changed of it.
 
 In a block of kind `console`, a line that begins with `$ ` is a command, which goes on after a
 backslash; the lines after it are what was on the screen. `[...]` on a line of its own stands for
@@ -25,7 +25,7 @@ _ANY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One command of the cookbook.
+    """One command of the page.
 
     Attributes:
         line: of its first line in the page, from 1.

@@ -1,4 +1,5 @@
-"""What torch FSDP2's interface has beside wrapping, on two ranks; DESIGN.md has the differences."""
+"""What torch FSDP2's interface has beside wrapping, on two ranks; docs/ARCHITECTURE.md has the
+differences."""
 
 from typing import Any, cast
 

@@ -3,8 +3,8 @@
     python -m tests.graph_faults [NAME ...] [--device cuda] [--columns plain,ledger] [--write]
 
 Rows come as they are done, on the standard error stream, then the table. On GPUs as many ranks may
-share one as RANKS_PER_GPU says. `--write` puts the table into `fsdp_core/graph/FAULTS.md`, where
-each kind of device has its own; it takes all faults and all columns. A fault whose rank dies or
+share one as RANKS_PER_GPU says. `--write` puts the table into `measured.txt`, where each
+kind of device has its own; it takes all faults and all columns. A fault whose rank dies or
 does not answer has a row that says so. Exit codes: 0, 1 a clean program was wronged or the document
 does not expect a rank to be lost, 4 usage.
 """

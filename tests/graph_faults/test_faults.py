@@ -107,7 +107,7 @@ def test_a_lost_rank_has_a_row(
     row = document_rows()["F18"]
     lost = row | dict.fromkeys(HEADERS[3:], cell)
     before, after = (f"| {' | '.join(each.values())} |" for each in (row, lost))
-    monkeypatch.setattr(table, "DOCUMENT", tmp_path / "FAULTS.md")
+    monkeypatch.setattr(table, "DOCUMENT", tmp_path / "measured.txt")
     table.DOCUMENT.write_text(document.replace(before, after))
     assert main(["F18", "--columns", "plain,races"]) == 0
 
@@ -200,7 +200,7 @@ def test_each_kind_of_device_has_a_table_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing one leaves the other, and what is around them."""
-    document = tmp_path / "FAULTS.md"
+    document = tmp_path / "measured.txt"
     document.write_text(f"a\n{BEGIN['cpu']}\nold\n{END}\nb\n{BEGIN['cuda']}\nolder\n{END}\nc\n")
     monkeypatch.setattr(table, "DOCUMENT", document)
     table.write("new", "cuda")

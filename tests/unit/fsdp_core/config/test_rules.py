@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import (
+    BEGINS_AT,
     EIGHT_BITS,
     ENGINES,
     MODEL_PRESETS,
     RULES,
+    SCOPES,
     ConfigError,
     DataConfig,
     FsdpConfig,
@@ -21,6 +23,7 @@ from fsdp_core.config import (
     model_from_preset,
     tap_pattern,
 )
+from fsdp_core.config import __main__ as printed
 
 MLA: dict[str, Any] = {
     "attention": "mla", "kv_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
@@ -557,3 +560,17 @@ def test_what_is_no_pattern_is_refused(text: str, why: str) -> None:
     """A run that would look into nothing, or elsewhere, is refused by the key and the reason."""
     with pytest.raises(ConfigError, match=f"^taps: expected {why}"):
         TrainConfig(taps=(text,))
+
+
+def test_every_partial_scope_begins_somewhere() -> None:
+    """At a layer or a part of it; but for the one that goes on where another ends."""
+    assert set(BEGINS_AT) == set(SCOPES) - {"full_iteration", "moe_preprocess"}
+
+
+def test_all_rules_are_printed() -> None:
+    """`python -m fsdp_core.config`: names and messages, a row each."""
+    assert list(printed.rows())[2:] == [
+        f"| {about} | `{rule.name}` | {rule.message} |"
+        for about, rules in RULES.items()
+        for rule in rules
+    ]

@@ -37,7 +37,7 @@ from tests.support.run_records import (
 )
 
 LEGS = (REFERENCE, CONTROL, CANDIDATE)
-README = Path(__file__).resolve().parents[4] / "scenarios" / "README.md"
+GUIDE = Path(__file__).resolve().parents[4] / "docs" / "GUIDE.md"
 
 
 def crash(what: Any, **more: Any) -> Edit:
@@ -267,7 +267,7 @@ def test_what_is_registered() -> None:
     assert [name for name, found in CHECKS.items() if found.is_exact] == ["state", "taps"]
     assert [*CHECKS][:3] == ["loss", "state", "taps"]
     assert [*CHECKS][-1] == "soak"
-    assert "\n".join(table()) in README.read_text()
+    assert "\n".join(table()) in GUIDE.read_text()
 
 
 # --- environments -----------------------------------------------------------------------------

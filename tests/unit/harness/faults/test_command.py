@@ -145,7 +145,11 @@ def test_an_entry_is_shown_with_a_scenario_that_runs(
     assert main(["run", str(file), "--no-history", "--device", "cpu"]) == 1
 
 
-def test_the_document_has_the_catalogue_as_it_is() -> None:
-    """docs/FAULTS.md: `harness faults table --write docs/FAULTS.md` after a change of an entry."""
-    written = (Path(__file__).parents[4] / "docs" / "FAULTS.md").read_text()
-    assert written == document([], written)
+def test_the_table_has_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row an entry, in the order of the catalogue, with what must catch it."""
+    assert main(["faults", "table"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == len(CATALOGUE) + 2  # the heading and its rule
+    for row, (name, fault) in zip(rows[2:], CATALOGUE.items(), strict=True):
+        assert row.startswith(f"| {name} | {fault.kind} |")
+        assert ", ".join(fault.expects) in row
