@@ -33,7 +33,7 @@ PATHS = re.compile(
     r"(?<![\w./-])(?:fsdp_core|harness|reports|scenarios|tests|benchmarks|docs)/[\w./*-]*"
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-names = {"ids": lambda path: str(path.relative_to(ROOT))}
+each_page = pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 
 
 def harness_lines(command: str) -> Iterator[list[str]]:
@@ -72,7 +72,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("path", PAGES, **names)
+@each_page
 def test_links_resolve(path: Path) -> None:
     """Files are there, and headings are in them."""
     for link in LINK.findall(path.read_text(encoding="utf-8")):
@@ -84,7 +84,7 @@ def test_links_resolve(path: Path) -> None:
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("path", PAGES, **names)
+@each_page
 def test_files_that_pages_name_are_there(path: Path) -> None:
     """From the top of the tree, or from the page; but for those that a command makes."""
     for name in PATHS.findall(path.read_text(encoding="utf-8")):
@@ -93,7 +93,7 @@ def test_files_that_pages_name_are_there(path: Path) -> None:
         assert found or "scenarios/repro" in where, where
 
 
-@pytest.mark.parametrize("path", PAGES, **names)
+@each_page
 def test_commands_of_pages_parse(path: Path) -> None:
     """Every option exists, and takes what it is given."""
     for line in typed_lines(path.read_text(encoding="utf-8")):
