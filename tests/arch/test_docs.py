@@ -21,7 +21,7 @@ PAGES = sorted(
     path for path in (*ROOT.glob("*.md"), *ROOT.glob("[!.o]*/**/*.md"))
     if not {"build", "node_modules"} & set(path.parts)
 )  # fmt: skip
-MAX_LINES = 1600
+MAX_LINES = 1550
 """Of all pages: whoever adds a page shortens another."""
 DEBUGGING = ROOT / "docs" / "DEBUGGING.md"
 STEPS = read_steps(DEBUGGING.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def test_commands_of_pages_parse(path: Path) -> None:
 
 def test_pages_are_few() -> None:
     """A reader's time is limited."""
-    lines = {path.name: len(path.read_text().splitlines()) for path in PAGES}
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PAGES}
     assert sum(lines.values()) <= MAX_LINES, lines
 
 
