@@ -5,7 +5,7 @@ and is always satisfied. Memory on the CPU is counted as live tensor storage (`S
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,3 +236,23 @@ class Device:
         torch.set_rng_state(states[0])
         if self.is_cuda:
             torch.cuda.set_rng_state(states[1], self.torch_device)
+
+
+class RngStates:
+    """States of a device's default generators and of others; put back at the end of a `with`."""
+
+    def __init__(self, device: Device, generators: Iterable[torch.Generator] = ()) -> None:
+        self._device, self._defaults = device, device.rng_states()
+        self._others = [(generator, generator.get_state()) for generator in generators]
+
+    def put_back(self) -> None:
+        """All generators are what they were when this was made."""
+        self._device.set_rng_states(self._defaults)
+        for generator, state in self._others:
+            generator.set_state(state)
+
+    def __enter__(self) -> "RngStates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()

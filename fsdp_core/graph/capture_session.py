@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp_core.device import Device
-from fsdp_core.graph.recorder import OverCompiled
+from fsdp_core.device import Device, RngStates
+from fsdp_core.graph.recorder import OverCompiled, collector_off
 
 # torch 2.13 renamed it; the old name warns there and the new one is absent before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,7 +91,7 @@ class CaptureSession:
         self._failure: Exception | None = None
         self._at_end: list[Callable[[], None]] = []
         self._on_abort: list[Callable[[], None]] = []
-        self._collects = False
+        self._collector_off = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Meet the other ranks; `CaptureAborted` if one refuses or captures something else."""
@@ -109,8 +109,7 @@ class CaptureSession:
         if refusals:
             raise CaptureAborted(self._what, refusals) from cause
         self._notes = _Notes()
-        self._collects = gc.isenabled()
-        gc.disable()
+        self._collector_off.enter_context(collector_off())
         return self
 
     def at_end(self, function: Callable[[], None]) -> None:
@@ -143,7 +142,7 @@ class CaptureSession:
         """Keep the captures if all ranks have them, else undo them and raise `CaptureAborted`, or
         `CaptureLost` if a rank does not get here.
         """
-        try:
+        with self._collector_off:
             ended = _call(self._at_end)
             # The first failure is the cause; what the body raised then may follow from it.
             failure = (error if isinstance(error, Exception) else None) or ended
@@ -153,9 +152,6 @@ class CaptureSession:
                 _call(self._on_abort)
                 return  # interrupted: no time to talk
             self._settle()
-        finally:
-            if self._collects:
-                gc.enable()
 
     def _fail(self, error: Exception) -> None:
         """Remember this rank's first failure, for those, too, who may not meet it at the end."""
@@ -322,8 +318,7 @@ class Undo:
         generators: Sequence[torch.Generator],
         state: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._device, self._rng_states = device, device.rng_states()
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._device, self._rng_states = device, RngStates(device, generators)
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # One for all that is watched: what was made in a forward is no trace of its backward's.
         self._recorder = _Writes(
@@ -369,6 +364,4 @@ class Undo:
             # What was given back or grown meanwhile belongs to somebody else's bookkeeping.
             if live.untyped_storage().nbytes() == saved.numel():
                 live.copy_(saved)
-        self._device.set_rng_states(self._rng_states)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        self._rng_states.put_back()

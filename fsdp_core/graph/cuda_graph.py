@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsdp_core.device import Device
+from fsdp_core.device import Device, RngStates
 from fsdp_core.graph.recorder import CaptureRefused, OverCompiled, Recording, StorageEntry
 
 T = TypeVar("T")
@@ -71,38 +71,33 @@ class CudaGraph:
         `CaptureRefused` if CUDA refused an operation in it; the graph is then unusable.
         """
         recorder = OverCompiled(keep_operations=False, on_host=False)
-        states = self._device.rng_states()
-        own_states = [(generator, generator.get_state()) for generator in self._generators]
-        for generator in self._generators:
-            self._graph.register_generator_state(generator)
         stream = torch.cuda.current_stream(self._device.torch_device)
         pool, first = self._memory_pool.join(self), None
         memory = PrivateMemory(pool, self._memory_pool.recordings())
-        try:
-            with (
-                self._device.watching_storages(recorder),
-                torch.cuda.graph(
-                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-                ),
-            ):
-                try:
-                    with recorder:
-                        result = function()
-                except BaseException as error:
-                    first = error  # how the capture ends follows from it
-                    raise
-        except RuntimeError as error:
-            if error is not first:
-                end_refused(self._device, pool, self._generators)
-                self._memory_pool.give_up()
-            cause = error if first is None else first
-            if isinstance(cause, CaptureRefused) or not isinstance(cause, Exception):
-                raise cause from None
-            raise CaptureRefused(f"cannot capture: {cause}") from cause
-        finally:
-            self._device.set_rng_states(states)
-            for generator, state in own_states:
-                generator.set_state(state)
+        with RngStates(self._device, self._generators):
+            for generator in self._generators:
+                self._graph.register_generator_state(generator)
+            try:
+                with (
+                    self._device.watching_storages(recorder),
+                    torch.cuda.graph(
+                        self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                    ),
+                ):
+                    try:
+                        with recorder:
+                            result = function()
+                    except BaseException as error:
+                        first = error  # how the capture ends follows from it
+                        raise
+            except RuntimeError as error:
+                if error is not first:
+                    end_refused(self._device, pool, self._generators)
+                    self._memory_pool.give_up()
+                cause = error if first is None else first
+                if isinstance(cause, CaptureRefused) or not isinstance(cause, Exception):
+                    raise cause from None
+                raise CaptureRefused(f"cannot capture: {cause}") from cause
         self.recording = recorder.recording
         let_go_of_gradients(self._device)
         memory.mark_own(self.recording)

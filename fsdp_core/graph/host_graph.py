@@ -9,16 +9,15 @@ again, in the recorded order.
 
 import contextlib
 import ctypes
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.device import Device
+from fsdp_core.device import Device, RngStates
 from fsdp_core.graph.recorder import (
     CaptureRefused,
     HostReadGuard,
@@ -28,7 +27,7 @@ from fsdp_core.graph.recorder import (
     Recording,
     StorageEntry,
     TensorRef,
-    flat_outputs,
+    collector_off,
 )
 
 T = TypeVar("T")
@@ -81,16 +80,14 @@ class HostGraph:
             undo.append((storage, ctypes.string_at(storage.data_ptr(), storage.nbytes())))
 
         recorder = self._recorder(keep_operations=True, before_write=before_write)
-        states = self._device.rng_states()
-        collecting = gc.isenabled()
-        gc.disable()
+        watching = self._device.watching_storages(recorder)
         try:
-            with self._device.watching_storages(recorder), HostReadGuard(), recorder:
+            with (
+                collector_off(), RngStates(self._device), watching, HostReadGuard(),
+                recorder,
+            ):  # fmt: skip
                 yield
         finally:
-            if collecting:
-                gc.enable()
-            self._device.set_rng_states(states)
             for storage, saved in undo:
                 self._restore(storage, saved)
         self.recording = recorder.recording
@@ -173,7 +170,7 @@ class HostGraph:
                 )
         with torch.no_grad(), self._with_externals():
             for step in self._steps:
-                outputs = flat_outputs(step.func(*step.args, **step.kwargs))
+                outputs = tree_leaves(step.func(*step.args, **step.kwargs))
                 if "c10d" in step.func.namespace:
                     _wait(outputs)
                 for index, place in step.places:

@@ -158,21 +158,6 @@ class Ledger:
             raise StaleAddress([name for name, _ in stale], stale[0][1])
 
 
-class AddressLog:
-    """Counts how many named tensors moved since it last looked; `moved` are their names."""
-
-    def __init__(self, resolve: Resolver) -> None:
-        self._resolve, self.moved = resolve, list[str]()
-        self._last: dict[str, int] | None = None
-
-    def look(self) -> int:
-        """How many moved since the last look; 0 at the first."""
-        now = {name: tensor.data_ptr() for name, tensor in self._resolve().items()}
-        last, self._last = now if self._last is None else self._last, now
-        self.moved = [name for name in {**last, **now} if last.get(name) != now.get(name)]
-        return len(self.moved)
-
-
 def _external(recording: Recording, partner: Recording | None) -> dict[int, StorageEntry]:
     """Storages that the graph uses and neither it nor its partner owns, by address."""
     partners = partner.storages if partner else ()

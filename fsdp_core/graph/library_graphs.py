@@ -110,7 +110,10 @@ def _nothing(*_: Any) -> None:
 
 
 class _Begin(torch.autograd.Function):
-    """Outputs as they are; in backward what comes before the library's."""
+    """Outputs as they are; in backward what comes before the library's.
+
+    A hook of the library's node would run before those of the outputs that gather weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, graph: LibraryGraph, pending: Pending, *outputs: torch.Tensor) -> Tensors:
@@ -127,22 +130,13 @@ class _Begin(torch.autograd.Function):
         return (None, None, *grads)
 
 
-class _CloneGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
-
-
 def _with_cloned_grad(x: torch.Tensor) -> torch.Tensor:
     """The tensor, its gradient a copy of what it gets."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    cloned: torch.Tensor = _CloneGrad.apply(x)
-    return cloned
+    same = x.view_as(x)
+    same.register_hook(torch.clone)
+    return same
 
 
 # ---- TransformerEngine
@@ -175,16 +169,12 @@ def capture_by_te(maker: GraphMaker, graphs: Sequence[LibraryGraph], pool: Any) 
                 _num_layers_per_chunk=[len(graphs)],
                 capture_time_hooks=[_capture_time_hooks(graph, undo) for graph in graphs],
                 pool=pool,
-                pre_warmup_hook=lambda: _begin(watching, undo),
+                pre_warmup_hook=lambda: watching.enter_context(undo.watching()),
                 post_warmup_hook=watching.close,
             ),
         )  # fmt: skip
     for graph, forward in zip(graphs, forwards, strict=True):
         graph.hold(forward, forward.reset)
-
-
-def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
-    watching.enter_context(undo.watching())
 
 
 def _capture_time_hooks(

@@ -6,6 +6,8 @@ the program lets it die. Memory of libraries, which no list names, is named by w
 the module whose forward runs, else the autograd node, else the line of the program.
 """
 
+import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator
@@ -19,7 +21,7 @@ from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
 from fsdp_core.dispatch import opens_itself
 
@@ -172,10 +174,10 @@ class Recorder(TorchDispatchMode):
     def record_call(self, function: Any, args: tuple[Any, ...], writes: Container[int]) -> Any:
         """Run a function of tensors and record it as one operation; its outputs are tensors.
 
-        `function` does the same work at each replay, `function.__self__.namespace` says whose it
-        is; `writes` are numbers of arguments that it changes.
+        `function` does the same work at each replay, its `namespace` says whose it is; `writes` are
+        numbers of arguments that it changes.
         """
-        name = f"{function.__self__.namespace} kernels"
+        name = f"{function.namespace} kernels"
 
         def refer(index: int, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -184,7 +186,7 @@ class Recorder(TorchDispatchMode):
 
         arg_refs = tuple(refer(index, value) for index, value in enumerate(args))
         out = function(*args)
-        self._keep(Operation(_Call(function), arg_refs, {}, self._fresh_outputs(out, name)))
+        self._keep(Operation(function, arg_refs, {}, self._fresh_outputs(out, name)))
         return out
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -211,7 +213,7 @@ class Recorder(TorchDispatchMode):
     def _fresh_outputs(self, out: Any, name: str) -> tuple[tuple[int, TensorRef], ...]:
         return tuple(
             (index, self._refer(value, name, writes=True, made=True))
-            for index, value in enumerate(flat_outputs(out))
+            for index, value in enumerate(tree_leaves(out))
             if isinstance(value, torch.Tensor)
             and not opens_itself(type(value))
             and self._number_of(value.untyped_storage()) is None
@@ -266,14 +268,16 @@ class OverCompiled(Recorder):
         return True
 
 
-class _Call:
-    """A function in the place of an operator."""
-
-    def __init__(self, function: Any) -> None:
-        self._function, self.namespace = function, function.__self__.namespace
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection inside: what dies during a capture dies where the program lets it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _finish_collective(out: Any) -> Any:
@@ -294,26 +298,16 @@ def _finish_collective(out: Any) -> Any:
     return tree_map(finished, out)
 
 
-def flat_outputs(out: Any) -> list[Any]:
-    """Outputs of an operator as a flat list, lists of tensors opened up."""
-    if isinstance(out, torch.Tensor) or not isinstance(out, list | tuple):
-        return [out]
-    return [leaf for item in out for leaf in flat_outputs(item)]
-
-
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Arguments that the operator's schema says it writes, lists opened up."""
-    found: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is None or not info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found.extend(t for t in flat_outputs(value) if isinstance(t, torch.Tensor))
-    if func.namespace == "c10d" and args:
-        # Schemas do not mark every output they write; the first argument holds them.
-        found.extend(t for t in flat_outputs(args[0]) if isinstance(t, torch.Tensor))
-    return found
+    values = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if func.namespace == "c10d":
+        values += args[:1]  # schemas do not mark every output, which are all in here
+    return [t for t in tree_iter(values) if isinstance(t, torch.Tensor)]
 
 
 def _refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:

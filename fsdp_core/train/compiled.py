@@ -248,7 +248,7 @@ def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[
         code: Any = compile_fx.compile_fx_inner(module, inputs, **options)
         # A graph without operators is no kernels.
         if getattr(code, "current_callable", None) is not None:
-            code.current_callable = _Kernels(code.current_callable, code.mutated_input_idxs)
+            code.current_callable = _recorded(code.current_callable, code.mutated_input_idxs)
         return code
 
     # Out of a cache of whole functions they would come without what records them.
@@ -261,27 +261,34 @@ def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[
     return made
 
 
+@dataclass(frozen=True)
 class _Kernels:
-    """A graph of inductor's kernels: on the CPU recorders that keep operators keep it as a call."""
+    """A graph of inductor's kernels in the place of an operator."""
 
-    namespace = "inductor"
+    function: Callable[[list[Any]], Any]
+    namespace: str = "inductor"
 
-    def __init__(self, function: Callable[[list[Any]], Any], writes: Iterable[int]) -> None:
-        self._function, self._writes = function, frozenset(writes)
+    def __call__(self, *args: Any) -> Any:
+        """Past torch's dispatcher or not: nobody is to see operators of theirs."""
+        with _disable_current_modes():
+            return self.function(list(args))
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        """Run, seen by recorders; takes over `inputs`, as torch asks of such functions."""
+
+def _recorded(
+    function: Callable[[list[Any]], Any], writes: Iterable[int]
+) -> Callable[[list[Any]], Any]:
+    """The kernels, as a call to recorders that keep operators (on the CPU)."""
+    kernels, written = _Kernels(function), frozenset(writes)
+
+    def run(inputs: list[Any]) -> Any:
         keeping = next((r for r in _recorders() if r.keeps_operations), None)
         if keeping is None:
-            return self._function(inputs)
+            return function(inputs)
         args = tuple(inputs)
-        inputs.clear()
-        return keeping.record_call(self.run, args, self._writes)
+        inputs.clear()  # as torch asks of such functions
+        return keeping.record_call(kernels, args, written)
 
-    def run(self, *args: Any) -> Any:
-        """The kernels, past torch's dispatcher or not: nobody is to see operators of theirs."""
-        with _disable_current_modes():
-            return self._function(list(args))
+    return run
 
 
 def _shown(function: Callable[..., Any]) -> Callable[..., Any]:

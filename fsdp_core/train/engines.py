@@ -230,11 +230,8 @@ class EngineDigests(Digests):
     def update(self, group: str, outputs: StepOutputs) -> None:
         """See `Digests`."""
         self._optimizer.refresh()
-        names, tensors = self.digested[group]
         if (found := groups_of(self._optimizer, self._others).get(group)) is not None:
-            tensors[:] = found[1]
-        if group in self.kept:
-            self.kept[group].follow(dict(zip(names, tensors, strict=True)))
+            self.digested[group][1][:] = found[1]
         super().update(group, outputs)
 
 

@@ -8,7 +8,7 @@ Ranks of dp and dp_outer have sequences of their own, ranks of cp their chunks o
 ranks of tp, pp, ep and etp what their dense coordinates say.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from fsdp_core.model.batch import (
     packed_part,
     padding_multiple,
 )
+from fsdp_core.nested import leaves, tensors_in
 from fsdp_core.parallel.context import DynamicContext, dense_plan, split
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.pipeline import Microbatch
@@ -117,7 +118,7 @@ class RowInputs(Inputs):
     def named_tensors(self) -> NamedTensors:
         """Tokens, targets, and which tokens these are."""
         yield from super().named_tensors()
-        yield from _tensors_in(_leaves("context plan", self._plan))
+        yield from tensors_in(self._plan, "context plan")
 
 
 class PackInputs(Inputs):
@@ -246,8 +247,9 @@ class StaticPart:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that graphs read, by name."""
-        for name, leaf in _tensors_in(self._leaves.items()):
-            yield f"{self._name}: {name}", leaf
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, torch.Tensor):
+                yield f"{self._name}: {name}", leaf
 
 
 def _copied(value: Any) -> Any:
@@ -264,25 +266,10 @@ def _copied(value: Any) -> Any:
 
 def _leaves_of(part: Part) -> Iterator[tuple[str, Any]]:
     """What layers read: tensors by name, and what a capture fixes."""
-    yield from _leaves("plan", part.plan)
-    yield from _leaves("packed", part.packed)
+    yield from leaves(part.plan, "plan")
+    yield from leaves(part.packed, "packed")
     yield "context group", part.cp.group
     yield "tokens", tuple(part.targets.shape)
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if is_dataclass(value):
-        for field in fields(value):
-            yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{name}[{index}]", item)
-    else:
-        yield name, value
-
-
-def _tensors_in(leaves: Iterable[tuple[str, Any]]) -> NamedTensors:
-    return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _fixed(value: Any) -> object:

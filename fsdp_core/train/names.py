@@ -4,24 +4,25 @@ Each name is looked up where the program keeps the tensor, when somebody asks: a
 group, a buffer in its module, moments in the optimizer. So whoever replaces one is found out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.graph.ledger import AddressBook, AddressLog, Getter
+from fsdp_core.graph.ledger import AddressBook
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.optim import AdamW
 
 _FLAT = ("main_weight", "model_weight", "gathered")
-_FLAT_GRADS = ("main_grad", "pooled")
-_GRADS = ("main_grad", "full gradient")
+_FLAT_GRADS = {"main_grad": "main_grad", "pooled": "full gradient"}
 
 
 def holds_gradients(name: str) -> bool:
     """Whether a tensor of this name has gradients in it."""
-    return name.partition(" ")[2].startswith(_GRADS)
+    return name.partition(" ")[2].startswith(tuple(_FLAT_GRADS.values()))
 
 
 def enter_stage(
@@ -33,16 +34,17 @@ def enter_stage(
         suffix: tells stages of one rank apart where names of tensors do not.
     """
     for group in groups:
+        # Before the gather was waited for, the address is right and the weights are not.
+        is_held = partial(getattr, group, "is_registered")
         for index, name in enumerate(group.names):
-            book.enter(name, _item(group.unsharded, index), _is_gathered(group))
+            book.enter(name, partial(operator.getitem, group.unsharded, index), is_held)
         for kind in _FLAT:
-            book.enter(f"{group.name} {kind}{suffix}", _attribute(group, kind))
-        for kind in _FLAT_GRADS:
-            shown = "full gradient" if kind == "pooled" else kind
-            book.enter(f"{group.name} {shown}{suffix}", _attribute(group.gradients, kind))
+            book.enter(f"{group.name} {kind}{suffix}", partial(getattr, group, kind))
+        for kind, shown in _FLAT_GRADS.items():
+            book.enter(f"{group.name} {shown}{suffix}", partial(getattr, group.gradients, kind))
     for path, module in stage.named_modules():
         for name in module._buffers:
-            book.enter(f"{path}.{name}".lstrip(".") + suffix, _buffer(module, name))
+            book.enter(f"{path}.{name}".lstrip(".") + suffix, partial(module._buffers.get, name))
     if isinstance(stage, DecoderStage):
         for name, getter in stage.around.state(stage):
             book.enter(name + suffix, getter)
@@ -56,9 +58,9 @@ def enter_optimizer(book: AddressBook, optimizer: AdamW) -> None:
     }  # fmt: skip
     for part, tensors in parts.items():
         for index, name in enumerate(optimizer.names):
-            book.enter(f"{name} {part}", _item(tensors, index))
-    book.enter("step_count", lambda: optimizer.step_count)
-    book.enter("lr", lambda: optimizer.lr)
+            book.enter(f"{name} {part}", partial(operator.getitem, tensors, index))
+    for scalar in ("step_count", "lr"):
+        book.enter(scalar, partial(getattr, optimizer, scalar))
 
 
 def enter_attributes(
@@ -67,7 +69,7 @@ def enter_attributes(
     """Names that an owner gives; looked up again where they are names of its attributes."""
     for name, tensor in named:
         if getattr(owner, name, None) is tensor:
-            book.enter(name, _attribute(owner, name))
+            book.enter(name, partial(getattr, owner, name))
         else:
             book.hold(name, tensor)
 
@@ -76,49 +78,28 @@ class PointerChanges:
     """Counts per step how many long-lived tensors moved: what makes recorded graphs be made anew.
 
     Gathered parameters are counted at each gather, all else once, between two counts.
+
+    Attributes:
+        moved: names of what moved before the last count, but for gathered parameters.
     """
 
     def __init__(self, book: AddressBook, groups: Sequence[ParamGroup]) -> None:
-        gathered = {
-            name for group in groups if group.nest.weight_level for name in group.names
-        }  # fmt: skip
-        flat = {f" {kind}" for kind in ("gathered", "full gradient")}
-        names = [
+        gathered = {name for group in groups if group.nest.weight_level for name in group.names}
+        self._book, self._groups = book, groups
+        self._names = [
             name for name in book
-            if name not in gathered and not any(kind in name for kind in flat)
+            if name not in gathered and " gathered" not in name and " full gradient" not in name
         ]  # fmt: skip
-        self._log = AddressLog(lambda: {name: book[name] for name in names})
-        self._groups = groups
-        self._last = self._num_moved
-        self._log.look()
+        self._num_moved, self._addresses = self._now()
+        self.moved: list[str] = []
 
-    @property
-    def _num_moved(self) -> int:
-        return sum(group.num_moved for group in self._groups)
+    def _now(self) -> tuple[int, dict[str, int]]:
+        addresses = {name: self._book[name].data_ptr() for name in self._names}
+        return sum(group.num_moved for group in self._groups), addresses
 
     def count(self) -> int:
         """Changes since the last count, or since construction."""
-        last, self._last = self._last, self._num_moved
-        return self._last - last + self._log.look()
-
-    @property
-    def moved(self) -> list[str]:
-        """Names of what moved before the last count, but for gathered parameters."""
-        return self._log.moved
-
-
-def _item(held: Sequence[torch.Tensor], index: int) -> Getter:
-    return lambda: held[index]
-
-
-def _is_gathered(group: ParamGroup) -> Callable[[], bool]:
-    """Whether the gather was waited for: before, the address is right and the weights are not."""
-    return lambda: group.is_registered
-
-
-def _attribute(owner: object, name: str) -> Getter:
-    return lambda: getattr(owner, name)
-
-
-def _buffer(module: nn.Module, name: str) -> Getter:
-    return lambda: module._buffers.get(name)
+        num_before, before = self._num_moved, self._addresses
+        self._num_moved, self._addresses = self._now()
+        self.moved = [name for name in self._names if self._addresses[name] != before[name]]
+        return self._num_moved - num_before + len(self.moved)

@@ -34,7 +34,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from fsdp_core.graph.digest import (
     empty_rows,
 )
 from fsdp_core.graph.digest_torch import INT_OF_SIZE
+from fsdp_core.nested import tensors_in
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import Stretch, named_stretches
@@ -95,27 +96,23 @@ def _bits_like(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 class TensorCopies:
-    """Copies of tensors of a fixed shape, and of a fixed place unless `follow` says otherwise."""
+    """Copies of tensors of fixed names, shapes and dtypes."""
 
     def __init__(self, named: Mapping[str, Tensor], arena: SnapshotArena) -> None:
-        self._tensors = dict(named)
+        self._dtypes = {name: tensor.dtype for name, tensor in named.items()}
         self.buffers = {n: _bits_like(t, arena.zeros(n, t.nbytes)) for n, t in named.items()}
 
-    def follow(self, named: Mapping[str, Tensor]) -> None:
-        """Copy from these from now on: the same names, shapes and dtypes elsewhere."""
-        self._tensors = {name: named[name] for name in self._tensors}
-
-    def take(self) -> None:
-        """Copy all; device work alone."""
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy those of its names; device work alone."""
         with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                buffer = self.buffers[name]
-                buffer.copy_(tensor.detach().view(buffer.dtype))
+            for name, tensor in named:
+                if (buffer := self.buffers.get(name)) is not None:
+                    buffer.copy_(tensor.detach().view(buffer.dtype))
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Names and the copies, in the dtypes of what was copied."""
-        for name, tensor in self._tensors.items():
-            yield name, self.buffers[name].view(tensor.dtype)
+        for name, buffer in self.buffers.items():
+            yield name, buffer.view(self._dtypes[name])
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,7 @@ class Tap:
 
 
 class Taps:
-    """Watches modules until `close`.
+    """Watches modules from now on.
 
     Args:
         calls: rows of each tap: how often its module is called in a step, and one more for calls
@@ -241,8 +238,7 @@ class Taps:
         fold = [[_FOLD] * NUM_LANES + [0, 1], [1] * NUM_COLUMNS + [0]]
         self._keep, self._add = torch.tensor(fold, dtype=torch.int32).to(device)[:, None].unbind()
         self._digests: dict[tuple[Any, ...], _CallDigest] = {}
-        self._watched = list(dict.fromkeys(tap.module for tap in self._taps))
-        for module in self._watched:
+        for module in dict.fromkeys(tap.module for tap in self._taps):
             self._watch(module)
 
     @property
@@ -258,12 +254,6 @@ class Taps:
             self._clock.zero_()
         if self.copies is not None:
             self.copies.begin()
-
-    def close(self) -> None:
-        """Watch no more; graphs that were captured still do."""
-        for module in self._watched:
-            del module._call_impl
-        self._watched = []
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that live on and that a captured tap reads or writes, by name."""
@@ -289,12 +279,12 @@ class Taps:
                 return original(*args, **kwargs)
             again = torch._C._current_graph_task_id() != -1  # recomputed in a backward pass
             if "input" in mine and not again:
-                self._record(mine["input"], [*tensors_in((args, kwargs), open_records=False)])
+                self._record(mine["input"], _tensors((args, kwargs), open_records=False))
             result = original(*args, **kwargs)
             if "output" in mine and not again:
-                self._record(mine["output"], [*tensors_in(result)])
+                self._record(mine["output"], _tensors(result))
             if "gradient" in mine:  # that of a reentrant checkpoint comes to what is recomputed
-                first = next((t for t in tensors_in(result) if t.requires_grad), None)
+                first = next((t for t in _tensors(result) if t.requires_grad), None)
                 if first is not None:
                     first.register_hook(lambda grad: self._record(mine["gradient"], [grad]))
             return result
@@ -343,6 +333,11 @@ class Taps:
         return digest
 
 
+def _tensors(value: Any, *, open_records: bool = True) -> list[Tensor]:
+    """Those of a call. Dataclasses among arguments describe data, as plans do: they stay shut."""
+    return [tensor for _, tensor in tensors_in(value, open_records=open_records)]
+
+
 class _CallDigest:
     """The digest of a list of tensors of fixed shapes as one row; on CUDA by way of a copy.
 
@@ -380,27 +375,6 @@ class _CallDigest:
         """Everything that a call reads or writes beside its arguments."""
         yield from (*self._copies, self._each, self._row)
         yield from (*self._digester.scratch(), *self._together.scratch())
-
-
-def tensors_in(value: Any, *, open_records: bool = True) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dicts, in order.
-
-    Args:
-        open_records: and in dataclasses. Among what a module is given they describe its data, as
-            plans do; what it returns may be one.
-    """
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items: Iterable[Any] = ()
-    if isinstance(value, tuple | list):
-        items = value
-    elif isinstance(value, dict):
-        items = value.values()
-    elif open_records and is_dataclass(value):
-        items = (getattr(value, field.name) for field in fields(value))
-    for item in items:
-        yield from tensors_in(item, open_records=open_records)
 
 
 def open_taps(

@@ -40,7 +40,6 @@ from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.parallel.pipeline_p2p import TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
-from fsdp_core.parallel.rng import RandomStream
 from fsdp_core.stress import races
 from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.build import (
@@ -164,9 +163,10 @@ class Digests:
 
     def update(self, group: str, outputs: StepOutputs) -> None:
         """Digest a group into its rows."""
-        self._digesters[group](self.digested[group][1], outputs.digests[group])
+        names, tensors = self.digested[group]
+        self._digesters[group](tensors, outputs.digests[group])
         if group in self.kept:
-            self.kept[group].take()
+            self.kept[group].take(zip(names, tensors, strict=True))
 
     def scratch(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that digesting needs, by name."""
@@ -519,7 +519,8 @@ class Trainer:
         enter_optimizer(book, self.optimizer)
         for stream in self.streams.streams:
             if stream.state is not None:
-                book.enter(f"random state {stream.name}", functools.partial(_state, stream))
+                getter = functools.partial(getattr, stream, "state")
+                book.enter(f"random state {stream.name}", getter)
         enter_attributes(book, self._inputs, self._inputs.named_tensors())
         enter_attributes(book, self.outputs, self.outputs.named_tensors())
         enter_attributes(book, self._digests, self._digests.scratch())
@@ -593,7 +594,3 @@ class Trainer:
         finally:
             if self.stressors is not None:
                 self.stressors.close()
-
-
-def _state(stream: RandomStream) -> torch.Tensor | None:
-    return stream.state

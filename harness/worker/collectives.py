@@ -96,18 +96,13 @@ class Notes:
         self._write(is_inside=False)
 
     def given_event(self, rank: int, step: int) -> EventRecord:
-        calls, self.given = self.given or [], []
-        detail = {"calls": [call.to_json() for call in calls]}
+        detail = {"calls": [call.to_json() for call in self.given or ()]}
         return EventRecord(name=GIVEN, rank=rank, step=step, detail=detail)
 
-    @contextlib.contextmanager
-    def outside_of_steps(self) -> Iterator[None]:
-        """Inside, what the rank gives is no part of a step."""
-        given, self.given = self.given, None
-        try:
-            yield
-        finally:
-            self.given = given
+    def begin(self) -> None:
+        """A step begins: what the rank gave before is no part of it."""
+        if self.given is not None:
+            self.given = []
 
     @contextlib.contextmanager
     def modules(self, stages: Sequence[nn.Module]) -> Iterator[None]:

@@ -199,8 +199,7 @@ class _Session:
             else:
                 self._train_elsewhere(trainer)
             if self.part.stop < math.inf:
-                with noting.outside_of_steps():
-                    save_state(trainer, self.folder / CHECKPOINT, int(self.part.stop))
+                save_state(trainer, self.folder / CHECKPOINT, int(self.part.stop))
             # A process group must not be destroyed while a graph that used it is alive.
             trainer.close()
         dist.destroy_process_group()
@@ -223,8 +222,7 @@ class _Session:
             )  # fmt: skip
             file.write(observer.initial())
         if self.part.start:
-            with notes.outside_of_steps():
-                self._load(trainer)
+            self._load(trainer)
         device.synchronize()
         startup_s = time.monotonic() - self.part_started_s
         try:
@@ -232,6 +230,7 @@ class _Session:
             steps = itertools.takewhile(lambda step: step < self.part.stop, soaking.steps())
             for self.step in steps:
                 observer.begin()
+                notes.begin()
                 self.plant.before_step(trainer, self.step)
                 with rounding, self._modules_noted(notes):
                     trainer.step(self.step)

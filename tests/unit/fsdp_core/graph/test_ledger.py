@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.graph.ledger import AddressBook, AddressLog, Ledger, StaleAddress
+from fsdp_core.graph.ledger import AddressBook, Ledger, StaleAddress
 from fsdp_core.graph.recorder import Recording
 
 DEVICE = Device("cpu")
@@ -294,18 +294,3 @@ def test_memory_of_what_died_in_the_partner_may_be_an_external_tensors() -> None
             entry.address = fresh.data_ptr()
     ledger = Ledger(backward.recording, lambda: {"fresh": fresh}, forward.recording)
     assert ledger.names == ["fresh"]
-
-
-def test_the_log_counts_what_moved_between_two_looks() -> None:
-    """Tensors that were replaced, made or dropped are named; contents do not count."""
-    names = {"x": torch.ones(4), "y": torch.ones(4)}
-    log = AddressLog(lambda: names)
-    assert log.look() == 0
-    names["x"].add_(1)
-    assert (log.look(), log.moved) == (0, [])
-    replace(names, "y")
-    assert (log.look(), log.moved) == (1, ["y"])
-    names["z"] = torch.ones(1)
-    del names["x"]
-    assert (log.look(), sorted(log.moved)) == (2, ["x", "z"])
-    assert log.look() == 0

@@ -1,6 +1,5 @@
 """Taps: the digests of calls, the same in graphs and outside, and no bit of the run changed."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.graph.digest import digest_tensors, empty_rows
-from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
+from fsdp_core.nested import tensors_in
+from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps
 
 CPU = torch.device("cpu")
 MICROBATCHES = 2
@@ -205,15 +205,14 @@ def test_recomputed_calls_are_seen_once(reentrant: bool) -> None:
 
 def test_calls_beyond_the_rows_are_folded_into_the_last() -> None:
     """Of a module that is called more often no call is lost, nor the order of calls."""
-    shared, other = nn.Identity(), nn.Identity()
 
     def rows_of(*values: float) -> list[list[int]]:
+        shared, other = nn.Identity(), nn.Identity()
         taps = Taps([Tap("x", shared, "output"), Tap("y", other, "output")], 2, CPU)
         taps.begin()
         for value in values:
             shared(torch.full((2,), value))
         other(torch.zeros(1))
-        taps.close()
         assert taps.calls_seen.tolist() == [len(values), 1]
         assert taps.rows[:, PLACE_COLUMN].tolist() == [0, 1, len(values), NEVER]
         return [row[:4] for row in taps.rows[:2].tolist()]
@@ -265,8 +264,11 @@ def test_records_among_inputs_are_left_alone() -> None:
     """Plans that a module is given describe its data; tensors in tuples and dicts are seen."""
     a, b, c = (torch.ones(n) for n in (1, 2, 3))
     value = ((a, Pair(b, b)), {"key": [c]})
-    assert [t.numel() for t in tensors_in(value, open_records=False)] == [1, 3]
-    assert [t.numel() for t in tensors_in(value)] == [1, 2, 2, 3]
+    found = [(name, t.numel()) for name, t in tensors_in(value, open_records=False)]
+    assert found == [("[0][0]", 1), ("[1]['key'][0]", 3)]
+    found = [(name, t.numel()) for name, t in tensors_in(value, "x")]
+    assert [number for _, number in found] == [1, 2, 2, 3]
+    assert [name for name, _ in found][1:3] == ["x[0][1].first", "x[0][1].second"]
 
 
 def test_what_cannot_be_digested_is_refused_by_name() -> None:
@@ -288,18 +290,6 @@ def test_many_shapes_are_forgotten_again() -> None:
         assert taps.rows[0, :5].tolist() == digest(torch.ones(size))
     kinds = {name.rpartition(" ")[2] for name, _ in taps.named_tensors() if "scratch" in name}
     assert len(kinds) == MOST_KINDS
-
-
-def test_close_leaves_the_modules_as_they_were() -> None:
-    """After `close` nothing is written, and the modules hold nothing of the taps."""
-    model = Net()
-    plain = copy.deepcopy([sorted(vars(module)) for module in model.modules()])
-    taps = everything(model)
-    taps.close()
-    assert [sorted(vars(module)) for module in model.modules()] == plain
-    taps.begin()
-    step_eagerly(model, 0)
-    assert all(row[PLACE_COLUMN] == NEVER for row in taps.rows.tolist())
 
 
 def test_no_taps_cost_nothing() -> None:

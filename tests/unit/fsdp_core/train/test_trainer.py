@@ -252,7 +252,7 @@ def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
     raw = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
     tensor = raw.view(dtype).view(8, -1).t()
     copies = TensorCopies({"x": tensor}, SnapshotArena(1 << 12, CPU))
-    copies.take()
+    copies.take([("other", tensor), ("x", tensor)])
     ((name, copy),) = copies.read()
     assert (name, copy.dtype, copy.shape) == ("x", dtype, tensor.shape)
     whole = INT_OF_SIZE[dtype.itemsize]
