@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
-from fsdp_core.dispatch import opens_itself
+from fsdp_core.dispatch import calling_line, opens_itself
 
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
                           "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
@@ -108,7 +107,7 @@ class HostReadGuard(TorchFunctionMode):
 
 
 def _refused(what: Any, reason: str) -> CaptureRefused:
-    place = _calling_line(sys._getframe(1)) or "an unknown place"
+    place = calling_line(sys._getframe(1)) or "an unknown place"
     return CaptureRefused(f"cannot capture {what} at {place}: {reason}")
 
 
@@ -250,7 +249,7 @@ class Recorder(TorchDispatchMode):
             return f"of {node.name()}"
         modules = list(_modules(sys._getframe(1)))
         if not modules:
-            line = _calling_line(sys._getframe(1))
+            line = calling_line(sys._getframe(1))
             return f"at {line}" if line else ""
         inner, outer = modules[0], modules[-1]
         if id(outer) not in self._names:
@@ -345,22 +344,6 @@ def _shape_depends_on_data(name: str, args: Any) -> bool:
         return True
     masks = (torch.bool, torch.uint8)
     return any(isinstance(i, torch.Tensor) and i.dtype in masks for i in args[1])
-
-
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-# What calls compiled code is no place either, where it is not in this folder.
-_OWN = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "train" / "compiled.py"))
-_OF_MODES = ("__torch_dispatch__", "__torch_function__")
-
-
-def _calling_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame outside torch, modes and this package, or ''."""
-    while frame is not None:
-        name, is_mode = frame.f_code.co_filename, frame.f_code.co_name in _OF_MODES
-        if not (is_mode or name.startswith((_TORCH_FOLDER, *_OWN, "<frozen"))):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _modules(frame: FrameType | None) -> Iterator[nn.Module]:

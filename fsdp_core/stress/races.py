@@ -16,26 +16,20 @@ work of that stream; kernels that are given addresses; reads of Python (`numpy()
 """
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter
 
 from fsdp_core.device import HostStreams
-from fsdp_core.dispatch import ObservingMode, opens_itself
+from fsdp_core.dispatch import ObservingMode, calling_line, opens_itself
 from fsdp_core.fsdp.pool import GRAD, Key
 from fsdp_core.memory_counter import Lending, is_collective
 
-_HERE = Path(__file__).parent
-_FOLDERS = (str(Path(torch.__file__).parent), str(_HERE), str(_HERE.parent / "graph"), "<")
-"""Whose frames are no place in a program: torch's, ours, and those that capture and replay."""
 _ALLOCATORS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -450,17 +444,4 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _calling_place() -> str:
-    """`file:line` of the innermost frame of the program."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = _program_file(frame.f_code.co_filename)
-        if name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown place"
-
-
-@functools.cache
-def _program_file(path: str) -> str:
-    """The name of a file of the program, or ""; asked for every frame of every operator."""
-    return "" if path.startswith(_FOLDERS) else Path(path).name
+    return calling_line(sys._getframe(1)) or "an unknown place"

@@ -110,14 +110,14 @@ class Graphs:
         like what enters a layer; `num_slots` microbatches may be between a forward and backward.
         """
         config = self._config
-        refused = refusal(self._stages, config.graph, config.graph_layers)
+        regions = [[*regions_in(s, config.graph, config.graph_layers)] for s in self._stages]
+        refused = refusal(region for of_stage in regions for region in of_stage)
         with self._session(refused) as session:
             options = CaptureOptions(
                 capture_by=config.capture_by, new_maker=self._new_maker, resolve=self._resolver,
                 counts=self.counts, attempt=session.attempt, compiler=self._compiler,
                 num_slots=num_slots, meet=self._meet,
             )  # fmt: skip
-            regions = [regions_in(s, config.graph, config.graph_layers) for s in self._stages]
             parts = PartialGraphs(
                 self._stages, regions, inputs.samples(), options,
                 context=inputs.context if isinstance(inputs, PackInputs) else None,

@@ -161,45 +161,31 @@ class Region:
             unit.reshard()
 
 
-def regions_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Region]:
-    """The regions of a layer, in the order in which they run."""
-    branch = layer.mlp
-    if "layer" in scopes:
-        yield _forward_of("layer", number, layer, layer)
-    if "attn" in scopes:
-        yield _forward_of("attn", number, layer, layer.attn)
-    if isinstance(branch, MlpBranch):
-        if "mlp" in scopes:
-            yield _forward_of("mlp", number, layer, branch)
-    elif "moe" in scopes:
-        yield _forward_of("moe", number, layer, branch)
-    elif "moe_router" in scopes:
-        yield _front_of(number, layer, branch, plans="moe_preprocess" in scopes)
-
-
 def regions_in(
     stage: DecoderStage, scopes: Sequence[str], layers: Sequence[int] = ()
-) -> list[Region]:
+) -> Iterator[Region]:
     """The regions of a stage's layers, in the order in which they run. `layers` are the first and
     the last that are captured; empty for all.
     """
-    return [
-        region
-        for number, layer in stage.numbered_layers.items()
-        if not layers or layers[0] <= int(number) <= layers[1]
-        for region in regions_of(number, layer, scopes)
-    ]
+    for number, layer in stage.numbered_layers.items():
+        if layers and not layers[0] <= int(number) <= layers[1]:
+            continue
+        branch = layer.mlp
+        whole = {"layer": layer, "attn": layer.attn}
+        whole |= {"mlp": branch} if isinstance(branch, MlpBranch) else {"moe": branch}
+        for scope, module in whole.items():
+            if scope in scopes:
+                yield _forward_of(scope, number, layer, module)
+        if isinstance(branch, MoeBranch) and "moe_router" in scopes:
+            yield _front_of(number, layer, branch, plans="moe_preprocess" in scopes)
 
 
-def refusal(
-    stages: Iterable[DecoderStage], scopes: Sequence[str], layers: Sequence[int] = ()
-) -> str | None:
-    """Why regions of the stages cannot be captured, as far as it shows before it is tried."""
+def refusal(regions: Iterable[Region]) -> str | None:
+    """Why regions cannot be captured, as far as it shows before it is tried."""
     try:
-        for stage in stages:
-            for region in regions_in(stage, scopes, layers):
-                with region.without_hooks():
-                    pass
+        for region in regions:
+            with region.without_hooks():
+                pass
     except ValueError as error:
         return str(error)
     return None

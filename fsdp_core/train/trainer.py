@@ -16,7 +16,6 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -147,7 +146,7 @@ class Digests:
         self,
         optimizer: AdamW,
         others: Sequence[tuple[str, torch.Tensor]],
-        further: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+        further: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> None:
         self.digested = groups_of(optimizer, others) | {
             group: (list(named), list(named.values())) for group, named in further.items() if named
