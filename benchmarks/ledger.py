@@ -142,7 +142,6 @@ def measure(
         taps=len(trainer.taps.names),
     )
     trainer.close()
-    trainer.taps.close()
     return timing
 
 

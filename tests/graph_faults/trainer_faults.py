@@ -150,12 +150,10 @@ def warm_up_leaves_state(moments: Moments) -> Iterator[None]:
     del moments
 
     def put_back(undo: Undo) -> None:
-        undo._device.set_rng_states(undo._rng_states)
-        for generator, state in undo._generators:
-            generator.set_state(state)
+        undo._rng_states.put_back()
         # What else was saved and is random state, as the CPU keeps it.
         for live, saved in undo._saved.values():
-            if live.numel() == undo._rng_states[0].numel():
+            if live.numel() == undo._rng_states._defaults[0].numel():
                 live.copy_(saved)
 
     with mock.patch.object(Undo, "put_back", put_back):
