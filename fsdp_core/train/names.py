@@ -4,7 +4,6 @@ Each name is looked up where the program keeps the tensor, when somebody asks: a
 group, a buffer in its module, moments in the optimizer. So whoever replaces one is found out.
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -37,7 +36,7 @@ def enter_stage(
         # Before the gather was waited for, the address is right and the weights are not.
         is_held = partial(getattr, group, "is_registered")
         for index, name in enumerate(group.names):
-            book.enter(name, partial(operator.getitem, group.unsharded, index), is_held)
+            book.enter(name, partial(group.unsharded.__getitem__, index), is_held)
         for kind in _FLAT:
             book.enter(f"{group.name} {kind}{suffix}", partial(getattr, group, kind))
         for kind, shown in _FLAT_GRADS.items():
@@ -58,7 +57,7 @@ def enter_optimizer(book: AddressBook, optimizer: AdamW) -> None:
     }  # fmt: skip
     for part, tensors in parts.items():
         for index, name in enumerate(optimizer.names):
-            book.enter(f"{name} {part}", partial(operator.getitem, tensors, index))
+            book.enter(f"{name} {part}", partial(tensors.__getitem__, index))
     for scalar in ("step_count", "lr"):
         book.enter(scalar, partial(getattr, optimizer, scalar))
 
