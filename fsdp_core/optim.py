@@ -40,9 +40,12 @@ class AdamW:
         self._groups = [(matrices, config.weight_decay), (others, 0.0)]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every weight in place from its gradient."""
-        self.step_count.add_(1.0)
+    def step(self, skipped: torch.Tensor | None = None) -> None:
+        """Update every weight in place from its gradient.
+
+        `skipped`, float32 scalar on the device, is 1 where this step must change nothing, else 0.
+        """
+        self.step_count.add_(1.0 if skipped is None else 1.0 - skipped)
         for indices, weight_decay in self._groups:
             if not indices:
                 continue
@@ -60,4 +63,5 @@ class AdamW:
                 eps=self._config.eps,
                 amsgrad=False,
                 maximize=False,
+                found_inf=skipped,
             )

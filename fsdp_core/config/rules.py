@@ -205,7 +205,7 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
          "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
-         "resume_from", "evaluate_every", "fused_rope"),
+         "resume_from", "evaluate_every", "skip_nonfinite", "fused_rope"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""

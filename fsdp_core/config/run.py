@@ -115,7 +115,8 @@ class TrainConfig:
     every so many steps; 0: never. `resume_at` is the number of steps after which the run is saved,
     ends its processes and goes on in new ones; 0: never. `resume_from` is the layout of these first
     steps, which train eagerly on as many ranks and the same samples, and are not recorded; of one
-    rank: that of `parallel`.
+    rank: that of `parallel`. `skip_nonfinite` leaves out the update of AdamW, on all ranks, where
+    the gradient norm is not finite.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -135,6 +136,7 @@ class TrainConfig:
     recompute: str = "none"
     fused_experts: bool = False
     fused_rope: bool = False
+    skip_nonfinite: bool = False
     steps: int = 20
     resume_at: int = 0
     resume_from: ParallelConfig = SAME_LAYOUT
@@ -162,7 +164,7 @@ class TrainConfig:
         word(self, "dtype", DTYPES)
         word(self, "fp8", EIGHT_BITS)
         word(self, "recompute", RECOMPUTE)
-        bools(self, "graph_optimizer", "ledger", "fused_experts", "fused_rope")
+        bools(self, "graph_optimizer", "ledger", "fused_experts", "fused_rope", "skip_nonfinite")
         name_tuples(self, "graph", "compile", "stress", "taps")
         integer_tuples(self, 0, "graph_layers")
         obey_all(self)

@@ -210,8 +210,9 @@ class EngineAdamW(AdamW):
         """Forget the gradients, as users do."""
         self._torchs.zero_grad()
 
-    def step(self) -> None:
+    def step(self, skipped: torch.Tensor | None = None) -> None:
         """The engine's own step."""
+        assert skipped is None  # a rule refuses `skip_nonfinite`
         self._torchs.step()
 
 

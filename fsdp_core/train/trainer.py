@@ -82,6 +82,7 @@ class StepOutputs:
         loss: float32 scalar, the mean over all tokens of the step, on every rank the same.
         grad_norm: float32 scalar, of the whole model's gradient, before clipping.
         evaluation: float32 scalar, the loss of the last evaluation that `evaluate_every` asked for.
+        skipped: float32 scalar, 1 if `skip_nonfinite` left the update out, else 0.
         digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any
             element is not finite.
     """
@@ -90,11 +91,12 @@ class StepOutputs:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     evaluation: torch.Tensor
+    skipped: torch.Tensor
     digests: dict[str, torch.Tensor]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them by name."""
-        for name in ("losses", "loss", "grad_norm", "evaluation"):
+        for name in ("losses", "loss", "grad_norm", "evaluation", "skipped"):
             yield name, getattr(self, name)
         for group, rows in self.digests.items():
             yield f"digest of {group}", rows
@@ -393,7 +395,12 @@ class Trainer:
     def _update(self) -> None:
         config, outputs = self.config, self.outputs
         outputs.grad_norm.copy_(clip_grads(self.stages, self.axes, config.optim.clip_grad_norm))
-        self.optimizer.step()
+        if config.skip_nonfinite:
+            # The norm is the same on all ranks, and nobody waits for the device to look at it.
+            outputs.skipped.copy_(outputs.grad_norm.isfinite().logical_not())
+            self.optimizer.step(outputs.skipped)
+        else:
+            self.optimizer.step()
         for _, router in self._biased_routers():
             router.update_bias(config.model.expert_bias_rate)
         with torch.no_grad():
@@ -482,6 +489,7 @@ class Trainer:
             loss=torch.zeros((), device=device),
             grad_norm=torch.zeros((), device=device),
             evaluation=torch.zeros((), device=device),
+            skipped=torch.zeros((), device=device),
             digests=self._digests.empty(device),
         )
 

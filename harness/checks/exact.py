@@ -51,6 +51,7 @@ from harness.records import (
 )
 
 OTHER_PARTS: What = "other_parts"
+SKIPPED = FloatBits.from_bits(0x3F800000)  # 1: the optimizer left this step out
 _SAME_PARTS = ("sequence_parallel", "dynamic_cp")  # keys that leave every rank its weights
 
 
@@ -62,6 +63,8 @@ def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
         yield f"microbatch_losses[{index}]", value
     if record.grad_norm is not None:
         yield "grad_norm", record.grad_norm
+    if record.skipped:
+        yield "skipped", SKIPPED
     if record.evaluation is not None:
         yield "evaluation", record.evaluation
 

@@ -104,6 +104,10 @@ def _compare(
     if len({run.spec.config.get("evaluate_every", 0) for run in (reference, candidate)}) == 2:
         # Evaluations of one run alone, which must leave all else as it is.
         both = [each for each in both if each[0][2] != "evaluation" or None not in each]
+    if tolerance:
+        # A norm for which both runs left the update out is no number, and within nothing.
+        skipped = {at[:2] for at in left.keys() & right.keys() if at[2] == "skipped"}
+        both = [each for each in both if each[0][2] != "grad_norm" or each[0][:2] not in skipped]
     if not both:
         message = "the runs share no recorded loss or norm: nothing to compare"
         return error("loss", "not_run", message)
@@ -137,7 +141,7 @@ def _compare(
 def _order(at: Place) -> tuple[object, ...]:
     """At the lowest step losses come before norm and evaluation, then the lowest rank."""
     step, rank, name = at
-    late = {"grad_norm": 1, "evaluation": 2}.get(name, 0)
+    late = {"grad_norm": 1, "skipped": 2, "evaluation": 3}.get(name, 0)
     return (step, late, name != "loss", len(name), name, rank)
 
 

@@ -34,6 +34,7 @@ from harness.records import (
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 DIGEST_TIMES = 5
+SKIPPED = "the gradient norm was not finite"
 MOST_MOVED = 8
 """Names of tensors that moved, in the event of a run's end."""
 
@@ -186,7 +187,9 @@ class Observer:
         return moved
 
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
-        scalars = torch.stack((outputs.loss, outputs.grad_norm, outputs.evaluation))
+        scalars = torch.stack(
+            (outputs.loss, outputs.grad_norm, outputs.evaluation, outputs.skipped)
+        )
         floats = torch.cat((outputs.losses, scalars))
         digests = [outputs.digests[group].flatten() for group in self._groups]
         rows = self._trainer.taps.rows.flatten()
@@ -194,9 +197,11 @@ class Observer:
 
     def _record(self, row: torch.Tensor, rng: str, facts: dict[str, Any]) -> StepRecord:
         config = self._trainer.config
-        num_floats = config.microbatches + 3
+        num_floats = config.microbatches + 4
         floats = row[:num_floats].tolist()
-        *losses, loss, norm, evaluation = (FloatBits.from_bits(v & 0xFFFFFFFF) for v in floats)
+        *losses, loss, norm, evaluation, skipped = (
+            FloatBits.from_bits(v & 0xFFFFFFFF) for v in floats
+        )
         sizes = [len(self._trainer.digested[group][0]) * NUM_COLUMNS for group in self._groups]
         num_taps = len(row) - num_floats - sum(sizes)
         _, *parts, taps = row.split([num_floats, *sizes, num_taps])
@@ -205,7 +210,8 @@ class Observer:
         return StepRecord(
             rank=self._rank, loss=loss, microbatch_losses=tuple(losses), grad_norm=norm,
             evaluation=evaluation if config.evaluates_after(facts["step"]) else None,
-            digests=digests, nonfinite=nonfinite, taps=self._taps_text(taps), **facts,
+            digests=digests, nonfinite=nonfinite, taps=self._taps_text(taps),
+            skipped=SKIPPED if skipped.value else "", **facts,
         )  # fmt: skip
 
     def _taps_text(self, row: torch.Tensor) -> str:

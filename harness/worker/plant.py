@@ -409,6 +409,31 @@ def _gradient(trainer: Trainer, how: str, row: str = "") -> None:
     surround(trainer, (group.gradients, "reduce"), changed)
 
 
+def _add_overflow(site: Site, trainer: Trainer) -> None:
+    """A tensor is added to the last gradient, by graphs too: 0 until `overflow_once`."""
+    site.call(trainer)
+    grad = trainer.optimizer.grads[-1]
+    if "_overflow" not in vars(trainer):
+        vars(trainer)["_overflow"] = torch.zeros_like(grad)
+    grad.add_(vars(trainer)["_overflow"])
+
+
+def _overflow_once(trainer: Trainer) -> None:
+    """The next step overflows, none after it."""
+    overflow = vars(trainer)["_overflow"]
+    is_over = vars(trainer).setdefault("_overflowed", False)
+    vars(trainer)["_overflowed"] = True
+    with on_its_stream(trainer):
+        overflow.fill_(0.0 if is_over else torch.inf)
+
+
+def _skip_once(site: Site, skipped: torch.Tensor) -> None:
+    """The first update is left out, as where the norm is not finite."""
+    if site.number == 1:
+        skipped.fill_(1.0)
+    site.call(skipped)
+
+
 def _config(config: TrainConfig, key: str, word: str) -> TrainConfig:
     """The configuration with another value, whatever its rules say to it."""
     outer, _, last = key.rpartition(".")

@@ -169,7 +169,7 @@ def _plant(trainer: Trainer, fault: str) -> None:
             if old is not None:
                 named[PROJECTION].copy_(old)
 
-        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[assignment,method-assign]
 
 
 # ---- legs

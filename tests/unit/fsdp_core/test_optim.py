@@ -59,6 +59,24 @@ def test_equals_torch_bit_for_bit() -> None:
     assert optimizer.step_count.item() == 10
 
 
+def test_a_skipped_step_changes_nothing() -> None:
+    """Not by NaN gradients either; the next step is the one that would have been taken."""
+    ours, theirs = parameters(), parameters()
+    skipping, plain = AdamW(ours, CONFIG), AdamW(theirs, CONFIG)
+    for step, is_skipped in enumerate((0.0, 1.0, 0.0)):
+        fill_grads(ours, step)
+        if is_skipped:
+            for grad in skipping.grads:
+                grad.fill_(torch.nan)
+        skipping.step(torch.tensor(is_skipped))
+        if not is_skipped:
+            fill_grads(theirs, step)
+            plain.step()
+        for name in ("params", "exp_avg", "exp_avg_sq"):
+            assert all(map(torch.equal, getattr(skipping, name), getattr(plain, name))), name
+        assert skipping.step_count == plain.step_count == (1, 1, 2)[step]
+
+
 def test_leaves_empty_parameters_out() -> None:
     """Empty pieces are neither named nor given moments; the others stay the caller's tensors."""
     named = parameters()

@@ -374,7 +374,7 @@ REFUSED: dict[str, Any] = {
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
     "evaluate_every": 2, "stress": ("jitter",), "recompute": "full", "resume_at": 1,
     "resume_from": ParallelConfig(pp=2),
-    "fused_experts": True, "fused_rope": True,
+    "fused_experts": True, "fused_rope": True, "skip_nonfinite": True,
 }  # fmt: skip
 PARTS = ("model", "parallel", "fsdp", "optim", "data", "engine")
 

@@ -353,6 +353,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 PARTS: dict[str, Any] = {
     "parallel": ParallelConfig, "fsdp": FsdpConfig, "optim": OptimConfig, "data": DataConfig,
+    "resume_from": ParallelConfig,
 }  # fmt: skip
 MODELS = ("dense_tiny", "mla_moe_tiny")
 

@@ -90,6 +90,26 @@ def plain_training(axes: Axes, chosen: TrainConfig) -> list[tuple[float, float]]
     return seen
 
 
+@pytest.mark.parametrize("graph", [(), ("full_iteration",)])
+def test_an_overflow_is_skipped_and_said(axes: Axes, graph: tuple[str, ...]) -> None:
+    """Weights, moments and the count of steps stay; eagerly and where a graph has the update."""
+    trainer = Trainer(config(skip_nonfinite=True, graph=graph), axes, Device("cpu"))
+    overflow = torch.zeros_like(trainer.optimizer.grads[0])
+    require = trainer._require_grads
+    trainer._require_grads = lambda: (require(), trainer.optimizer.grads[0].add_(overflow))  # type: ignore[assignment,method-assign]
+    said, counts, held = [], [], []
+    for step in range(STEPS):
+        overflow.fill_(torch.inf if step == 3 else 0.0)
+        outputs = trainer.step(step)
+        said.append(outputs.skipped.item())
+        counts.append(trainer.optimizer.step_count.item())
+        held.append(trainer.optimizer.params[0].clone())
+    assert (said, counts) == ([0, 0, 0, 1, 0], [1, 2, 3, 3, 4])
+    assert torch.equal(held[3], held[2])
+    assert not torch.equal(held[4], held[3])
+    trainer.close()
+
+
 @pytest.mark.parametrize(
     ("strategy", "model"), [*((s, MODEL) for s in STRATEGIES), ("optim_grads_params", EXPERTS)]
 )

@@ -153,6 +153,10 @@ FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
       for change, name in (({"grad_norm": None}, "grad_norm"), ({"loss": None}, "loss"),
                            ({"microbatch_losses": ()}, "microbatch_losses[0]"))
       for sides in ((same, at(1, 1, **change)), (at(1, 1, **change), same))),
+    # An update that one run alone left out, and what comes before it in its step.
+    *(("loss", at(1, 1, skipped=left), at(1, 1, skipped=right), (1, 1, "skipped"))
+      for left, right in (("", "scaler"), ("scaler", ""))),
+    ("loss", same, at(1, 1, skipped="scaler", grad_norm=TWO), (1, 1, "grad_norm")),
     # An evaluation, also where one run alone has it.
     *(("loss", at(1, 1, evaluation=left), at(1, 1, evaluation=TWO), (1, 1, "evaluation"))
       for left in (None, f32(1.0))),
@@ -193,6 +197,15 @@ def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None
     assert ask("loss", REFERENCE, at(0, 1, evaluation=TWO)(asked)).outcome == "passed"
     assert ask("loss", at(0, 1, evaluation=f32(1.0))(REFERENCE),
                at(0, 1, evaluation=TWO)(asked)).outcome == "failed"  # fmt: skip
+
+
+@pytest.mark.parametrize("expect", ["bitwise", {"rtol": 1e-6, "atol": 0}])
+def test_a_norm_that_both_skip_for_is_within_any_tolerance(expect: Any) -> None:
+    """A norm that is no number is beyond one where an update was made by it."""
+    for skipped, outcome in (("scaler", "passed"), ("", "failed")):
+        legs = [at(0, 1, grad_norm=NAN, skipped=skipped)(run) for run in BOTH]
+        answer = ask("loss", *legs, LAB.case(expect=expect))
+        assert answer.outcome == ("passed" if expect == "bitwise" else outcome)
 
 
 def test_answers_count_what_they_compared() -> None:

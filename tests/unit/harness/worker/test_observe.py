@@ -31,7 +31,7 @@ from harness.records import (
 from harness.store.contents import Contents, read_contents
 from harness.worker import observe
 from harness.worker.main import rank_main
-from harness.worker.observe import DIGEST_TIMES, Observer, StepClock, digest_time_event
+from harness.worker.observe import DIGEST_TIMES, SKIPPED, Observer, StepClock, digest_time_event
 from tests.support.fake_engine import Patch
 
 Spec = Callable[..., RunSpec]
@@ -72,6 +72,16 @@ def rows_of(text: str) -> list[str]:
 def bits(value: torch.Tensor) -> str:
     """Eight hex digits of a float32 scalar, big-endian."""
     return bytes(value.detach().reshape(1).view(torch.uint8).tolist()[::-1]).hex()
+
+
+def test_a_record_says_that_its_update_was_skipped(watched: Watched, path: Path) -> None:
+    """And why; of the other steps it says nothing."""
+    trainer, observer = watched(steps=3, flush_every=3, skip_nonfinite=True)
+    for step in range(3):
+        outputs = trainer.step(step)
+        outputs.skipped.fill_(float(step == 1))
+        observer.observe(step)
+    assert [record.skipped for record in read(path)] == ["", SKIPPED, ""]
 
 
 def test_records_hold_the_tensors_bits(watched: Watched, path: Path) -> None:
