@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.gradients import GroupDtypes
 from fsdp_core.fsdp.layout import Nest, placements_of
 from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, Owned, ParamGroup
 from fsdp_core.fsdp.pool import Pool, make_pool
+from fsdp_core.fsdp.row_sharded import joined_mesh
 from fsdp_core.fsdp.unit import Schedule, Unit
 
 
@@ -82,8 +83,8 @@ def fully_shard(
     modules = _listed(module)
     inner = units_in(*modules)
     _check_at_rest(inner)
-    owned = _own_parameters(modules, ignored_params or set(), shard_placement_fn)
-    mesh = mesh or _whole_mesh(owned)
+    mesh = mesh or _whole_mesh(modules)
+    owned = _own_parameters(modules, ignored_params or set(), shard_placement_fn, mesh)
     _check_options(offload_policy, mesh, overlap)
     reshard_after_forward = _reshards(reshard_after_forward, mesh)
     policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
@@ -120,6 +121,23 @@ def _check_cut(name: str, parameter: nn.Parameter, cut: Shard | None) -> None:
         raise ValueError(f"Expected a dimension of {name} {tuple(parameter.shape)}, got {cut}.")
     if cut.dim % num_dims:
         raise NotImplementedError(f"Expected Shard(0) for {name}, got {cut}: whole rows are cut.")
+
+
+def _check_inner(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    """A parameter that tensor parallelism has cut."""
+    placements = parameter.placements
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        raise NotImplementedError(
+            f"Expected {name} to be cut by Shard and Replicate, as parallelize_module does, got "
+            f"{placements}."
+        )
+    try:
+        joined_mesh(mesh, parameter.device_mesh)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as wrong:
+        raise ValueError(
+            f"Expected {name} on an axis of the mesh whose other axes {mesh} has, got "
+            f"{parameter.device_mesh}: {wrong}"
+        ) from wrong
 
 
 def _check_options(policy: object, mesh: DeviceMesh, overlap: int) -> None:
@@ -160,10 +178,10 @@ def _device_of(mesh: DeviceMesh) -> Device:
     return Device(mesh.device_type, torch.cuda.current_device() if is_cuda else 0)
 
 
-def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
+def _whole_mesh(modules: list[nn.Module]) -> DeviceMesh:
     """All ranks on one axis, of the accelerator if there is one and the parameters allow it."""
     has_accelerator = torch.cuda.is_available() and dist.get_backend() != "gloo"
-    is_cuda = has_accelerator or any(o.current.is_cuda for o in owned)
+    is_cuda = has_accelerator or any(p.is_cuda for m in modules for p in m.parameters())
     return init_device_mesh("cuda" if is_cuda else "cpu", (dist.get_world_size(),))
 
 
@@ -193,7 +211,7 @@ def _check_at_rest(inner: list[Unit]) -> None:
 
 
 def _own_parameters(
-    modules: list[nn.Module], ignored: set[nn.Parameter], placement_fn: Any
+    modules: list[nn.Module], ignored: set[nn.Parameter], placement_fn: Any, mesh: DeviceMesh
 ) -> list[Owned]:
     """Parameters of the modules that no inner unit holds, with every place that holds each."""
     seen = {m for top in modules for m in top.modules() if isinstance(m, FSDPModule)}
@@ -220,10 +238,7 @@ def _own_parameters(
         if placement_fn is not None:
             _check_cut(name, parameter, placement_fn(parameter))
         if isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"Expected {name} to be whole on each rank of the mesh, got a DTensor, such as "
-                "parallelize_module makes: cut over ranks of other meshes by modules of your own."
-            )
+            _check_inner(name, parameter, mesh)
     return [Owned(tuple(where)) for where in places.values()]
 
 

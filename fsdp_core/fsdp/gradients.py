@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.layout import Nest, all_reduce, build_layout, view_at
 from fsdp_core.fsdp.pool import GRAD, Key, Pool
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec, joined_mesh
 
 _NUMBERS = itertools.count()
 
@@ -38,14 +39,22 @@ class FlatBuffers:
     """What all flat buffers of a group have in common: owner of their keys, places, and cuts."""
 
     def __init__(
-        self, shapes: list[torch.Size], *, nest: Nest, device: Device, dtypes: GroupDtypes
+        self, sources: list[nn.Parameter], *, nest: Nest, device: Device, dtypes: GroupDtypes
     ) -> None:
         self.nest, self.device, self.dtypes = nest, device, dtypes
         self.owner = next(_NUMBERS)
+        inners = [Inner.of(p) for p in sources]
+        shapes = [i.part_shape if i else p.shape for p, i in zip(sources, inners, strict=True)]
         self.layout = build_layout(shapes, nest.num_shards)
         self.specs = [
-            RowSpec(nest.mesh, shape, self.layout.row_bounds(index), nest.axes)
-            for index, shape in enumerate(shapes)
+            RowSpec(
+                joined_mesh(nest.mesh, inner.mesh) if inner else nest.mesh,
+                parameter.shape,
+                self.layout.row_bounds(index),
+                nest.axes,
+                inner,
+            )
+            for index, (parameter, inner) in enumerate(zip(sources, inners, strict=True))
         ]
 
     def zeros(self, level: int, dtype: torch.dtype, *, is_meta: bool = False) -> torch.Tensor:
@@ -129,6 +138,11 @@ class Gradients:
             parameter.grad_added_to_main_grad, parameter.grad = False, None
             self._copied.add(index)
         elif parameter.grad is not None:  # a backward function may return no gradient at all
+            inner = self.specs[index].inner
+            if inner is not None:
+                # Here, where ranks of one row of the mesh are at the same gradient. How much waits
+                # to be copied may differ between them.
+                parameter.grad = inner.wrap(inner.unwrap(parameter.grad))
             self._arrived.add(index)
 
     @property
@@ -169,7 +183,7 @@ class Gradients:
         grad = self.unsharded[index].grad
         if grad is None:
             raise RuntimeError("Expected the gradient that has arrived, got None: who took it?")
-        return grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
 
     def _take_full(self, pool: Pool | None, stream: Any) -> None:
         if self._full is not None:

@@ -33,7 +33,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_core.fsdp.row_sharded import RowSharded, combine_powers, norm_of, total_power
+from fsdp_core.fsdp.norms import combine_powers, norm_of, total_power
+from fsdp_core.fsdp.row_sharded import RowSharded
 
 _SOURCE = "the ones from before fully_shard"
 _WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
@@ -282,7 +283,7 @@ def _groups(parameters: list[torch.Tensor]) -> dict[_Layout, list[torch.Tensor]]
 def _layout(tensor: torch.Tensor) -> _Layout:
     """The mesh and its axes over which parts of a tensor differ; None and () for a plain tensor."""
     if isinstance(tensor, RowSharded):
-        return tensor.device_mesh, tensor.row_spec.axes
+        return tensor.device_mesh, tensor.row_spec.cut_axes
     if not isinstance(tensor, DTensor):
         return None, ()
     if any(isinstance(placement, Partial) for placement in tensor.placements):

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
@@ -26,7 +27,7 @@ from fsdp_core.fsdp.gradients import FlatBuffers, Gradients, GroupDtypes
 from fsdp_core.fsdp.layout import GatherStep, Nest, all_gather
 from fsdp_core.fsdp.optimizer import watch
 from fsdp_core.fsdp.pool import GATHER, Key, Pool
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ParamGroup:
         sources = [o.current for o in owned]
         self.owned, self.pool = owned, pool
         self.name, self.names = "", [o.places[0][1] for o in owned]
-        flat = FlatBuffers([p.shape for p in sources], nest=nest, device=device, dtypes=dtypes)
+        flat = FlatBuffers(sources, nest=nest, device=device, dtypes=dtypes)
         self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
         self._flat, self._device = flat, device
         self._gather_key = Key(flat.owner, GATHER)
@@ -121,7 +122,10 @@ class ParamGroup:
         self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
         empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
-        self.unsharded = [_like(p, empty.clone()) for p in sources]
+        self.unsharded = [
+            _like(p, spec.inner.wrap(empty.clone()) if spec.inner else empty.clone())
+            for p, spec in zip(sources, self.specs, strict=True)
+        ]
         modules = [[module for module, _ in o.places] for o in owned]
         fused = [i for i, holders in enumerate(modules) if any(map(_adds_up, holders))]
         self.gradients = Gradients(flat, self.sharded, self.unsharded, keep=keep_grads, fused=fused)
@@ -146,7 +150,7 @@ class ParamGroup:
         main = self._flat.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
         for index, (parameter, spec) in enumerate(zip(sources, self.specs, strict=True)):
             if spec.local_numel and not is_meta:
-                self.local_rows(main, index).copy_(spec.own_rows(parameter.detach()))
+                self.local_rows(main, index).copy_(_own_rows(parameter, spec))
         return main
 
     def _make_other_buffers(self) -> None:
@@ -327,7 +331,10 @@ class ParamGroup:
         # `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
         # that saved views share is no in-place change of a parameter.
         for parameter, view in zip(self.unsharded, self.layout.views(full), strict=True):
-            parameter.data = view
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = view.data
+            else:
+                parameter.data = view
 
     def reshard(self, stream: Any) -> None:
         """Give the gathered buffer back after the work issued on `stream` so far."""
@@ -346,6 +353,8 @@ def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:
     value: Any = parameter.detach()
     if isinstance(value, RowSharded) and value.row_spec == spec:
         return value.to_local()
+    if spec.inner and Inner.of(value) == spec.inner:
+        return spec.rows_of_part(value.to_local())
     return spec.own_rows(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 

@@ -29,7 +29,6 @@ counter of the flat buffer, as they would on the piece itself.
 """
 
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -38,16 +37,18 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_core.fsdp.layout import all_gather
+from fsdp_core.fsdp.norms import PendingNorm, over_ranks, replicated
 
 # Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
 _Base: Any = DTensor if torch.__version__ >= "2.13" else torch.Tensor
@@ -91,15 +92,57 @@ class RowShard(Shard):
     __str__ = __repr__
 
 
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """All axes of both, outer first, which must be different axes of one mesh with names."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+class Inner(NamedTuple):
+    """How tensor parallelism cuts a parameter before rows are: a DTensor's mesh and placements.
+
+    `shape`: global; `part_shape`, `offsets`: of this rank's part in it, which is cut into rows.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    part_shape: torch.Size
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Inner | None":
+        """Of a DTensor; None for any other tensor."""
+        if not isinstance(tensor, DTensor) or isinstance(tensor, RowSharded):
+            return None
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        part, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return cls(mesh, placements, tensor.shape, torch.Size(part), tuple(offsets))
+
+    def wrap(self, part: torch.Tensor) -> DTensor:
+        """The DTensor of which this rank has `part`."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a DTensor, which is first laid out so: a collective if it is not."""
+        part: Any = cast("DTensor", tensor).redistribute(placements=self.placements).to_local()
+        return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
 @dataclass(unsafe_hash=True)
 class RowSpec:
     """Layout of one parameter over a mesh, seen from this rank. Build once, share, never change.
 
     Attributes:
         shape: global shape; () counts as one row of one element.
-        bounds: rows [bounds[s], bounds[s + 1]) belong to shard s.
-        axes: mesh axes that cut, coarsest first; a rank's shard is the mixed radix of its
-            coordinates along them. All other axes replicate.
+        bounds: rows [bounds[s], bounds[s + 1]) of `part_shape` belong to shard s.
+        axes: mesh axes that cut rows, coarsest first; a rank's shard is the mixed radix of its
+            coordinates along them. All other axes replicate, or are those of `inner`, the last.
+        inner: cuts of tensor parallelism; then rows are of this rank's part.
+        part_shape, part_offsets: what is cut into rows, and where it lies; without `inner` all.
+        cut_axes: all axes along which pieces differ, coarsest first.
         row_start, row_stop: this rank's rows.
         local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
         is_absent_scalar: whether the tensor is 0-d and lies on another rank.
@@ -109,9 +152,12 @@ class RowSpec:
     shape: torch.Size
     bounds: tuple[int, ...]
     axes: tuple[int, ...]
+    inner: Inner | None = None
 
     def __post_init__(self) -> None:
-        mesh, shape, bounds = self.mesh, self.shape, self.bounds
+        mesh, bounds, inner = self.mesh, self.bounds, self.inner
+        shape = self.part_shape = inner.part_shape if inner else self.shape
+        self.part_offsets = inner.offsets if inner else (0,) * len(shape)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         assert len(bounds) == math.prod(mesh.size(axis) for axis in self.axes) + 1
@@ -121,35 +167,46 @@ class RowSpec:
         for level, axis in enumerate(self.axes):
             self.shard_index = self.shard_index * mesh.size(axis) + coordinate[axis]
             placements[axis] = RowShard(bounds, level)
+        inner_axes = range(mesh.ndim - len(inner.placements), mesh.ndim) if inner else ()
+        for axis, placement in zip(inner_axes, inner.placements if inner else (), strict=True):
+            placements[axis] = placement
         self.placements = tuple(placements)
+        cut = (axis for axis in inner_axes if not placements[axis].is_replicate())
+        self.cut_axes = (*self.axes, *cut)
         self.row_start, self.row_stop = bounds[self.shard_index : self.shard_index + 2]
         rows = self.row_stop - self.row_start
         self.is_absent_scalar = not shape and not rows
         self.local_shape = torch.Size((rows, *shape[1:])) if shape or not rows else shape
         self.local_numel = math.prod(self.local_shape)
-        self.stride = tuple(torch.empty(shape, device="meta").stride())
+        self.stride = tuple(torch.empty(self.shape, device="meta").stride())
 
     def own_rows(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor of the global shape: a view."""
-        rows = full if self.shape else full.reshape(1)
+        for dim, (start, size) in enumerate(zip(self.part_offsets, self.part_shape, strict=True)):
+            full = full.narrow(dim, start, size)
+        return self.rows_of_part(full)
+
+    def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor of `part_shape`: a view."""
+        rows = part if self.shape else part.reshape(1)
         return rows[self.row_start : self.row_stop].view(self.local_shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowSpec":
         return self  # never changes, and the process groups of a mesh cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes)
+        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes, self.inner)
 
 
 def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
-    """All rows, on every rank, in memory of its own: a collective over the axes of `spec`.
+    """The whole tensor, on every rank, in memory of its own: a collective over the axes of `spec`.
 
     Pieces travel as bytes, so bits arrive as they are, padded to the longest: no shard of a unit
     holds more than its part of the unit, so all together are no more than the unit.
     """
     if local.is_meta:
         return torch.empty(spec.shape, dtype=local.dtype, device=local.device)
-    width = math.prod(spec.shape[1:]) * local.element_size()
+    width = math.prod(spec.part_shape[1:]) * local.element_size()
     lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
     own = local.detach().contiguous().flatten().view(torch.uint8)
     pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)
@@ -159,7 +216,8 @@ def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
         all_gather(pieces, sent, spec.mesh.get_group(axis))
     rows = pieces.view(len(lengths), max(lengths))
     flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-    return flat.view(local.dtype).view(spec.shape).to(local.device)
+    part = flat.view(local.dtype).view(spec.part_shape)
+    return (spec.inner.wrap(part).full_tensor() if spec.inner else part).to(local.device)
 
 
 class RowSharded(_Base):
@@ -229,7 +287,7 @@ class RowSharded(_Base):
                 f"Expected Replicate on every axis of {mesh}, got {asked} and {options}: use "
                 ".full_tensor()."
             )
-        return _replicated(self.full_tensor(), mesh)
+        return replicated(self.full_tensor(), mesh)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -294,7 +352,8 @@ class RowSharded(_Base):
         spec = self.row_spec
         if not spec.local_numel and (self.numel() or spec.shard_index):
             return []
-        offsets = torch.Size((spec.row_start, *(0 for _ in spec.shape[1:]))[: len(spec.shape)])
+        first, *others = spec.part_offsets or (0,)
+        offsets = torch.Size((first + spec.row_start, *others)[: len(spec.shape)])
         return [metadata.ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
@@ -322,7 +381,8 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[RowSharded, None]:
-        rows = ctx.row_spec.own_rows(grad.contiguous()).clone() if ctx.gather else grad
+        rows = ctx.row_spec.own_rows(grad) if ctx.gather else grad
+        rows = rows.clone(memory_format=torch.contiguous_format) if ctx.gather else rows
         return RowSharded.make(rows, ctx.row_spec), None
 
 
@@ -335,7 +395,7 @@ def _rebuild(local: torch.Tensor, spec: RowSpec, attributes: dict[str, Any]) -> 
 
 # What torch.load with weights_only may call, and the types for which torch's optimizers and
 # clipping choose foreach on their own: DTensor enters itself into the same lists.
-torch.serialization.add_safe_globals([_rebuild, RowSpec, RowShard])
+torch.serialization.add_safe_globals([_rebuild, RowSpec, RowShard, Inner])
 for _types in (_optim_foreach_types, _clip_foreach_types):
     if RowSharded not in _types:
         _types.append(RowSharded)  # type: ignore[arg-type]
@@ -522,120 +582,6 @@ def _fill_where(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 # ---- reductions to a scalar
 
 
-def over_ranks(
-    part: torch.Tensor,
-    mesh: Any,
-    axes: Sequence[int],
-    combine: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """`combine` of all ranks' 0-d parts, the same bits on every rank: a collective an axis.
-
-    Every rank does the same sums in the same order, whatever algorithm a backend chooses, and NaN
-    stays NaN, which the maximum of NCCL forgets. Nothing waits for the device.
-
-    Parts, 0-d, differ along `axes`, coarsest first; without axes `mesh` is unused. `combine` makes
-    one part of those along an axis [size], in rank order.
-    """
-    for axis in reversed(axes):
-        # As bytes: backends do not know every dtype, and bits arrive as they are.
-        sent = part.to(mesh.device_type).reshape(1).view(torch.uint8)
-        parts = sent.new_empty(mesh.size(axis) * sent.numel())
-        all_gather(parts, sent, mesh.get_group(axis))
-        part = combine(parts.view(part.dtype)).to(part.device)
-    return part
-
-
-def total_power(
-    norms: Sequence[torch.Tensor], order: float, mesh: DeviceMesh | None, axes: Sequence[int]
-) -> torch.Tensor:
-    """Sum of the `order`-th powers of norms (maximum for inf) here and over ranks, float64, 0-d.
-
-    In float64 the powers of float32 norms neither overflow nor round to zero.
-    """
-    powers = torch.stack(list(norms)).double()
-    powers = powers if order in (0, math.inf) else powers.pow(order)
-    combine = functools.partial(combine_powers, order=order)
-    return over_ranks(combine(powers), mesh, axes, combine)
-
-
-def combine_powers(powers: torch.Tensor, order: float) -> torch.Tensor:
-    """Total of powers [n]. amax keeps NaN, as torch's inf norm does."""
-    return powers.amax() if order == math.inf else powers.sum()
-
-
-def norm_of(power: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of which this is the power."""
-    return power if order in (0, math.inf) else power.pow(1.0 / order)
-
-
-def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """The DTensor that is `value` on every rank."""
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-class PendingNorm(torch.Tensor):
-    """A norm [], or a stack of norms [n], of which each rank holds its `parts`.
-
-    torch's `clip_grad_norm_` and `get_total_norm` work on them: a stack may be of different length
-    on each rank, and its norm of the same order is one collective of one scalar an axis. Any other
-    operator on a 0-d one reduces it first. A rank without any gradient takes no part, and the
-    others would wait for it in vain: `fsdp_core.fsdp.clip_grad_norm_` has no such limit.
-    `kind` is the order (p > 0, inf, or 0 for counts), and mesh and axes that cut, coarsest first.
-    """
-
-    kind: tuple[float, DeviceMesh, tuple[int, ...]]
-    parts: list[torch.Tensor]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def make(parts: list[torch.Tensor], kind: Any, shape: tuple[int, ...] = ()) -> "PendingNorm":
-        """One norm whose part here is `parts[0]`, or a stack of all of them."""
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        self = torch.Tensor._make_wrapper_subclass(
-            PendingNorm, shape, dtype=dtype, device=parts[0].device
-        )
-        self.parts, self.kind = parts, kind
-        return self
-
-    def reduced(self) -> DTensor:
-        """The norm of all, replicated on every axis of the mesh: a collective over `axes`."""
-        order, mesh, axes = self.kind
-        total = norm_of(total_power(self.parts, order, mesh, axes), order)
-        return _replicated(total.to(self.dtype), mesh)
-
-    @torch.compiler.disable
-    def full_tensor(self) -> torch.Tensor:
-        """The norm of all, plain: a collective over `axes`."""
-        return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PendingNorm(kind={self.kind}, parts={self.parts})"
-
-    @classmethod
-    @torch.compiler.disable
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name, kwargs or {}
-        norms: list[Any] = [n for n in tree_leaves((args, kwargs)) if isinstance(n, torch.Tensor)]
-        alike = {n.kind if type(n) is cls and not n.ndim else None for n in norms}
-        if name == "aten::stack" and len(alike) == 1 and alike != {None}:
-            return cls.make([n.parts[0] for n in norms], norms[0].kind, (len(norms),))
-        if name == "aten::_to_copy" and not args[0].ndim:
-            return cls.make([func(args[0].parts[0], **kwargs)], args[0].kind)
-        if name == "aten::linalg_vector_norm" and args[0].ndim and not (args[2:] or kwargs):
-            order = args[1] if len(args) > 1 else 2
-            if order == args[0].kind[0] != 0:
-                return args[0].reduced()
-        if name == "aten::stack" or any(type(n) is cls and n.ndim for n in norms):
-            raise NotImplementedError(
-                "Expected norms of sharded gradients of one order, mesh and cut to meet in "
-                f"torch.stack, and in its norm of that order, not 0, got {func} of {norms}: use "
-                "fsdp_core.fsdp.clip_grad_norm_, which takes gradients on any meshes."
-            )
-        args, kwargs = tree_map_only(cls, cls.reduced, (args, kwargs))
-        return func(*args, **kwargs)
-
-
 def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Norms of tensors of a list, or of one tensor over all of it."""
     is_list = rule.func._schema.name == "aten::_foreach_norm"
@@ -652,7 +598,7 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     norms: list[Any] = list(torch._foreach_norm(some, order, dtype=given.get("dtype")))
     for at, tensor in enumerate(tensors):
         if type(tensor) is RowSharded:
-            kind = (order, tensor.row_spec.mesh, tensor.row_spec.axes)
+            kind = (order, tensor.row_spec.mesh, tensor.row_spec.cut_axes)
             norms[at] = PendingNorm.make([norms[at]], kind)
     return norms if is_list else norms[0]
 
@@ -664,7 +610,7 @@ def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         rule.refuse(" over some dims only, or in another dtype")
     combine = getattr(torch, rule.func._schema.name.removeprefix("aten::"))
     spec, part = tensor.row_spec, combine(tensor._local_tensor)
-    return _replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
+    return replicated(over_ranks(part, spec.mesh, spec.cut_axes, combine), spec.mesh)
 
 
 def _equal(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -672,7 +618,7 @@ def _equal(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     spec: RowSpec = next(t.row_spec for t in args if type(t) is RowSharded)
     _specs(rule, [[t] for t in args])
     here = torch.equal(*[_piece(rule, at, t, spec) for at, t in enumerate(args)])
-    everywhere = over_ranks(torch.tensor(here), spec.mesh, spec.axes, torch.all)
+    everywhere = over_ranks(torch.tensor(here), spec.mesh, spec.cut_axes, torch.all)
     return bool(everywhere)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_core.fsdp.row_sharded import PendingNorm, RowSharded
+from fsdp_core.fsdp.norms import PendingNorm
+from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
 from tests.dist.row_layouts import MESHES, SHAPES, layouts, reference, same_bits, sharded, world_of
 

@@ -1,10 +1,12 @@
 """Run PyTorch's own FSDP2 tests against torch's and our `fully_shard`, and print a table of both.
 
-    python -m tests.torch_fsdp2 FOLDER [--engine torch|ours] [-k TEXT] [--results FILE]
+    python -m tests.torch_fsdp2 FOLDER [--engine torch|ours] [-k TEXT] [--all]
+        [--results FILE]
 
 FOLDER holds files of `test/distributed/_composable/fsdp`. They run on CPU ranks over gloo, each
 test in processes of its own. A test counts if torch passes it here, it wraps a module and it names
-nothing private. Exit codes: 0, 1 a counted test fails with ours, 2 no test ran, 4 usage.
+nothing private; `--all` runs the private ones, too. Exit codes: 0, 1 a counted test fails with
+ours, 2 no test ran, 4 usage.
 """
 
 import argparse
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", choices=ENGINES, help="default: both")
     parser.add_argument("-k", default="", help="only tests whose name has this text")
+    parser.add_argument("--all", action="store_true", help="also tests of torch's private names")
     parser.add_argument("--timeout-s", type=float, default=90.0, help="of one test")
     parser.add_argument("--results", type=Path, help="a JSON file to read and to add results to")
     try:
@@ -45,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     use_cpu(MAX_RANKS)
     files = sorted(asked.folder.glob("test_*.py"))
     tests = [test for file in files for test in collect(file) if asked.k in test.name]
+    tests = [test for test in tests if asked.all or not test.private]
     results: dict[str, dict[str, str]] = {}
     if asked.results and asked.results.exists():
         results = json.loads(asked.results.read_text())
@@ -115,7 +119,7 @@ def _run(test: Test, engine: str, timeout_s: float) -> str:
             os.waitpid(pid, 0)
         texts = [report.read_text() if report.exists() else None for report in reports]
     # A rank that another's failure has cut off says less than the one that failed first.
-    said = sorted((t for t in texts if t), key=lambda t: "Connection closed by peer" in t)
+    said = sorted((t for t in texts if t), key=lambda t: " by peer" in t)
     if not said and None in texts:
         return f"no report of rank {texts.index(None)} within {timeout_s:g} s"
     return said[0] if said else ""
