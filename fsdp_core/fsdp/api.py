@@ -63,7 +63,8 @@ def fully_shard(
         mesh: one axis, or two: outer and inner. None: all ranks on one axis.
         reshard_after_forward: release gathered parameters between forward and backward. None: yes,
             except for the root. A number that divides the inner axis: 1 is False, else True.
-        shard_placement_fn: must give None or `Shard(0)` for each parameter.
+        shard_placement_fn: gives None or a Shard for each parameter. Rows are cut in any case; a
+            warning names the parameter where that is another dimension than it says.
         offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
         mp_policy: dtypes.
         ignored_params: parameters that stay as they are.
@@ -116,11 +117,14 @@ def _check_cut(name: str, parameter: nn.Parameter, cut: Shard | None) -> None:
         return
     num_dims = max(parameter.ndim, 1)
     if not isinstance(cut, Shard):
-        raise ValueError(f"Expected Shard(0) or None for {name}, got {cut!r}.")
+        raise ValueError(f"Expected a Shard or None for {name}, got {cut!r}.")
     if not -num_dims <= cut.dim < num_dims:
         raise ValueError(f"Expected a dimension of {name} {tuple(parameter.shape)}, got {cut}.")
     if cut.dim % num_dims:
-        raise NotImplementedError(f"Expected Shard(0) for {name}, got {cut}: whole rows are cut.")
+        warnings.warn(
+            f"{name} is cut by rows, as Shard(0) says and not {cut}: what is computed is the same.",
+            stacklevel=4,
+        )
 
 
 def _check_inner(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
@@ -408,8 +412,11 @@ class FSDPModule:
 
         Raises:
             ValueError: neither, or 2 units of buffers without side streams.
+            TypeError: not an int.
         """
         most = min(self.fsdp_schedule.overlap, 2)
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"Expected a number of buffers, got {max_input_buffers!r}.")
         if max_input_buffers not in range(1, max(most, 1) + 1):
             raise ValueError(
                 f"Expected 1 to {max(most, 1)} buffers in flight, got {max_input_buffers}."

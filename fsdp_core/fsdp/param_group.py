@@ -277,6 +277,9 @@ class ParamGroup:
         if self.is_unsharded:
             return
         if self.main_weight.is_meta:
+            with torch.no_grad():
+                self.readopt()  # the user may have set parameters in place of those
+        if self.main_weight.is_meta:
             raise RuntimeError(
                 f"Expected {self.names[0]} on {self._device.torch_device}, got a meta tensor; call "
                 "to_empty(device=...) and initialise the parameters first."

@@ -18,7 +18,8 @@ Every operator has one of these kinds, or raises:
     elementwise   tagged pointwise by torch, `_ELEMENTWISE`   runs on the pieces
     lists         `_foreach_*` of those, fused optimizers     runs on lists of pieces
     draw          normal_, uniform_, ...                      draws the whole tensor, keeps its rows
-    norm          vector_norm, _foreach_norm                  a `PendingNorm` of this rank's part
+    norm          vector_norm, _foreach_norm                  a `PendingNorm` of this rank's part;
+                                                              of each row, the tensor of those
     total         sum, any, all                               a scalar DTensor, reduced at once
     same          detach, alias                               another object over the same piece
 
@@ -583,15 +584,21 @@ def _fill_where(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Norms of tensors of a list, or of one tensor over all of it."""
+    """Norms of tensors of a list, or of one tensor over all of it, or of its rows."""
     is_list = rule.func._schema.name == "aten::_foreach_norm"
     names = ("self", "ord", "dtype") if is_list else ("self", "ord", "dim", "keepdim")
     given = dict(zip(names, args, strict=False)) | kwargs
     order, tensors = float(given.get("ord", 2)), given["self"] if is_list else [given["self"]]
     dims, ndim = given.get("dim"), tensors[0].ndim
-    is_whole = dims is None or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
-    if not (order >= 0 and is_whole) or given.get("keepdim") or "out" in given:
-        rule.refuse(f" for order {order}, over some dims only, keeping them, or with out")
+    over = {dim % max(ndim, 1) for dim in dims} if dims else set(range(max(ndim, 1)))
+    if 0 not in over and not is_list and not args[0].row_spec.inner:
+        return _row_norms(rule, args, kwargs)
+    if (
+        not (order >= 0 and over == set(range(max(ndim, 1))))
+        or given.get("keepdim")
+        or "out" in given
+    ):
+        rule.refuse(f" for order {order}, over dim 0 only, keeping dims, or with out")
     pieces = [t._local_tensor if type(t) is RowSharded else t for t in tensors]
     # Where there are no elements torch's inf norm would raise.
     some = [piece if piece.numel() else piece.new_zeros(1) for piece in pieces]
@@ -601,6 +608,13 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             kind = (order, tensor.row_spec.mesh, tensor.row_spec.cut_axes)
             norms[at] = PendingNorm.make([norms[at]], kind)
     return norms if is_list else norms[0]
+
+
+def _row_norms(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Over other dims than rows: every row's is where the row is."""
+    out, spec = rule.func(args[0]._local_tensor, *args[1:], **kwargs), args[0].row_spec
+    shape = torch.Size((spec.shape[0], *out.shape[1:]))
+    return RowSharded.make(out, RowSpec(spec.mesh, shape, spec.bounds, spec.axes))
 
 
 def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

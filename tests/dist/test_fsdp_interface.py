@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
@@ -60,6 +61,32 @@ def numbers_of_ranks() -> None:
         fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
 
 
+def a_parameter_is_set_on_meta() -> None:
+    """One that the user sets in place of one on the meta device, of another layout, is taken."""
+    model: Any = nn.Sequential(nn.Linear(3, 3)).to("meta")
+    model.register_parameter("scale", nn.Parameter(torch.empty(3, device="meta")))
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].to_empty(device="cpu")
+    nn.init.constant_(model[0].weight, 2.0)
+    nn.init.zeros_(model[0].bias)
+    with torch.no_grad():
+        model.scale = nn.Parameter(torch.linalg.norm(model[0].weight, dim=1))
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), 6.0))
+    model.unshard()
+    torch.testing.assert_close(model.scale.detach(), torch.full((3,), 12.0).sqrt())
+
+
+def other_dimensions_are_cut_by_rows() -> None:
+    """With a warning that names the parameter; the bits are the same."""
+    expected = _grads(_wrapped())
+    with pytest.warns(UserWarning, match="weight is cut by rows, as .* not "):
+        model = _wrapped(shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert all(map(torch.equal, _grads(model), expected))
+    with pytest.raises(TypeError, match=r"a number of buffers, got 1\.5"):
+        model.set_reduce_scatter_max_input_buffers(cast("Any", 1.5))
+
+
 def stages_share_streams() -> None:
     """Roots that share streams, and wait for an event of the user's, compute the same bits."""
     expected, first, second = _grads(_wrapped()), _wrapped(), _wrapped()
@@ -85,7 +112,9 @@ def gathers_under_a_transform() -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        a_parameter_is_set_on_meta,
         gathers_under_a_transform,
+        other_dimensions_are_cut_by_rows,
         hooks_see_sums,
         frozen_numbers_travel,
         numbers_of_ranks,

@@ -182,3 +182,22 @@ def norms_match(name: str) -> None:
 def test_norms_are_those_of_the_whole_tensor(warm_ranks: RankPool, name: str) -> None:
     """The full value of sums and p-norms counts each row once."""
     warm_ranks.run(norms_match, name, world_size=world_of(name))
+
+
+def norms_of_rows() -> None:
+    names = {1: ["one"], 2: ["two", "whole"], 4: ["four", "inner then outer"]}
+    for name in names[dist.get_world_size()]:
+        for shape in ((7, 3), (2, 3, 2, 2), (0, 3), (1, 4)):
+            full = reference(shape)
+            for spec in layouts(name)(shape):
+                tensor: Any = sharded(full, spec)
+                for dim, keepdim in ((1, False), (-1, True), (tuple(range(1, len(shape))), False)):
+                    found = torch.linalg.vector_norm(tensor, 2.0, dim, keepdim)
+                    due = torch.linalg.vector_norm(full, 2.0, dim, keepdim)
+                    assert same_bits(found.full_tensor(), due)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_norms_of_rows_are_where_the_rows_are(warm_ranks: RankPool, world_size: int) -> None:
+    """Over any dims but the rows': a tensor of as many rows, as one process has it."""
+    warm_ranks.run(norms_of_rows, world_size=world_size)

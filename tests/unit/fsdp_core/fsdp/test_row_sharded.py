@@ -239,7 +239,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.max": lambda t: t.max(),
     "aten.mean": lambda t: t.mean(),
     "aten.sum": lambda t: t.sum(0),
-    "aten.linalg_vector_norm": lambda t: t.norm(dim=1),
+    "aten.linalg_vector_norm": lambda t: t.norm(dim=0),
     "aten._foreach_max": lambda t: torch._foreach_max([t]),
     "aten._foreach_mul": lambda t: torch._foreach_mul([t], t),
     "aten.rand_like": torch.rand_like,
