@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from fsdp_core.fsdp.norms import PendingNorm
 from fsdp_core.fsdp.optimizer import clip_grad_norm_
-from fsdp_core.fsdp.row_sharded import PendingNorm, RowSharded, RowSpec
+from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 from tests.dist.rank_pool import RankPool
 from tests.dist.row_layouts import layouts, reference, same_bits, sharded, world_of
 
