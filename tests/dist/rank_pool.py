@@ -312,6 +312,12 @@ def _answer(number: int, message: bytes) -> _Answer:
 def _leave_groups(keep_default: bool) -> None:
     import torch.distributed as dist
 
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor keeps results by mesh; the next call's mesh is equal, and its groups are others.
+        from torch.distributed.tensor import _redistribute, debug
+
+        getattr(debug, "_clear_sharding_prop_cache", int)()
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", int)()
     if not keep_default:
         dist.destroy_process_group()
         return
