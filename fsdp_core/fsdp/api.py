@@ -63,8 +63,7 @@ def fully_shard(
         mesh: one axis, or two: outer and inner. None: all ranks on one axis.
         reshard_after_forward: release gathered parameters between forward and backward. None: yes,
             except for the root. A number that divides the inner axis: 1 is False, else True.
-        shard_placement_fn: gives None or a Shard for each parameter. Rows are cut in any case; a
-            warning names the parameter where that is another dimension than it says.
+        shard_placement_fn: None or a Shard for each; rows are cut also where it asks for columns.
         offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
         mp_policy: dtypes.
         ignored_params: parameters that stay as they are.
