@@ -44,6 +44,8 @@ MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
 Device = Literal["cpu", "cuda"]
 Assignment = dict[str, Choice]
 """What a case says beyond the scenario's base: key to choice."""
+_Index = dict[tuple[str, int], set[int]]
+"""Places of assignments, by a key and the identity of its choice."""
 Plants = Mapping[str, PlantSpec | None]
 """What is planted, by role of the run in its case."""
 _NO_PLANTS: Plants = dict.fromkeys(LEGS)
@@ -128,16 +130,18 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
     columns = _columns(scenario)
     left = [dict(zip(columns, row, strict=True)) for row in itertools.product(*columns.values())]
     removed, whole = set[int](), left
+    places_of = _index(whole) if scenario.exclude else {}
     for rule in scenario.exclude:
-        if not (places := _matching(whole, rule.choices)):
+        if not (places := _matching(places_of, len(whole), rule.choices)):
             got = f"{_words(rule)}, which matches none (the reference leg is no case)"
             raise rule.origin.error("exclude", "an entry that removes a case", got)
         removed.update(places)
     left, added = [held for n, held in enumerate(whole) if n not in removed], []
+    places_of = _index(left) if scenario.include else {}
     for rule in scenario.include:
         on_axes = {key: choice for key, choice in rule.choices.items() if key in columns}
         others = {key: choice for key, choice in rule.choices.items() if key not in columns}
-        if not (places := _matching(left, on_axes)):
+        if not (places := _matching(places_of, len(left), on_axes)):
             added.append(_added(scenario, rule))
         elif not others:
             got = f"{_words(rule)}, a case that the axes already give"
@@ -147,10 +151,18 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
     return left, added
 
 
-def _matching(assignments: Sequence[Assignment], wanted: Mapping[str, Choice]) -> list[int]:
+def _index(assignments: Sequence[Assignment]) -> _Index:
+    found = _Index()
+    for place, held in enumerate(assignments):
+        for key, choice in held.items():
+            found.setdefault((key, id(choice)), set()).add(place)
+    return found
+
+
+def _matching(places_of: _Index, num: int, wanted: Mapping[str, Choice]) -> list[int]:
     """Places of those that have every wanted choice; entries hold the axes' own objects."""
-    pairs = tuple(wanted.items())
-    return [n for n, held in enumerate(assignments) if all(held[k] is c for k, c in pairs)]
+    places = [places_of.get((key, id(choice)), set()) for key, choice in wanted.items()]
+    return sorted(set.intersection(*sorted(places, key=len)) if places else range(num))
 
 
 def _added(scenario: Scenario, rule: Rule) -> Assignment:
