@@ -24,7 +24,16 @@ from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("harness", "fsdp_core", "reports", "tests", "scenarios", "benchmarks", "pyproject.toml")
+PARTS = (
+    "harness",
+    "fsdp_core",
+    "reports",
+    "tests",
+    "scenarios",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+)
 TIMEOUT_S = 300.0
 SURVIVED = "survived"
 
