@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, to_plain
 from harness.checks.complete import find_flaw, launches
-from harness.records import ErrorRecord, GraphUse, RankExit, RunResult
+from harness.records import ABSENT, ErrorRecord, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
 from tests.support import run_records as lab
 from tests.support.run_records import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
@@ -66,6 +66,20 @@ def without(group: str, ranks: tuple[int, ...]) -> Break:
     return broken
 
 
+def absent(group: str) -> Break:
+    """Every rank names the group's tensors, and holds none at any step."""
+
+    def broken(run: RunResult) -> RunResult:
+        for number, records in enumerate(run.ranks):
+            assert records.start is not None
+            none = {group: ABSENT * len(records.start.tensors[group])}
+            for step in range(len(records.steps)):
+                run = edit(run, number, step, digests=none)
+        return run
+
+    return broken
+
+
 def initial(*groups: str) -> Break:
     return lambda run: edit(run, 1, initial=replace(
         run.ranks[1].initial, digests={g: lab.digests_of(g, 1, -1) for g in groups}
@@ -96,6 +110,7 @@ FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
     "exit of nobody": (exits(0, 0, 0), ("corrupt_record",)),
     "exit twice": (ended(ranks=(RankExit(rank=1, code=0),) * 2), ("corrupt_record",)),
     **{f"no {g}": (without(g, (0, 1)), ("empty_run",)) for g in ("grads", "weights", "optim")},
+    **{f"absent {g}": (absent(g), ("empty_run",)) for g in ("grads", "weights", "optim")},
     **{name: (broken, ("corrupt_record",)) for name, broken in {
         "problem": rank(0, problems=("line 3: not JSON",)), "no start": rank(0, start=None),
         "schema": rank(0, start={"schema": 99}), "start rank": rank(0, start={"rank": 1}),
