@@ -72,6 +72,14 @@ def test_identical_runs_pass(size: tuple[int, int, int]) -> None:
 FAULTY = "failed", "diverged"
 NONDETERMINISTIC = ("incomparable", "nondeterministic_reference")
 OTHER = ("incomparable", "different_environment")
+
+
+def tapped_otherwise(run: RunResult) -> RunResult:
+    """One digest of a tap differs, and nothing else."""
+    rows = run.ranks[1].steps[2].taps
+    return edit(run, 1, 2, taps=("1" if rows[0] == "0" else "0") + rows[1:])
+
+
 DECISIONS: list[tuple[Edit, Edit, Edit, tuple[str, str], str]] = [
     # how reference, control and candidate are edited; outcome and kind; the check that decides
     *((same, same, crash(what), ("failed", what), "records:candidate")
@@ -86,6 +94,7 @@ DECISIONS: list[tuple[Edit, Edit, Edit, tuple[str, str], str]] = [
     # A reference that differs from its control is named before the candidate's end.
     (same, ulp(1, 2), crash("hang"), NONDETERMINISTIC, "control"),
     (same, bit(1, 2, "optim"), same, NONDETERMINISTIC, "control"),
+    (same, tapped_otherwise, same, NONDETERMINISTIC, "control"),
     (same, same, both(moved(0, ELSEWHERE), ulp(0, 1)), OTHER, "environment:candidate"),
     (same, moved(1, ELSEWHERE), same, OTHER, "environment:control"),
     # The candidate's end comes before its environment.
