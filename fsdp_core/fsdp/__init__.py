@@ -1,5 +1,4 @@
-"""Fully sharded data parallelism with torch FSDP2's interface. docs/ARCHITECTURE.md says how it
-works."""
+"""Fully sharded data parallelism with torch FSDP2's interface: see docs/ARCHITECTURE.md."""
 
 from fsdp_core.fsdp.api import (
     CPUOffloadPolicy,

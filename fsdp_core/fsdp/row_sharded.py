@@ -590,14 +590,11 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     order, tensors = float(given.get("ord", 2)), given["self"] if is_list else [given["self"]]
     dims, ndim = given.get("dim"), tensors[0].ndim
-    over = {dim % max(ndim, 1) for dim in dims} if dims else set(range(max(ndim, 1)))
-    if 0 not in over and not is_list and not args[0].row_spec.inner:
+    whole = set(range(max(ndim, 1)))
+    over = {dim % len(whole) for dim in dims} if dims else whole
+    if 0 not in over and not (is_list or args[0].row_spec.inner or "out" in given):
         return _row_norms(rule, args, kwargs)
-    if (
-        not (order >= 0 and over == set(range(max(ndim, 1))))
-        or given.get("keepdim")
-        or "out" in given
-    ):
+    if not (order >= 0 and over == whole) or given.get("keepdim") or "out" in given:
         rule.refuse(f" for order {order}, over dim 0 only, keeping dims, or with out")
     pieces = [t._local_tensor if type(t) is RowSharded else t for t in tensors]
     # Where there are no elements torch's inf norm would raise.
