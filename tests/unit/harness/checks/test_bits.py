@@ -504,6 +504,13 @@ def test_a_sample_that_is_not_whole_is_an_error(damage: Any, what: str) -> None:
     assert "sample 5" in verdict.message
 
 
+def test_a_sample_counted_twice_is_no_second_sample() -> None:
+    """Six samples of five seeds measure no spread: the case has no verdict."""
+    made = Case(zero, even())
+    made.samples[4] = made.samples[3]
+    assert said(made.judged()) == ("error", "not_run")
+
+
 @pytest.mark.parametrize(("gap", "outcome"), [(0.0, "passed"), (2.0**-22, "failed")])
 def test_where_nothing_rounds_bits_are_due(gap: float, outcome: str) -> None:
     """Samples equal to the reference give no bound of zero; one of six that rounds gives one."""
