@@ -34,7 +34,7 @@ PARTS = (
     "docs",
     "pyproject.toml",
 )
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 SURVIVED = "survived"
 
 

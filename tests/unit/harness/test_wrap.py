@@ -40,6 +40,15 @@ if dist.is_initialized():
     dist.barrier()  # gloo's threads may abort a rank whose peer has left
     dist.destroy_process_group()
 """
+PARENT = """
+import os, subprocess, sys
+def rank(number):
+    return subprocess.Popen(sys.argv[1:], env=os.environ | {"RANK": number, "WORLD_SIZE": "2"})
+killed = rank("1")
+os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+rank("0").wait()
+"""
+"""Rank 1 has ended, and is not waited for, while rank 0 trains."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -196,6 +205,15 @@ def test_parts_by_number_share_a_run(alone: Path, capsys: Capsys) -> None:
         assert "--part: expected I/N with 1 <= I <= N" in capsys.readouterr().err
     assert not (alone / "other").exists()
     assert main(["wrap", "--part", "1/2", "--", "true"]) == ExitCode.USAGE
+
+
+def test_how_a_rank_ended_is_known_if_its_parent_hides_it(alone: Path) -> None:
+    """The command ends with 0 although its rank 1 was killed: the run says so."""
+    command = (sys.executable, "-c", PARENT, *script(alone, "--kill"))
+    assert wrap(alone, "run", *command) == ExitCode.NO_VERDICT
+    outcome = recorded.load(alone / "run").outcome
+    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
+    assert [state.code for state in outcome.ranks] == [0, -signal.SIGKILL]
 
 
 def test_a_signal_reaches_the_command(alone: Path) -> None:

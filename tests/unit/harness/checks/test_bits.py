@@ -355,6 +355,25 @@ def test_the_bound_itself_is_within(expect: Any, step: int, change: Any, outcome
         assert lab.answers(verdict)["state"].figures["differing_tensors"] == 2
 
 
+@pytest.mark.parametrize(
+    ("expect", "reference", "candidate", "outcome"),
+    [
+        ({"rtol": RTOL}, -2.0, -2.0 * (1 + RTOL), "passed"),
+        ({"rtol": RTOL}, -2.0, -2.0 * (1 + RTOL) - 2.0**-22, "failed"),
+        ({"rtol": RTOL}, 0.0, 0.0, "passed"),
+        ({"rtol": RTOL}, 0.0, 2.0**-100, "failed"),
+        ({"rtol": RTOL, "atol": 2.0**-99}, 0.0, 2.0**-100, "passed"),
+    ],
+)
+def test_a_relative_bound_is_of_the_size_of_the_reference(
+    expect: Any, reference: float, candidate: float, outcome: str
+) -> None:
+    """Of a loss below 0, too; of a loss of 0 it is 0, and bits are due."""
+    values = (reference, reference, candidate)
+    runs = [edit(run, 1, 1, loss=f32(value)) for run, value in zip(FLAT, values, strict=True)]
+    assert lab.verdict_of(*runs, expect=expect, checks=ONLY).outcome == outcome
+
+
 @pytest.mark.parametrize("expect", [{"rtol": 1e9, "atol": 1e9}, {"loss_gap": 1e9, "over": 4}])
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("sides", [(0, 1, 2), (2,), (0, 1)])

@@ -1,6 +1,7 @@
 """Limits on peak memory, the test of a series of memory, and what a soak states."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.checks.memory import evaluate, names_in
 from harness.checks.soak import slope_of
+from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunResult
 from harness.soaking import LEAST_STEPS, SoakSpec
 from tests.support import run_records as lab
@@ -213,6 +215,16 @@ def test_a_leak_is_named(run: RunResult, limits: Any, told: str) -> None:
     assert not told or answer.figures["leak_rank"] == int(told.partition("rank ")[2][0])
 
 
+def test_the_drivers_count_of_a_shared_gpu_is_no_ranks_own() -> None:
+    """Memory that another rank's process took is in it: alone on its GPU it would be a leak."""
+    run = series(0, "device_bytes", 4 * MIB)
+    assert ask("soak", OURS, run).outcome == "failed"
+    shared = {"fingerprint": {"environment": {HOST_KEY: SHARED_HOST}}}
+    for rank in (0, 1):
+        run = edit(run, rank, start={"environment": shared})
+    assert ask("soak", OURS, run).outcome == "passed"
+
+
 def test_a_bound_needs_every_other_answer() -> None:
     """Late values that are not finite, bits that differ, a check without an answer."""
     bad = edit(SOAKED, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
@@ -273,3 +285,12 @@ def test_what_is_given_back_stays_or_fills_up_is_no_leak(
     assert not slope_of(stairs).grows()
     filling = [MIB * (1 - math.exp(-n / (part * steps))) for n in range(steps)]
     assert not slope_of(filling).grows()
+
+
+@pytest.mark.parametrize("places", [range(24, 64, 10), range(20, 64, 10), (27, 34, 35, 39, 50, 58)])
+def test_allocations_that_stay_are_no_leak_under_noise(places: Sequence[int]) -> None:
+    """Between them noise rises as often as it falls: only the jumps look like a trend."""
+    stairs = [MIB * sum(n >= p for p in places) for n in range(64)]
+    for noise in (KIB, 16 * KIB):
+        swing = [noise * ((n * 0.6180339887) % 1) for n in range(64)]
+        assert not slope_of([a + b for a, b in zip(stairs, swing, strict=True)]).grows()

@@ -18,6 +18,7 @@ from harness.checks.speed import (
     judge,
     same_bits,
     step_flops,
+    step_times,
 )
 from harness.records import CaseSpec, CheckResult, ErrorRecord, RunResult
 from harness.repeats import Turns, in_turn, timed_pairs
@@ -95,6 +96,14 @@ def test_what_digests_take_hides_no_slow_down(seconds: Any, outcome: str, slower
     assert answer.figures["slowdown"] == pytest.approx(slower, abs=1e-6)
     legs[0][3] = timed(0, 0.02)
     assert check(*legs).outcome == "passed"
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    """Ranks wait for each other: which of them is slow may change from step to step."""
+    run = lab.Lab(steps=STEPS).legs()[0]
+    for slow in ({0}, {1}, {0, 1}):
+        timed = edit_all(run, step_s=lambda step, rank, slow=slow: 0.02 + 0.02 * (rank in slow))
+        assert step_times(timed, SKIPPED) == [0.04] * (STEPS - SKIPPED)
 
 
 # --- steps that are not alike, and noise ------------------------------------------------------

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from harness.cli.main import COMMANDS
 from harness.cli.options import for_git
 from harness.machine import Gpu
 from harness.records import ExitCode, RunSpec, Verdict, What
+from harness.runner import launch
 from harness.store import RunFolder
 from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
 
@@ -143,6 +145,18 @@ def test_gpus_are_slots_and_may_be_shared(
     assert engine.options["devices"] == ("GPU-0", "GPU-1") * 2
 
 
+def test_a_case_without_a_verdict_is_not_a_pass(engine: FakeEngine, monkeypatch: Patch) -> None:
+    """However it came about: all verdicts that there are passed, and one is missing."""
+    carry_out = launch.carry_out
+
+    def lose_one(*args: Any, **kwargs: Any) -> launch.Carried:
+        done = carry_out(*args, **kwargs)
+        return dataclasses.replace(done, verdicts=done.verdicts[1:])
+
+    monkeypatch.setattr(launch, "carry_out", lose_one)
+    assert main(["run", "small.yaml"]) == ExitCode.NO_VERDICT
+
+
 def test_stored_answers_are_kept_and_damaged_ones_are_not_taken(
     engine: FakeEngine, capsys: Capsys
 ) -> None:
@@ -163,7 +177,9 @@ def test_stored_answers_are_kept_and_damaged_ones_are_not_taken(
     made = len(engine.made)
     (records,) = Path("r/runs").glob("w1-attn-r0-*/rank0.jsonl")
     records.write_text(records.read_text() + "{}\n")
-    assert main(["run", "--resume", "r"]) == 1
+    code, answer = run_json(capsys, "run", "--resume", "r")
+    whats = {v["case_id"]: v["what"] for v in answer["verdicts"]}
+    assert (code, whats["dp1-attn"], whats["dp2-attn"]) == (1, "record_after_end", "diverged")
     assert len(engine.made) == made
 
 

@@ -276,7 +276,15 @@ def test_cases_that_share_any_run_stay_together_and_free_ones_are_spread() -> No
 
 def test_every_machine_cuts_alike(monkeypatch: Patch) -> None:
     """Cores and GPUs of the machine at hand are not asked; another cut has another name."""
-    cases = [case(f"c{n}", 1 + n % 4, timeout_s=float(n + 1)) for n in range(20)]
+    model = model_from_preset("dense_small", {"seq": 4096})
+    heavy = [TrainConfig(model=model, steps=20 + n).to_dict() for n in range(4)]
+    cases = [case(f"wide{n}", 8) for n in range(8)]  # host time, which many cores share
+    cases += [case(f"heavy{n}", 1, config=config) for n, config in enumerate(heavy)]
+    orders = []
+    for cores in (1, 64):  # else the cuts would be equal in any case
+        seconds = estimates.by_size(cores)
+        orders.append(cut(cases, 3, seconds))
+    assert orders[0] != orders[1]
     cuts = []
     for cores in (1, 64):
         monkeypatch.setattr(estimates, "num_cores", lambda cores=cores: cores)
