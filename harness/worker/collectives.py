@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fsdp_core import fsdp
 from fsdp_core.device import Device
@@ -184,7 +185,7 @@ def _given(func: Any, args: tuple[Any, ...], label: str, group: tuple[int, ...])
     digest = hashlib.blake2b(digest_size=8)
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name in _INPUTS:
-            for tensor in [value] if isinstance(value, torch.Tensor) else value:
+            for tensor in tree_leaves(value):  # a scatter's are lists of lists
                 # A copy: storage that numpy has seen can be resized no more, as pools do.
                 own = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())

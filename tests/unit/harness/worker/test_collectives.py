@@ -33,6 +33,7 @@ def operator(name: str, *arguments: str) -> Any:
 
 
 GATHER = operator("c10d::_allgather_base_", "output_tensor", "input_tensor", "process_group")
+SCATTER = operator("c10d::scatter_", "output_tensors", "input_tensors", "process_group")
 SUM = operator("c10d::allreduce_", "tensors", "process_group")
 REDUCE, WAIT = operator("c10d::_reduce_scatter_base_"), operator(collectives._WAIT)
 SEND = operator("c10d::send")
@@ -163,6 +164,11 @@ def test_what_is_brought_along_decides_the_digest(rank: Rank, dtype: torch.dtype
     assert rank.given(GATHER, one, -other if dtype.is_floating_point else other + 1) != call
     assert rank.given(SUM, [one, other]) == rank.given(SUM, [one.clone(), other.clone()])
     assert rank.given(SUM, [one, other]) != rank.given(SUM, [one, one])
+    # One list for each rank of the group; a rank that is not the root has none.
+    scattered = rank.given(SCATTER, [one], [[one, other]])
+    assert scattered == rank.given(SCATTER, [other], [[one.clone(), other]])
+    assert scattered != rank.given(SCATTER, [one], [[one, one]])
+    assert scattered != rank.given(SCATTER, [one], [])
     # Storage that was looked at can be given back and made larger, as pools of buffers do.
     assert other.untyped_storage().resizable()
 
