@@ -194,7 +194,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     stored_devices = manifest.get("devices") or ()
     crowd = max(map(stored_devices.count, stored_devices), default=None)
     retries = stored_limit(manifest)
-    left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec, retries)}
+    left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec)}
     return Prepared(
         name=str(manifest.get("scenario", "")), why=str(manifest.get("why", "")),
         text=folder.scenario_text, retries=retries, resumed=folder,
@@ -202,7 +202,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
             cases, device, slurm, here, slots=request.slots or stored,
             ranks_per_gpu=request.ranks_per_gpu or crowd, jobs=request.jobs,
             history=request.history, finished=lambda key: key not in left,
-            repeats=open_repeats(folder, retries),
+            repeats=open_repeats(folder),
         ),
     )  # fmt: skip
 

@@ -4,7 +4,8 @@
     undecided, shared_gpu         nobody knows what ended it (`harness.engine.local`): likewise
     killed, and not for memory    somebody did it: likewise
     killed, anything else         only on request (`--again-killed`)
-    what the machine failed       at once, at most `launch.retries` times (`harness.infrastructure`)
+    what the machine failed       `--resume` makes them, and at most `launch.retries` times the run
+                                  itself, at once (`harness.infrastructure`)
 
 Any other outcome is final: a rank that is killed may have used too much memory, which is a failure.
 Every attempt is kept, its folder next to the run's, its outcome in history and reports. An attempt
@@ -86,19 +87,22 @@ def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
     return failure if spent < limit else ""
 
 
-def is_left(folder: RunFolder, spec: RunSpec, limit: int) -> bool:
-    """Whether a run is still to be made, for the first time or again."""
-    return says_nothing(folder.finished(spec.key)) or bool(why_again(folder, spec, limit))
+def is_left(folder: RunFolder, spec: RunSpec) -> bool:
+    """Whether `--resume` makes a run, for the first time or again."""
+    outcome = folder.finished(spec.key)
+    if outcome is None or says_nothing(outcome):
+        return True
+    return bool(outcome.what and machine_failure(folder.load_run(spec)))
 
 
-def open_repeats(folder: RunFolder, limit: int) -> dict[str, list[RunSpec]]:
+def open_repeats(folder: RunFolder) -> dict[str, list[RunSpec]]:
     """By case, the repeats that are left to be made for a failure which is stored."""
     found: dict[str, list[RunSpec]] = {}
     for case in folder.cases:
         verdict = folder.load_verdict(case.id) if case.confirm else None
         if verdict is not None and confirmation.is_open(case, verdict):
             specs = confirming_runs(case).values()
-            found[case.id] = [spec for spec in specs if is_left(folder, spec, limit)]
+            found[case.id] = [spec for spec in specs if is_left(folder, spec)]
     return found
 
 

@@ -174,7 +174,7 @@ class _Matrix:
 
     def __post_init__(self) -> None:
         for key, spec in unique_runs(self.cases).items():
-            if is_left(self.folder, spec, self.retries):
+            if is_left(self.folder, spec):
                 self.waiting[key] = spec
             else:
                 self.ended.add(key)
@@ -320,7 +320,7 @@ class _Matrix:
     def _is_made(self, spec: RunSpec) -> bool:
         """Whether a repeat has ended; queues it if nobody has."""
         if spec.key not in self.ended and spec.key not in self.waiting:
-            if not is_left(self.folder, spec, self.retries):
+            if not is_left(self.folder, spec):
                 self.ended.add(spec.key)
             else:
                 self.engine.check(spec)

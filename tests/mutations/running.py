@@ -189,6 +189,8 @@ RUNNING = [
         ("one_retry_more", "if spent < limit else", "if spent <= limit else"),
         ("every_kill_is_somebody_s", 'outcome.what == "killed" and outcome.from_outside',
          'outcome.what == "killed"'),
+        ("resume_makes_every_crash", "outcome.what and machine_failure(folder.load_run(spec))",
+         "outcome.what"),
         ("pass_after_other_bits", 'for role in LEGS if verdict.outcome == "passed" else ():',
          "for role in ():"),
     ),
@@ -196,7 +198,7 @@ RUNNING = [
         "runner/launch.py",
         "runner/test_attempts",
         ("resumed_by_other_code", 'if not request.mixed and "code" in manifest:', "if False:"),
-        ("repeats_not_resumed", "repeats=open_repeats(folder, retries),", "",
+        ("repeats_not_resumed", "repeats=open_repeats(folder),", "",
          "runner/test_run"),
     ),
     *slips_of(

@@ -129,15 +129,19 @@ def test_a_failure_of_the_machine_is_tried_again_and_counted(
     assert signatures("beyond") == ["nccl_system_error"] * 2
     made = len(failing.made)
     cli("run", "--resume", "beyond", "--no-history", code=6)
-    assert len(failing.made) == made
+    assert len(failing.made) == made + 1  # resuming asks once more, and once only
 
 
-def test_without_retries_it_is_final_and_nobody_s_fault(failing: FailingEngine, cli: Cli) -> None:
-    """Nothing is tried again unless the scenario says so, and a machine is no candidate's fault."""
+def test_without_retries_only_resuming_asks_again_and_nobody_is_at_fault(
+    failing: FailingEngine, cli: Cli
+) -> None:
+    """Nothing is tried again by itself unless the scenario says so; the first attempt is kept."""
     bad = only_bad(cli.json(*RUN, code=6))
     assert (bad["outcome"], bad["what"]) == ("error", "crashed")
     assert bad["message"].startswith("the machine failed (nccl_system_error): ")
     assert failing.num_repeated == 0
+    assert {v["outcome"] for v in cli.json(*RESUME)["verdicts"]} == {"passed"}
+    assert (signatures(), failing.num_repeated) == (["nccl_system_error"], 1)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,7 @@ def test_what_a_program_did_is_final(
     if what == "nan":
         failing.bits = lambda record: dataclasses.replace(record, nonfinite={"grads": ("w",)})
     assert go(5) == 1
+    assert main([*RESUME]) == 1
     assert failing.num_repeated == 0
 
 
