@@ -43,6 +43,7 @@ def options(*each: Option) -> Option:
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
 )
+opens = click.option("--open", "opens", is_flag=True, help="Open the report page in a browser.")
 keyword = click.option(
     "-k", "keyword", metavar="EXPR",
     help="Only cases whose id or labels match, as in pytest: 'dp2 and not attn'.",

@@ -25,10 +25,18 @@ def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]
     return reports.build(folder, history=database, step=Path(step) if step else None)
 
 
+def open_page(reports: dict[str, Path]) -> None:
+    """Open the page in a browser; one line where there is none, which fails nothing."""
+    page = reports.get("html")
+    if page is not None and click.launch(str(page.absolute())):
+        click.echo(f"harness: no browser could open {page}", err=True)
+
+
 @click.command("report")
 @click.argument("folder", type=PATH, metavar="RUN")
+@options.opens
 @options.as_json
-def report_command(*, folder: Path, as_json: bool) -> int:
+def report_command(*, folder: Path, opens: bool, as_json: bool) -> int:
     """Write the reports of a RUN folder again.
 
     Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
@@ -41,6 +49,8 @@ def report_command(*, folder: Path, as_json: bool) -> int:
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
+    if opens:
+        open_page(built)
     return ExitCode.NO_VERDICT if found.damage or found.unjudged else ExitCode.PASSED
 
 

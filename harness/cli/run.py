@@ -10,7 +10,7 @@ from rich.console import Console
 from harness.checks import exit_code
 from harness.cli import options, output
 from harness.cli.options import PATH, print_json
-from harness.cli.report import build_reports
+from harness.cli.report import build_reports, open_page
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
 from harness.masking import Masker
@@ -41,7 +41,7 @@ _history = options.options(
 )  # fmt: skip
 @click.option("--slurm", multiple=True, metavar="KEY=YAML",
               help="Replace a value of launch.slurm, as partition=gpu.")  # fmt: skip
-@options.options(_history, options.overrides, options.bisect_exit)
+@options.options(_history, options.overrides, options.bisect_exit, options.opens)
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."
 )
@@ -57,7 +57,7 @@ _history = options.options(
 )  # fmt: skip
 def run(
     *, sets: tuple[str, ...], axes: tuple[str, ...], dry_run: bool, again_killed: bool,
-    as_json: bool, database: Path | None, no_history: bool, **request: Any,
+    as_json: bool, database: Path | None, no_history: bool, opens: bool, **request: Any,
 ) -> int:  # fmt: skip
     """Run SCENARIO files, or all in folders, with one schedule and one report."""
     place = request["resume"] or request["out"]
@@ -76,7 +76,7 @@ def run(
     if not dry_run:
         return _carry_out(
             prepared, out=wanted.out, exit_first=wanted.exit_first, as_json=as_json,
-            database=database, no_history=no_history,
+            database=database, no_history=no_history, opens=opens,
         )  # fmt: skip
     plan = prepared.plan
     if as_json:
@@ -107,7 +107,7 @@ def rerun(
 
 def _carry_out(
     prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool,
-    database: Path | None, no_history: bool,
+    database: Path | None, no_history: bool, opens: bool = False,
 ) -> int:  # fmt: skip
     console = make_console(stderr=as_json)
     for note in prepared.notes:
@@ -136,6 +136,8 @@ def _carry_out(
     reports = _report(console, done, database)
     if as_json:
         print_json(_result(done, reports, code))
+    if opens:
+        open_page(reports)
     return code
 
 

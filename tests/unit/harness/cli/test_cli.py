@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from harness import machine
@@ -38,6 +39,27 @@ def test_a_matrix_that_agrees_passes(engine: FakeEngine, capsys: Capsys) -> None
     for _ in range(2):  # in the same second, even
         assert main(["run", "small.yaml", "-k", "dp1-attn"]) == 0
     assert len(list(Path("out").glob("*/"))) == 3
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_the_page_is_opened_where_a_browser_is(
+    answer: int, engine: FakeEngine, monkeypatch: Patch, capsys: Capsys
+) -> None:
+    """By run and report; without a browser the page is named, and the exit code stays."""
+    opened: list[str] = []
+
+    def opening(url: str) -> int:
+        opened.append(url)
+        return answer
+
+    monkeypatch.setattr(click, "launch", opening)
+    engine.ends = {"attn": "hang"}
+    for command, code in (("run small.yaml --out r --open", 1), ("report r --open", 0)):
+        assert main(command.split()) == code
+        assert capsys.readouterr().err.count("no browser could open") == answer
+    assert opened == [str(Path("r/report/index.html").absolute())] * 2
+    assert main(["report", "r"]) == 0
+    assert len(opened) == 2
 
 
 @pytest.mark.parametrize(
