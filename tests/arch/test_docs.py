@@ -21,7 +21,7 @@ PAGES = sorted(
     path for path in (*ROOT.glob("*.md"), *ROOT.glob("[!.o]*/**/*.md"))
     if not {"build", "node_modules"} & set(path.parts)
 )  # fmt: skip
-MAX_LINES = 1550
+MAX_LINES = 1500
 """Of all pages: whoever adds a page shortens another."""
 DEBUGGING = ROOT / "docs" / "DEBUGGING.md"
 STEPS = read_steps(DEBUGGING.read_text(encoding="utf-8"))
@@ -110,12 +110,14 @@ def test_pages_are_few() -> None:
 def test_the_guide_has_every_word() -> None:
     """Sections of a scenario, keys of launch, settings, kinds of verdicts."""
     guide = (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+    blocks = [line for line in guide.splitlines() if line.startswith("    ")]
+    words = set(re.findall(r"\w+", " ".join([*re.findall(r"`([^`\n]+)`", guide), *blocks])))
     for word in (*SECTIONS, *LAUNCH, *filter(None, WHATS), *SCOPES):
-        assert re.search(rf"`(?:[^`]*\W)?{word}\b[^`]*`", guide), word
+        assert word in words, word
     ours = {"steps", "microbatches", "micro_batch_size", "seed", "dtype", "optim", "data",
             "flush_every", "stress_seed", "graph_warmup_steps", "graph_optimizer"}  # fmt: skip
     for word in set(TrainConfig.__dataclass_fields__) - ours:
-        assert re.search(rf"`[^`]*\b{word}\b[^`]*`", guide), word
+        assert word in words, word
 
 
 def test_the_architecture_has_every_axis_and_scope() -> None:
