@@ -243,7 +243,9 @@ class _Matrix:
     def _answer_from_store(self, case: CaseSpec) -> bool:
         """Take the stored verdict of a case whose runs need not be repeated."""
         if case.skip_reason:
-            self._answer(case, _no_answer(case, "skipped", case.skip_reason))
+            # A case that was planned otherwise, and may have failed, is not skipped.
+            skipped = _no_answer(case, "skipped", case.skip_reason)
+            self._answer(case, verified(self.folder, case, skipped))
             return True
         if not self._is_complete(case):
             # A run of it is repeated: killed in between, this verdict must not answer for it.

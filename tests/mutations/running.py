@@ -165,6 +165,8 @@ RUNNING = [
          "    except BaseException:\n"),
         ("difference_not_confirmed", "if self.confirm and confirmation.is_due(case, verdict):",
          "if False:", "runner/test_run"),
+        ("skipped_whatever_was_planned", "self._answer(case, verified(self.folder, case, skipped))",
+         "self._answer(case, skipped)"),
         ("stored_pass_is_believed", "if verified(self.folder, case, verdict) != verdict:",
          "if False:", "cli/test_cli"),
     ),

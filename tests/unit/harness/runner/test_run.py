@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,18 @@ def test_a_skipped_case_runs_nothing_and_one_too_big_is_refused(tmp_path: Path) 
     with pytest.raises(UsageError, match="needs 8 slots"):
         go(folder, busy(slots=4))
     assert not (folder.path / "runs").exists()
+
+
+def test_what_was_planned_otherwise_is_not_skipped(tmp_path: Path) -> None:
+    """A plan that now skips a case does not answer for one whose runs were to be judged."""
+    made = make_folder(tmp_path / "made", case("a"))
+    go(made)
+    folder = make_folder(tmp_path / "now", case("a", skip_reason="not today"), case("b"))
+    assert go(folder)[0] == {"a": "skipped", "b": "passed"}
+    assert go(folder)[0] == {"a": "skipped", "b": "passed"}
+    shutil.rmtree(folder.case_folder("a"))
+    shutil.copytree(made.case_folder("a"), folder.case_folder("a"))
+    assert go(folder)[0] == {"a": "error", "b": "passed"}
 
 
 @pytest.mark.parametrize("what", ["crashed", "interrupted"])
