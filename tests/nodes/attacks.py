@@ -147,6 +147,8 @@ def main() -> int:
     local_slurm.CONFIGURATION = local_slurm.CONFIGURATION.replace(
         "SlurmdTimeout=300", "SlurmdTimeout=10"
     )
+    if why := LocalSlurm.missing():
+        sys.exit(why)
     wanted, wrong = sys.argv[1:], 0
     sys.stdout.write("| attack | outcome | s | words |\n| --- | --- | --- | --- |\n")
     with (

@@ -37,7 +37,7 @@ def remount(place: Path, options: str) -> None:
 def full(folder: Path) -> list[str]:
     """A disk that fills up at several moments: one line, nothing lost, --resume goes on."""
     wrong = []
-    for size_kib in (12, 48, *range(64, 353, 32)):
+    for size_kib in (12, 48, *range(64, 321, 32)):
         here = folder / f"{size_kib}k"
         here.mkdir()
         with small_disk(here, f"{size_kib}k") as disk:
