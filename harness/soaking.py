@@ -18,7 +18,7 @@ from harness.codec import Json, RecordError
 
 DEFAULT_STALL_S = 300.0
 LEAST_STEPS = 64
-"""Of a run whose memory can be tested for growth (`harness.checks.soak`)."""
+"""Of a run whose memory can be tested for growth (`harness.checks.memory`)."""
 ALWAYS_ON = ("races",)
 """Stressors that take no turns: who watches the order of accesses must not look away."""
 SoakBy = Literal["steps", "replays", "duration"]

@@ -4,7 +4,7 @@
                               |candidate - reference| <= A + R * |reference|
     {loss_gap: G, over: N}    the mean loss of the last N steps: |candidate - reference| <= G
     rounding                  as far as rounding alone takes the reference, which is measured
-                              (`harness.checks.within`)
+                              (`harness.checks.bits`)
 
 The bounds themselves are within; NaN, infinity and a missing value are within no tolerance. The
 mean is over steps and ranks that record a loss. The control is judged bit for bit all the same;
@@ -34,7 +34,7 @@ class Close:
     def __str__(self) -> str:
         return f"rtol {self.rtol:g} and atol {self.atol:g}"
 
-    def excess(self, reference: float, candidate: float) -> float:
+    def excess(self, _: object, reference: float, candidate: float) -> float:
         """The gap in units of what is allowed; infinite if it is no number, or none is allowed."""
         gap = abs(candidate - reference)
         if not math.isfinite(gap):

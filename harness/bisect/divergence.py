@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
 from harness.bisect.found import Location, listed, module_of, stem_of, unit_of
+from harness.checks.bits import quantities
 from harness.checks.evidence import (
     BEFORE,
     groups_of,
@@ -31,7 +32,6 @@ from harness.checks.evidence import (
     with_groups,
     with_same_copies,
 )
-from harness.checks.exact import quantities
 from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, Tapped, in_program_order, shared_rows
 from harness.faults.fault import Phase
 from harness.program.spec import capabilities_of

@@ -21,8 +21,8 @@ from harness.bisect.causes import first_failing
 from harness.bisect.elements import Bits, Floats, numbers
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location
+from harness.checks.bits import FLOOR_ROUNDINGS
 from harness.checks.evidence import show_ranks
-from harness.checks.within import FLOOR_ROUNDINGS
 from harness.errors import UsageError
 from harness.program.spec import capabilities_of
 from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict

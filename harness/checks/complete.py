@@ -18,7 +18,6 @@ asks for `graphs`: what the recorder found on its replays is a failure whether i
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdp_core.config import (
     ParallelConfig,
@@ -73,8 +72,8 @@ NO_STEP = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flaw:
+@dataclass(eq=False)
+class Flaw(Exception):
     """Why a run is not whole. None, or "" as `module`, where a field does not apply.
 
     Of `ranks` that share one flaw, `rank` is the lowest. `module` is the layer of a graph.
@@ -89,23 +88,10 @@ class Flaw:
     ranks: tuple[int, ...] = ()
 
 
-class _Flawed(Exception):
-    """Takes the first flaw to `find_flaw`."""
-
-    def __init__(self, flaw: Flaw) -> None:
-        self.flaw = flaw
-
-
-def _flawed(
-    what: What, message: str, rank: int | None = None, step: int | None = None, **more: Any
-) -> _Flawed:
-    return _Flawed(Flaw(what=what, message=message, rank=rank, step=step, **more))
-
-
 def _need(ok: object, what: What, message: str, *at: int | None) -> None:
     """Rank and step may follow."""
     if not ok:
-        raise _flawed(what, message, *at)
+        raise Flaw(what, message, *at)
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
@@ -117,17 +103,17 @@ def find_flaw(run: RunResult) -> Flaw | None:
     """The first reason why `run` must not be compared, or None if it is whole."""
     try:
         _look_at(run)
-    except _Flawed as found:
-        return found.flaw
+    except Flaw as found:
+        return found
     return None
 
 
 def _look_at(run: RunResult) -> None:
     """Each part may take for granted that those before it have no flaw."""
     outcome, size, is_builtin = run.outcome, run.spec.world_size, run.spec.is_builtin
-    got, how = f"belongs to run {outcome.key}, expected {run.spec.key}", "then finished alone"
-    _need(outcome.key == run.spec.key, "corrupt_record", f"the outcome {got}")
-    how = f"ended as {outcome.what}" if outcome.what else how
+    message = f"the outcome belongs to run {outcome.key}, expected {run.spec.key}"
+    _need(outcome.key == run.spec.key, "corrupt_record", message)
+    how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
     message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
     _need(not outcome.undecided, SHARED_GPU, message)
     message = outcome.message or f"the run ended as {outcome.what}"
@@ -141,7 +127,7 @@ def _look_at(run: RunResult) -> None:
     missing = sorted(set(range(size)) - said - {r.rank for r in run.ranks if r.start})
     for rank in missing:
         message = f"no records of rank {rank} ({len(missing)} of {size} ranks missing)"
-        raise _flawed("missing_rank", message, rank)
+        raise Flaw("missing_rank", message, rank)
     for name in ("steps", "microbatches") if is_builtin else ("steps",):
         value = run.spec.config.get(name)
         message = f"the specification's {name}: expected an integer >= 1, got {value!r}"
@@ -170,15 +156,15 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
     rank, start, end, initial = records.rank, records.start, records.end, records.initial
     # A line after the end may be out of sequence too; what it says of itself comes first.
     what: What = "record_after_end" if records.after_end else "corrupt_record"
-    problem = next(iter((*records.after_end, *records.problems)), "")
-    _need(not problem, what, f"rank {rank}: {problem}", rank)
+    for problem in (*records.after_end, *records.problems):
+        raise Flaw(what, f"rank {rank}: {problem}", rank)
     if (error := records.error) is not None:
         message = f"rank {rank} recorded both an error and an end"
         _need(end is None, "record_after_end", message, rank, error.step)
         message = f"rank {rank}, step {error.step}: {error.type}: {error.message}"
-        raise _flawed(error.what or "crashed", message, rank, error.step)
+        raise Flaw(error.what or "crashed", message, rank, error.step)
     if start is None:
-        raise _flawed("corrupt_record", f"rank {rank} has no start record", rank)
+        raise Flaw("corrupt_record", f"rank {rank} has no start record", rank)
     key = run.spec.recorded or run.spec.key
     _facts(rank, "start record", {
         "schema": (start.schema, SCHEMA_VERSION), "rank": (start.rank, rank),
@@ -190,7 +176,7 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
     # Without the state before step 0 a difference of it would be blamed on that step.
     if end is None or initial is None:
         gone = "end record" if end is None else "record of the state before step 0"
-        raise _flawed("corrupt_record", f"rank {rank} has no {gone}", rank)
+        raise Flaw("corrupt_record", f"rank {rank} has no {gone}", rank)
     _facts(rank, "end record", {"rank": (end.rank, rank), "steps": (end.steps, steps)})
     missing = [group for group in OF_INITIAL if group not in initial.digests]
     unknown = sorted(set(initial.digests) - set(start.tensors))
@@ -219,7 +205,7 @@ def _facts(
     for name, (got, due) in facts.items():
         if got != due:
             message = f"rank {rank}, {of}, {name}: expected {due}, got {got}"
-            raise _flawed("corrupt_record", message, rank, step)
+            raise Flaw("corrupt_record", message, rank, step)
 
 
 def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartRecord) -> None:
@@ -227,14 +213,15 @@ def _texts(rank: int, of: str, record: StepRecord | InitialRecord, start: StartR
         (f"digests of {group}", text, DIGEST_HEX_CHARS * len(start.tensors[group]))
         for group, text in record.digests.items()
     ]
-    step = record.step if isinstance(record, StepRecord) else None
+    step = None
     if isinstance(record, StepRecord):
+        step = record.step
         texts.append(("taps", record.taps, TAP_HEX_CHARS * len(start.taps)))
     for name, text, due in texts:
         # Stripping both ends leaves nothing exactly when every character is a hex digit.
         if len(text) != due or text.strip(HEX_DIGITS):
             message = f"expected {due} lower-case hex digits, got {len(text)} characters"
-            raise _flawed("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
+            raise Flaw("corrupt_record", f"rank {rank}, {of}, {name}: {message}", rank, step)
 
 
 def _sequence(run: RunResult, records: RankRecords, due: range) -> None:
@@ -248,11 +235,11 @@ def _sequence(run: RunResult, records: RankRecords, due: range) -> None:
         who = f"{show_ranks(lack)} {'have' if len(lack) > 1 else 'has'}"
         how = ", exited with code 0 without an end record" if left >= lack else ""
         message = f"{who} no record of step {first} of {steps} steps{how}"
-        raise _flawed("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
+        raise Flaw("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
     place = next((i for i, step in enumerate(seen) if step != due.start + i), len(due))
     message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
     what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
-    raise _flawed(what, f"{message}{place}", rank, seen[place])
+    raise Flaw(what, f"{message}{place}", rank, seen[place])
 
 
 def _first_missing(records: RankRecords, due: range) -> int:
@@ -285,7 +272,7 @@ def _soak(run: RunResult, soak: SoakSpec) -> None:
         said = [event.detail for event in records.events if event.name == "soaked"]
         trained_s = said[0].get("trained_s") if len(said) == 1 else None
         if records.end is None or type(trained_s) not in (int, float):
-            raise _flawed("corrupt_record", f"rank {rank} does not say how long it trained", rank)
+            raise Flaw("corrupt_record", f"rank {rank} does not say how long it trained", rank)
         # Rank 0 keeps the time: others may have begun a little later.
         kept_s = float(trained_s or 0) if rank == 0 else soak.amount
         got = {"steps": records.end.steps, "replays": records.end.replays, "duration": kept_s}
@@ -304,15 +291,15 @@ def _graphs(run: RunResult, rank: int, steps: int, end: EndRecord) -> None:
         owes = config if config.get("graph") or config.get("compile") else {"graph": ()}
         train = TrainConfig.from_dict(owes)
     except (ValueError, TypeError) as error:
-        raise _flawed("corrupt_record", f"the specification's config: {error}") from error
+        raise Flaw("corrupt_record", f"the specification's config: {error}") from error
     for part in train.compile:
         # Layers share the code of a part, so each part is proven once a rank.
         if part not in end.compiled and _layers_of(train, rank) & {*layers_with(train.model, part)}:
             message = f"rank {rank}: the compiler made no code of {part}, which was to be compiled"
             found = Difference(step=0, rank=rank, quantity="compiled", tensor=part)
-            raise _flawed("not_compiled", message, rank, difference=found)
+            raise Flaw("not_compiled", message, rank, difference=found)
     if flaw := not_as_owed(train, rank, steps, end):
-        raise _Flawed(replace(flaw, rank=rank, message=f"rank {rank}: {flaw.message}"))
+        raise flaw
 
 
 def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
@@ -345,14 +332,15 @@ def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw
     """The first use of a rank in `steps` steps that is not as owed, or that nobody asked for."""
     step = min(run.resume_at + run.graph_warmup_steps, steps - 1)
 
-    def other(use: GraphUse, quantity: str, got: int, expected: int) -> Flaw:
-        found = Difference(
-            step=step, rank=rank, quantity=f"{quantity}.{use.direction}", tensor=use.place,
-            reference=str(expected), candidate=str(got),
-        )  # fmt: skip
-        message = f"{use.name}: {got} {quantity}, expected {expected}"
-        module = f"layers.{use.layer}" if use.layer >= 0 else ""
-        return Flaw(what="not_replayed", message=message, difference=found, module=module)
+    def other(use: GraphUse | None, quantity: str, got: int, expected: int) -> Flaw:
+        at = Difference(step=step, rank=rank, quantity=quantity, reference=str(expected),
+                        candidate=str(got))  # fmt: skip
+        if use is not None:
+            at = replace(at, quantity=f"{quantity}.{use.direction}", tensor=use.place)
+        name = "launches of graphs, by their parts" if use is None else use.name
+        message = f"rank {rank}: {name}: {got} {quantity}, expected {expected}"
+        module = f"layers.{use.layer}" if use is not None and use.layer >= 0 else ""
+        return Flaw("not_replayed", message, rank, difference=at, module=module)
 
     found = {(use.scope, use.layer, use.direction): use for use in end.graphs}
     for due in owed(run, rank, steps):
@@ -364,12 +352,7 @@ def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Flaw
     for use in found.values():
         return other(use, "replays", use.replays, 0)
     if end.replays != (stated := launches(end.graphs)):
-        message = f"graphs were launched {end.replays} times, their parts state {stated}"
-        place = Difference(
-            step=step, rank=rank, quantity="replays", reference=str(stated),
-            candidate=str(end.replays),
-        )  # fmt: skip
-        return Flaw(what="not_replayed", message=message, difference=place)
+        return other(None, "replays", end.replays, stated)
     return None
 
 
@@ -413,9 +396,8 @@ def graphs(runs: Runs, options: Options) -> CheckResult:
             held = [e.detail.get("graphs") for e in table[rank].events if e.name == "cuda_graphs"]
             captured = f"{len(held[0])} graphs" if held and isinstance(held[0], list) else "none"
             message = f"rank {rank} replayed CUDA graphs {number} times, expected at least {least}"
-            found = Difference(
-                step=0, rank=rank, quantity="replays", reference=str(least), candidate=str(number)
-            )
+            found = Difference(step=0, rank=rank, quantity="replays", reference=str(least),
+                               candidate=str(number))  # fmt: skip
             return failed("graphs", "not_replayed", f"{message}: it captured {captured}", found)
     total = sum(replays.values())
     message = f"{count(total, 'replay')} of CUDA graphs on {len(table)} ranks"

@@ -1,6 +1,5 @@
 """What all checks share: runs, records by step and rank, the environment, answers, words."""
 
-import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,16 +92,14 @@ def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
     def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
         return {group: value for group, value in groups.items() if is_wanted(group)}
 
-    return replace(run, ranks=tuple(
-        replace(
-            records,
-            start=records.start and replace(records.start, tensors=kept(records.start.tensors)),
-            initial=records.initial
-            and replace(records.initial, digests=kept(records.initial.digests)),
-            steps=tuple(replace(step, digests=kept(step.digests)) for step in records.steps),
-        )
-        for records in run.ranks
-    ))  # fmt: skip
+    def part(records: RankRecords) -> RankRecords:
+        start, initial = records.start, records.initial
+        start = start and replace(start, tensors=kept(start.tensors))
+        initial = initial and replace(initial, digests=kept(initial.digests))
+        steps = tuple(replace(step, digests=kept(step.digests)) for step in records.steps)
+        return replace(records, start=start, initial=initial, steps=steps)
+
+    return replace(run, ranks=tuple(map(part, run.ranks)))
 
 
 def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
@@ -142,9 +139,8 @@ def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         more = f" and {len(leaves) - _MOST_NAMES} more" if len(leaves) > _MOST_NAMES else ""
         message = f"the {leg} ran in another environment than the reference: rank {rank} differs in"
         message += f" {names}{more} ({leaf}: {before} against {after})"
-        place = Difference(
-            step=0, rank=rank, quantity=quantity_of(leaf), reference=before, candidate=after
-        )
+        place = Difference(step=0, rank=rank, quantity=quantity_of(leaf), reference=before,
+                           candidate=after)  # fmt: skip
         return incomparable(name, "different_environment", message, place)
     return passed(name, f"the {leg} ran in the environment of the reference")
 
@@ -198,10 +194,8 @@ def failed(
     check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
 ) -> CheckResult:
     """The check ran and said no."""
-    return CheckResult(
-        check=check, outcome="failed", what=what, message=message, difference=difference,
-        figures=figures,
-    )  # fmt: skip
+    return CheckResult(check=check, outcome="failed", what=what, message=message,
+                       difference=difference, figures=figures)  # fmt: skip
 
 
 def diverged(
@@ -211,11 +205,9 @@ def diverged(
     """The runs differ first in what is `named`, as `found` says, and in that step in all `places`,
     rank and name, each a `noun`; `pairs` of (step, rank) differ, and were compared."""
     names, ranks = len({name for _, name in places}), {rank for rank, _ in places}
-    message = (
-        f"{named} differs first {where(found)}; in that step {count(names, noun)} on "
-        f"{show_ranks(ranks)} {'differs' if names == 1 else 'differ'}, in all {pairs[0]} of "
-        f"{count(pairs[1], '(step, rank) pair')}{note}"
-    )
+    message = f"{named} differs first {where(found)}; in that step {count(names, noun)} on "
+    message += f"{show_ranks(ranks)} {'differs' if names == 1 else 'differ'}, in all {pairs[0]} of "
+    message += f"{count(pairs[1], '(step, rank) pair')}{note}"
     figures = {f"differing_{noun}s": names, "differing_ranks": len(ranks), "pairs": pairs[1]}
     return failed(check, "diverged", message, found, **figures, differing_pairs=pairs[0])
 
@@ -254,22 +246,16 @@ def show_float(value: FloatBits | None) -> str:
     """Digits that tell any two floats of that width apart, and the bit pattern; `missing`."""
     if value is None:
         return "missing"
-    if value.value is not None:
-        shown = f"{value.value:.{17 if value.is_double else 9}g}"
-    else:
-        number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
-        shown = "nan" if math.isnan(number) else "-inf" if number < 0 else "inf"
-    return f"{shown} (0x{value.bits})"
+    number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
+    return f"{number:.{17 if value.is_double else 9}g} (0x{value.bits})"
 
 
 def show_ranks(ranks: set[int]) -> str:
     """`rank 3`, `ranks 0, 1 and 3`, or a count past eight."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) > 8:
-        return f"{len(ordered)} ranks ({ordered[0]} to {ordered[-1]})"
-    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+    *first, last = sorted(ranks)
+    if len(first) > 7:
+        return f"{len(ranks)} ranks ({first[0]} to {last})"
+    return f"ranks {', '.join(map(str, first))} and {last}" if first else f"rank {last}"
 
 
 def count(number: int, noun: str) -> str:

@@ -12,7 +12,8 @@ digests are informative; recorded runs without a control differ with no verdict 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from harness.checks import CHECKS, exact, refusal, speed
+from harness.checks import CHECKS, refusal, speed
+from harness.checks.bits import OTHER_PARTS, informative, loss, same_data, state
 from harness.checks.complete import (
     NO_BLAME,
     Flaw,
@@ -35,9 +36,8 @@ from harness.checks.evidence import (
     not_run,
     passed,
 )
-from harness.checks.soak import missed_turns
+from harness.checks.memory import missed_turns
 from harness.checks.taps import taps
-from harness.checks.within import informative, loss
 from harness.program.spec import program_of
 from harness.records import (
     CaseSpec,
@@ -110,7 +110,7 @@ def _answers(runs: Runs) -> list[CheckResult]:
     found += [alike(reference, getattr(runs, leg), leg) for leg in LEGS[1:]]
     found.append(_control_answer(runs, flaws))
     found.append(missed_turns(candidate) if "candidate" in whole else None)
-    found.append(next(filter(None, (exact.same_data(r, leg) for leg, r in whole.items())), None))
+    found.append(next(filter(None, (same_data(r, leg) for leg, r in whole.items())), None))
     found.append(speed.same_bits(runs) if case.repeats else None)
     results = [result for result in found if result is not None]
     always = ("case",) if candidate.spec.is_builtin else ("case", "program")
@@ -121,11 +121,9 @@ def _answers(runs: Runs) -> list[CheckResult]:
     # Not in the order given: a case read back from its file must be answered in the same words.
     for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
         answer = _requested(runs, name, checks[name], flaws)
-        if name in CHECKS and CHECKS[name].is_claim and answer.outcome == "passed":
-            # A claim holds only if no other answer takes the ground from it.
-            bad = [other.check for other in results if other.outcome != "passed"]
-            why = f"{bad[0]} did not pass: there is no bound to state" if bad else ""
-            answer = not_run(name, why) if bad else answer
+        bad = [other.check for other in results if other.outcome != "passed"]
+        if bad and name in CHECKS and CHECKS[name].is_claim and answer.outcome == "passed":
+            answer = not_run(name, f"{bad[0]} did not pass: there is no bound to state")
         results.append(answer)
     return results
 
@@ -139,7 +137,7 @@ def _requested(runs: Runs, name: str, options: Options, flaws: Flaws) -> CheckRe
         result = informative(result)
     incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
     # Over part of a run a difference is worth knowing, but its absence proves nothing.
-    if incomplete and result.outcome != "failed" and result.what != exact.OTHER_PARTS:
+    if incomplete and result.outcome != "failed" and result.what != OTHER_PARTS:
         return not_run(name, f"the records of the {incomplete[0]} are incomplete")
     return result
 
@@ -176,22 +174,19 @@ def _plan_flaw(runs: Runs) -> CheckResult | None:
 
 
 def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
-    name = f"records:{leg}"
+    name, failure = f"records:{leg}", failure_of_machine(run, flaw) if flaw else ""
     if flaw is None:
-        all_of_it = (
-            f"all {steps_due(run) - first_step(run)} steps on all {run.spec.world_size} ranks"
-        )
-        return replace(passed(name, f"the {leg} recorded {all_of_it}"), ending=run.outcome.ending)
-    # Who reads one line reads the cause.
-    message, place = f"{flaw.message}; the {leg} is not whole", flaw.difference
-    failure = failure_of_machine(run, flaw)
-    if leg != "candidate" or failure or flaw.what in NO_BLAME:
+        steps = steps_due(run) - first_step(run)
+        message = f"the {leg} recorded all {steps} steps on all {run.spec.world_size} ranks"
+        result = passed(name, message)
+    elif leg != "candidate" or failure or flaw.what in NO_BLAME:
         blame = f"the machine failed ({failure}): " if failure else ""
-        result = error(name, flaw.what, f"{blame}{message}")
+        result = error(name, flaw.what, f"{blame}{flaw.message}; the {leg} is not whole")
     else:
+        place = flaw.difference
         if place is None and flaw.rank is not None and flaw.step is not None:
             place = Difference(step=flaw.step, rank=flaw.rank, quantity="records")
-        result = failed(name, flaw.what, message, place)
+        result = failed(name, flaw.what, f"{flaw.message}; the {leg} is not whole", place)
     return replace(result, ending=run.outcome.ending)
 
 
@@ -200,9 +195,8 @@ def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
     if bad := [leg for leg in LEGS[: 1 + runs.case.has_control] if flaws[leg] is not None]:
         return not_run("control", f"the records of the {bad[0]} are incomplete")
     if not runs.case.has_control:
-        # Of recorded runs: the reference itself may be what does not repeat.
-        message = "there is no control: whether the reference repeats itself is not known"
-        return replace(not_run("control", ""), what=NO_CONTROL, message=message)
+        why = "there is no control: whether the reference repeats itself is not known"
+        return replace(not_run("control", why), what=NO_CONTROL)
     if not (unlike := unequal(reference, control)):
         return passed("control", "the reference equals its second run bit for bit")
     first = min(unlike, key=_step)
@@ -210,14 +204,13 @@ def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
     message += first.message
     if not reference.spec.is_builtin and first.difference is not None:
         message += f"; {cause_of(reference, first.difference)}"
-    return incomparable(
-        "control", "nondeterministic_reference", message, first.difference, **first.figures
-    )
+    what: What = "nondeterministic_reference"
+    return incomparable("control", what, message, first.difference, **first.figures)
 
 
 def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
     """Every check of bits that does not find two runs equal: losses, state, and taps if any."""
-    answers = [loss(run, repeat), exact.state(run, repeat)]
+    answers = [loss(run, repeat), state(run, repeat)]
     if any(records.start and records.start.taps for records in run.ranks):
         answers.append(taps(run, repeat))
     return [answer for answer in answers if answer.outcome != "passed"]
@@ -237,7 +230,7 @@ def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
         message = f"{bad.message}; it is not known whether the reference repeats itself: record it "
         message += "twice and give the second run as --control"
         return replace(bad, outcome="incomparable", what=NO_CONTROL, message=message)
-    requested = [result for result in requested if result.what != exact.OTHER_PARTS]
+    requested = [result for result in requested if result.what != OTHER_PARTS]
     if (missing := next((r for r in requested if r.outcome != "passed"), None)) is not None:
         message = f"{missing.check} gave no answer: {missing.message}"
         is_open = missing.outcome == "incomparable"
@@ -273,37 +266,32 @@ def _step(result: CheckResult) -> int:
 
 # --- why a program does not repeat itself -----------------------------------------------------
 
-_CAUSES = {
-    # by what differs first
-    "before weights": "weights are drawn from an unseeded generator, or loaded from elsewhere",
-    "before": "random generators are not seeded",
-    "taps.input": "the program read other data: unseeded shuffling, or workers in another order",
-    "forward": "the program read other data, or an operator of the forward pass varies",
-    "backward": "an operator of the backward pass is not deterministic, or a collective adds its "
-    "parts in another order (NCCL_ALGO)",
-    "update": "an operator of the optimizer is not deterministic",
-    "rng": "random numbers are drawn by the clock, by threads or by library code",
-}
-_KINDS = {
-    "samples": "taps.input", "loss": "forward", "microbatch_losses": "forward",
-    "taps.output": "forward", "evaluation": "forward",
-    "grad_norm": "backward", "taps.gradient": "backward", "grads": "backward",
-    "losses": "backward", "buffers": "backward", "weights": "update", "optim": "update",
+_BEFORE = "random generators are not seeded"
+_BEFORE_WEIGHTS = "weights are drawn from an unseeded generator, or loaded from elsewhere"
+_DATA = "the program read other data: unseeded shuffling, or workers in another order"
+_DRAWN = "random numbers are drawn by the clock, by threads or by library code"
+_OF_OPERATORS: dict[str, tuple[str, ...]] = {  # by what differs first
+    "the program read other data, or an operator of the forward pass varies": (
+        "loss", "microbatch_losses", "taps.output", "evaluation"),
+    "an operator of the backward pass is not deterministic, or a collective adds its parts in "
+    "another order (NCCL_ALGO)": ("grad_norm", "taps.gradient", "grads", "losses", "buffers"),
+    "an operator of the optimizer is not deterministic": ("weights", "optim"),
 }  # fmt: skip
 
 
 def cause_of(reference: RunResult, first: Difference) -> str:
     """The likely cause of the first difference between a program's own two runs, and a remedy."""
     quantity, program = first.quantity.partition("[")[0], program_of(reference.spec.config)
-    kind = _KINDS.get(quantity, quantity)
+    cause = next((text for text, shown_by in _OF_OPERATORS.items() if quantity in shown_by), "")
     if first.step == BEFORE:
-        kind = "before weights" if quantity in ("weights", "buffers") else "before"
+        cause = _BEFORE_WEIGHTS if quantity in ("weights", "buffers") else _BEFORE
+    cause = cause or (_DATA if quantity in ("samples", "taps.input") else _DRAWN)
     events = [event for records in reference.ranks for event in records.events]
     is_asked = any(e.name == ENVIRONMENT and e.detail.get(DETERMINISTIC) is True for e in events)
     remedy = "set determinism: enforce, which seeds the generators and asks for such operators"
     if program is not None and program.determinism == "enforce":
         remedy = "determinism is enforced already: look for generators of the program's own, "
         remedy += "worker processes, and what depends on time"
-    elif kind in ("backward", "update", "forward") and is_asked:
+    elif cause in _OF_OPERATORS and is_asked:
         remedy = "torch is asked for deterministic operators already: look for kernels of others"
-    return f"likely cause: {_CAUSES.get(kind, _CAUSES['rng'])}; {remedy}"
+    return f"likely cause: {cause}; {remedy}"

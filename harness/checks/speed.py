@@ -13,11 +13,10 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 from harness.checks import Option, check
+from harness.checks.bits import loss, state
 from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
 from harness.checks.evidence import Options, Runs, alike, error, failed, incomparable, passed
-from harness.checks.exact import state
 from harness.checks.memory import memory_notes, peak_bytes
-from harness.checks.within import loss
 from harness.infrastructure import shares_gpus
 from harness.records import CheckResult, RankRecords, RunResult, What
 from harness.repeats import timed_pairs
@@ -64,8 +63,7 @@ def throughput(runs: Runs, options: Options) -> CheckResult:
         return passed(NAME, message, **figures)
     if found.outcome == "failed":
         return failed(NAME, "throughput_regression", f"{message}{found.why}", **figures)
-    message = f"{found.why}, so the speed is not judged: {message}; "
-    message += "more repeats or a machine left alone would tell"
+    message = f"{found.why}, so the speed is not judged: {message}"
     return incomparable(NAME, "noisy", message, **figures)
 
 
@@ -85,8 +83,7 @@ def _untimed(legs: Mapping[str, Sequence[RunResult]]) -> CheckResult | None:
         is_blamed = place % 2 and flaw.what not in NO_BLAME
         return (failed if is_blamed else error)(NAME, flaw.what, message)
     if any(map(shares_gpus, repeats)):
-        why = "ranks shared GPUs and took turns on them, so the speed is not judged"
-        return incomparable(NAME, "noisy", why)
+        return incomparable(NAME, "noisy", "ranks shared GPUs, so the speed is not judged")
     return None
 
 
@@ -274,10 +271,8 @@ def _words(figures: Mapping[str, float]) -> str:
         theirs, ours = (figures.get(f"{leg}_{name}") for leg in ("candidate", "reference"))
         if theirs is not None and ours is not None:
             message += f"; {theirs / unit:.4g} {noun} against {ours / unit:.4g}"
-    return (
-        f"{message}; {slow:+.2f} % slower ({100 * CONFIDENCE:.0f} % interval {low:+.2f} to "
-        f"{high:+.2f} % over {figures['pairs']:.0f} pairs of runs)"
-    )
+    message += f"; {slow:+.2f} % slower ({100 * CONFIDENCE:.0f} % interval {low:+.2f} to "
+    return f"{message}{high:+.2f} % over {figures['pairs']:.0f} pairs of runs)"
 
 
 def step_flops(config: Mapping[str, Any]) -> float | None:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_core.config import ConfigError, tap_pattern
+from fsdp_core.config import tap_pattern
 from harness.checks import check
 from harness.checks.evidence import (
     Key,
@@ -49,8 +49,6 @@ from harness.records import (
 NAME = "taps"
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 MISSING = "never ran"
-_BLIND = "the tap {} compares nothing: "
-_WITHOUT_CALLS = _BLIND + "it matches no module that either run called in training"
 
 
 class Tapped:
@@ -135,8 +133,7 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
             return error(NAME, "unsupported", f"the runs tap different modules on rank {rank}")
     patterns = _patterns(reference, candidate)
     if not any(start.taps for start in starts.values()) and not patterns:
-        message = "the run taps no module: say which with taps: [...]"
-        return error(NAME, "unsupported", message)
+        return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
@@ -158,10 +155,10 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
         return _failure(bad, note, len(pairs))
     blind = _blind(patterns, at_last, last)
     if blind is None and not equal:
-        blind = f"no tapped module ran in both runs: nothing to compare{note}"
+        blind = f"no tapped module ran in both runs{note}"
     if blind is not None:
         return error(NAME, "not_run", blind)
-    message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{note}"
+    message = f"{count(equal, 'call')} equal in {len(pairs)} (step, rank) pairs{note}"
     return passed(NAME, message, calls=equal, unseen=len(taken_apart))
 
 
@@ -176,31 +173,24 @@ def _patterns(*runs: RunResult) -> list[str]:
 
 def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | None:
     """What to say of the first pattern that compares nothing in a step; None if all do."""
-    ran: dict[str, tuple[bool, bool]] = {}
+    ran: dict[str, set[str]] = {}
     for row in rows:
-        ours, theirs = ran.get(row.call.tap, (False, False))
-        sides = (ours or bool(row.reference.place), theirs or bool(row.candidate.place))
-        ran[row.call.tap] = sides
+        sides = {"reference": row.reference.place, "candidate": row.candidate.place}
+        ran.setdefault(row.call.tap, set()).update(side for side in sides if sides[side])
     for text in patterns:
-        try:
-            pattern = tap_pattern(text)
-        except ConfigError:
-            continue  # of a damaged record, which is a problem of its own
+        pattern = tap_pattern(text)
         meant = {
             tap: sides for tap, sides in ran.items()
             if tap.endswith(f":{pattern.kind}") and pattern.matches(tap.partition(":")[0])
         }  # fmt: skip
         if not meant:
-            return _WITHOUT_CALLS.format(text)
-        if not any(all(sides) for sides in meant.values()):
-            first, (in_ours, in_theirs) = min(meant.items())
-            where_it_ran = "in neither run"
-            if in_ours != in_theirs:
-                where_it_ran = (
-                    f"in the {'reference' if in_ours else 'candidate'} alone, as graphs of the "
-                    "other replay parts of it: tap what is inside, or the whole layer"
-                )
-            return f"{_BLIND.format(text)}at step {step} {first} ran {where_it_ran}"
+            return f"the tap {text} compares nothing: it matches no module that either run called"
+        if not any(len(sides) == 2 for sides in meant.values()):
+            first = min(meant)
+            where = (
+                f"in the {' and '.join(meant[first])} alone" if meant[first] else "in neither run"
+            )
+            return f"the tap {text} compares nothing: at step {step} {first} ran {where}"
     return None
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from harness.checks.within import quantile
+from harness.checks.bits import quantile
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry
 from harness.history.ledger import History
 from harness.provenance import changes, different, flat, told

@@ -46,11 +46,6 @@ Assignment = dict[str, Choice]
 """What a case says beyond the scenario's base: key to choice."""
 _Index = dict[tuple[str, int], set[int]]
 """Places of assignments, by a key and the identity of its choice."""
-Plants = Mapping[str, PlantSpec | None]
-"""What is planted, by role of the run in its case."""
-_NO_PLANTS: Plants = dict.fromkeys(LEGS)
-Flaw = tuple[Origin, str, str, str]
-"""Where, at which key, what was expected and what is there."""
 
 
 def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
@@ -70,13 +65,12 @@ def expand_marked(
     """As `expand`, and the ids of the cases that include entries added: somebody wants these."""
     gc.disable()  # it would walk tens of thousands of objects, none in a cycle, again and again
     try:
-        left, added = _assignments(scenario)
-        if not (assignments := left + added):
+        ids, assignments, num_left = _identified(scenario)
+        if not assignments:
             raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
-        ids = _unique_ids(assignments, scenario.compare.axis)
         maker = _Maker(scenario, device)
         cases = [maker.case(name, held) for name, held in zip(ids, assignments, strict=True)]
-        return tuple(cases), tuple(ids[len(left) :])
+        return tuple(cases), tuple(ids[num_left:])
     finally:
         gc.enable()
 
@@ -87,18 +81,13 @@ def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
     Raises:
         ScenarioError: an exclude or include entry does nothing, or there are too many cases.
     """
-    assignments = list(itertools.chain(*_assignments(scenario)))
-    ids = _unique_ids(assignments, scenario.compare.axis)
+    ids, assignments, _ = _identified(scenario)
     for name, held in zip(ids, assignments, strict=True):
         yield name, {key: choice.label for key, choice in held.items()}
 
 
 def count(scenario: Scenario) -> int:
-    """How many cases `expand` gives; only axes that an entry names are multiplied out.
-
-    Raises:
-        ScenarioError: as `named`.
-    """
+    """As `named`, the number: only axes that an entry names are multiplied out."""
     _check_size(scenario)
     ruled = {key for rule in (*scenario.exclude, *scenario.include) for key in rule.choices}
     few = tuple(axis for axis in scenario.axes if axis.name in ruled)
@@ -181,17 +170,22 @@ def _words(rule: Rule) -> str:
 # --- ids --------------------------------------------------------------------------------------
 
 
-def _unique_ids(assignments: Sequence[Assignment], last: str) -> list[str]:
-    """An id for each assignment, the axis `last` last; a hash tells those apart that read alike."""
-    ids = []
+def _identified(scenario: Scenario) -> tuple[list[str], list[Assignment], int]:
+    """All assignments with an id each, and how many of them the axes give.
+
+    The compared axis is last in an id; a hash tells those apart that read alike.
+    """
+    (left, added), last = _assignments(scenario), scenario.compare.axis
+    assignments, ids = left + added, []
     for held in assignments:
         names = sorted(held, key=lambda name: (name == last, name != "parallel", name))
         text = "-".join([held[name].token for name in names])
         ids.append(text if len(text) <= MAX_ID_CHARS else shortened(text, _plain(held)))
     # Folded: two cases must not share a folder on a file system that ignores case either.
     counts = Counter(name.casefold() for name in ids)
-    return [name if counts[name.casefold()] == 1 else shortened(name, _plain(held))
-            for name, held in zip(ids, assignments, strict=True)]  # fmt: skip
+    ids = [name if counts[name.casefold()] == 1 else shortened(name, _plain(held))
+           for name, held in zip(ids, assignments, strict=True)]  # fmt: skip
+    return ids, assignments, len(left)
 
 
 def shortened(name: str, held: str, most: int = MAX_ID_CHARS) -> str:
@@ -236,13 +230,11 @@ class _Maker:
         if runs[0] == runs[1]:
             got = f"{choice.label}, which leaves candidate and reference alike"
             raise choice.origin.error(key, "a value that changes the run", got)
-        for origin, at, expected, got in self._mismatches(choice, candidate, reference):
-            raise origin.error(at, expected, got)
+        self._check_pair(choice.origin, candidate, reference)
         if (other := self.seen.setdefault(runs, name)) != name:
             got = f"{name}, the same runs as {other}"
             raise choice.origin.error(key, "each case once", got)
-        for origin, at, expected, got in self._idle(candidate, reference):
-            raise origin.error(at, expected, got)
+        self._check_not_idle(candidate, reference)
         for role, plant in plants.items():
             leg = candidate if role == "candidate" else reference
             for planted in each_of(plant):
@@ -287,7 +279,7 @@ class _Maker:
             )  # fmt: skip
         return self.runs[key]
 
-    def _mismatches(self, choice: Choice, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
+    def _check_pair(self, origin: Origin, candidate: Leg, reference: Leg) -> None:
         """What must be equal for records of the runs to have a partner each, and their bits to."""
         compare = self.scenario.compare
         due: dict[str, tuple[int | str, int | str]] = {
@@ -301,51 +293,52 @@ class _Maker:
         for what, (mine, theirs) in due.items():
             if mine != theirs:
                 expected = f"the reference's {what}, {theirs}, to compare one to one"
-                yield choice.origin, dotted("axes", compare.axis), expected, str(mine)
+                raise origin.error(dotted("axes", compare.axis), expected, str(mine))
         builtin = reference.config is not None
         if compare.expect == ROUNDING and builtin and (why := refusal(reference.plain())):
             # A reference that cannot round at random has no bounds of rounding.
-            expected = f"{why[0]}, for rounding to be measured"
-            yield self.scenario.origins["compare"], "compare.expect", expected, why[1]
+            self._need(False, "compare", "compare.expect", f"{why[0]}, for rounding to be measured",
+                       why[1])  # fmt: skip
 
-    def _idle(self, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
+    def _need(self, ok: object, section: str, key: str, expected: str, got: object) -> None:
+        if not ok:
+            raise self.scenario.origins[section].error(key, expected, str(got))
+
+    def _check_not_idle(self, candidate: Leg, reference: Leg) -> None:
         """A check or a soak with nothing to look at would be for nothing."""
         scenario, checks, steps = self.scenario, self.scenario.checks, candidate.steps
-        at = scenario.origins["checks"]
-        taps_due = scenario.program is None  # a script may give its recorder some
-        if taps_due and "taps" in checks and not (candidate.taps and reference.taps):
-            yield at, "checks.taps", "taps in base, of the modules to compare", "none"
-        if "state" in checks and candidate.engine != reference.engine:
+        if "taps" in checks and scenario.program is None:  # a script may give its recorder some
+            self._need(candidate.taps and reference.taps, "checks", "checks.taps",
+                       "taps in base, of the modules to compare", "none")  # fmt: skip
+        if "state" in checks:
             expected = "no state, as ranks of two engines hold other parts of each tensor"
-            yield at, "checks.state", expected, f"{candidate.engine} against {reference.engine}"
+            self._need(candidate.engine == reference.engine, "checks", "checks.state", expected,
+                       f"{candidate.engine} against {reference.engine}")  # fmt: skip
         if timed := checks.get("throughput"):
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
             graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
             captured = max((c.resume_at + c.graph_warmup_steps + 1 for c in graphed), default=0)
-            if skipped < captured:
-                expected = f"{captured} or more, as graphs are captured in the step before"
-                yield at, "checks.throughput.skip_steps", expected, str(skipped)
-            if steps < (least := skipped + TIMED_STEPS):
-                expected = f"skip_steps + {TIMED_STEPS} = {least} or more to time"
-                yield at, "steps", expected, str(steps)
+            expected = f"{captured} or more, as graphs are captured in the step before"
+            key, least = "checks.throughput.skip_steps", skipped + TIMED_STEPS
+            self._need(skipped >= captured, "checks", key, expected, skipped)
+            expected = f"skip_steps + {TIMED_STEPS} = {least} or more to time"
+            self._need(steps >= least, "checks", "steps", expected, steps)
         tolerance = tolerance_of(scenario.compare.expect)
-        if isinstance(tolerance, LossGap) and tolerance.over > steps:
-            expected, got = f"at most the number of steps, {steps}", str(tolerance.over)
-            yield scenario.origins["expect"], "compare.expect.over", expected, got
+        if isinstance(tolerance, LossGap):
+            self._need(tolerance.over <= steps, "expect", "compare.expect.over",
+                       f"at most the number of steps, {steps}", tolerance.over)  # fmt: skip
         if (soak := scenario.soak) is not None:
-            at = scenario.origins["soak"]
-            if steps < LEAST_STEPS:
-                expected = f"{LEAST_STEPS} steps at least, as growth of memory shows from there on"
-                yield at, "soak", expected, f"steps {steps}"
-            if soak.by == "replays" and not candidate.graph:
-                yield at, "soak.replays", "a graph in every candidate", "an eager one"
+            expected = f"{LEAST_STEPS} steps at least, as growth of memory shows from there on"
+            self._need(steps >= LEAST_STEPS, "soak", "soak", expected, f"steps {steps}")
+            self._need(soak.by != "replays" or candidate.graph, "soak", "soak.replays",
+                       "a graph in every candidate", "an eager one")  # fmt: skip
 
 
-def _planted(candidate: Leg, reference: Leg) -> Plants:
+def _planted(candidate: Leg, reference: Leg) -> Mapping[str, PlantSpec | None]:
     """The faults of each run: its own leg's, and counterparts of those it is compared with."""
     if candidate.plant is None and reference.plant is None:
-        return _NO_PLANTS
+        return dict.fromkeys(LEGS)
     plants = {}
     for role in LEGS:
         own = candidate.plant if role == "candidate" else reference.plant

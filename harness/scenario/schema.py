@@ -32,6 +32,7 @@ from harness.checks import CHECKS, Option, defaults
 from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
 from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario import yaml_source as take
+from harness.scenario.layouts import is_listed, listed_layouts
 from harness.scenario.settings import (
     Choice,
     Leg,
@@ -39,8 +40,6 @@ from harness.scenario.settings import (
     Setting,
     build_leg,
     decode_settings,
-    is_listed,
-    listed_layouts,
     overlay,
 )
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of

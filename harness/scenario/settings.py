@@ -3,10 +3,7 @@
 A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or `plant`,
 the faults that are planted. A mapping is short for the leaves that it names: `parallel: {dp: 2}` is
 `parallel.dp: 2`, and says nothing about `parallel.tp`; later settings overlay earlier ones leaf by
-leaf. Legal leaves and their types are read off the dataclasses. An axis of layouts may be listed by
-the rules, for the model of `base`, each key of `parallel` with the value or values it may have:
-
-    parallel: {legal_layouts: 64, tp: [1, 2], pp: 1}
+leaf. Legal leaves and their types are read off the dataclasses.
 
 With the key `program` a scenario has somebody's training program in place of the built-in one:
 
@@ -19,7 +16,6 @@ With the key `program` a scenario has somebody's training program in place of th
 import dataclasses
 import functools
 import hashlib
-import itertools
 import re
 import types
 import typing
@@ -30,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_core import config as training
-from fsdp_core.config import ConfigError, ParallelConfig, TrainConfig, tap_pattern, to_plain
+from fsdp_core.config import ConfigError, TrainConfig, tap_pattern, to_plain
 from harness.codec import dumps
 from harness.errors import ScenarioError, shown
 from harness.faults.catalogue import CATALOGUE, LEGS, is_of_any_engine
@@ -38,14 +34,10 @@ from harness.faults.fault import Fault
 from harness.program.spec import ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario import yaml_source as take
-from harness.scenario.legal_layouts import legal_layouts
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
 
 LAST_RANK = -1
-LISTED = "legal_layouts"
-MAX_LAYOUTS = 50_000
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
-_DEGREES = {f.name: f.default for f in dataclasses.fields(ParallelConfig)}
 _BARE = ("graph", "model.preset", "fsdp.strategy", "engine", "backend", "dtype")
 """Leaves whose values speak for themselves; every other token carries the leaf's name."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]")
@@ -191,17 +183,17 @@ def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[
     if key in parts():
         entries = take.take_mapping(node, full, legal=_hints(parts()[key]), may_be_empty=False)
         return tuple(
-            Setting(f"{key}.{name}", _leaf(f"{key}.{name}", each, f"{full}.{name}"), each.origin)
+            Setting(leaf := f"{key}.{name}", take_leaf(leaf, each, f"{full}.{name}"), each.origin)
             for name, each in entries.items()
         )
     if key in leaf_types():
-        return (Setting(key, _leaf(key, node, full), node.origin),)
+        return (Setting(key, take_leaf(key, node, full), node.origin),)
     head = key.partition(".")[0]
     near = tuple(leaf for leaf in leaf_types() if leaf.startswith(f"{head}."))
     raise unknown_key(key, written, where, near or (*_FIELDS, "plant"))
 
 
-def _leaf(leaf: str, node: Node, full: str) -> Any:
+def take_leaf(leaf: str, node: Node, full: str) -> Any:
     """The value of one leaf, whose key in messages is `full`."""
     kind = leaf_types()[leaf]
     if isinstance(kind, types.UnionType):
@@ -211,7 +203,8 @@ def _leaf(leaf: str, node: Node, full: str) -> Any:
     return (_OF_LEAF.get(leaf) or _OF_TYPE[kind])(node, full)
 
 
-def _sizes(node: Node, full: str) -> tuple[int, ...]:
+def take_sizes(node: Node, full: str) -> tuple[int, ...]:
+    """A list of integers."""
     return tuple(take.take_int(entry, full) for entry in take.take_list(node, full, "sizes"))
 
 
@@ -277,7 +270,7 @@ FAULT: Mapping[str, Taker] = {
 }
 _OF_TYPE: Mapping[Any, Taker] = {
     bool: take.take_bool, int: take.take_int, float: take.take_float, str: take.take_str,
-    tuple[int, ...]: _sizes,
+    tuple[int, ...]: take_sizes,
     # An empty list of names is a value too: an axis compares with and without.
     tuple[str, ...]: partial(take.take_words, what="names", may_be_empty=True),
 }  # fmt: skip
@@ -306,7 +299,7 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
         ScenarioError: a rule broken, at the place of the setting that broke it; `fallback` is
             where to point when the value at fault is a default.
     """
-    config = _checked(settings, fallback)
+    config = build_config(settings, fallback)
     plant: PlantSpec | None = settings["plant"].value if "plant" in settings else None
     for fault in () if plant is None else plant.each:
         written = settings["plant"].origin
@@ -345,9 +338,10 @@ def _plain_part(part: Any) -> dict[str, Any]:
     return plain
 
 
-def _checked(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
+def build_config(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
+    """The configuration that settings describe (`ScenarioError` as `build_leg`)."""
     try:
-        config = _build_config(settings)
+        config = _build(settings)
     except ConfigError as error:
         # The leaf itself, else the last one written in the same part.
         part = error.key.partition(".")[0]
@@ -370,7 +364,7 @@ def _broken(origin: Origin, error: ConfigError) -> ScenarioError:
     )
 
 
-def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
+def _build(settings: Mapping[str, Setting]) -> TrainConfig:
     values: dict[str, Any] = {}
     # Parts that nobody sets are shared too: they are checked once.
     nested: dict[str, dict[str, Any]] = {part: {} for part in parts()}
@@ -409,59 +403,6 @@ def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin
         held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.needs)
         expected = f"a layout with {lacks}, {place}"
         raise written.error("plant.fault", expected, f"{held} in the {role}")
-
-
-# --- layouts that the rules list --------------------------------------------------------------
-
-
-def is_listed(axis: str, node: Node) -> bool:
-    """Whether the values of an axis are for the rules to list."""
-    return axis == "parallel" and isinstance(node.value, dict) and LISTED in node.value
-
-
-def listed_layouts(
-    node: Node, key: str, base: Mapping[str, Setting], fallback: Origin
-) -> tuple[tuple[Setting, ...], ...]:
-    """The settings of each legal layout, in the order of `legal_layouts`: what departs from
-    degree 1. `node` is the axis, `key` its name in messages, `base` has the model.
-
-    Raises:
-        ScenarioError: bad keys or values, degrees in base too, no legal layout, or too many.
-    """
-    entries = dict(take.take_mapping(node, key, legal=(LISTED, *_DEGREES)))
-    for leaf, setting in base.items():
-        if leaf.startswith("parallel."):
-            expected = f"no degree, as {key} lists whole layouts"
-            raise setting.origin.error(dotted("base", leaf), expected, shown(setting.value))
-    world_size = take.take_count(entries.pop(LISTED), dotted(key, LISTED))
-    only = {name: _allowed(name, value, dotted(key, name)) for name, value in entries.items()}
-    model = _checked({k: v for k, v in base.items() if k.startswith("model.")}, fallback).model
-    microbatches = base["microbatches"].value if "microbatches" in base else 1
-    try:
-        legal = legal_layouts(world_size, model, microbatches=microbatches, only=only)
-    except ConfigError as error:
-        raise node.refused(dotted(key, LISTED), error.expected, got=shown(error.got)) from None
-    layouts = list(itertools.islice(legal, MAX_LAYOUTS + 1))
-    if not layouts:
-        expected = f"a legal layout of {world_size} ranks"
-        raise node.refused(key, expected, got=f"none for the model {model.preset}")
-    if len(layouts) > MAX_LAYOUTS:
-        raise node.refused(key, f"at most {MAX_LAYOUTS:,} layouts", got="more")
-    found = []
-    for layout in layouts:
-        named = {k: getattr(layout, k) for k, v in _DEGREES.items() if getattr(layout, k) != v}
-        found.append(tuple(Setting(f"parallel.{name}", value, node.origin)
-                           for name, value in (named or {"dp": 1}).items()))  # fmt: skip
-    return tuple(found)
-
-
-def _allowed(name: str, node: Node, full: str) -> tuple[Any, ...]:
-    """The values that a field may have: one, or a list. `dynamic_cp` is a list, or one of lists."""
-    nodes = node.value if isinstance(node.value, tuple) else (node,)
-    if name != "dynamic_cp":
-        return tuple(_leaf(f"parallel.{name}", each, full) for each in nodes)
-    nodes = nodes if any(isinstance(each.value, tuple) for each in nodes) else (node,)
-    return tuple(() if each.value == () else _sizes(each, full) for each in nodes)
 
 
 # --- programs that are not the built-in trainer -----------------------------------------------

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Sequence
 
-from harness.checks.soak import slope_of
+from harness.checks.memory import slope_of
 from tests.slope_alarms.series import KINDS, LEAKS, leaked
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.layouts import Dense, dense_coordinates
-from harness.checks import judge, within
-from harness.checks.exact import same_data
+from harness.checks import bits, judge
+from harness.checks.bits import same_data
 from harness.records import (
     ABSENT,
     COPIES,
@@ -462,9 +462,7 @@ def even(sigma: float = SIGMA) -> list[Change]:
     return [lambda *_, sign=sign: sign * gap for sign in (1, -1) * (NUM_SAMPLES // 2)]
 
 
-BOUND = (
-    within.quantile(within.FALSE_ALARM / 64, NUM_SAMPLES - 1) * math.sqrt(2) * SIGMA + 16 * 2.0**-24
-)
+BOUND = bits.quantile(bits.FALSE_ALARM / 64, NUM_SAMPLES - 1) * math.sqrt(2) * SIGMA + 16 * 2.0**-24
 """The largest gap of 32 values that is within: t sqrt(2) s, and 8 roundings of 2."""
 
 
@@ -490,7 +488,7 @@ def test_right_programs_are_refused_no_more_often_than_stated(
 ) -> None:
     """Errors as wide as those of samples, fresh or added up: alarms as stated, and not fewer."""
     stated, trials = 0.2, 300
-    monkeypatch.setattr(within, "FALSE_ALARM", stated)
+    monkeypatch.setattr(bits, "FALSE_ALARM", stated)
     size = lab.Lab(steps=4 if walks else 1, world_size=1, microbatches=1)
     draw, alarms = np.random.default_rng(20), 0
     for _ in range(trials):

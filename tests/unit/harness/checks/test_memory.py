@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.memory import evaluate, names_in
-from harness.checks.soak import slope_of
+from harness.checks.memory import evaluate, names_in, slope_of
 from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunResult
 from harness.soaking import LEAST_STEPS, SoakSpec
