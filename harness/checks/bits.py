@@ -243,7 +243,7 @@ def finite(runs: Runs, _: Options) -> CheckResult:
         return passed("finite", message, pairs=len(theirs))
     step = min(bad)[0]
     here = sorted(each for (at, _), places in bad.items() if at == step for each in places)
-    _, rank, quantity, tensor, shown = here[0]
+    rank, quantity, tensor, shown = here[0][1:]
     record, before = ours.get((step, rank)), "missing"
     if record is not None and tensor:
         before = "non-finite" if tensor in record.nonfinite.get(quantity, ()) else "finite"

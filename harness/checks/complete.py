@@ -88,10 +88,11 @@ class Flaw(Exception):
     ranks: tuple[int, ...] = ()
 
 
-def _need(ok: object, what: What, message: str, *at: int | None) -> None:
-    """Rank and step may follow."""
+def _need(
+    ok: object, what: What, message: str, rank: int | None = None, step: int | None = None
+) -> None:
     if not ok:
-        raise Flaw(what, message, *at)
+        raise Flaw(what, message, rank, step)
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:

@@ -60,9 +60,10 @@ def confirmation(
     before, now = _first(verdict), _first(found)
     place = None if now is None else now.difference
     same = before is not None and place is not None and place == before.difference
-    differs = "came_again" if same else "differs_otherwise"
     return replace(
-        not_made(case), outcome="did_not_come_again" if now is None else differs, difference=place,
+        not_made(case), difference=place,
+        outcome="did_not_come_again" if now is None else "came_again" if same
+        else "differs_otherwise",
         reference_repeats=by_name["control"].outcome == "passed",
         candidate_repeats=not unequal(*aligned(first[1], again[1])),
     )  # fmt: skip

@@ -78,7 +78,7 @@ def _legal(
 
 def _degrees(
     world_size: int, model: ModelConfig, only: Mapping[str, Collection[Any]]
-) -> Iterator[dict[str, int]]:
+) -> Iterator[dict[str, Any]]:
     """Degrees whose dense product is the world and whose expert product divides a stage.
 
     Ascending, pp slowest and etp fastest. Those that break a rule by one axis alone are left out
@@ -87,7 +87,8 @@ def _degrees(
 
     def fits(axis: str, degree: int) -> bool:
         room = degree if axis in ("ep", "etp") else 1  # expert degrees cut ranks that are there
-        candidate = Layout(model, ParallelConfig(**{"dp": room, axis: degree}))  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"dp": room, axis: degree}
+        candidate = Layout(model, ParallelConfig(**chosen))
         return broken((rule for rule in LAYOUT_RULES if axis in rule.alone), candidate) is None
 
     fit = {
