@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import harness
-from harness.program.packages import Say, default_cache, prepare
+from harness.program.packages import Say, prepare
 from harness.program.spec import ENFORCED, ProgramSpec, command_line, folder_of
 from harness.provenance import PROGRAM_VARIABLE, code_of_scripts
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
@@ -41,47 +41,34 @@ def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
 def make_environments(programs: Iterable[ProgramSpec], say: Say) -> None:
     """Make the environments that programs ask for, before ranks look for one; as `prepare`."""
     for packages in {tuple(sorted(each.packages.items())) for each in programs if each.packages}:
-        _python(dict(packages), say)
-
-
-def _python(packages: Mapping[str, str], say: Say = lambda text: None) -> str:
-    cache = default_cache()
-    return str(prepare(packages, python=Path(sys.executable), cache=cache, say=say).python)
+        prepare(dict(packages), say=say)
 
 
 def command(program: ProgramSpec) -> list[str]:
     """The command of a script or a module, in the environment of its packages."""
-    python = _python(program.packages)
     what = ["-m", program.target] if program.kind == "module" else [program.target]
-    return [python, *what, *command_line(program.args)]
+    return [str(prepare(program.packages)), *what, *command_line(program.args)]
 
 
 def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of one rank over those that the harness gives all ranks."""
-    variables = recording(program, folder, environ) | {
+    return recording(program, folder, environ) | {
         # What torchrun says to the processes that it starts.
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "deltazero",
         "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": environ.get("RANK", "0"), "ROLE_WORLD_SIZE": environ.get("WORLD_SIZE", "1"),
-        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)),
+        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)), **program.env,
     }  # fmt: skip
-    return variables | program.env
 
 
 def recording(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that make every rank which inherits them record into a run's folder."""
-    root = SITE.parents[2]
-    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if program.kind == "module":
-        paths.insert(2, program.folder)
-    variables = {
-        FOLDER_VARIABLE: str(folder.absolute()),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-    }
-    if program.determinism == "enforce":
-        variables |= ENFORCED
-    return variables
+    before = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    own = [program.folder] if program.kind == "module" else []
+    paths = dict.fromkeys([str(SITE), str(SITE.parents[2]), *own, *before])
+    variables = {FOLDER_VARIABLE: str(folder.absolute()), "PYTHONPATH": os.pathsep.join(paths)}
+    return variables | (ENFORCED if program.determinism == "enforce" else {})
 
 
 def _call(program: ProgramSpec) -> int:

@@ -1,16 +1,14 @@
 """Environments for the package versions that a user's program asks for.
 
-    request {"megatron-fsdp": "0.6.1"} -> lock ("einops==0.8.2", "megatron-fsdp==0.6.1") -> overlay
+    request {"megatron-fsdp": "0.6.1"} -> lock ["einops==0.8.2", "megatron-fsdp==0.6.1"] -> overlay
 
 pip resolves the request from its configured index against the base interpreter: what is installed
 there serves as it is, and torch with its libraries is held to its version. The overlay holds the
-packages of the lock and sees every other one of the base.
-
-    CACHE/requests/HASH.json     the lock of a request and the name of its overlay
-    CACHE/environments/HASH/     the overlay; half made until it has its `environment.json`
+packages of the lock and sees every other one of the base. It lies in a folder of the cache that is
+named by a hash of the request, and is half made until it has its `environment.json`, the lock.
 
 A request that is in the cache needs neither network nor pip, and its lock stays what it was: to
-resolve it anew, delete its file. Overlays are built in place, since installed scripts hold paths.
+resolve it anew, delete its folder. Overlays are built in place, since installed scripts hold paths.
 """
 
 import contextlib
@@ -22,11 +20,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.errors import Infrastructure, UsageError, shown
 from harness.store.files import write_atomic
@@ -36,14 +34,12 @@ Say = Callable[[str], None]
 SHOWN_VERSIONS = 8
 BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
 """Packages named like torch's libraries that hold none."""
+LOCK = "environment.json"
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._,-]+\])?")
 _VERSION = r"[0-9][A-Za-z0-9.+!_-]*"
 _CLAUSES = re.compile(rf"(?:(?:^|,)\s*(?:===?|~=|!=|<=?|>=?)\s*{_VERSION}(?:\.\*)?\s*)+")
 _FINAL = re.compile(r"[0-9.]+(?:\.post[0-9]+)?")
-_MISSING = re.compile(
-    r"satisfies the requirement (.+?)(?: \(from ([^)]*)\))? \(from versions: (.*)\)"
-)
 _PROBE = """
 import importlib.metadata as m, json, platform, sys
 print(json.dumps({
@@ -60,37 +56,15 @@ print(json.dumps(wrong[:1]))
 """Which of a lock is hidden by another: wanted, version found, and where; the first one."""
 
 
-class Environment(NamedTuple):
-    """Where a program runs: its interpreter, the packages requested and brought, sorted as
-    "name==version", and the overlay, or the base interpreter's folder."""
-
-    python: Path
-    lock: tuple[str, ...]
-    folder: Path
-
-
-class _Base(NamedTuple):
-    """The interpreter under an overlay, its packages by canonical name."""
-
-    python: Path
-    sites: list[str]
-    installed: Mapping[str, str]
-    identity: list[str]
-
-
-def default_cache() -> Path:
-    """$DELTAZERO_CACHE, else deltazero/packages in the user's cache folder."""
-    if chosen := os.environ.get("DELTAZERO_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "deltazero" / "packages"
-
-
-def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say) -> Environment:
-    """The environment of `python` that has `packages`, made unless the cache has it.
+def prepare(
+    packages: Mapping[str, str], *, python: Path = Path(sys.executable), cache: Path | None = None,
+    say: Say = lambda text: None,
+) -> Path:  # fmt: skip
+    """The interpreter of an environment of `python` that has `packages`, made unless it is cached.
 
     Args:
         packages: exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
+        cache: a folder; by default $DELTAZERO_CACHE, else deltazero/packages in the user's cache.
         say: is called with one line for each thing that takes time or network.
 
     Raises:
@@ -99,20 +73,29 @@ def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say)
     """
     python = python.absolute()  # to resolve a link would leave its environment
     if not packages:
-        return Environment(python, (), python.parent)
+        return python
     requirements = sorted(_requirement(name, version) for name, version in packages.items())
-    found = _ask(python, _PROBE)
-    installed = {_canonical(name): version for name, version in found["installed"].items() if name}
-    identity = [found["prefix"], found["version"], installed.get("torch", "")]
-    base = _Base(python, found["sites"], installed, identity)
+    base = _ask(python, _PROBE)
+    installed = {_canonical(name): version for name, version in base["installed"].items() if name}
+    request = [requirements, base["prefix"], base["version"], installed.get("torch", "")]
+    key = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:20]
+    cache = cache or _default_cache()
+    folder = cache.absolute() / key
     try:
-        request = cache.absolute() / "requests" / f"{_digest([requirements, identity])}.json"
-        with _locked(request, say):
-            return _cached(request) or _made(requirements, base, request, say)
+        with _locked(folder, say):
+            if not (folder / LOCK).exists():
+                _make(folder, _resolve(requirements, python, installed, say), python, base["sites"])
+            lock = json.loads((folder / LOCK).read_text())
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if is_full else str(error)
         raise Infrastructure(f"packages: cannot write to the cache {cache}: {reason}") from None
+    python = folder / "bin" / "python"
+    for wanted, got, place in _ask(python, _HIDDEN, *lock):
+        raise UsageError(
+            f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
+        )
+    return python
 
 
 def releases(name: str, first: str, last: str, python: Path) -> list[str]:
@@ -124,13 +107,13 @@ def releases(name: str, first: str, last: str, python: Path) -> list[str]:
         UsageError: the index lacks `name`, `first` or `last`, or they are in the wrong order.
         Infrastructure: no network, no pip.
     """
-    _requirement(name, first), _requirement(name, last)
+    wanted = [_requirement(name, first), _requirement(name, last)]
     final = _FINAL.fullmatch(first) and _FINAL.fullmatch(last)
     output = _pip(python, "index", "versions", name, *([] if final else ["--pre"]))
     versions = "".join(re.findall(r"^Available versions: (.+)$", output, re.M)).split(", ")[::-1]
-    for version in (first, last):
+    for version, requirement in zip((first, last), wanted, strict=True):
         if version not in versions:
-            raise _no_release(name, version, versions)
+            raise _no_release(requirement, versions)
     between = versions[versions.index(first) : versions.index(last) + 1]
     if not between:
         raise UsageError(f"packages: {name}: expected {first} to be older than {last}")
@@ -138,6 +121,11 @@ def releases(name: str, first: str, last: str, python: Path) -> list[str]:
 
 
 # ---- request -> lock -> environment
+
+
+def _default_cache() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("DELTAZERO_CACHE") or root / "deltazero" / "packages").expanduser()
 
 
 def _requirement(name: str, version: str) -> str:
@@ -152,33 +140,34 @@ def _requirement(name: str, version: str) -> str:
     return name + re.sub(r"\s", "", version)
 
 
-def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[Any], list[str]]:
-    """What pip would install, as its report says, and the lock."""
+def _resolve(
+    requirements: Sequence[str], python: Path, installed: Mapping[str, str], say: Say
+) -> list[str]:
+    """The lock: what pip would install, and what the base has of the request."""
     say(f"packages: resolving {', '.join(requirements)}")
     with tempfile.TemporaryDirectory() as folder:
         report, held = Path(folder, "report.json"), Path(folder, "held.txt")
-        held.write_text("".join(f"{n}=={v}\n" for n, v in base.installed.items() if _is_torch(n)))
+        held.write_text("".join(f"{n}=={v}\n" for n, v in installed.items() if _is_torch(n)))
         options = ["--dry-run", "--report", str(report), "--constraint", str(held)]
-        _pip(base.python, "install", *options, *requirements)
-        items: list[Any] = json.loads(report.read_text())["install"]
-    lock = {_canonical(i["metadata"]["name"]): i["metadata"]["version"] for i in items}
+        _pip(python, "install", *options, *requirements)
+        items = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    lock = {_canonical(item["name"]): item["version"] for item in items}
     for name in filter(_is_torch, lock):  # a library that the base's torch was built without
-        askers = (
-            f"{metadata['name']} {metadata['version']} (needs {wanted.split(';')[0].strip()})"
-            for metadata in (item["metadata"] for item in items)
-            for wanted in metadata.get("requires_dist", ())
+        asked = [
+            f"{item['name']} {item['version']}"
+            for item in items
+            for wanted in item.get("requires_dist", ())
             if _canonical(re.split(r"[^\w.-]", wanted)[0]) == name
-        )
+        ]
         raise UsageError(
-            f"packages: {', '.join(askers) or 'the request'} would add {name} {lock[name]} to the"
-            f" torch of {base.python}; expected packages that do without"
+            f"packages: {', '.join(asked) or 'the request'} would add {name} {lock[name]} to the"
+            f" torch of {python}; expected packages that do without"
         )
+    if lock:
+        say(f"packages: installing {', '.join(f'{n} {v}' for n, v in sorted(lock.items()))}")
     for name in (_canonical(re.split(r"[\[=~!<>]", each)[0]) for each in requirements):
-        # One that the base has already is part of the evidence.
-        lock.setdefault(name, base.installed.get(name, ""))
-    if parts := sorted(f"{i['metadata']['name']} {i['metadata']['version']}" for i in items):
-        say(f"packages: installing {', '.join(parts)}")
-    return items, sorted(f"{name}=={version}" for name, version in lock.items())
+        lock.setdefault(name, installed.get(name, ""))
+    return sorted(f"{name}=={version}" for name, version in lock.items())
 
 
 def _is_torch(name: str) -> bool:
@@ -187,43 +176,15 @@ def _is_torch(name: str) -> bool:
     return libraries or name in ("torch", "triton", "pytorch-triton")
 
 
-def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> Environment:
-    items, lock = _resolve(requirements, base, say)
-    hashes = sorted(
-        json.dumps(i["download_info"].get("archive_info"), sort_keys=True) for i in items
-    )
-    folder = request.parents[1] / "environments" / _digest([lock, hashes, base.identity])
-    environment = Environment(folder / "bin" / "python", tuple(lock), folder)
-    with _locked(folder, say):
-        if not (folder / "environment.json").exists():
-            if folder.exists():
-                shutil.rmtree(folder)  # what a killed process left of it
-            _run(str(base.python), "-P", "-m", "venv", "--without-pip", str(folder))
-            # A venv made from a venv does not see its packages; `addsitedir` also reads .pth files.
-            lines = (f"import site; site.addsitedir({site!r})\n" for site in base.sites)
-            packages = next(folder.glob("lib/python*/site-packages"))
-            (packages / "base_packages.pth").write_text("".join(lines))
-            _pip(environment.python, "install", "--no-deps", *lock)
-        for wanted, got, place in _ask(environment.python, _HIDDEN, *lock):
-            raise UsageError(
-                f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
-            )
-        write_atomic(folder / "environment.json", json.dumps({"lock": lock, "base": base.identity}))
-    said = {"lock": lock, "environment": folder.name, "requirements": requirements}
-    write_atomic(request, json.dumps(said))
-    return environment
-
-
-def _cached(request: Path) -> Environment | None:
-    """The environment of an earlier request, if it is whole and still has its versions."""
-    try:
-        record = json.loads(request.read_text())
-        folder = request.parents[1] / "environments" / record["environment"]
-        lock = json.loads((folder / "environment.json").read_text())["lock"]
-        environment = Environment(folder / "bin" / "python", tuple(lock), folder)
-        return None if _ask(environment.python, _HIDDEN, *lock) else environment
-    except (FileNotFoundError, ValueError, KeyError, TypeError, Infrastructure):
-        return None
+def _make(folder: Path, lock: list[str], base: Path, sites: Sequence[str]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed process left of it
+    _run(str(base), "-P", "-m", "venv", "--without-pip", str(folder))
+    # A venv made from a venv does not see its packages; `addsitedir` also reads .pth files.
+    lines = (f"import site; site.addsitedir({site!r})\n" for site in sites)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "base_packages.pth").write_text("".join(lines))
+    _pip(folder / "bin" / "python", "install", "--no-deps", *lock)
+    write_atomic(folder / LOCK, json.dumps(lock))
 
 
 # ---- processes and files
@@ -245,8 +206,8 @@ def _run(*command: str) -> str:
     extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
     try:
         done = subprocess.run(
-            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", check=False,
-            env={**os.environ, **extra},
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            errors="replace", check=False, env={**os.environ, **extra},
         )  # fmt: skip
     except (FileNotFoundError, PermissionError) as error:
         raise Infrastructure(f"packages: expected a Python interpreter: {error}") from None
@@ -259,39 +220,33 @@ _CAUSES: tuple[tuple[str, type[UsageError] | type[Infrastructure], str], ...] = 
     (r"No module named '?pip\b", Infrastructure, "{python} has no pip"),
     (r"No space left on device|Disk quota exceeded", Infrastructure, "the disk is full"),
     (r"after connection broken by|timed out", Infrastructure, "the index cannot be reached"),
-    (r"conflicting dependencies", UsageError, "no releases fit each other: {conflict}"),
+    (r"The conflict is caused by:\n((?: +.+\n)+)", UsageError, "no releases fit each other: {0}"),
 )
 """What pip's output says of a failure. The only place where text decides; a test an entry."""
 
 
 def _cause(output: str, python: str) -> UsageError | Infrastructure:
-    missing = _MISSING.search(output)
-    if missing and missing[3] != "none":
-        return _no_release(missing[1], missing[1], missing[3].split(", "), missing[2] or "")
-    lines = re.search(r"The conflict is caused by:\n((?: +.+\n)+)", output)
-    conflict = "; ".join(line.strip() for line in lines[1].splitlines()) if lines else ""
-    conflict = re.sub(
-        r"The user requested \(constraint\) (\S+)", rf"\1 of {python} stays", conflict
-    )
+    missing = re.search(r"satisfies the requirement (.+) \(from versions: (.*)\)", output)
+    if missing and missing[2] != "none":
+        return _no_release(missing[1], missing[2].split(", "))
     for pattern, kind, text in _CAUSES:
-        if re.search(pattern, output):
-            return kind("packages: " + text.format(python=python, conflict=conflict))
+        if found := re.search(pattern, output):
+            lines = (line.strip() for group in found.groups() for line in group.splitlines())
+            return kind("packages: " + text.format("; ".join(lines), python=python))
     if nowhere := missing or re.search(r"No matching distribution found for (.+)", output):
-        return _no_release(nowhere[1], nowhere[1], [])
+        return _no_release(nowhere[1], [])
     errors = re.findall(r"^\s*(?:ERROR|error): (.+)", output, re.MULTILINE)
     last = (errors or output.strip().splitlines() or ["no output"])[-1]
     return Infrastructure(f"packages: {python} failed: {last}")
 
 
-def _no_release(requirement: str, got: str, versions: Sequence[str], asker: str = "") -> UsageError:
+def _no_release(wanted: str, versions: Sequence[str]) -> UsageError:
     """`versions`: oldest first; final ones are shown if there are any."""
     legal = [v for v in versions if _FINAL.fullmatch(v)] or list(versions)
-    name = re.split(r"[\[=~!<>(; ]", requirement)[0]
     some = f"some legal values: {', '.join(legal[-SHOWN_VERSIONS:])}"
     return UsageError(
-        f"packages: expected a release of {name} that the index has for this interpreter, got {got}"
-        + (f" (asked for by {asker})" if asker else "")
-        + f"; {some if legal else 'it has none, or cannot be reached'}"
+        f"packages: expected a release that the index has for this interpreter, got {wanted}; "
+        + (some if legal else "it has none, or cannot be reached")
     )
 
 
@@ -306,10 +261,6 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
             say("packages: waiting for another process that makes the same environment")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def _canonical(name: str) -> str:

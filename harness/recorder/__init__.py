@@ -13,19 +13,18 @@ In a training script, two lines are enough; outside of the harness both do nothi
 
 Without them a run under the harness is recorded all the same, by hooks of torch.
 
-    site         a folder for PYTHONPATH, whose sitecustomize starts the recorder in an interpreter
-    session      one rank's recording, how the process begins and ends, what errors mean
-    hooks        all that is hooked in torch, taps and random rounding included
-    rounding     arithmetic that rounds at random
-    observer     when a step begins and ends; digests, written without waiting for the device
-    rows         digests, times and contents as records have them, of the built-in trainer as well
-    state        which tensors there are, by name; memory
-    graphs       CUDA graphs that the program captures: replays, addresses, their memory
-    capture      torch.cuda's graphs for programs, and in their place the host's without a GPU
-    collectives  which collective the rank is in, for whoever has to explain a hang
+    site, session   how recording begins in an interpreter, how it ends, what errors mean
+    hooks           all that is hooked in torch, and taps
+    observer        when a step begins and ends; digests, written without waiting for the device
+    state           which tensors there are, by name
+    graphs          CUDA graphs that the program captures: replays, addresses, their memory
+    collectives     which collective the rank is in, for whoever has to explain a hang
+    rounding        arithmetic that rounds at random
+    rows            digests and contents as records have them, of the built-in trainer as well
+    capture         torch.cuda's graphs for programs, and in their place the host's without a GPU
 
 Recording needs torch, these files, `harness.provenance` and `masking`, and of `fsdp_core` the
-digest; host graphs for a capture without a GPU, `dispatch` to round at random.
+digest and `dispatch`; host graphs for a capture without a GPU.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ UNRECORDED = 74
 
 
 class RecordsUnwritable(OSError):
-    """A rank's records found no space on the disk: no fault of the program."""
+    """No space on the disk for a rank's records: no fault of the program."""
 
 
 class RecordFile:

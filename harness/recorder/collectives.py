@@ -33,26 +33,22 @@ from torch.optim import Optimizer
 
 from harness.recorder.observer import Observer
 from harness.recorder.session import patch
+from harness.recorder.state import OUTSIDE
 
 SIZE_BYTES = 1 << 14
 COLLECTIVES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "reduce": "reduce",
     "broadcast": "broadcast", "allgather": "all_gather", "gather": "gather", "scatter": "scatter",
     "_allgather_base": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor",
+    "_all_gather_base": "all_gather_into_tensor",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
+    "all_to_all_base": "all_to_all_single", "barrier": "barrier", "all_reduce_barrier": "barrier",
 }  # fmt: skip
-"""Methods of `ProcessGroup`, and what `torch.distributed` calls them."""
-RECORDED = {
-    "_all_gather_base": "all_gather_into_tensor", "_allgather_base": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor", "allreduce_coalesced": "all_reduce",
-    "all_to_all_base": "all_to_all_single", "all_reduce_barrier": "barrier",
-}  # fmt: skip
-"""What torch's flight recorder calls collectives, where it is not as `torch.distributed` does."""
+"""Methods of `ProcessGroup` and names in torch's flight recorder, as `torch.distributed` says."""
 BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
 MOST_MARKS = 4096
@@ -60,8 +56,6 @@ MOST_RECENT = 32
 """Collectives that a rank names when it is asked, where `SIZE_BYTES` has room for them."""
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
-OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
-"""How paths of files begin that are no program's."""
 REDUCER = "DistributedDataParallel's reducer"
 SIZED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 """Collectives in which every rank has a tensor of one size."""
@@ -142,17 +136,16 @@ class Notes:
         self._marks[key, number] = label, step
         if len(self._marks) > MOST_MARKS:
             del self._marks[next(iter(self._marks))]
+        sizes = _sizes(args) if name in SIZED else ""
         self._last = {
-            "operator": name, "label": label, "group": ranks, "name": group_name,
-            "sizes": _sizes(args) if name in SIZED else "",
+            "operator": name, "label": label, "group": ranks, "name": group_name, "sizes": sizes,
         }  # fmt: skip
         return self._inside(original, group, *args, **kwargs)
 
     def _between(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         before = _counted(group)
         result = original(group, *args, **kwargs)
-        after = _counted(group)
-        if before is not None and after is not None:
+        if before is not None and (after := _counted(group)) is not None:
             _, key, _ = _named(group)
             self._between_two[key] = self._between_two.get(key, 0) + after - before
         return result
@@ -170,10 +163,8 @@ class Notes:
 
     def _write(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside
-        if not self._observer.session.is_mine:
-            return
         text = json.dumps(self._last | self._facts()).encode() + b"\n"
-        if len(text) <= SIZE_BYTES:
+        if self._observer.session.is_mine and len(text) <= SIZE_BYTES:
             self._map[: len(text)] = text
 
     def _facts(self) -> dict[str, Any]:
@@ -211,14 +202,15 @@ class Notes:
 
     def _at_work(self) -> dict[str, str]:
         """Module, phase and line of the main thread."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        phase = at = ""
-        for owner, where in _owners(frame):
-            if isinstance(owner, nn.Module | Optimizer) and not phase:
-                phase = "forward" if isinstance(owner, nn.Module) else "optimizer"
-            at = at or _line(where.f_code.co_filename, where.f_lineno, where.f_code.co_name)
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = list(_owners(main))
+        parts = (owner for owner, _ in frames if isinstance(owner, nn.Module | Optimizer))
+        phase = next(("optimizer" if isinstance(it, Optimizer) else "forward" for it in parts), "")
         phase = "backward" if self._observer.is_in_backward else phase
-        return {"module": self._module(frame), "phase": phase, "at": at}
+        codes = ((each.f_code, each.f_lineno) for _, each in frames)
+        lines = (_line(code.co_filename, number, code.co_name) for code, number in codes)
+        at = next(filter(None, lines), "")
+        return {"module": self._module(main), "phase": phase, "at": at}
 
     def _recorded(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
         """The first collective that is not over, which NCCL's host has left, and the last ones."""
@@ -281,7 +273,7 @@ def fitting(place: dict[str, Any]) -> str:
 
 def _operator(entry: Entry) -> str:
     name = str(entry["profiling_name"]).rpartition(":")[2]
-    return RECORDED.get(name, name)
+    return COLLECTIVES.get(name, name)
 
 
 def _groups() -> list[Any]:

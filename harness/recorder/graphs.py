@@ -15,7 +15,6 @@ compare their static inputs themselves and record again: their graphs are counte
 
 import contextlib
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,13 +28,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _python_dispatch as modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.recorder import state
+from fsdp_core.dispatch import opens_itself
 from harness.recorder.capture import HostGraph
 from harness.recorder.session import patch
-from harness.recorder.state import Range, within, without
+from harness.recorder.state import OUTSIDE
 
 Named = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Lists tensors by name as the program has them now; parameters as they are, DTensor included."""
+Range = tuple[int, int]
+"""First byte of some memory, and the byte past the last one."""
 
 TREES = "torch.compile's cudagraph trees"
 _ATTRIBUTE = "_harness_graph"
@@ -43,12 +44,9 @@ _CONTEXTS = {
     "torch/cuda/graphs.py": "torch.cuda.graph",
     "harness/recorder/capture.py": "harness.recorder.capture.graph",
 }
-_NOT_USERS = (
-    "<frozen", *(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, __file__)),
-    contextlib.__file__,
-)  # fmt: skip
 _USES_NO_DATA = frozenset({"aten::record_stream", "aten::is_pinned", "aten::set_"})
 _MOST_FRAMES = 3
+_SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
 
 
 class StaleGraphAddress(RuntimeError):
@@ -69,12 +67,35 @@ class GraphInfo:
     """
 
     index: int
-    maker: str
-    place: str
+    maker: str = ""
+    place: str = ""
     captures: int = 0
     replays: int = 0
     externals: int = 0
     optimizer_steps: int = 0
+
+
+@dataclass(eq=False)
+class Memory:
+    """A storage that a capture uses or makes, by weak reference.
+
+    `pointers`: of the tensors on it that the capture used. Of one that an operator allocated:
+    the `tensor`, and whether the operator wrote all of it (`computed`).
+    """
+
+    address: int
+    nbytes: int
+    storage: Any
+    first_use: str = ""
+    pointers: set[int] = field(default_factory=set)
+    name: str = ""
+    tensor: Any = None
+    computed: bool = False
+    version: int = 0
+
+    @property
+    def range(self) -> Range:
+        return self.address, self.address + self.nbytes
 
 
 @dataclass(eq=False)
@@ -91,10 +112,10 @@ class _Graph:
     ledger: "Ledger | None" = None
     static: set[int] = field(default_factory=set)
     designed: dict[int, int] | None = None
-    results: list["Memory"] = field(default_factory=list)
+    results: list[Memory] = field(default_factory=list)
     scratch: list[Range] = field(default_factory=list)
     pool: Any = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - never changed
+    device: Any = "cpu"
     reported: set[str] = field(default_factory=set)
 
 
@@ -111,6 +132,7 @@ class GraphWatch:
             may keep values between replays, and gradients. `scramble` fills the free memory of the
             current stream with other bits each time; the CPU has none.
         graphs: the classes to watch.
+        replayed: is called after each replay.
     """
 
     def __init__(
@@ -119,9 +141,9 @@ class GraphWatch:
         named: Named = lambda: (),
         stress: Sequence[str] = (),
         graphs: Sequence[type] = (torch.cuda.CUDAGraph, HostGraph),
+        replayed: Callable[[GraphInfo], None] = lambda info: None,
     ) -> None:
-        self.on_replayed: list[Callable[[GraphInfo], None]] = []
-        self._report, self._named, self._graphs = report, named, graphs
+        self._report, self._named, self._graphs, self._replayed = report, named, graphs, replayed
         self._poisons, self._scrambles = "poison" in stress, "scramble" in stress
         self._infos: list[GraphInfo] = []
         self._open: list[_Graph] = []
@@ -159,7 +181,7 @@ class GraphWatch:
             return
         pool = args[0] if args else kwargs.get("pool")
         real = isinstance(graph, torch.cuda.CUDAGraph)
-        before = state.memory_of(pool)[1] if real and pool is not None else []
+        before = _memory_of(pool)[1] if real and pool is not None else []
         sight = Sight(real=real)
         for tensor in tensors_in(maker.inputs):
             sight.use(tensor, maker.name)
@@ -167,14 +189,13 @@ class GraphWatch:
         sight.own.begin()
         with sight.own:
             if (held := getattr(graph, _ATTRIBUTE, None)) is None:
-                self._infos.append(GraphInfo(len(self._infos), maker.name, maker.place))
+                self._infos.append(GraphInfo(len(self._infos)))
             info = self._infos[-1] if held is None else held.info
             info.maker, info.place, info.optimizer_steps = maker.name, maker.place, 0
-            kept = _Graph(info, real, sight, before)
+            leaves = (t for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad)
+            kept = _Graph(info, real, sight, before, [(weakref.ref(t), "") for t in leaves])
             kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
             setattr(graph, _ATTRIBUTE, kept)
-            leaves = (t for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad)
-            kept.parameters = [(weakref.ref(t), "") for t in leaves]
             self._open.append(kept)
             sight.__enter__()
 
@@ -195,24 +216,21 @@ class GraphWatch:
 
     def _enter(self, graph: Any, kept: _Graph, sight: "Sight") -> None:
         """After a capture: its ledger, and which memory is its own."""
-        info = kept.info
-        segments: list[Range] = []
-        blocks: list[Range] = []
+        info, segments, blocks = kept.info, list[Range](), list[Range]()
         if kept.real:
             kept.pool, kept.device = graph.pool(), torch.device("cuda", torch.cuda.current_device())
-            segments, blocks = state.memory_of(kept.pool)
+            segments, blocks = _memory_of(kept.pool)
         uses = [use for use in sight.uses.values() if not within(use.address, segments)]
         info.captures, info.externals = info.captures + 1, len(uses)
         if info.maker != TREES:
             kept.ledger = Ledger(uses, self._named)
-            alive = [made for made in sight.made.values() if made.storage() is not None]
-            kept.static = {first for first, _ in set(blocks) - set(kept.before)}
-            kept.static |= {made.address for made in alive}
+            alive = {each.address for each in sight.made.values() if each.storage() is not None}
+            kept.static = alive | {first for first, _ in set(blocks) - set(kept.before)}
             # Whose gradients may lie in the graph's memory, and whose do since the capture.
             leaves = [(n, t) for n, t in self._named() if t.is_leaf and t.requires_grad]
             names = {id(tensor): name for name, tensor in leaves}
-            own = [ref() for ref, _ in kept.parameters]
-            parameters = [t for t in own if t is not None] or [t for _, t in leaves]
+            own = [t for ref, _ in kept.parameters if (t := ref()) is not None]
+            parameters = own or [t for _, t in leaves]
             kept.parameters = [(weakref.ref(t), names.get(id(t), "")) for t in parameters]
             kept.designed = {id(t): _gradient_address(t) for t in parameters}
             if self._poisons:
@@ -260,7 +278,6 @@ class GraphWatch:
         if kept is None:
             replay(graph)
             return
-        info = kept.info
         if kept.ledger is not None:
             if not kept.ledger.holds() and (found := kept.ledger.stale(self._named)):
                 self._refuse(kept, found)
@@ -275,9 +292,8 @@ class GraphWatch:
                     self._tell("static_activation", kept, forward=kept.forward.info.index)
             self._stress(kept)
         replay(graph)
-        info.replays += 1
-        for callback in self.on_replayed:
-            callback(info)
+        kept.info.replays += 1
+        self._replayed(kept.info)
 
     def _refuse(self, kept: _Graph, found: list[tuple[str, str]]) -> None:
         tensors = [f"{name}: {why}" for name, why in found[:8]]
@@ -300,11 +316,8 @@ class GraphWatch:
         if torch._C._current_autograd_node() is None:
             return  # the program means its graph to write them
         for ref, name in kept.parameters:
-            parameter = ref()
-            if parameter is None or parameter.grad is None:
-                continue
-            if _gradient_address(parameter) in kept.static:
-                name = name or f"parameter of shape {tuple(parameter.shape)}"
+            if (p := ref()) is not None and _gradient_address(p) in kept.static:
+                name = name or f"parameter of shape {tuple(p.shape)}"
                 self._tell("static_gradient", kept, parameter=name)
 
     def _tell(self, finding: str, kept: _Graph, **detail: Any) -> None:
@@ -319,16 +332,13 @@ class GraphWatch:
         if not is_asked or (kept.real and torch.cuda.is_current_stream_capturing()):
             return
         with modes._disable_current_modes(), torch.no_grad():
-            if self._poisons:
-                for first, end in kept.scratch:
-                    state.fill(first, end - first, kept.device)
-                for made in kept.results:
-                    tensor = made.tensor()
-                    if tensor is not None and tensor._version == made.version:
-                        state.fill(made.address, made.nbytes, kept.device)
+            fresh = (it for it in kept.results if (t := it.tensor()) is not None
+                     and t._version == it.version)  # fmt: skip
+            for first, end in (*kept.scratch, *(it.range for it in fresh)):
+                _fill(first, end - first, kept.device)
             if self._scrambles and kept.real:
                 self._turn += 1
-                state.scramble((53 * self._turn + 1) & 0xFF)
+                _scramble((53 * self._turn + 1) & 0xFF)
 
 
 class _Maker(NamedTuple):
@@ -370,43 +380,21 @@ def _of_callables(graph: Any, frame: FrameType, place: str) -> _Maker | None:
         held = [id(each) for each in variables.get(key, ())]
         if id(graph) in held:
             number = held.index(id(graph))
-            name = f"{library}.make_graphed_callables {kind} {number}"
             surfaces = variables.get("per_callable_static_input_surfaces", ())
-            inputs = surfaces[number] if number < len(surfaces) else ()
+            inputs = list(tensors_in(surfaces[number])) if number < len(surfaces) else []
             forward = variables["fwd_graphs"][number] if kind == "backward" else None
-            return _Maker(name, place, list(tensors_in(inputs)), forward)
+            name = f"{library}.make_graphed_callables {kind} {number}"
+            return _Maker(name, place, inputs, forward)
     return None
 
 
 def _gradient_address(parameter: torch.Tensor) -> int:
     """Where the gradient's storage lies; 0 without one."""
-    found = list(tensors_in(parameter.grad))
-    return found[0].untyped_storage().data_ptr() if found else 0
+    found = next(tensors_in(parameter.grad), None)
+    return 0 if found is None else found.untyped_storage().data_ptr()
 
 
-# ---- the memory of graphs: what a capture uses and makes, and whether it is still there
-
-
-@dataclass(eq=False)
-class Memory:
-    """A storage, by weak reference; `pointers`: of the tensors on it that a capture used.
-
-    `tensor`, `computed`: of one that an operator of it allocated; whether it wrote all of it.
-    """
-
-    address: int
-    nbytes: int
-    storage: Any
-    first_use: str = ""
-    pointers: set[int] = field(default_factory=set)
-    name: str = ""
-    tensor: Any = None
-    computed: bool = False
-    version: int = 0
-
-    @property
-    def range(self) -> Range:
-        return self.address, self.address + self.nbytes
+# ---- what a capture uses and makes, and whether it is still there
 
 
 class Uncounted:
@@ -417,22 +405,13 @@ class Uncounted:
     the watch's own objects until they leave the young generation.
     """
 
-    def __init__(self) -> None:
-        self._ours = self._count = 0
-        self._was_on = False
-        self._threshold: tuple[int, int, int] | None = None
-
     def begin(self) -> None:
-        # A threshold of 0 collects nothing anyway.
-        self._threshold = gc.get_threshold() if gc.get_threshold()[0] else None
+        self._ours, self._threshold = 0, gc.get_threshold()
         gc.callbacks.append(self._collected)
 
     def end(self) -> None:
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._collected)
-        if self._threshold is not None:
-            gc.set_threshold(*self._threshold)
-        self._threshold, self._ours = None, 0
+        gc.callbacks.remove(self._collected)
+        self._collected("start", None)
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()
@@ -440,15 +419,15 @@ class Uncounted:
         self._count = gc.get_count()[0]
 
     def __exit__(self, *error: object) -> None:
-        if self._threshold is not None:
-            self._ours = max(self._ours + gc.get_count()[0] - self._count, 0)
-            first, *others = self._threshold
+        self._ours = max(self._ours + gc.get_count()[0] - self._count, 0)
+        first, *others = self._threshold
+        if first:  # a threshold of 0 collects nothing anyway
             gc.set_threshold(first + self._ours, *others)
         if self._was_on:
             gc.enable()
 
     def _collected(self, phase: str, info: object) -> None:
-        if phase == "start" and self._threshold is not None:
+        if phase == "start":
             self._ours = 0
             gc.set_threshold(*self._threshold)
 
@@ -472,7 +451,7 @@ class Sight(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_opens_itself, types)):
+        if any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first
         kwargs = kwargs or {}
         if self._real and not torch.cuda.is_current_stream_capturing():
@@ -500,12 +479,11 @@ class Sight(TorchDispatchMode):
         if not address or address in self.made:
             return
         if address not in self.uses:
-            lines = " < ".join(user_lines(sys._getframe(1)))
             node = torch._C._current_autograd_node()
-            place = lines or (f"of {node.name()}" if node is not None else "an unknown place")
+            unseen = "an unknown place" if node is None else f"of {node.name()}"
+            place = " < ".join(user_lines(sys._getframe(1))) or unseen
             first_use = f"first used by {by} at {place}"
-            reference = weakref.ref(storage)
-            self.uses[address] = Memory(address, storage.nbytes(), reference, first_use)
+            self.uses[address] = Memory(address, storage.nbytes(), weakref.ref(storage), first_use)
         self.uses[address].pointers.add(tensor.data_ptr())
 
     def _make(self, tensor: torch.Tensor, *, computed: bool) -> None:
@@ -519,20 +497,18 @@ class Sight(TorchDispatchMode):
             return
         if known is not None:
             self.former[address] = max(known.range[1], self.former.get(address, 0))
-        made = Memory(address, storage.nbytes(), weakref.ref(storage), computed=computed)
-        made.tensor = weakref.ref(tensor)
-        self.made[address] = made
+        self.made[address] = Memory(
+            address, storage.nbytes(), weakref.ref(storage), tensor=weakref.ref(tensor),
+            computed=computed,
+        )  # fmt: skip
 
     def take_off(self) -> None:
-        if self not in modes._get_current_dispatch_mode_stack():
-            return
-        above = []
-        while (mode := modes._pop_mode()) is not self:
-            above.append(mode)
-        modes._push_mode(self)
-        self.__exit__(None, None, None)
-        for mode in reversed(above):
-            modes._push_mode(mode)
+        stack = modes._get_current_dispatch_mode_stack()
+        if self in stack:
+            above = [modes._pop_mode() for _ in stack[stack.index(self) + 1 :]]
+            self.__exit__(None, None, None)
+            for mode in reversed(above):
+                modes._push_mode(mode)
 
 
 class Ledger:
@@ -541,7 +517,7 @@ class Ledger:
     def __init__(self, uses: Iterable[Memory], named: Named) -> None:
         by_pointer: dict[int, tuple[str, torch.Tensor]] = {}
         by_storage: dict[int, str] = {}
-        for name, tensor in local_parts(named):
+        for name, tensor in _local_parts(named):
             if tensor.numel():
                 by_pointer.setdefault(tensor.data_ptr(), (name, tensor))
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), name)
@@ -568,24 +544,21 @@ class Ledger:
 
     def stale(self, named: Named) -> list[tuple[str, str]]:
         """What is at fault and why; entries whose memory is the right one all the same are kept."""
-        now = dict(local_parts(named))
+        now = dict(_local_parts(named))
         stale, kept = [], []
         for ref, address, name, use in self._entries:
-            target, storage, heir = ref(), use.storage(), now.get(name)
-            if target is not None:
-                why = _moved(address, target.data_ptr())
-            elif heir is not None:
-                why = _moved(address, heir.data_ptr())
-                ref = weakref.ref(heir)
-            elif storage is None:
-                if state.in_private_memory(use.address):
-                    continue  # of another graph, which still holds its pool
-                why = "freed since the capture"
-            else:
-                why = _moved(use.address, storage.data_ptr())
+            held = ref()
+            if held is None and (held := now.get(name)) is not None:
+                ref = weakref.ref(held)
+            elif held is None and (held := use.storage()) is not None:
                 ref, address = use.storage, use.address
-            if why:
+            elif held is None and _in_private_memory(use.address):
+                continue  # of another graph, which still holds its pool
+            at = 0 if held is None else held.data_ptr()
+            if at != address:
                 described = f"storage of {use.nbytes} bytes ({use.first_use})"
+                why = f"captured at {address:#x}, now " + (f"at {at:#x}" if at else "freed")
+                why = "freed since the capture" if held is None else why
                 stale.append((name or use.name or described, why))
             kept.append((ref, address, name, use))
         self._keep(kept)
@@ -597,18 +570,13 @@ def user_lines(frame: FrameType | None) -> list[str]:
     found: list[str] = []
     while frame is not None and len(found) < _MOST_FRAMES:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_USERS) and "transformer_engine/" not in file:
+        if not file.startswith(OUTSIDE) and "transformer_engine/" not in file:
             path = Path(file)
             inside = path.is_relative_to(Path.cwd())
             short = path.relative_to(Path.cwd()) if inside else Path(*path.parts[-2:])
             found.append(f"{short}:{frame.f_lineno}")
         frame = frame.f_back
     return found
-
-
-def _opens_itself(kind: Any) -> bool:
-    """Whether operators on a tensor class become operators on the tensors that it holds."""
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def _kind(func: Any) -> tuple[bool, bool, bool]:
@@ -629,20 +597,75 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Plain dense tensors in nested lists."""
     if isinstance(values, torch.Tensor):
         local = getattr(values, "_local_tensor", values)
-        if local.layout is torch.strided and not _opens_itself(type(local)):
+        if local.layout is torch.strided and not opens_itself(type(local)):
             yield local
     elif isinstance(values, list | tuple | dict):
         for value in values.values() if isinstance(values, dict) else values:
             yield from tensors_in(value)
 
 
-def local_parts(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def _local_parts(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Names of this rank's part of each tensor."""
     return ((name, tensor) for name, value in named() for tensor in tensors_in(value))
 
 
-def _moved(captured: int, now: int) -> str:
-    """Why a tensor is at fault; empty if it is where it was."""
-    if now == captured:
-        return ""
-    return f"captured at {captured:#x}, now " + (f"at {now:#x}" if now else "freed")
+# ---- memory
+
+
+def _memory_of(pool: Any = None) -> tuple[list[Range], list[Range]]:
+    """Segments of a graph memory pool, or of all that graphs hold; what is allocated in them."""
+    segments, blocks = list[Range](), list[Range]()
+    for segment in torch.cuda.memory_snapshot(pool, include_traces=False):
+        own, first = tuple(segment["segment_pool_id"]), segment["address"]
+        if own == tuple(pool) if pool is not None else own != (0, 0):
+            segments.append((first, first + segment["total_size"]))
+            held = (each for each in segment["blocks"] if each["state"] != "inactive")
+            blocks += [(each["address"], each["address"] + each["size"]) for each in held]
+    return segments, blocks
+
+
+def _in_private_memory(address: int) -> bool:
+    """Whether an address lies in a pool that graphs still hold."""
+    return torch.cuda.is_initialized() and within(address, _memory_of()[0])
+
+
+def within(address: int, ranges: Iterable[Range]) -> bool:
+    """Whether an address lies in one of the ranges."""
+    return any(first <= address < end for first, end in ranges)
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
+    """The union of ranges less the holes."""
+    found: list[Range] = []
+    edges = sorted((point, side, step) for side, group in enumerate((ranges, holes))
+                   for first, end in group for point, step in ((first, 1), (end, -1)))  # fmt: skip
+    depth, last = [0, 0], 0
+    for point, side, step in edges:
+        if depth[0] and not depth[1] and point > last:
+            start = found.pop()[0] if found and found[-1][1] == last else last
+            found.append((start, point))
+        depth[side] += step
+        last = point
+    return found
+
+
+def _fill(address: int, nbytes: int, device: Any) -> None:
+    """Write NaN of every floating-point type over raw memory, on the current stream."""
+    device = torch.device(device)
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(0xFF)
+
+
+def _scramble(byte: int) -> None:
+    """Take the free blocks that the current stream may have, write them, and give them back."""
+    stream, sizes = torch.cuda.current_stream(), list[int]()
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        place = segment["device"], segment["stream"], tuple(segment["segment_pool_id"])
+        if place == (stream.device_index, stream.cuda_stream, (0, 0)):
+            least = _SMALL_BYTES if segment["segment_type"] == "large" else 0
+            free = (block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+            sizes += [size for size in free if size > least]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        sizes.sort(reverse=True)
+        held = [torch.full((n,), byte, dtype=torch.uint8, device=stream.device) for n in sizes]
+        del held

@@ -16,11 +16,8 @@ import contextlib
 import pickle
 import random
 import re
-import sys
-import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +27,9 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
-from fsdp_core.graph.digest import NUM_COLUMNS, Digester
+from fsdp_core.graph.digest import Digester, empty_rows
 from harness.recorder import Recorder
 from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
@@ -53,43 +49,50 @@ def install(session: Session) -> None:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    rounding = Rounding(session.rounding, session.rank)
-    observer.aside = rounding.aside
     for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms):
         hook(observer)
     _hook_scaler(observer)
-    watch = GraphWatch(observer.event, observer.named, tuple(session.config.get("stress", ())))
-    observer.capturing = watch.capturing
 
     def replayed(info: GraphInfo) -> None:
         # A replay that holds an optimizer's step is a step.
         if info.optimizer_steps and session.is_mine:
             observer.replayed(info.index)
 
-    watch.on_replayed.append(replayed)
+    stress = tuple(session.config.get("stress", ()))
+    watch = GraphWatch(observer.event, observer.named, stress, replayed=replayed)
+    observer.capturing = watch.capturing
     watch.install()
-    if session.rounding:
-        for kind in (torch.cuda.CUDAGraph, HostGraph):
-            patch("capture_begin", rounding.refuse, kind)
-        for name in ("begin", "enter"):
-            # What the first backward pass or a script's first step begins is begun by then.
-            patch(name, rounding.begins, observer)
+    rounding = _round_at_random(observer) if session.rounding else None
     if dist.is_available() and session.world_size > 1:
         session.leaving = Notes(observer).install()
 
     def finish() -> Mapping[str, Any]:
-        with rounding.aside():
+        with observer.aside():
             graphs = watch.summary()
             if graphs["graphs"]:
                 observer.event(SUMMARY_EVENT, graphs)
             facts = observer.finish()
-        rounding.end()
+        if rounding is not None:
+            rounding.end()
         return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
 
     session.finish, session.under_way = finish, observer.under_way
     session.module_at_work = lambda error: _module_of(error, observer)
     observer.add_taps = Taps(observer).add
     observer.add_taps(session.config.get("taps", ()))
+
+
+def _round_at_random(observer: Observer) -> Any:
+    from harness.recorder.rounding import Rounding, refuse
+
+    rounding = Rounding(observer.session.rounding, observer.session.rank)
+    observer.aside = rounding.aside
+    for kind in (torch.cuda.CUDAGraph, HostGraph):
+        patch("capture_begin", refuse, kind)
+    for name in ("begin", "enter"):
+        # What the first backward pass or a script's first step begins is begun by then.
+        patch(name, rounding.begins, observer)
+    return rounding
 
 
 def _module_of(error: BaseException, observer: Observer) -> str:
@@ -331,9 +334,9 @@ class Taps:
         self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
         self._step: object = None
-        # Passes of reentrant checkpoints: whether it is the first, and rows of gradients, which go
-        # from the first to the second.
-        self._passes: list[tuple[bool, deque[str]]] = []
+        self._passes: list[
+            bool
+        ] = []  # of reentrant checkpoints: whether it is the first of the two
 
     def add(self, patterns: Iterable[str]) -> None:
         """Digest what these mean, too (`ValueError`: no pattern); the first hook all modules."""
@@ -355,27 +358,16 @@ class Taps:
         if OUTPUT in kinds:
             self._digest(self._row(name, OUTPUT), _tensors(result))
         if GRADIENT in kinds:
-            is_first = self._is_first
-            wants = Tensor.is_floating_point if is_first else lambda each: each.requires_grad
-            first = next(filter(wants, _tensors(result)), None)
-            if first is None or (row := self._gradient_row(name)) is None:
-                return
-            if is_first:
-                self._passes[-1][1].append(row)
-            else:
-                first.register_hook(lambda gradient: self._digest(row, [gradient]))
+            # The row is the call's, in the order of the forward passes.
+            wants = Tensor.is_floating_point if self._is_first else lambda each: each.requires_grad
+            if (first := next(filter(wants, _tensors(result)), None)) is not None:
+                row = self._row(name, GRADIENT)
+                if not self._is_first:
+                    first.register_hook(lambda gradient: self._digest(row, [gradient]))
 
     @property
     def _is_first(self) -> bool:
-        return bool(self._passes) and self._passes[-1][0]
-
-    def _gradient_row(self, name: str) -> str | None:
-        """The row is the call's, in the order of the forward passes."""
-        again = next((rows for is_first, rows in reversed(self._passes) if not is_first), None)
-        if again is None:
-            return self._row(name, GRADIENT)
-        is_its = bool(again) and again[0].rpartition("[")[0] == f"{name}:{GRADIENT}"
-        return again.popleft() if is_its else None
+        return bool(self._passes) and self._passes[-1]
 
     def _hook_checkpoints(self) -> None:
         apply, forward = vars(torch.autograd.Function)["apply"], CheckpointFunction.forward
@@ -389,23 +381,30 @@ class Taps:
         def first(ctx: Any, *args: Any) -> Any:
             if not with_gradients[0]:  # an evaluation, or part of another's first pass
                 return forward(ctx, *args)
-            ctx._harness_rows = deque[str]()
-            return self._pass(True, ctx._harness_rows, forward, ctx, *args)
+            ctx._harness_calls = dict(self._numbers())
+            with self._passing(self._calls, is_first=True):
+                return forward(ctx, *args)
 
         def second(ctx: Any, *gradients: Any) -> Any:
-            rows = deque(getattr(ctx, "_harness_rows", ()))
-            return self._pass(False, rows, backward, ctx, *gradients)
+            if (calls := getattr(ctx, "_harness_calls", None)) is None:
+                return backward(ctx, *gradients)
+            with self._passing(dict(calls), is_first=False):
+                return backward(ctx, *gradients)
 
         CheckpointFunction.apply = classmethod(applied)  # type: ignore[assignment]
         CheckpointFunction.forward = staticmethod(first)  # type: ignore[method-assign]
         CheckpointFunction.backward = staticmethod(second)  # type: ignore[method-assign]
 
-    def _pass(self, is_first: Any, rows: deque[str], function: Any, *args: Any) -> Any:
-        self._passes.append((is_first, rows))
+    @contextlib.contextmanager
+    def _passing(self, calls: dict[str, int], *, is_first: bool) -> Iterator[None]:
+        """Inside, calls are numbered on from `calls`."""
+        outside, self._calls = self._numbers(), calls
+        self._passes.append(is_first)
         try:
-            return function(*args)
+            yield
         finally:
             self._passes.pop()
+            self._calls = outside
 
     def _asked(self, module: nn.Module) -> tuple[str, frozenset[str]]:
         observer = self._observer
@@ -421,13 +420,16 @@ class Taps:
         kinds = self._kinds[name]
         return name, kinds & {GRADIENT} if observer.is_in_backward else kinds
 
-    def _row(self, name: str, kind: str) -> str:
+    def _numbers(self) -> dict[str, int]:
         step = self._observer.step_of_calls()
         if step is not self._step:
             self._step, self._calls = step, {}
-        tap = f"{name}:{kind}"
-        number = self._calls[tap] = self._calls.get(tap, -1) + 1
-        return f"{tap}[{number}]"
+        return self._calls
+
+    def _row(self, name: str, kind: str) -> str:
+        calls, tap = self._numbers(), f"{name}:{kind}"
+        calls[tap] = calls.get(tap, -1) + 1
+        return f"{tap}[{calls[tap]}]"
 
     def _digest(self, row: str, tensors: Sequence[Tensor]) -> None:
         held = [each for tensor in tensors for _, each in plain("", tensor)]
@@ -445,9 +447,8 @@ def _planned(tensors: Sequence[Tensor]) -> tuple[Digester, Tensor, Tensor]:
     """A digester, its rows, and by what each row is multiplied as they become one."""
     device, number = tensors[0].device, len(tensors)
     factors = [pow(_FOLD, number - 1 - place, 1 << 32) for place in range(number)]
-    signed = [(factor ^ 0x8000_0000) - 0x8000_0000 for factor in factors]
-    rows = torch.zeros(number, NUM_COLUMNS, dtype=torch.int32, device=device)
-    return Digester(tensors), rows, torch.tensor(signed, dtype=torch.int32, device=device)[:, None]
+    weights = torch.tensor(factors).to(torch.int32).to(device)[:, None]
+    return Digester(tensors), empty_rows(number, device), weights
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -460,66 +461,3 @@ def _pattern(text: str) -> tuple[re.Pattern[str], str]:
         raise ValueError(f"taps: expected {expected}, got {text!r}")
     levels = (re.escape(part).replace(r"\*", "[^.]*") for part in parts[1].split("**"))
     return re.compile(".*".join(levels)), parts[2] or OUTPUT
-
-
-# --- rounding at random ------------------------------------------------------------------------
-
-RANKS = 1 << 20
-"""Seeds of a run's ranks are next to each other, those of runs further away."""
-
-
-class CannotRound(RuntimeError):
-    """The program does not round at random all the time."""
-
-    deltazero_what = "unsupported"
-
-
-class Rounding:
-    """A program that rounds at random from its first training forward or step on; `seed` 0: none.
-
-    What the recorder does is outside of it. The mode of torch's dispatcher sees operators of its
-    thread and of its backward passes, and keeps torch.compile out; what was compiled before it
-    began, and what a CUDA graph replays, would not round: such a run is not judged.
-    """
-
-    def __init__(self, seed: int, rank: int) -> None:
-        self._mode: Any = None
-        self._thread: threading.Thread | None = None
-        self._num_compiled = _num_compiled()
-        if seed:
-            from harness.recorder.rounding import RandomRounding
-
-            self._mode = RandomRounding(seed * RANKS + rank)
-
-    def begins(self, original: Callable[[], None]) -> None:
-        original()
-        if self._mode is not None and self._thread is None:
-            self._thread = threading.current_thread()
-            self._mode.__enter__()
-
-    def aside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
-
-    def end(self) -> None:
-        """Round as usual again (`CannotRound`: not all of the program rounded at random)."""
-        if self._mode is None or self._thread is None:
-            return  # one that never began has no step: it is no sample
-        if threading.current_thread() is self._thread:
-            modes = _get_current_dispatch_mode_stack()
-            if self._mode not in modes:
-                raise CannotRound("another dispatch mode of the program ended random rounding")
-            if modes[-1] is self._mode:
-                self._mode.__exit__(None, None, None)
-        self._mode = None
-        if _num_compiled() > self._num_compiled:
-            raise CannotRound("what torch.compile made before training does not round at random")
-
-    def refuse(self, *args: Any, **kwargs: Any) -> None:
-        """In place of a capture, whose replays would round as usual."""
-        raise CannotRound("replays of a graph do not round at random: expected an eager reference")
-
-
-def _num_compiled() -> int:
-    """Graphs that torch.compile has made in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import re
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,10 +46,8 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
-UNSEEDED = "0" * HEX_CHARS
-"""In place of the digest of a random generator that no two runs could have alike."""
-Part = tuple[Sequence[str], Tensor | Sequence[str]]
-"""Names, and rows of digests, int32 [n, 5] on the host or on their way; of no tensors, hex."""
+Rows = tuple[Sequence[str], Tensor]
+"""Names and their digests, int32 [n, 5] on the host or on their way to it."""
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Step:
 
     index: int
     is_explicit: bool = False
-    groups: dict[str, dict[str, list[Part]]] = field(default_factory=dict)  # by section
+    groups: dict[str, dict[str, list[Rows]]] = field(default_factory=dict)  # by section
     losses: list[Tensor] = field(default_factory=list)
     told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
@@ -69,8 +68,7 @@ class Step:
     places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
     mark: Any = None
-    live_bytes: int = 0
-    peak_bytes: int = 0
+    memory: tuple[int, int] = (0, 0)
 
     @property
     def microbatches(self) -> list[Tensor]:
@@ -79,12 +77,6 @@ class Step:
     def place_of(self, optimizer: Any) -> int:
         # One that is made anew has the place of the old one.
         return self.places.setdefault(id(optimizer), len(self.places))
-
-    def put(self, group: str, section: str, parts: list[Part]) -> None:
-        """Add digests to a group; those of the same section replace what it had."""
-        sections = self.groups.setdefault(group, {})
-        sections.pop(section, None)  # what was looked at last comes last
-        sections[section] = parts
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -157,7 +149,6 @@ class Observer(Recorder):
             self.event("environment", {"deterministic": is_deterministic, **gpu})
         first = Step(-1)
         self._observe_state(first, self.optimizers)
-        self._mark(first)
         self._queue.append(first)
 
     @guarded
@@ -253,7 +244,6 @@ class Observer(Recorder):
     def _step_is_over(self, step: Step, optimizers: Sequence[Any]) -> None:
         if not step.is_explicit:
             self._observe_state(step, optimizers)
-            self._mark(step)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -285,7 +275,6 @@ class Observer(Recorder):
             self._observe_gradients(step, self.optimizers)
         stepping = [each for each in self.optimizers if id(each) in step.stepped]
         self._observe_state(step, stepping or self.optimizers)
-        self._mark(step)
         self.close()
 
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -379,18 +368,19 @@ class Observer(Recorder):
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
-        step.live_bytes, step.peak_bytes = memory()
-        if not self._is_due(step):
-            return
+        step.memory = memory()
+        if self._is_due(step):
+            self._digest_state(step, optimizers)
+        self._mark(step)
+
+    def _digest_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         for optimizer, params in self._each_once(optimizers):
             number = step.place_of(optimizer)
             weights = [each for p in params for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             self._digest(step, "weights", f"weights{number}", weights)
-            self._digest(step, "optim", f"optim{number}", tensors)
-            digests = [hashed(each) for each in numbers.values()]
-            step.put("optim", f"numbers{number}", [(list(numbers), digests)])
+            self._digest(step, "optim", f"optim{number}", tensors, numbers)
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
@@ -398,20 +388,28 @@ class Observer(Recorder):
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
             self._digest(step, group, group, tensors)
-        states = random_states(self.seeded)
-        digests = [hashed(states[name]) if name in self.seeded else UNSEEDED for name in states]
-        step.put("rng", "rng", [(list(states), digests)])
+        self._digest(step, "rng", "rng", [], random_states(self.seeded))
 
-    def _digest(self, step: Step, group: str, section: str, named: Named) -> None:
+    def _digest(
+        self, step: Step, group: str, section: str, named: Named,
+        others: Mapping[str, bytes | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Add digests of tensors, and of what is none, in place of what the section had."""
         by_device: dict[torch.device, Named] = {}
         for name, tensor in named:
             by_device.setdefault(tensor.device, []).append((name, tensor))
             if self._keeper is not None:
                 self._keeper.take(step.index, f"{group}:{name}", [tensor])
-        parts = [self._rows(section, device, here) for device, here in by_device.items()]
-        step.put(group, section, parts)
+        rows = [self._rows(section, device, here) for device, here in by_device.items()]
+        if others:
+            rows.append(
+                (list(others), torch.tensor([*map(_row, others.values())], dtype=torch.int32))
+            )
+        sections = step.groups.setdefault(group, {})
+        sections.pop(section, None)  # what was looked at last comes last
+        sections[section] = rows
 
-    def _rows(self, section: str, device: torch.device, named: Named) -> Part:
+    def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
         out = torch.empty(len(named), NUM_COLUMNS, dtype=torch.int32, device=device)
         known = self._plans.get((section, device))
@@ -481,8 +479,8 @@ class Observer(Recorder):
                 "step", step=step.index, loss=_mean(step.microbatches),
                 microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else _float_bits(step.norm),
-                step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.live_bytes,
-                peak_bytes=step.peak_bytes, skipped=step.skipped, taps="".join(rows), **state,
+                step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.memory[0],
+                peak_bytes=step.memory[1], skipped=step.skipped, taps="".join(rows), **state,
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark
@@ -518,10 +516,14 @@ class Keeper:
             write_kept(session.folder, session.key, session.rank, step, self._held)
 
 
-def _found(group: str, sections: Mapping[str, list[Part]]) -> dict[str, tuple[str, int]]:
-    """Digests of a group and whether they are not finite, by names that are unique."""
-    parts = itertools.chain(*sections.values())
-    looks = [_read(*part) for part in sorted(parts, key=lambda it: not isinstance(it[1], Tensor))]
+def _row(data: bytes | None) -> list[int]:
+    """A row for what is no tensor; zeros for a generator that no two runs could have alike."""
+    return [*struct.unpack(">4i", bytes.fromhex(hashed(data))), 0] if data is not None else [0] * 5
+
+
+def _found(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[str, int]]:
+    """Digests of a group in hex and whether not all is finite, by names that are unique."""
+    looks = [[each for rows in held for each in _read(*rows)] for held in sections.values()]
     if group == "optim":
         # Each optimizer has a state of its own for a parameter they share, and numbers for it.
         looks = [list(itertools.chain(*looks))]
@@ -532,15 +534,10 @@ def _found(group: str, sections: Mapping[str, list[Part]]) -> dict[str, tuple[st
     return found
 
 
-def _read(
-    names: Sequence[str], held: Tensor | Sequence[str]
-) -> Sequence[tuple[str, tuple[str, int]]]:
-    """Names, digests in hex, and whether not all is finite."""
-    texts, flags = held, [0] * len(held)
-    if isinstance(held, Tensor):
-        text, flags = digest_hex(held)
-        texts = [text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS)]
-    return list(zip(names, zip(texts, flags, strict=True), strict=True))
+def _read(names: Sequence[str], rows: Tensor) -> Iterator[tuple[str, tuple[str, int]]]:
+    text, flags = digest_hex(rows)
+    texts = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
+    return zip(names, zip(texts, flags, strict=True), strict=True)
 
 
 def _unique(names: Iterable[str]) -> list[str]:

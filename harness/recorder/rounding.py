@@ -12,11 +12,19 @@ and its result is moved by up to half a gap at random. Collectives run as they a
 draws random numbers, which would be drawn twice otherwise.
 """
 
+import contextlib
 import math
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_map_only
 
 from fsdp_core.dispatch import is_fake, opens_itself
@@ -204,3 +212,63 @@ def _is_view(func: Any) -> bool:
     """Whether what it returns is memory of its arguments that it does not write."""
     returns = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+# --- programs that round at random -------------------------------------------------------------
+
+RANKS = 1 << 20
+"""Seeds of a run's ranks are next to each other, those of runs further away."""
+
+
+class CannotRound(RuntimeError):
+    """The program does not round at random all the time."""
+
+    deltazero_what = "unsupported"
+
+
+class Rounding:
+    """A program that rounds at random from its first training forward or step on.
+
+    What the recorder does is outside of it. The mode of torch's dispatcher sees operators of its
+    thread and of its backward passes, and keeps torch.compile out; what was compiled before it
+    began, and what a CUDA graph replays, would not round: such a run is not judged.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._mode = RandomRounding(seed * RANKS + rank)
+        self._thread: threading.Thread | None = None
+        self._num_compiled = _num_compiled()
+
+    def begins(self, original: Callable[[], None]) -> None:
+        original()
+        if self._thread is None:
+            self._thread = threading.current_thread()
+            self._mode.__enter__()
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._thread is None else _disable_current_modes()
+
+    def end(self) -> None:
+        """Round as usual again (`CannotRound`: not all of the program rounded at random)."""
+        if self._thread is None:
+            return  # one that never began has no step: it is no sample
+        if threading.current_thread() is self._thread:
+            modes = _get_current_dispatch_mode_stack()
+            if self._mode not in modes:
+                raise CannotRound("another dispatch mode of the program ended random rounding")
+            if modes[-1] is self._mode:
+                self._mode.__exit__(None, None, None)
+        self._thread = None
+        if _num_compiled() > self._num_compiled:
+            raise CannotRound("what torch.compile made before training does not round at random")
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    """In place of a capture, whose replays would round as usual."""
+    raise CannotRound("replays of a graph do not round at random: expected an eager reference")
+
+
+def _num_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -214,41 +214,35 @@ def _rank_and_size(*, trains: bool) -> tuple[int, int] | None:
 def begin(*, trains: bool = False) -> Session | None:
     """Start recording in this process, in which torch can be imported; None if it is not to."""
     global _has_begun
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None or _has_begun:
-        return None
-    if (found := _rank_and_size(trains=trains)) is None:
-        _begin_with_the_first_optimizer(Path(folder))
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
+    if FOLDER_VARIABLE not in os.environ or _has_begun:
         return None
     import torch
 
+    session = None
+    if (found := _rank_and_size(trains=trains)) is not None:
+        _has_begun = True
+        try:
+            session = Session(folder, *found)
+        except FileExistsError:
+            return None  # the process that started this one records
+    program = json.loads((folder / "spec.json").read_text())["config"]["program"]
+    if program.get("determinism") == "enforce" and not trains:
+        enforce_determinism(seed=0)
+    if session is None:
+
+        def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+            # Once it has begun, there is a hook that ends here again.
+            init = original if begin(trains=True) is None else torch.optim.Optimizer.__init__
+            init(self, *args, **kwargs)
+
+        patch("__init__", made, torch.optim.Optimizer)
+        return None
     from harness.recorder import hooks
 
-    _has_begun = True
-    try:
-        session = Session(Path(folder), *found)
-    except FileExistsError:
-        return None  # the process that started this one records
-    if session.program.get("determinism") == "enforce" and not trains:
-        enforce_determinism(seed=0)
     session.start(torch)
     hooks.install(session)
     return session
-
-
-def _begin_with_the_first_optimizer(folder: Path) -> None:
-    from torch.optim import Optimizer
-
-    program = json.loads((folder / "spec.json").read_text())["config"]["program"]
-    if program.get("determinism") == "enforce":
-        enforce_determinism(seed=0)
-
-    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        # Once it has begun, there is a hook that ends here again.
-        init = original if begin(trains=True) is None else Optimizer.__init__
-        init(self, *args, **kwargs)
-
-    patch("__init__", made, Optimizer)
 
 
 def begin_in_interpreter() -> None:

@@ -4,13 +4,12 @@ A parameter is named by its module's path from the outermost module that holds i
 wrappers add (`module.` of DDP, `_orig_mod.` of torch.compile). Modules are found among the objects
 that the garbage collector tracks, as optimizers are made, when parameters are still where the
 program put them: later a sharding engine may have replaced them for the time of a forward pass.
-
-At the end: memory in use, that of a graph's pool, and what stressors of graphs do to it.
 """
 
 import contextlib
 import gc
 import numbers
+import os
 import random
 import resource
 import sys
@@ -24,8 +23,11 @@ import torch
 from torch import Tensor, nn
 
 Named = list[tuple[str, Tensor]]
-Range = tuple[int, int]
-"""First byte of some memory, and the byte past the last one."""
+OUTSIDE = (
+    "<frozen", contextlib.__file__,
+    *(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, __file__)),
+)  # fmt: skip
+"""How paths of files begin that are no program's."""
 PAGE_BYTES = 4096
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own; of all but the first, the wrapper calls
@@ -81,31 +83,27 @@ class Names:
             if (known := self._known.get(id(module))) is not None:
                 self._known[id(outer)] = (weakref.ref(outer), *known[1:])
         if not self.is_settled:
-            self._settle(inside)
+            # No prefix for a single root; the names of their classes, numbered, for several.
+            live = ((root, root.module()) for root in self._roots)
+            self._roots = [root for root, it in live if it is not None and id(it) not in inside]
+            kinds = [root.kind for root in self._roots]
+            for place, (root, kind) in enumerate(zip(self._roots, kinds, strict=True)):
+                number = "" if kinds.count(kind) == 1 else str(kinds[:place].count(kind))
+                root.prefix = kind + number if len(kinds) > 1 else ""
 
     def _root(self, module: nn.Module) -> Root:
         for root in self._roots:
             if root.module() is module:
                 return root
-        kind = type(module)
-        first, *others = kind.__bases__
+        first, *others = type(module).__bases__
         # Its class without what FSDP2 makes of it.
-        kind = others[0] if others and first.__name__ == "FSDPModule" else kind
+        kind = others[0] if others and first.__name__ == "FSDPModule" else type(module)
         root = Root(weakref.ref(module), kind.__name__)
         if self.is_settled:
             number = [each.kind for each in self._roots].count(root.kind)
             root.prefix = root.kind + (str(number) if number else "")
         self._roots.append(root)
         return root
-
-    def _settle(self, inside: set[int]) -> None:
-        """No prefix for a single root; the names of their classes, numbered, for several."""
-        held = ((root, root.module()) for root in self._roots)
-        self._roots = [root for root, it in held if it is not None and id(it) not in inside]
-        kinds = [root.kind for root in self._roots]
-        for place, (root, kind) in enumerate(zip(self._roots, kinds, strict=True)):
-            number = "" if kinds.count(kind) == 1 else str(kinds[:place].count(kind))
-            root.prefix = kind + number if len(kinds) > 1 else ""
 
     def _learn(self, root: Root, inner: nn.Module, learned: set[int]) -> None:
         def learn(held: Any, path: str) -> None:
@@ -151,11 +149,11 @@ class Names:
         return [module for root in self._roots if (module := root.module()) is not None]
 
     def buffers(self) -> Named:
-        named = ((self.of_module(each), each) for root in self.roots for each in root.modules())
         return [
             each
-            for path, module in named
-            if path is not None
+            for root in self.roots
+            for module in root.modules()
+            if (path := self.of_module(module)) is not None
             for name, buffer in module._buffers.items()
             for each in plain(_join(path, name), buffer)
         ]
@@ -284,22 +282,18 @@ def cuda_is_used() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def random_states(wanted: Container[str]) -> dict[str, bytes]:
-    """State of every default random generator as bytes; empty of those not wanted."""
-    states = {"cpu": torch.get_rng_state().numpy().tobytes()}
+def random_states(wanted: Container[str]) -> dict[str, bytes | None]:
+    """State of every default random generator as bytes; None of those not wanted."""
+    states: dict[str, bytes | None] = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    python = repr(random.getstate()).encode() if "python" in wanted else b""
-    states |= {"python": python, "numpy": b""}
+    states |= {"python": None, "numpy": None}
+    if "python" in wanted:
+        states["python"] = repr(random.getstate()).encode()
     if "numpy" in wanted:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states
-
-
-# --- memory
-
-_SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
 
 
 def memory() -> tuple[int, int]:
@@ -308,68 +302,3 @@ def memory() -> tuple[int, int]:
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
     return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def memory_of(pool: Any) -> tuple[list[Range], list[Range]]:
-    """Segments of a graph memory pool, and what is allocated in them. No device work."""
-    segments: list[Range] = []
-    blocks: list[Range] = []
-    for segment in torch.cuda.memory_snapshot(pool, include_traces=False):
-        if tuple(segment["segment_pool_id"]) == tuple(pool):
-            segments.append(_range(segment))
-            blocks += [_range(each) for each in segment["blocks"] if each["state"] != "inactive"]
-    return segments, blocks
-
-
-def _range(held: Any) -> Range:
-    return held["address"], held["address"] + held.get("total_size", held.get("size"))
-
-
-def in_private_memory(address: int) -> bool:
-    """Whether an address lies in a pool that graphs still hold."""
-    return torch.cuda.is_initialized() and any(
-        within(address, [_range(segment)])
-        for segment in torch.cuda.memory_snapshot(include_traces=False)
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
-
-
-def within(address: int, ranges: Iterable[Range]) -> bool:
-    """Whether an address lies in one of the ranges."""
-    return any(first <= address < end for first, end in ranges)
-
-
-def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
-    """The union of ranges less the holes."""
-    found: list[Range] = []
-    edges = sorted((point, side, step) for side, group in enumerate((ranges, holes))
-                   for first, end in group for point, step in ((first, 1), (end, -1)))  # fmt: skip
-    depth, last = [0, 0], 0
-    for point, side, step in edges:
-        if depth[0] and not depth[1] and point > last:
-            start = found.pop()[0] if found and found[-1][1] == last else last
-            found.append((start, point))
-        depth[side] += step
-        last = point
-    return found
-
-
-def fill(address: int, nbytes: int, device: torch.device) -> None:
-    """Write NaN of every floating-point type over raw memory, on the current stream."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(0xFF)
-
-
-def scramble(byte: int) -> None:
-    """Take the free blocks that the current stream may have, write them, and give them back."""
-    stream, sizes = torch.cuda.current_stream(), list[int]()
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
-        place = segment["device"], segment["stream"], tuple(segment["segment_pool_id"])
-        if place == (stream.device_index, stream.cuda_stream, (0, 0)):
-            least = _SMALL_BYTES if segment["segment_type"] == "large" else 0
-            free = (block["size"] for block in segment["blocks"] if block["state"] == "inactive")
-            sizes += [size for size in free if size > least]
-    with contextlib.suppress(torch.OutOfMemoryError):
-        sizes.sort(reverse=True)
-        held = [torch.full((n,), byte, dtype=torch.uint8, device=stream.device) for n in sizes]
-        del held

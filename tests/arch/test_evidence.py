@@ -33,7 +33,7 @@ PATTERNS = {
     "harness/engine/leader.py": (1, "srun's log"),
     "harness/engine/slurm.py": (3, "salloc's and scontrol's output"),
     "harness/worker/node.py": (1, "scontrol's output"),
-    "harness/program/packages.py": (16, "pip's output, and the grammar of requirements"),
+    "harness/program/packages.py": (13, "pip's output, and the grammar of requirements"),
     "harness/recorder/session.py": (1, "the table of library errors: gloo's places"),
     "harness/masking.py": (10, "secrets, in whatever form"),
     "harness/scenario/yaml_source.py": (2, "YAML"),

@@ -27,9 +27,9 @@ RUNNING = [
         ("initial_state_if_due", "return step.index < 0 or step.index % self.every == 0",
          "return step.index % self.every == 0"),
         ("idle_optimizer_counts_as_seen", "if id(each) in step.places]", "]"),
-        ("learning_rate_ignored", "[(list(numbers), digests)]", "[]"),
-        ("generators_never_seeded", "[hashed(states[name]) if name in self.seeded else UNSEEDED",
-         "[UNSEEDED"),
+        ("learning_rate_ignored", "tensors, numbers)\n        # What", "tensors)\n        # What"),
+        ("generators_never_seeded", "[], random_states(self.seeded)",
+         "[], dict.fromkeys(random_states(self.seeded))"),
         ("cpu_generator_unseeded", 'self.seeded = {"cpu", "cuda"}', 'self.seeded = {"cuda"}'),
         ("buffers_left_out", '{"buffers": self.names.buffers(),', '{"buffers": [],'),
         ("own_groups_left_out", "        named |= {group: gather() for group, gather in self.own"
@@ -99,7 +99,7 @@ RUNNING = [
         ("checkpoint_counts_as_microbatch", "depth[0] += 1", "depth[0] += 0"),
     ),
     *slips_of(
-        "recorder/hooks.py",
+        "recorder/rounding.py",
         "recorder/test_rounding",
         ("ranks_round_alike", "seed * RANKS + rank", "seed * RANKS"),
     ),

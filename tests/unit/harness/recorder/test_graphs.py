@@ -109,7 +109,7 @@ def test_replays_are_counted_and_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).sum().backward()
     with watching(model) as watched:
-        watched.watch.on_replayed.append(seen.append)
+        watched.watch._replayed = seen.append
         made, _ = captured(lambda: model(x))
         made.replay()
         made.replay()

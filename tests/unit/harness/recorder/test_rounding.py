@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.recorder import record
-from harness.recorder.hooks import Rounding
-from harness.recorder.rounding import RandomRounding, unit_roundoff
+from harness.recorder.rounding import RandomRounding, Rounding, unit_roundoff
 from tests.unit.harness.recorder.recorded import (
     all_digests,
     changed,

@@ -215,6 +215,7 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     expected = facts | {
         "harness.recorder",
         "fsdp_core",
+        "fsdp_core.dispatch",
         "fsdp_core.graph",
         "fsdp_core.graph.digest",
         "fsdp_core.graph.digest_torch",
