@@ -12,9 +12,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--harness", action="store_true", help="Collect scenario files: each case is a test.")
     add("--harness-out", metavar="FOLDER",
         help="Where run folders go, a new or empty place; out/pytest-TIME by default.")  # fmt: skip
-    add("--harness-device", choices=["auto", "cpu", "cuda"], help="Where, over the scenarios'.")
-    add("--harness-slots", type=_positive, metavar="N",
-        help="Ranks that may run at a time, whatever -n is.")  # fmt: skip
+    add("--harness-device", choices=["auto", "cpu", "cuda"],
+        help="Device of every run; overrides launch.device.")  # fmt: skip
+    add("--harness-slots", type=_positive, metavar="N", help="Ranks that run at the same time.")
     add("--harness-ranks-per-gpu", type=_positive, metavar="N", help="Let N ranks share a GPU.")
     add("--harness-incomparable", choices=["fail", "xfail"], default="fail",
         help="What a case whose runs cannot be compared is to pytest.")  # fmt: skip
@@ -33,8 +33,11 @@ def _positive(text: str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the rest, if it is wanted."""
+    """Load the rest, if it is wanted (`pytest.UsageError`: under pytest-xdist)."""
     if config.getoption("harness") or config.getini("harness"):
+        if getattr(config.option, "dist", "no") != "no":
+            raise pytest.UsageError("-n: expected -n 0 with --harness, which runs cases in parallel"
+                                    " by itself (--harness-slots)")  # fmt: skip
         from harness.pytest_plugin.session import register
 
         register(config)

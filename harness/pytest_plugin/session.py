@@ -1,17 +1,26 @@
-"""pytest's hooks: files collected, cases carried out by one `harness run`, folders shown.
+"""Scenario files as pytest collects them, their cases as items, all carried out together.
 
     selected items -> one request -> `launch.rounds`
       -> the item whose turn it is goes on with them until its case has a verdict
 
-Rounds advance while an item waits, and verdicts of other cases are kept for their items. Of
-pytest-xdist's workers one gets all cases, so that slots are given once; if it dies, the worker that
-gets the rest goes on with its run folder. Scenarios that cannot run together (of another device or
-engine, or of the same name) have run folders of their own in that of the session.
+    passed        passed
+    failed        failed, with the verdict's words and the command that repeats the case
+    error         failed: no verdict is no pass
+    incomparable  failed, or xfailed with --harness-incomparable=xfail
+    skipped       skipped, with the reason
+
+Rounds advance while an item waits, and verdicts of other cases are kept for their items. Scenarios
+that cannot run together (of another device or engine, or of the same name) have run folders of
+their own in that of the session.
+
+Expanding tens of thousands of cases takes seconds: a file of which -m, by the file's own markers,
+its tier among them, leaves no case is left out as a whole.
 """
 
-import importlib
-import uuid
-from collections.abc import Generator
+import os
+import re
+import shlex
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,20 +29,21 @@ from typing import Any
 
 import pytest
 
-from harness.errors import HarnessError, InternalError, Interrupted
+from harness.checks import confirmation
+from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.history import remember
 from harness.machine import describe, resolve_device
-from harness.pytest_plugin.collection import ASK, EQUALS, CaseItem, ScenarioFile, choose_pairwise
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, advance
-from harness.scenario.schema import TIERS
-from harness.scenario.suite import SUFFIXES, joined
-from harness.store import MANIFEST_FILE, RunFolder
+from harness.scenario.matrix import expand_marked
+from harness.scenario.schema import TIERS, Scenario, load_scenario
+from harness.scenario.suite import SUFFIXES, joined, pairwise, read_expression
+from harness.store import MANIFEST_FILE
 from harness.store.verify import DEFAULT_OUT, unused
 
-INPUT_KEY = "harness"
-"""Of what a worker of pytest-xdist is given: place and id of the session."""
+EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
+"""Of `axis=value` as typed for `harness run -k`: in pytest's expressions no word has a `=`."""
 
 
 def register(config: pytest.Config) -> None:
@@ -41,9 +51,103 @@ def register(config: pytest.Config) -> None:
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: cases of scenarios with this tier")
     config.option.keyword = EQUALS.sub(":", config.getoption("keyword"))
-    session = HarnessSession(config)
-    config.stash[ASK] = session.ask
-    config.pluginmanager.register(session, "harness-session")
+    config.stash[SESSION] = HarnessSession(config)
+    config.pluginmanager.register(config.stash[SESSION], "harness-session")
+
+
+class NotPassed(Exception):
+    """What a case that did not pass says, in lines."""
+
+
+class ScenarioFile(pytest.File):
+    """One scenario file."""
+
+    scenario: Scenario
+
+    def collect(self) -> Iterator["CaseItem"]:
+        """An item for each case that `harness run` would run of it; none that -m leaves out."""
+        try:
+            self.scenario = load_scenario(Path(os.path.relpath(self.path)))
+            if self.scenario.tier:
+                self.add_marker(self.scenario.tier)
+            if self.config.pluginmanager.hasplugin("timeout"):
+                # A run has its own limit, which does not count the wait for slots.
+                self.add_marker(pytest.mark.timeout(0))
+            if self._is_left_out():
+                return
+            cases, included = expand_marked(self.scenario, "cpu")
+        except HarnessError as error:
+            raise self.CollectError(str(error)) from error
+        if self.scenario.select == "pairwise":
+            cases = pairwise(cases, keep=included)
+        for case in cases:
+            yield CaseItem.from_parent(self, name=case.id, labels=case.labels)
+
+    def _is_left_out(self) -> bool:
+        marks = {mark.name for mark in self.iter_markers()}
+        # pytest refuses what cannot be read, too, and a conftest.py may give more markers.
+        with suppress(UsageError):
+            expression = read_expression(self.config.getoption("markexpr") or "and")
+            if marks.union(TIERS).issuperset(expression.words):
+                return not expression.holds(marks.__contains__)
+        return False
+
+
+class CaseItem(pytest.Item):
+    """One case, run and judged with all others that were selected."""
+
+    parent: ScenarioFile
+
+    def __init__(self, *, labels: Mapping[str, str], **kwargs: object) -> None:
+        super().__init__(**kwargs)  # type: ignore[arg-type]
+        self.extra_keyword_matches.update(f"{axis}:{value}" for axis, value in labels.items())
+
+    def runtest(self) -> None:
+        """Ask for the case's verdict, and say it as pytest does."""
+        try:
+            verdict, folder = self.config.stash[SESSION].ask(self)
+        except HarnessError as error:
+            raise NotPassed(f"no verdict: {error}") from error
+        properties = {"outcome": verdict.outcome, "what": verdict.what, "folder": str(folder)}
+        self.user_properties += properties.items()
+        if verdict.outcome == "skipped":
+            raise pytest.skip.Exception(verdict.message, _use_item_location=True)
+        lines = list(_words(verdict, folder))
+        may_be = self.config.getoption("harness_incomparable") == "xfail"
+        if verdict.outcome == "incomparable" and may_be:
+            pytest.xfail(lines[0])
+        if verdict.outcome != "passed":
+            raise NotPassed("\n".join(lines))
+
+    def repr_failure(  # type: ignore[override]
+        self, excinfo: pytest.ExceptionInfo[BaseException]
+    ) -> object:
+        """The words of the verdict; a traceback for anything else."""
+        if not isinstance(excinfo.value, NotPassed):
+            return super().repr_failure(excinfo)
+        shown = excinfo.getrepr(style="value", chain=False)
+        crash = shown.reprcrash
+        assert crash is not None
+        # Summary lines and JUnit quote this, not the place in here where it was raised.
+        crash.path, crash.lineno = str(self.path), 1
+        crash.message = str(excinfo.value).partition("\n")[0]
+        return shown
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """File, line from 0, name."""
+        return self.path, 0, self.name
+
+
+def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
+    yield ": ".join(filter(None, (verdict.outcome, verdict.what, verdict.message)))
+    for check in verdict.checks:
+        if check.outcome != "passed" and check.message != verdict.message:
+            yield f"{check.check}: {check.outcome}: {check.message}"
+    if verdict.confirmation is not None:
+        yield confirmation.words(verdict.confirmation)
+    case = shlex.quote(os.path.relpath(folder))
+    yield f"look at it: harness show {case}"
+    yield f"repeat it:  harness rerun {case}"
 
 
 @dataclass(eq=False)
@@ -62,25 +166,16 @@ class _Together(Silent):
         """A case has its verdict, whoever waits for it."""
         self.verdicts[verdict.case_id] = verdict
 
-    def case_id(self, item: CaseItem) -> str:
-        """The id of an item's case in the run folder."""
-        return item.id if len(self.picked) == 1 else joined(item.parent.scenario.name, item.id)
-
 
 class HarnessSession:
-    """A session of pytest, or a worker's part of it."""
+    """pytest's hooks of one session."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        given: list[str] | None = getattr(config, "workerinput", {}).get(INPUT_KEY)
         fresh = DEFAULT_OUT / f"pytest-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        out, self._id = given or (
-            config.getoption("harness_out") or unused(fresh), uuid.uuid4().hex
-        )  # fmt: skip
-        self._out = Path(out).absolute()
+        self._out = Path(config.getoption("harness_out") or unused(fresh)).absolute()
         self._by_file: dict[Path, _Together] = {}
-        self._folders: list[Path] = []
-        self._warnings: list[str] = []
+        self._said: list[str] = []
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> ScenarioFile | None:
         """YAML files that match `harness_files`; not the copy that a run folder keeps."""
@@ -94,13 +189,6 @@ class HarnessSession:
         named: dict[str, Any] = {} if inside else {"nodeid": file_path.as_posix()}
         return ScenarioFile.from_parent(parent, path=file_path, **named)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
-        """After -k and -m, which say what is chosen from; --lf and --ff come later, as wrappers."""
-        choose_pairwise(config, items)
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What is selected is known: who is carried out with whom."""
         if self._config.option.collectonly:
@@ -112,20 +200,17 @@ class HarnessSession:
                 fitting = (t for t in known if t.kind == kind and name not in t.names)
                 together = self._by_file[item.path] = next(fitting, None) or _Together(kind)
                 together.names.add(name)
-            self._by_file[item.path].picked.setdefault(item.path, {})[item.id] = None
+            self._by_file[item.path].picked.setdefault(item.path, {})[item.name] = None
         groups = list(dict.fromkeys(self._by_file.values()))
         for number, together in enumerate(groups, 1):
             own = self._out / f"{number}-{together.kind[-1]}"
             together.out = self._out if len(groups) == 1 else own
 
     def ask(self, item: CaseItem) -> tuple[Verdict, Path]:
-        """The verdict of an item's case and the case's folder.
-
-        Raises:
-            HarnessError: the scenario, the machine or the harness does not allow a verdict.
-        """
+        """The verdict of an item's case and the case's folder (`HarnessError`: there is none)."""
         together = self._by_file[item.path]
-        case_id = together.case_id(item)
+        is_alone = len(together.picked) == 1
+        case_id = item.name if is_alone else joined(item.parent.scenario.name, item.name)
         try:
             together.rounds = together.rounds or self._rounds(together)
             advance(together.rounds, lambda: case_id in together.verdicts)
@@ -147,66 +232,31 @@ class HarnessSession:
 
     def _rounds(self, together: _Together) -> Generator[None, None, object]:
         option = self._config.getoption
-        what: dict[str, Any] = {"resume": together.out}
-        if not self._is_ours(together.out):
-            what = {"paths": tuple(together.picked), "picked": together.picked,
-                    "session": self._id, "device": option("harness_device")}  # fmt: skip
         prepared = launch.prepare(launch.Request(
-            slots=option("harness_slots"), ranks_per_gpu=option("harness_ranks_per_gpu"), **what
+            paths=tuple(together.picked), picked=together.picked, device=option("harness_device"),
+            slots=option("harness_slots"), ranks_per_gpu=option("harness_ranks_per_gpu"),
         ))  # fmt: skip
         argv = ("pytest", *map(str, self._config.invocation_params.args))
         return launch.rounds(prepared, together, out=together.out, exit_first=False, argv=argv)
 
-    def _is_ours(self, folder: Path) -> bool:
-        """Whether a run folder was made in this session: another worker's, which is dead."""
-        try:
-            return bool(RunFolder.open(folder).manifest.get(launch.SESSION_KEY) == self._id)
-        except HarnessError:
-            return False
-
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         """End what still runs, and record what was made."""
-        for together in self._by_file.values():
-            if together.rounds is not None:
-                together.rounds.close()
-        if hasattr(self._config, "workerinput"):
-            return
-        found = [*self._out.glob(MANIFEST_FILE), *sorted(self._out.glob(f"*/{MANIFEST_FILE}"))]
-        self._folders = [path.parent for path in found if self._is_ours(path.parent)]
-        if history := self._config.getoption("harness_history"):
-            noted = (remember(folder, Path(history).absolute()) for folder in self._folders)
-            self._warnings = [warning for warning in noted if warning]
+        history = self._config.getoption("harness_history")
+        begun = [t for t in dict.fromkeys(self._by_file.values()) if t.rounds is not None]
+        for together in begun:
+            together.rounds.close()
+        for place in (together.out for together in begun if together.verdicts):
+            self._said.append(f"run folder: {place} (harness report makes its report)")
+            if history and (warning := remember(place, Path(history).absolute())):
+                self._said.append(f"harness: {warning}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say where the run folders are."""
-        if self._folders:
+        if self._said:
             terminalreporter.section("harness")
-        for folder in self._folders:
-            terminalreporter.line(f"run folder: {folder} (harness report makes its report)")
-        for warning in self._warnings:
-            terminalreporter.line(f"harness: {warning}")
+        for line in self._said:
+            terminalreporter.line(line)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """Give a worker of pytest-xdist this session's place and id."""
-        node.workerinput[INPUT_KEY] = [str(self._out), self._id]
 
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """The scheduler that --dist names, but all cases go to one worker."""
-        dist = config.getvalue("dist")
-        if dist == "each":
-            raise pytest.UsageError("--dist each: expected another with --harness: one worker has "
-                                    "all slots, and runs each case once")  # fmt: skip
-        xdist: Any = importlib.import_module("xdist.scheduler")
-        by_name = {"loadscope": xdist.LoadScopeScheduling, "loadfile": xdist.LoadFileScheduling}
-        # The rest gives each test its own scope, but for groups.
-        base: Any = by_name.get(dist, xdist.LoadGroupScheduling)
-
-        class CasesTogether(base):  # type: ignore[misc]
-            def _split_scope(self, nodeid: str) -> str:
-                is_case = Path(nodeid.partition("::")[0]).suffix in SUFFIXES
-                return "scenario files" if is_case else str(super()._split_scope(nodeid))
-
-        return CasesTogether(config, log)
+SESSION = pytest.StashKey[HarnessSession]()

@@ -51,8 +51,6 @@ from harness.store.merge import Whole, keep_whole
 from harness.store.verify import DEFAULT_OUT, unused
 
 DEFAULT_SCENARIOS = Path("scenarios")
-SESSION_KEY = "session"
-"""Of the manifest: the session of pytest that made the folder, "" for none."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -62,14 +60,13 @@ class Request:
 
     `paths`, files and folders, run together, of which `tiers` leaves some; `slurm` are
     `KEY=YAML` texts over `launch.slurm`; `history` says what runs take; `mixed` goes on with a
-    folder of other code; `picked` are the cases that pytest's `session` selected.
+    folder of other code; `picked` are the cases that pytest selected.
     """
 
     paths: tuple[Path, ...] = ()
     tiers: tuple[str, ...] = ()
     select: str | None = None
     picked: Picked | None = None
-    session: str = ""
     shard: str | None = None
     history: Path | None = None
     resume: Path | None = None
@@ -108,7 +105,6 @@ class Prepared:
     selected: tuple[Selected, ...] = ()
     tiers: str = ""
     whole: Whole | None = None
-    session: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -164,7 +160,7 @@ def prepare(request: Request) -> Prepared:
     )
     return Prepared(
         name=suite.name, why=suite.why, text=suite.text, retries=suite.launch.retries,
-        selected=selected, tiers=suite.tiers, whole=part_of, session=request.session,
+        selected=selected, tiers=suite.tiers, whole=part_of,
         **_planned(
             chosen, device, slurm, here, slots=stated, ranks_per_gpu=request.ranks_per_gpu,
             jobs=request.jobs, history=request.history,
@@ -388,7 +384,7 @@ def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> Ru
         "devices": list(prepared.devices), RETRIES_KEY: prepared.retries, "tier": prepared.tiers,
         "shard": "" if part_of is None else str(part_of.shard),
         "selected": [part.to_json() for part in prepared.selected],
-        "notes": list(prepared.notes), SESSION_KEY: prepared.session,
+        "notes": list(prepared.notes),
         on_slurm.MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
         **provenance_of(prepared.machine, prepared.plan.cases),
     }  # fmt: skip

@@ -12,7 +12,7 @@ TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipel
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest
-PLUGIN_USES = {"pytest", "xdist"}  # of whoever runs it under them
+PLUGIN_USES = {"pytest"}  # of whoever runs it under it
 pytestmark = pytest.mark.xdist_group("imports")  # one worker reads all files, once
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 

@@ -1,11 +1,9 @@
 """Scenario files under pytest: what is collected, what cases are to pytest, what is said."""
 
-import itertools
 import json
 import os
 import signal
 import xml.etree.ElementTree as ET
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,15 @@ import pytest
 
 from harness.history import History
 from harness.machine import default_slots, describe
-from harness.pytest_plugin import collection
+from harness.pytest_plugin import session
 from harness.records import RunOutcome
 from harness.repeats import in_turn
 from harness.runner import launch
 from harness.runner.launch import Request, prepare
 from harness.runner.run import Silent
-from harness.scenario.matrix import expand
 from harness.scenario.matrix import expand_marked as expand_all
-from harness.scenario.schema import Scenario, load_scenario
-from harness.store import RunFolder, num_kept
+from harness.scenario.schema import Scenario
+from harness.store import RunFolder
 from tests.support.fake_engine import Patch, PlantingEngine
 
 pytest_plugins = ["pytester"]
@@ -282,9 +279,6 @@ def test_scenarios_that_cannot_run_together_have_folders_of_their_own(
 
 
 SEEDS = {"seed": [1, 2], "stress": ["none", ["jitter"], ["poison"]]}
-LEDGERS = {"ledger": [True, False], "microbatches": [1, 2], "steps": [2, 3], **SEEDS}
-PLANTS = {"plant": ["none", {"fault": "ulp", "step": 1, "rank": "last"}]}
-PAIRS = {"axes": {**LEDGERS, **PLANTS}, "select": "pairwise"}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +318,7 @@ def test_files_that_m_leaves_out_are_never_expanded(
         expanded.append(held.name)
         return expand_all(held, device)
 
-    monkeypatch.setattr(collection, "expand_marked", expand_marked)
+    monkeypatch.setattr(session, "expand_marked", expand_marked)
     got = run("--harness", "--co", "-q", option, expression)
     if made is None:
         assert got.ret == pytest.ExitCode.USAGE_ERROR
@@ -335,104 +329,21 @@ def test_files_that_m_leaves_out_are_never_expanded(
     assert got.ret == (pytest.ExitCode.OK if collected else pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-@pytest.mark.parametrize(
-    "words", [None, "seed1", "seed=2 and not ledger=false", "microbatches1 or poison"]
-)
-def test_a_pairwise_choice_is_that_of_harness_run(run: Run, words: str | None) -> None:
-    """With -k or without: the same cases in the same order, of those that -k leaves."""
+def test_a_pairwise_choice_is_that_of_harness_run(run: Run) -> None:
+    """The same cases in the same order; -k selects among them."""
     file = Path("scenarios/a.yaml")
-    file.write_text(scenario(**PAIRS))
-    cases = prepare(Request(paths=(file,), keyword=words, device="cpu")).plan.cases
-    got = run("--harness", "--co", "-q", *(("-k", words) if words else ()))
-    assert [line for line in got.outlines if "::" in line] == [f"{file}::{c.id}" for c in cases]
-    assert got.outlines[-1].startswith(f"{len(cases)}/64 tests collected ({64 - len(cases)} desel")
+    axes = {"ledger": [True, False], "microbatches": [1, 2], **SEEDS, **SCENARIO["axes"]}
+    file.write_text(scenario(axes=axes, select="pairwise"))
+    cases = [f"{file}::{c.id}" for c in prepare(Request(paths=(file,), device="cpu")).plan.cases]
+    assert 4 < len(cases) < 16
+    for words, left in ((), cases), (("-k", "seed1"), [c for c in cases if "seed1" in c]):
+        got = run("--harness", "--co", "-q", *words)
+        assert [line for line in got.outlines if "::" in line] == left
 
 
-def test_a_case_asked_for_by_its_name_is_never_chosen_away(
-    run: Run, pytester: pytest.Pytester
-) -> None:
-    """Cases beyond the pairwise choice run when they are named, and again with --lf."""
-    file = Path("scenarios/a.yaml")
-    file.write_text(scenario(**PAIRS))
-    chosen = {case.id for case in prepare(Request(paths=(file,), device="cpu")).plan.cases}
-    beyond = [c.id for c in expand(load_scenario(file), "cpu") if c.id not in chosen]
-    assert len(beyond) > 10
-    nodes = [f"{file}::{case}" for case in beyond]
-    got = pytester.runpytest_inprocess(*PLUGIN, "--harness", "--co", "-q", *nodes)
-    assert [line for line in got.outlines if "::" in line] == nodes
-    both = pytester.runpytest_inprocess(*PLUGIN, "--harness", "--co", "-q", str(file), nodes[0])
-    assert nodes[0] in both.outlines
-    assert len(both.outlines) < len(beyond)
-    failed = [node for node in nodes if "ulp" in node]
-    pytester.runpytest_inprocess(*PLUGIN, "--harness", "--harness-out", "first", *failed)
-    again = run("--harness", "--co", "-q", "--lf")
-    assert [line for line in again.outlines if "::" in line] == failed
-    first = [line for line in run("--harness", "--co", "-q", "--ff").outlines if "::" in line]
-    assert first[: len(failed)] == failed
-    assert len(first) < 64
-
-
-ROOT = Path(__file__).parents[4]
-CONFTEST = f"""
-import os, signal
-from pathlib import Path
-import pytest
-from harness.runner import launch
-from tests.support.fake_engine import PlantingEngine
-
-launch.make_engine = PlantingEngine
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item):
-    with open(f"of{{os.getpid()}}", "a") as file:
-        file.write(f"{{item.name}}\\n")
-    if item.name == "{CASES[2]}" and not Path("ended").exists():
-        ended = Path("kept/runs").glob("*/outcome.json")
-        Path("ended").write_text(" ".join(path.parent.name for path in ended))
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.fixture
-def session(pytester: pytest.Pytester, monkeypatch: Patch) -> pytest.Pytester:
-    """Four cases in two files and three tests, whose third case kills its worker, once."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    pytester.makeconftest(CONFTEST)
-    for name, plant in zip("ab", SCENARIO["axes"]["plant"], strict=True):
-        text = scenario(name=name, axes=SCENARIO["axes"] | {"plant": [plant]})
-        (pytester.path / f"{name}.yaml").write_text(text)
-    pytester.makepyfile("def test_0(): pass\ndef test_1(): pass\ndef test_2(): pass\n")
-    return pytester
-
-
-@pytest.mark.parametrize("dist", ["load", "loadfile"])
-def test_one_worker_has_all_cases_and_another_goes_on_if_it_dies(
-    session: pytest.Pytester, dist: str
-) -> None:
-    """Every case gets its verdict, in one run folder, and no run that had ended is made again."""
-    got = session.runpytest_subprocess(
-        *PLUGIN, "--harness", "--harness-out", "kept", "-n", "2", "--dist", dist, "a.yaml",
-        "b.yaml", ".",
-    )  # fmt: skip
-    got.assert_outcomes(passed=5, failed=3)
-    got.stdout.fnmatch_lines([f"*crashed while running 'b.yaml::{CASES[2]}'*"])
-    got.stdout.fnmatch_lines([f"*repeat it:  harness rerun kept/cases/b.{CASES[2]}"])
-    workers = [file.read_text().split() for file in session.path.glob("of*")]
-    of_cases = [tuple(name for name in names if name in CASES) for names in workers]
-    assert set(filter(None, of_cases)) == {tuple(CASES[:3]), tuple(CASES[2:])}
-    assert Counter(itertools.chain(*workers))["test_1"] == 1
-    folder = RunFolder.open(session.path / "kept")
-    outcomes = [verdict.outcome for verdict in folder.verdicts()]
-    assert outcomes == ["failed" if FAULT in case else "passed" for case in CASES]
-    ended = (session.path / "ended").read_text().split()
-    assert ended
-    assert not any(num_kept(folder.run_folder(key)) for key in ended)
-
-
-def test_a_distribution_that_gives_every_worker_all_cases_is_refused(
-    session: pytest.Pytester,
-) -> None:
-    """One sentence, and nothing runs."""
-    got = session.runpytest_subprocess(*PLUGIN, "--harness", "-n", "2", "--dist", "each", ".")
+def test_cases_are_not_shared_out_to_processes(run: Run) -> None:
+    """A harness in each would give the same slots twice: refused in one sentence."""
+    got = run("--harness", "-n", "2")
     assert got.ret == pytest.ExitCode.USAGE_ERROR
-    got.stderr.fnmatch_lines(["ERROR: --dist each: expected another with --harness: *"])
+    got.stderr.fnmatch_lines(["ERROR: -n: expected -n 0 with --harness*"])
+    assert run("--harness", "--co", "-n", "0").ret == pytest.ExitCode.OK
