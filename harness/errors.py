@@ -59,11 +59,10 @@ class UsageError(HarnessError, ValueError):
 
 
 class ScenarioError(UsageError):
-    """A value in a scenario file (or in a `--set` or `--axis` option) that cannot be.
+    """A value in a scenario file, or in an option, that cannot be.
 
-    `file` is the path as the user gave it, or the option's name; `line` counts from 1, None for a
-    whole file or an option; `got` is already rendered (see `shown`); `legal` are the legal values,
-    if they can be listed; `rule` names the broken rule of the configuration, if it is one.
+    `file` is the path as given, or the option's name; `line` counts from 1, None for a whole file
+    or an option; `got` is rendered (`shown`); `rule` names the broken rule of the configuration.
     """
 
     def __init__(

@@ -37,21 +37,17 @@ class Gpu(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Json):
-    """The machine under us. `versions`: of installed packages; `gpu_note`: why there is no GPU.
-
-    `gpus_expected`: how it is known that there are GPUs, though none may be used; "" if it is not,
-    or if they are hidden on purpose.
-    """
+    """The machine under us."""
 
     cores: int
     memory_bytes: int
     system: str
     python: str
-    versions: dict[str, str]
+    versions: dict[str, str]  # of installed packages
     gpus: tuple[Gpu, ...]
     gpu_driver: str
-    gpu_note: str
-    gpus_expected: str = ""
+    gpu_note: str  # why there is no GPU
+    gpus_expected: str = ""  # how it is known that there are some, unless hidden on purpose
 
     @property
     def torch_sees_gpus(self) -> bool:
@@ -95,9 +91,8 @@ def num_cores() -> int:
 def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
     """The device that `auto`, `cpu` or `cuda` means here.
 
-    Raises:
-        Infrastructure: cuda was asked for and cannot be had, or there are GPUs that `auto` cannot
-            take: that a run on them passes would not be known from one on the CPU.
+    `Infrastructure`: cuda was asked for and cannot be had, or there are GPUs that `auto` cannot
+    take: that a run on them passes would not be known from one on the CPU.
     """
     if wanted == "cpu":
         return "cpu"
@@ -121,18 +116,16 @@ def default_slots(machine: Machine) -> int:
 
 def visible(gpus: tuple[Gpu, ...], devices: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, stops at a bad entry."""
+    if devices is None:
+        return gpus
     chosen: list[Gpu] = []
-    for entry in (part.strip() for part in (devices or "").split(",")):
-        named = (
-            gpu
-            for n, gpu in enumerate(gpus)
-            if (n == int(entry) if entry.isdecimal() else entry and gpu.id.startswith(entry))
-        )
-        gpu = next(named, None)  # fmt: skip
-        if gpu is None or gpu in chosen:
+    for entry in map(str.strip, devices.split(",")):
+        named = [gpu for n, gpu in enumerate(gpus) if entry == str(n) or
+                 (entry and not entry.isdecimal() and gpu.id.startswith(entry))]  # fmt: skip
+        if not named or named[0] in chosen:
             break
-        chosen.append(gpu)
-    return gpus if devices is None else tuple(chosen)
+        chosen.append(named[0])
+    return tuple(chosen)
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:

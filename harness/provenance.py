@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harness.masking import Masker, is_telling
 
@@ -27,13 +27,11 @@ TIMEOUT_S = 30.0
 HASH_CHARS = 8
 _OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
-FINGERPRINT = "fingerprint"
-"""Key of a start record's environment: the part that gates verdicts."""
+FINGERPRINT = "fingerprint"  # of a start record's environment: the part that gates verdicts
 CODE_VARIABLE, COMMIT_VARIABLE = "DELTAZERO_CODE", "DELTAZERO_COMMIT"
 PROGRAM_VARIABLE = "DELTAZERO_PROGRAM"
 """What a harness tells its ranks of the files that they started from, its own and a program's."""
-PROGRAMS_KEY = "programs"
-"""Of a manifest: name of a program to a hash of its code."""
+PROGRAMS_KEY = "programs"  # of a manifest: name of a program to a hash of its code
 MAX_SHOWN_CHARS, MOST_SHOWN = 60, 4
 
 _NUMERIC = re.compile(
@@ -52,13 +50,8 @@ _DRIVER, _PROCESSOR = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 _HEAD_BYTES = 16 << 10
 """Of /proc/cpuinfo: the first processor. The kernel asks each of them as it is read."""
 
-Kind = Literal["commit", "packages", "driver", "variables", "hardware", "data"]
-Facts = dict[Kind, dict[str, Any]]
-"""By kind, name to value. A kind that is absent was not recorded."""
-MACHINE_KINDS: tuple[Kind, ...] = ("packages", "driver", "variables", "hardware")
-"""What the manifest of any run folder has of its machine."""
-_NOUNS: dict[Kind, str] = {"packages": "package ", "variables": "variable "}
-"""What stands before a name that says nothing by itself."""
+_NOUNS = {"packages": "package ", "variables": "variable ", "driver": "", "hardware": ""}
+"""Kinds of facts, and what stands before a name that says nothing by itself."""
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -86,14 +79,11 @@ def of_rank(torch: Any, environ: Mapping[str, str] = os.environ) -> dict[str, An
 
 
 def of_gpu(torch: Any) -> dict[str, Any]:
-    """The same of its current GPU; only for a process that uses it.
-
-    PyTorch refuses to name a cuDNN that is older than it was built for, as a program has it that
-    imports TransformerEngine first: the refusal is the fact then.
-    """
+    """The same of its current GPU; only for a process that uses it."""
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:
+        # Older than PyTorch was built for, as where TransformerEngine is imported first.
         cudnn = str(error).partition(". ")[0]
     return {
         "device": torch.cuda.get_device_name(),
@@ -204,11 +194,7 @@ def record(
     machine: Mapping[str, Any], programs: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a manifest says of the environment.
-
-    `machine` is a `harness.machine.Machine` as JSON; `programs` has the code of those that are not
-    the built-in one, by name.
-    """
+    """What a manifest says of the environment: `machine` as JSON, the code of programs by name."""
     return {
         "machine": machine, "processor": processor(), "packages": installed_packages(),
         "commit": describe(), "code": code(), PROGRAMS_KEY: dict(programs or {}),
@@ -216,39 +202,35 @@ def record(
     }  # fmt: skip
 
 
-def facts(manifest: Mapping[str, Any]) -> Facts:
-    """What a manifest says of the environment, by kind; damage is as if it said nothing."""
-    found: Facts = {}
-    said = {"commit": manifest.get("commit"), **_mapping(manifest.get(PROGRAMS_KEY))}
-    if any(said.values()):
-        found["commit"] = said
-    stored = _mapping(manifest.get("environment")).get("variables")
-    if isinstance(stored, Mapping):
-        found["variables"] = {name: v for name, v in stored.items() if _decides(str(name))}
-    machine = manifest.get("machine")
-    if not isinstance(machine, Mapping):
+def facts(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a manifest says of its machine, name to value by kind; without what is unknown."""
+    machine = manifest.get("machine") or {}
+    stored = (manifest.get("environment") or {}).get("variables") or {}
+    found = {"variables": {name: v for name, v in stored.items() if _decides(str(name))}}
+    if not machine:
         return found
-    found["packages"] = {
-        "python": machine.get("python"), **_mapping(machine.get("versions")),
-        **_mapping(manifest.get("packages")),
+    model = manifest.get("processor")
+    return found | {
+        "packages": {
+            "python": machine.get("python"), **machine.get("versions", {}),
+            **(manifest.get("packages") or {}),
+        },
+        "driver": {"gpu_driver": machine.get("gpu_driver")},
+        "hardware": {
+            "cores": machine.get("cores"),
+            # Whole GiB: what a kernel keeps for itself differs from boot to boot.
+            "memory_gib": round(int(machine.get("memory_bytes") or 0) / 2**30),
+            "system": machine.get("system"), "gpus": [gpu["name"] for gpu in machine["gpus"]],
+            **({"processor": model} if model else {}),
+        },
     }  # fmt: skip
-    found["driver"] = {"gpu_driver": machine.get("gpu_driver")}
-    gpus, model = machine.get("gpus"), manifest.get("processor")
-    found["hardware"] = {
-        "cores": machine.get("cores"),
-        # Whole GiB: what a kernel keeps for itself differs from boot to boot.
-        "memory_gib": round(int(machine.get("memory_bytes") or 0) / 2**30),
-        "system": machine.get("system"),
-        "gpus": [_mapping(g).get("name") for g in gpus] if isinstance(gpus, list) else [],
-    } | ({"processor": model} if model else {})
-    return found
 
 
-def _named(manifest: Mapping[str, Any], *kinds: Kind) -> dict[str, Any]:
-    """Programs, and the facts of some kinds, by name."""
-    found, named = facts(manifest), dict(_mapping(manifest.get(PROGRAMS_KEY)))
+def _named(manifest: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
+    """The codes of programs, and the facts of some kinds, by name."""
+    named, found = dict(manifest.get(PROGRAMS_KEY) or {}), facts(manifest)
     for kind in kinds:
-        named |= {f"{_NOUNS.get(kind, '')}{name}": v for name, v in found.get(kind, {}).items()}
+        named |= {f"{_NOUNS[kind]}{name}": v for name, v in found.get(kind, {}).items()}
     return named
 
 
@@ -261,9 +243,8 @@ def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def everything(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """All facts but the commit, by name, as text: what answers of a search hold for. Of the
-    programs the code is named by its contents."""
-    return {name: str(v) for name, v in _named(manifest, *MACHINE_KINDS).items()}
+    """All facts but the commit, by name, as text: what answers of a search hold for."""
+    return {name: str(v) for name, v in _named(manifest, *_NOUNS).items()}
 
 
 # --- differences ------------------------------------------------------------------------------
@@ -298,10 +279,6 @@ def changes(left: Mapping[str, Any], right: Mapping[str, Any], most: int = MOST_
     return "; ".join([*words, *([f"{len(names) - most} more"] if len(names) > most else [])])
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 # --- the commit -----------------------------------------------------------------------------
 
 
@@ -328,11 +305,7 @@ def describe(root: Path | None = None) -> str:
 
 
 def git(root: Path, *arguments: str) -> bytes:
-    """What git prints about the repository at `root`.
-
-    Raises:
-        OSError, subprocess.SubprocessError: there is no git, or it says no.
-    """
+    """What git prints of the repository at `root` (`OSError`, `SubprocessError`: it says no)."""
     # --no-optional-locks: looking must not get in the way of whoever works in the repository.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     # Within a hook of git, variables name the repository that the hook is of, whatever -C says.

@@ -50,17 +50,12 @@ SAMPLES, TOKENS = "samples", "tokens"
 """Group of what a rank of the built-in trainer reads in a step; the first tensor in it."""
 GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
-COPIES = "copies"
-"""Group of what the built-in trainer computes with, where a rank keeps it between steps."""
-DIGEST_HEX_CHARS = 32
-"""Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
-TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
-"""Characters of one row of taps: a digest, and its place in the step, all ones if it never ran."""
-ABSENT = "f" * DIGEST_HEX_CHARS
-"""In place of a digest: the step did not hold that tensor."""
-NEVER_RAN = "f" * 8
-UNFINISHED = "unfinished step"
-"""Name of the event of a rank that fails in a run with taps: their rows so far."""
+COPIES = "copies"  # group of what the built-in trainer computes with, kept between steps
+DIGEST_HEX_CHARS = 32  # of a tensor's 128 bits; a group is their concatenation in tensor order
+TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8  # a digest, and its place in the step
+NEVER_RAN, ABSENT = "f" * 8, "f" * DIGEST_HEX_CHARS
+"""In place of a place in the step, and of a digest: the step did not hold that tensor."""
+UNFINISHED = "unfinished step"  # event of a rank that fails in a run with taps: their rows so far
 Passed = Literal["", "forward", "backward", "reduce", "optimizer", "capture", "replay"]
 """The part of a step that an exception passed through; `replay`: of a graph of a whole step."""
 MAX_KEPT_BYTES = 256 << 20
@@ -85,18 +80,14 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlantSpec(Json):
-    """A known fault to plant in a run, `beside` others, which have none beside themselves.
-
-    `rank` -1 is the last; `tensor` is a parameter's name, "" for the fault's own choice; `legs` are
-    the runs of a case that it is planted in; `chance` that it fires is decided once a run.
-    """
+    """A known fault to plant in a run, `beside` others, which have none beside themselves."""
 
     fault: str
     step: int = 0
-    rank: int = -1
-    tensor: str = ""
-    legs: tuple[str, ...] = ("candidate",)
-    chance: float = 1.0
+    rank: int = -1  # the last
+    tensor: str = ""  # a parameter's name, "" for the fault's own choice
+    legs: tuple[str, ...] = ("candidate",)  # runs of a case that it is planted in
+    chance: float = 1.0  # that it fires, decided once a run
     beside: "tuple[PlantSpec, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -125,9 +116,9 @@ def each_of(plant: PlantSpec | None) -> tuple[PlantSpec, ...]:
 class KeepSpec(Json):
     """Contents of tensors that every rank writes down, as they were digested in one step.
 
-    `names`: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records, or
-    `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text. More than
-    `max_bytes` of them on one rank is an error of the rank.
+    `names`: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in it, or
+    `layers.1.attn:output[1]`, a row of taps; a star is any text. More than `max_bytes` are an error
+    of the rank.
     """
 
     step: int
@@ -144,28 +135,19 @@ class KeepSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Json):
-    """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
-    higher ones are repeats for times.
+    """One unique training run."""
 
-    `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
-    writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at
-    random, for `harness.bisect.layouts`; 0 for all others. `stall_s`: seconds without a record
-    after which it counts as hung. Of a program that is not the built-in one, `config` says what to
-    start (`harness.program.spec`). `recorded`, "" for all others, names in its start records a run
-    that was recorded by hand or under another key.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # `TrainConfig.to_dict()`, or a program (`harness.program.spec`)
     device: Literal["cpu", "cuda"]
     world_size: int
     timeout_s: float
-    replica: int = 0
+    replica: int = 0  # 1 is the control, higher ones are repeats for times
     plant: PlantSpec | None = None
-    soak: SoakSpec | None = None
+    soak: SoakSpec | None = None  # None: the steps of its configuration and no more
     keep: KeepSpec | None = None
-    rounding: int = 0
-    stall_s: float | None = None
-    recorded: str = ""
+    rounding: int = 0  # seed of a run that rounds at random, 0 for all others
+    stall_s: float | None = None  # seconds without a record after which it counts as hung
+    recorded: str = ""  # its name in start records, if it was recorded by hand or under another key
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,10 +188,8 @@ class RunSpec(Json):
 class CaseSpec(Json):
     """A candidate against its reference, which also runs against its own control.
 
-    `expect` is `bitwise` or a tolerance (`harness.tolerance`). Of runs that were recorded by hand
-    the control may be the reference itself: there is none then, and a difference is no failure.
-    `repeats` more runs of each of both are made for their times (`harness.repeats`). `confirm`:
-    both are run once more where their bits differ (`harness.checks.confirmation`).
+    Of runs that were recorded by hand the control may be the reference itself: there is none then,
+    and a difference is no failure.
     """
 
     id: str
@@ -218,11 +198,11 @@ class CaseSpec(Json):
     reference: RunSpec
     control: RunSpec
     candidate: RunSpec
-    expect: Expect
+    expect: Expect  # `bitwise` or a tolerance
     checks: dict[str, dict[str, Any]]
     skip_reason: str = ""
-    repeats: int = 0
-    confirm: bool = False
+    repeats: int = 0  # more runs of each of both, for their times (`harness.repeats`)
+    confirm: bool = False  # run both once more where their bits differ
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,59 +219,43 @@ class CaseSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Json):
-    """First line of a rank: `tensors` names those of each digest group, in digest order.
-
-    `taps` are the rows of taps: `layers.3.attn:output[1]`, of the second call of a step; each with
-    the stage of the pipeline that its module is in. `run` is the key of the run.
-    """
+    """First line of a rank."""
 
     schema: int
     rank: int
     world_size: int
     pid: int
     device: str
-    tensors: dict[str, tuple[str, ...]]
+    tensors: dict[str, tuple[str, ...]]  # names of each digest group, in digest order
     environment: dict[str, Any]
-    taps: tuple[str, ...] = ()
-    tap_stages: tuple[int, ...] = ()
-    run: str = ""
+    taps: tuple[str, ...] = ()  # rows: `layers.3.attn:output[1]`, of the second call of a step
+    tap_stages: tuple[int, ...] = ()  # of the pipeline, that the module of each row is in
+    run: str = ""  # the key of the run
     kind: Literal["start"] = "start"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Json):
-    """One step of one rank.
-
-    `loss` is the mean over all tokens of the step, of all ranks, float32; of another program the
-    mean of the rank's microbatches, None if it has none. `microbatch_losses` are of the rank's own
-    tokens, float32; of another program as it computed them, before a GradScaler. `grad_norm` is
-    global, before clipping. `digests`: per group, concatenated, in the order of
-    `StartRecord.tensors`; `nonfinite`: names of tensors that hold a NaN or an infinity.
-
-    `step_s`: seconds from the end of the step before to its own, on the device. Bytes: `live` after
-    the step, `peak` so far, `device` on the whole GPU by the driver, at the last step of a flush,
-    `host` of the rank's process that no file holds. `taps`: the rows, `TAP_HEX_CHARS` each.
-    `pointer_changes`: long-lived tensors that moved since the step before; None if not counted.
-    `skipped`: why the optimizer did not take the step; "" where it did. `evaluation`: the loss of
-    the evaluation after it; None without one.
-    """
+    """One step of one rank."""
 
     step: int
     rank: int
+    # float32, the mean over all tokens of all ranks; of a program, of the rank's microbatches.
     loss: FloatBits | None
+    # Of the rank's own tokens, float32; of a program as it computed them, before a GradScaler.
     microbatch_losses: tuple[FloatBits, ...]
-    grad_norm: FloatBits | None
-    digests: dict[str, str]
-    nonfinite: dict[str, tuple[str, ...]]
-    step_s: float
-    live_bytes: int
-    peak_bytes: int
-    taps: str = ""
-    pointer_changes: int | None = None
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    skipped: str = ""
-    evaluation: FloatBits | None = None
+    grad_norm: FloatBits | None  # global, before clipping
+    digests: dict[str, str]  # by group, concatenated in the order of `StartRecord.tensors`
+    nonfinite: dict[str, tuple[str, ...]]  # names of tensors that hold a NaN or an infinity
+    step_s: float  # from the end of the step before to its own, on the device
+    live_bytes: int  # after the step
+    peak_bytes: int  # so far
+    taps: str = ""  # the rows, `TAP_HEX_CHARS` each
+    pointer_changes: int | None = None  # long-lived tensors that moved since the step before
+    device_bytes: int | None = None  # on the whole GPU by the driver, at the last step of a flush
+    host_bytes: int | None = None  # of the rank's process, that no file holds
+    skipped: str = ""  # why the optimizer did not take the step; "" where it did
+    evaluation: FloatBits | None = None  # loss of the evaluation after it
     kind: Literal["step"] = "step"
 
 
@@ -353,13 +317,7 @@ class RaceEvidence(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord(Json):
-    """The exception that ended the rank, already classified by the rank itself.
-
-    `blames` is the rank that had failed before, as far as this one heard of it; `module` the
-    innermost at work, by its dotted name; `raised_at` is `file.py:line function` of the innermost
-    frame outside of torch; `tensors` are names that the exception gives, the worst first; `race`
-    the first race that the detector saw. All are empty where they do not apply.
-    """
+    """The exception that ended the rank, already classified by the rank itself."""
 
     rank: int
     step: int
@@ -367,12 +325,12 @@ class ErrorRecord(Json):
     type: str
     message: str
     traceback: str
-    blames: int | None = None
-    module: str = ""
+    blames: int | None = None  # the rank that had failed before, as far as this one heard of it
+    module: str = ""  # the innermost at work, by its dotted name
     phase: Passed = ""
-    raised_at: str = ""
-    tensors: tuple[str, ...] = ()
-    race: RaceEvidence | None = None
+    raised_at: str = ""  # `file.py:line function` of the innermost frame outside of torch
+    tensors: tuple[str, ...] = ()  # names that the exception gives, the worst first
+    race: RaceEvidence | None = None  # the first that the detector saw
     kind: Literal["error"] = "error"
 
 
@@ -381,15 +339,11 @@ Direction = Literal["forward", "backward", "gradients", "optimizer"]
 
 @dataclass(frozen=True, kw_only=True)
 class GraphUse(Json):
-    """Graphs of one scope of one layer in one direction: how many were captured and launched.
-
-    `layer` is -1 for full_iteration, whose directions are `gradients` and, where the graph holds
-    it, `optimizer`.
-    """
+    """Graphs of one scope of one layer in one direction: how many were captured and launched."""
 
     scope: str
-    layer: int
-    direction: Direction
+    layer: int  # -1 for full_iteration
+    direction: Direction  # of full_iteration `gradients`, and `optimizer` if the graph holds it
     captures: int
     replays: int
 
@@ -406,21 +360,16 @@ class GraphUse(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord(Json):
-    """Last line of a rank that ran every step.
-
-    `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
-    `graphs` those of the built-in trainer by scope, layer and direction; `compiled` names parts of
-    `config.compile` that the compiler made code of.
-    """
+    """Last line of a rank that ran every step."""
 
     rank: int
     steps: int
     peak_bytes: int
-    startup_s: float
+    startup_s: float  # from process start to first step
     wall_s: float
-    replays: int = 0
-    graphs: tuple[GraphUse, ...] = ()
-    compiled: tuple[str, ...] = ()
+    replays: int = 0  # launches of captured graphs
+    graphs: tuple[GraphUse, ...] = ()  # of the built-in trainer
+    compiled: tuple[str, ...] = ()  # parts of `config.compile` that the compiler made code of
     kind: Literal["end"] = "end"
 
 
@@ -451,26 +400,20 @@ def parse_record(line: bytes | str) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit(Json):
-    """How one rank's process ended.
-
-    `code` is negative for a signal, None if it never started, which failed with `errno`.
-    """
+    """How one rank's process ended."""
 
     rank: int
-    code: int | None
+    code: int | None  # negative for a signal, None if it never started
     killed_by_harness: bool = False
-    errno: int = 0
+    errno: int = 0  # with which starting it failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entered(Json):
-    """A collective as ranks entered it; `label` is whose it is, "" if that is not known.
-
-    `sizes` and `called_at` are those of `harness.engine.collective_log.Place`.
-    """
+    """A collective as ranks entered it, as `harness.engine.collective_log.Place` has it."""
 
     operator: str
-    label: str = ""
+    label: str = ""  # whose it is, "" if that is not known
     in_capture: bool = False
     sizes: str = ""
     called_at: str = ""
@@ -483,72 +426,53 @@ class Entered(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFault(Json):
-    """`ranks` that a collective lacks, or that are in another one than the rest of its group.
-
-    They `entered` something else, or None; `others` wait for them in what was `expected`, the
-    `number`th collective of the `group` of global ranks; `step` is None if nobody counted.
-    """
+    """`ranks` that a collective lacks, or that are in another one than the rest of its group."""
 
     ranks: tuple[int, ...]
-    entered: Entered | None
-    others: tuple[int, ...]
+    entered: Entered | None  # by these, in its place
+    others: tuple[int, ...]  # that wait for them
     expected: Entered
-    group: tuple[int, ...]
+    group: tuple[int, ...]  # of global ranks, whose `number`th collective it is
     number: int
-    step: int | None
+    step: int | None  # None if nobody counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending(Json):
-    """What ended a run, in fields: those of the rank at fault, empty where nothing is known.
+    """What ended a run, as fields of the rank at fault; empty where nothing is known."""
 
-    The type of its `exception` or the name of the `signal`; `raised_at`, `phase` and `module` as in
-    its `ErrorRecord`; the first `tensor` that it names; the `collective` in which ranks waited in
-    vain; the failure of the `machine` that the engine saw (`harness.infrastructure`).
-    """
-
-    exception: str = ""
+    exception: str = ""  # its type
     signal: str = ""
-    raised_at: str = ""
+    raised_at: str = ""  # this and the next two as in its `ErrorRecord`
     phase: Passed = ""
     module: str = ""
-    tensor: str = ""
-    collective: CollectiveFault | None = None
-    machine: str = ""
+    tensor: str = ""  # the first that it names
+    collective: CollectiveFault | None = None  # in which ranks waited in vain
+    machine: str = ""  # failure of the machine that the engine saw (`harness.infrastructure`)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome(Json):
-    """What happened to one run, as the engine saw it: exit states, time, classification.
-
-    `what` is empty for a run in which every rank exited 0. `culprit_rank` is the rank that failed
-    first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
-    neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
-    `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
-    (`harness.engine.local`).
-    """
+    """What happened to one run, as the engine saw it: exit states, time, classification."""
 
     key: str
-    what: What
+    what: What  # "" if every rank exited 0
     message: str
-    culprit_rank: int | None
+    culprit_rank: int | None  # failed first: the others often only report a lost connection
     ranks: tuple[RankExit, ...]
     started_unix_s: float
     wall_s: float
     attempt: int = 0
+    # A SIGKILL that neither the harness sent nor, by its own count, the kernel for want of memory.
     from_outside: bool = False
-    undecided: bool = False
+    undecided: bool = False  # whether its end was its own or that of one of the runs `tied`
     tied: tuple[str, ...] = ()
     ending: Ending | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecords:
-    """One rank's decoded file.
-
-    `problems` lists lines that did not decode, as 'line N: why'; `after_end` the first of them
-    that follows the end record.
-    """
+    """One rank's decoded file."""
 
     rank: int
     start: StartRecord | None
@@ -556,9 +480,9 @@ class RankRecords:
     events: tuple[EventRecord, ...]
     error: ErrorRecord | None
     end: EndRecord | None
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # lines that did not decode: 'line N: why'
     initial: InitialRecord | None = None
-    after_end: tuple[str, ...] = ()
+    after_end: tuple[str, ...] = ()  # the first of them that follows the end record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,28 +524,20 @@ class CheckResult(Json):
 class Confirmation(Json):
     """Whether a difference came again where both sides were run once more.
 
-    `came_again`: the first difference is the same, in place and bits; `differs_otherwise`: it is
-    another. Each side `repeats` if its repeat has every bit of the first run; None if not made.
-    `difference` is the first between the repeats, `what` says what is wrong with one; `runs` are
-    their keys, `reference` and `candidate`.
+    `came_again`: the first difference is the same, in place and bits; `differs_otherwise`: another.
     """
 
     outcome: Literal["came_again", "differs_otherwise", "did_not_come_again", "not_made"]
-    reference_repeats: bool | None = None
+    reference_repeats: bool | None = None  # every bit of the first run; None if not made
     candidate_repeats: bool | None = None
-    difference: Difference | None = None
-    what: What = ""
-    runs: dict[str, str] = field(default_factory=dict)
+    difference: Difference | None = None  # the first between the repeats
+    what: What = ""  # is wrong with one of them
+    runs: dict[str, str] = field(default_factory=dict)  # keys of `reference` and `candidate`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Json):
-    """The answer for one case.
-
-    `what`, `message`, `difference` and `ending` come from the first result that decided, which is
-    that of `check`: "" if none did. `confirmation` is evidence and changes no outcome; None where
-    none was due.
-    """
+    """The answer for one case: that of the first result that decided, which is of `check`."""
 
     case_id: str
     outcome: Outcome
@@ -633,7 +549,7 @@ class Verdict(Json):
     difference: Difference | None = None
     check: str = ""
     ending: Ending | None = None
-    confirmation: Confirmation | None = None
+    confirmation: Confirmation | None = None  # evidence, which changes no outcome
 
 
 GIVEN = "given"

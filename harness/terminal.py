@@ -1,4 +1,4 @@
-"""What people see on a terminal: consoles, tables, times, and runs under way as they go on.
+"""What people see on a terminal: consoles, tables, one case, and runs under way as they go on.
 
 Texts from scenarios and logs are printed as they are: never read as markup, control characters
 escaped. A terminal gets a live view; pipes and files one line for each event.
@@ -9,7 +9,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +26,22 @@ from rich.text import Text
 from harness.checks import CHECKS, confirmation
 from harness.checks.evidence import count
 from harness.errors import one_line
-from harness.records import Outcome, RunOutcome, RunSpec, Verdict
-from harness.runner.plan import Job, Plan, makespan_s
+from harness.records import (
+    OUTCOMES,
+    CaseSpec,
+    Difference,
+    Outcome,
+    RankExit,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    Verdict,
+)
+from harness.runner.estimates import Timeline, cost
+from harness.runner.plan import Plan
 from harness.runner.run import Silent
 from harness.runner.run import View as View
+from harness.store.files import read_tail
 
 COLOURS: dict[Outcome, str] = {
     "passed": "green", "failed": "bold red", "error": "magenta",
@@ -38,6 +51,7 @@ PLAIN_WIDTH, MOST_WIDTH = 100, 10_000
 """Columns where neither a terminal nor $COLUMNS says how many there are."""
 _MAX_ACTIVE_LINES = 8
 _BLANKS = re.compile(r" +\n")
+STDERR_TAIL_BYTES, STDERR_TAIL_LINES = 8192, 15
 
 
 class PlainConsole(Console):
@@ -92,17 +106,23 @@ def cell(text: object, style: str = "") -> Text:
     return Text(one_line(str(text)), style=style, overflow="fold")
 
 
-def plain_table(*columns: str) -> Table:
-    """An empty table; what does not fit is folded, never cut."""
+def print_table(console: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table, unless it is empty; values that are no texts are printed as they are.
+
+    What does not fit is folded, never cut.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*(value if isinstance(value, Text) else cell(value) for value in row))
+    if table.row_count:
+        console.print(table)
 
 
-def add_row(table: Table, *values: object) -> None:
-    """A row of a table, of texts and of other values, which are printed as they are."""
-    table.add_row(*(value if isinstance(value, Text) else cell(value) for value in values))
+def print_line(console: Console, text: object, style: str = "", end: str = "\n") -> None:
+    """A line that is not folded."""
+    console.print(text if isinstance(text, Text) else cell(text, style), soft_wrap=True, end=end)
 
 
 def typed(command: str) -> str:
@@ -153,6 +173,120 @@ def run_text(outcome: RunOutcome) -> str:
     return f"{outcome.what or 'done'} {duration(outcome.wall_s)}{message}"
 
 
+# ---- plans, verdicts, one case
+
+
+def print_outcome(console: Console, verdicts: Sequence[Verdict], num_cases: int) -> None:
+    """What is to be read once all is over: cases that did not pass, then counts, the line open."""
+    rows = []
+    for verdict in verdicts:
+        if verdict.outcome not in ("passed", "skipped"):
+            found = verdict.confirmation
+            confirmed = "" if found is None else f"; {confirmation.words(found)}"
+            rows.append((
+                verdict.case_id, cell(verdict.outcome, COLOURS[verdict.outcome]), verdict.what,
+                f"{verdict.message}{confirmed}", duration(verdict.wall_s),
+            ))  # fmt: skip
+    print_table(console, ("case", "outcome", "what", "message", "time"), rows)
+    console.print(counts_line(verdicts, num_cases), end="")
+
+
+def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
+    """'5 passed, 1 failed, 2 without a verdict'."""
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    parts = [(f"{counts[name]} {name}", COLOURS[name]) for name in OUTCOMES if counts[name]]
+    if missing := num_cases - len(verdicts):
+        parts.append((f"{missing} without a verdict", "yellow"))
+    return Text(", ").join(Text(*part) for part in parts or [("no case", "")])
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Runs in order with ranks, device and seconds, cases that cannot run, the sum.
+
+    A line each: a plan may have ten thousand, and rich takes half a millisecond for a row.
+    """
+    width = max((len(run.key) for run in plan.runs), default=0)
+    for run in plan.runs:
+        about, serves = duration(run.estimate_s), ", ".join(run.serves)
+        row = f"{run.key:{width}} {run.spec.world_size:4} x {run.spec.device} {about:>11}  {serves}"
+        console.file.write(row + "\n")
+    for case in plan.skipped:
+        console.file.write(cell(f"skipped  {case.id}  {case.skip_reason}").plain + "\n")
+    console.print(Text(plan_line(plan)))
+
+
+def print_case(
+    console: Console, case: CaseSpec, verdict: Verdict | None,
+    runs: Mapping[str, tuple[Path, RunResult]], *, why: str = "",
+) -> None:  # fmt: skip
+    """Everything a person asks about one case: verdict or why none, difference, exits."""
+    print_line(console, f"{case.id}  ({case.scenario})", "bold")
+    if verdict is None:
+        print_line(console, f"no verdict: {why}" if why else "no verdict", "yellow")
+    else:
+        _print_verdict(console, verdict)
+    results = {role: run for role, (_, run) in runs.items()}
+    if words := cost(results, Timeline(results.values())).words:
+        print_line(console, words)
+    for role, (folder, run) in runs.items():
+        _print_run(console, role, folder, run)
+
+
+def _print_verdict(console: Console, verdict: Verdict) -> None:
+    console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
+    print_line(console, verdict.message)
+    if verdict.difference is not None:
+        console.print(_difference(verdict.difference))
+    if verdict.confirmation is not None:
+        print_line(console, confirmation.words(verdict.confirmation))
+    rows = ((check.check, cell(check.outcome, COLOURS[check.outcome]), check.what, check.message)
+            for check in verdict.checks)  # fmt: skip
+    print_table(console, ("check", "outcome", "what", "message"), rows)
+
+
+def _difference(difference: Difference) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in (
+        ("first difference", f"step {difference.step}, rank {difference.rank}"),
+        ("in", f"{difference.quantity} {difference.tensor}".strip()),
+        ("reference", difference.reference),
+        ("candidate", difference.candidate),
+        ("ulps", "" if difference.ulps is None else str(difference.ulps)),
+    ):
+        if text:
+            table.add_row(cell(name, "dim"), cell(text))
+    return table
+
+
+def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> None:
+    print_line(console, f"{role}: {run_text(run.outcome)}", "bold")
+    exits, rows = {exit_.rank: exit_ for exit_ in run.outcome.ranks}, []
+    for records in run.ranks:
+        gone, error = exits.get(records.rank), records.error
+        if error is not None or gone is None or gone.code != 0 or records.problems:
+            said = f"{error.type}: {error.message}" if error else "; ".join(records.problems)
+            rows.append((records.rank, _exit_word(gone), len(records.steps), said))
+    print_table(console, ("rank", "exit", "steps", "error"), rows)
+    rank = run.outcome.culprit_rank
+    if rank is not None and (tail := stderr_tail(folder / f"rank{rank}.stderr")):
+        print_line(console, f"last output of rank {rank}:", "dim")
+        for line in tail:
+            print_line(console, f"  {line}")
+
+
+def stderr_tail(path: Path) -> tuple[str, ...]:
+    """The last lines that a rank printed; empty if there are none, or no plain file."""
+    text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
+    return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
+
+
+def _exit_word(gone: RankExit | None) -> str:
+    if gone is None or gone.code is None:
+        return "never started"
+    by = " (by the harness)" if gone.killed_by_harness else ""
+    return f"signal {-gone.code}{by}" if gone.code < 0 else f"code {gone.code}{by}"
+
+
 # ---- runs under way
 
 
@@ -196,48 +330,15 @@ def run_line(outcome: RunOutcome, number: str = "") -> str:
     return f"{word:<12} {outcome.key}{number} {rest}"
 
 
-class Forecast:
-    """When the last run will have ended: the schedule of what is left, with measured times.
-
-    Where runs turn out to take longer than the plan expects, so will the others.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._left = {run.key: Job(run.spec, run.estimate_s) for run in plan.runs}
-        self._took_s = self._planned_s = 0.0
-
-    def ended(self, outcome: RunOutcome) -> None:
-        """Learn from a run. One that was not planned, or is repeated, says nothing."""
-        job = self._left.pop(outcome.key, None)
-        if job is not None and not outcome.what:
-            self._took_s += outcome.wall_s
-            self._planned_s += job.seconds
-
-    def total_s(self, elapsed_s: float, active_s: Mapping[str, float]) -> float:
-        """Seconds from the start to the end; `active_s` says how long runs have been under way."""
-        slower = self._took_s / self._planned_s if self._planned_s and self._took_s else 1.0
-        jobs = {key: Job(job.spec, job.seconds * slower) for key, job in self._left.items()}
-        under_way = [
-            Job(jobs[key].spec, max(0.0, jobs[key].seconds - since_s))
-            for key, since_s in active_s.items()
-            if key in jobs
-        ]
-        waiting = [job for key, job in jobs.items() if key not in active_s]
-        plan, begun = self._plan, bool(active_s) or len(jobs) < len(self._plan.runs)
-        left_s = makespan_s(waiting, slots=plan.slots, jobs=plan.jobs, under_way=under_way)
-        return max(elapsed_s, 0.0 if begun else plan.start_s) + left_s
-
-
 class LiveView(PlainView):
     """Verdicts scroll by; below them a bar and the runs under way, redrawn in place."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console)
-        self.clock = clock
+        self.clock, self.started_s = clock, clock()
         self.active: dict[str, float] = {}
-        self.forecast: Forecast | None = None
-        self.total_s, self.started_s = 0.0, clock()
+        self.left_s: dict[str, float] = {}
+        self.estimate_s = self.work_s = self.done_s = 0.0
         self.spinner = Spinner("dots")
         self.live = Live(
             console=console, get_renderable=self.render, refresh_per_second=8, transient=True
@@ -264,17 +365,26 @@ class LiveView(PlainView):
 
     def how_far(self, now_s: float) -> list[RenderableType]:
         """What is shown next to the spinner."""
-        elapsed_s, total = now_s - self.started_s, max(self.total, self.done)
+        total = max(self.total, self.done)
         return [
             ProgressBar(total=max(1, total), completed=self.done, width=30),
             Text(f"{self.done}/{total} runs"),
-            Text(f"{duration(elapsed_s)} of about {duration(max(elapsed_s, self.total_s))}"),
+            Text(f"{duration(now_s - self.started_s)} of about {duration(self.total_s(now_s))}"),
         ]
+
+    def total_s(self, now_s: float) -> float:
+        """Seconds from start to end, by how much of the expected work the time so far has done."""
+        elapsed_s, active = now_s - self.started_s, self.active.items()
+        under_way = (min(now_s - since, self.left_s.get(key, 0.0)) for key, since in active)
+        if not self.done_s:
+            return max(elapsed_s, self.estimate_s)
+        return max(elapsed_s, elapsed_s * self.work_s / (self.done_s + sum(under_way)))
 
     def planned(self, plan: Plan) -> None:
         """Print the plan, and set the scale of the bar."""
         super().planned(plan)
-        self.forecast, self.total_s = Forecast(plan), plan.estimate_s
+        self.left_s = {run.key: run.estimate_s for run in plan.runs}
+        self.estimate_s, self.work_s = plan.estimate_s, sum(self.left_s.values())
 
     def run_started(self, spec: RunSpec) -> None:
         """Show the run as active."""
@@ -284,11 +394,6 @@ class LiveView(PlainView):
         """Move the bar; a run that did not end well is worth a line."""
         self.active.pop(outcome.key, None)
         self.done += 1
-        if self.forecast is not None:
-            # At each event, not at each redrawing: a plan may have ten thousand runs.
-            self.forecast.ended(outcome)
-            now = self.clock()
-            active = {key: now - since for key, since in self.active.items()}
-            self.total_s = self.forecast.total_s(now - self.started_s, active)
+        self.done_s += self.left_s.pop(outcome.key, 0.0)
         if outcome.what:
             self._print(Text(run_line(outcome), style="dim"))

@@ -14,7 +14,7 @@ from harness.bisect.session import STAGES, Search, bisect
 from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError
-from harness.records import CaseSpec, ExitCode, Verdict
+from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import select
@@ -80,7 +80,12 @@ def bisect_command(
     else:
         place, spec, verdict, _ = find_answer(case, folder)
         if verdict is not None and verdict.outcome in ("passed", "skipped"):
-            return _nothing(verdict, as_json=as_json)
+            # A case that passed has no cause to look for; one that was skipped no records.
+            if as_json:
+                print_json({"verdict": verdict.to_json()})
+            else:
+                click.echo(f"{spec.id} {verdict.outcome}: nothing to bisect ({verdict.message})")
+            return ExitCode.PASSED if verdict.outcome == "passed" else ExitCode.NOTHING_RAN
     if spec.expect != "bitwise":
         raise UsageError(
             f"bisect: expected a case that compares bits, {spec.id} is judged within a tolerance: "
@@ -110,22 +115,11 @@ def _one_of(
     if not cases:
         raise NothingSelected(f"no case is selected by {option}")
     if len(cases) > 1:
-        named = ", ".join(case.id for case in cases[:MOST_NAMED])
-        more = ", ..." if len(cases) > MOST_NAMED else ""
-        raise UsageError(
-            f"bisect {path}: expected {option} EXPR that selects one case, got {len(cases)}: "
-            f"{named}{more}"
-        )
+        more = ["..."] * (len(cases) > MOST_NAMED)
+        named = ", ".join([*(case.id for case in cases[:MOST_NAMED]), *more])
+        raise UsageError(f"bisect {path}: expected {option} EXPR that selects one case, got "
+                         f"{len(cases)}: {named}")  # fmt: skip
     return cases[0]
-
-
-def _nothing(verdict: Verdict, *, as_json: bool) -> int:
-    """A case that passed has no cause to look for; one that was skipped no records."""
-    if as_json:
-        print_json({"verdict": verdict.to_json()})
-    else:
-        click.echo(f"{verdict.case_id} {verdict.outcome}: nothing to bisect ({verdict.message})")
-    return ExitCode.PASSED if verdict.outcome == "passed" else ExitCode.NOTHING_RAN
 
 
 def _code(findings: Findings) -> ExitCode:

@@ -7,9 +7,9 @@ import click
 from harness import machine
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
-from harness.cli import options, output
+from harness.cli import options
 from harness.cli.options import PATH
-from harness.cli.report import build_reports
+from harness.cli.report import as_text, report_again
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.records import CaseSpec, RunResult, dumps
@@ -19,7 +19,7 @@ from harness.scenario.schema import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic
-from harness.terminal import make_console
+from harness.terminal import make_console, print_line, print_outcome
 from harness.tolerance import ROUNDING
 
 SCENARIO, CASE = "compare-runs", "candidate"
@@ -69,15 +69,14 @@ def compare_runs_command(
         folder.seal_case(case)
         verdict = judge(case, *(folder.load_run(runs[role].spec) for role in LEGS))
         folder.save_verdict(verdict, case)
-    reports, code = build_reports(folder.path), exit_code([verdict])
-    console = make_console(stderr=as_json)
-    output.print_outcome(console, [verdict], 1)
-    output.print_line(console, f"; run folder {folder.path}")
-    output.print_line(console, f"report: {reports['html']}")
+    code, console = exit_code([verdict]), make_console(stderr=as_json)
+    print_outcome(console, [verdict], 1)
+    print_line(console, f"; run folder {folder.path}")
+    reports = report_again(console, folder.path)
     if as_json:
         options.print_json({
             "exit_code": int(code), "folder": str(folder.path), "verdict": verdict.to_json(),
-            "reports": output.as_text(reports),
+            "reports": as_text(reports),
         })  # fmt: skip
     return code
 

@@ -5,9 +5,9 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import click
 import psutil
@@ -17,10 +17,11 @@ from harness.machine import Machine, default_slots, describe
 from harness.provenance import package_version
 from harness.records import ExitCode
 from harness.store.verify import DEFAULT_OUT
-from harness.terminal import add_row, cell, make_console, plain_table
+from harness.terminal import cell, make_console, print_line, print_table
 
 State = Literal["ok", "warn", "missing"]
-Purpose = Literal["cpu", "cuda", "te"]
+Finding = tuple[str, str, State, str]
+"""What cannot run where it is missing, a name, its state, and what was found."""
 COLOURS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
 GIB = 1 << 30
 MIN_DISK_BYTES, MIN_MEMORY_BYTES, MIN_SHM_BYTES = 1 * GIB, 2 * GIB, 64 << 20
@@ -29,42 +30,27 @@ TESTED = {"python": ((3, 11), (3, 12)), "torch": ((2, 11), (2, 13))}
 """First and last release that is tested."""
 
 
-class Finding(NamedTuple):
-    """One thing looked at. `purpose` is what cannot run where it is missing."""
-
-    purpose: Purpose
-    name: str
-    state: State
-    detail: str
-
-
-class Diagnosis(NamedTuple):
-    """All findings, and what follows: slots a device, and what cannot run with the reason."""
-
-    findings: list[Finding]
-    can_run: list[str]
-    cannot_run: list[str]
-
-
-def diagnose(machine: Machine, out: Path) -> Diagnosis:
-    """Look at everything that a run needs; `out` is where run folders would go."""
-    found = Diagnosis([Finding(*looked) for looked in _look(machine, out)], [], [])
-    lacks: list[str] = []  # each needs what those before it need
+def conclude(findings: Iterable[Finding], machine: Machine) -> tuple[list[str], list[str]]:
+    """What can run, with its slots, and what cannot, with the reason."""
+    can_run, cannot_run, lacks = list[str](), list[str](), list[str]()
+    held = list(findings)
     for purpose, name, room in (
         ("cpu", "device: cpu", f", {default_slots(machine)} rank slots"),
         ("cuda", "device: cuda", f", {len(machine.gpus)} GPUs"),
         ("te", "backend: te", ""),
     ):
-        lacks += [f"{f.name}: {f.detail}" for f in found.findings
-                  if f.state == "missing" and f.purpose == purpose]  # fmt: skip
+        # Each needs what those before it need.
+        lacks += [f"{what}: {detail}" for needed_by, what, state, detail in held
+                  if state == "missing" and needed_by == purpose]  # fmt: skip
         if lacks:
-            found.cannot_run.append(f"{name} ({'; '.join(lacks)})")
+            cannot_run.append(f"{name} ({'; '.join(lacks)})")
         else:
-            found.can_run.append(name + room)
-    return found
+            can_run.append(name + room)
+    return can_run, cannot_run
 
 
-def _look(machine: Machine, out: Path) -> Iterator[tuple[Purpose, str, State, str]]:
+def look(machine: Machine, out: Path) -> Iterator[Finding]:
+    """Look at everything that a run needs; `out` is where run folders would go."""
     versions = {"python": sys.version.split()[0], "torch": package_version("torch")}
     for name, version in versions.items():
         first, last = TESTED[name]
@@ -126,21 +112,25 @@ def _gpus(machine: Machine) -> tuple[State, str]:
 @click.command()
 @options.as_json
 def doctor(*, as_json: bool) -> int:
-    """Say what this machine can run, and what it lacks."""
+    """Say what this machine can run, and what it lacks.
+
+    Exit codes: 0 it can run something, 6 nothing.
+    """
     here = describe()
-    diagnosis = diagnose(here, DEFAULT_OUT)
-    code = ExitCode.PASSED if diagnosis.can_run else ExitCode.NO_VERDICT
+    findings = list(look(here, DEFAULT_OUT))
+    can_run, cannot_run = conclude(findings, here)
+    code = ExitCode.PASSED if can_run else ExitCode.NO_VERDICT
     if as_json:
-        findings = [found._asdict() for found in diagnosis.findings]
-        plain = diagnosis._asdict() | {"findings": findings, "machine": here.to_json()}
-        options.print_json(plain)
+        names = ("purpose", "name", "state", "detail")
+        found = [dict(zip(names, finding, strict=True)) for finding in findings]
+        options.print_json({"findings": found, "can_run": can_run, "cannot_run": cannot_run,
+                            "machine": here.to_json()})  # fmt: skip
         return code
-    console, table = make_console(), plain_table("", "state", "")
-    for found in diagnosis.findings:
-        add_row(table, found.name, cell(found.state, COLOURS[found.state]), found.detail)
-    console.print(table)
-    for line in diagnosis.can_run:
-        console.print(cell(f"can run     {line}", "green"), soft_wrap=True)
-    for line in diagnosis.cannot_run:
-        console.print(cell(f"cannot run  {line}", "yellow"), soft_wrap=True)
+    console = make_console()
+    rows = ((name, cell(state, COLOURS[state]), detail) for _, name, state, detail in findings)
+    print_table(console, ("", "state", ""), rows)
+    for line in can_run:
+        print_line(console, f"can run     {line}", "green")
+    for line in cannot_run:
+        print_line(console, f"cannot run  {line}", "yellow")
     return code

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from harness.campaign import campaign as made
@@ -21,7 +20,7 @@ from harness.records import ExitCode, Verdict
 from harness.runner.plan import Plan
 from harness.scenario.suite import compile_expression
 from harness.store.files import write_atomic
-from harness.terminal import cell, duration, make_console, plain_table, plan_line
+from harness.terminal import duration, make_console, plan_line, print_line, print_table
 
 CLEAN_CASES = 200
 MATRIX_FILES = ("matrix.md", "matrix.json")
@@ -45,10 +44,9 @@ def list_faults(*, keyword: str | None, as_json: bool) -> int:
     chosen = _selected((), keyword)
     if as_json:
         options.print_json([_plain(fault) for fault in chosen])
-        return ExitCode.PASSED
-    console = make_console()
-    _print_table(console, made.CATALOGUE_HEADERS, map(made.entry_of, chosen))
-    console.print(Text(f"{len(chosen)} of {len(CATALOGUE)} faults"))
+    else:
+        print_table(make_console(), made.CATALOGUE_HEADERS, map(made.entry_of, chosen))
+        click.echo(f"{len(chosen)} of {len(CATALOGUE)} faults")
     return ExitCode.PASSED
 
 
@@ -77,13 +75,16 @@ def show_fault(*, name: str, as_json: bool) -> int:
 @faults_command.command("run")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @_keyword
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+              help="Device of every run.")  # fmt: skip
 @click.option(
     "--clean", type=click.IntRange(0), default=None, metavar="N",
     help=f"Clean cases next to them, {CLEAN_CASES} by default, or none for named faults.",
 )  # fmt: skip
-@click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
-@click.option("--resume", type=options.PATH, metavar="RUN", help="Continue a run folder.")
+@click.option("--no-locate", is_flag=True, help="Do not look for the place of the fault.")
+@click.option(
+    "--resume", type=options.PATH, metavar="RUN", help="Continue an interrupted run folder."
+)
 @options.options(options.out, options.room)
 @click.option(
     "--patience", type=click.FloatRange(min=1), metavar="X",
@@ -95,7 +96,8 @@ def run_faults(
 ) -> int:
     """Plant faults, all by default, and print which check sees each, when, and where it points.
 
-    Exit code 0 only if every fault that can run here was detected and no clean case failed.
+    Exit codes: 0 every fault that can run here was detected and no clean case failed, 1 one was
+    missed or a clean case failed, 5 nothing ran, 6 a clean case has no verdict.
     """
     resume = how["resume"]
     if resume is not None and (names or keyword or clean is not None):
@@ -108,17 +110,16 @@ def run_faults(
     def say(what: Row | Verdict | Plan, done: int, planned: int) -> None:
         count = Text("" if isinstance(what, Plan) else f"[{done}/{planned}] ", style="dim")
         if (line := _line(what)) is not None:
-            console.print(count + line, soft_wrap=True)
+            print_line(console, count + line)
 
     argv = options.command_line()
     folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **how)
-    texts = (made.markdown(matrix), json.dumps(matrix.to_json(), indent=1))
-    for name, text in zip(MATRIX_FILES, texts, strict=True):
-        write_atomic(folder / name, text)
-    _print_table(console, made.HEADERS, map(made.fields_of, matrix.ran))
-    files = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json"
-    for line in (*made.summary_lines(matrix), files):
-        console.print(Text(line), soft_wrap=True)
+    page, file = (folder / name for name in MATRIX_FILES)
+    write_atomic(page, made.markdown(matrix))
+    write_atomic(file, json.dumps(matrix.to_json(), indent=1))
+    print_table(console, made.HEADERS, map(made.fields_of, matrix.ran))
+    for text in (*made.summary_lines(matrix), f"in {duration(matrix.wall_s)}; {page}, .json"):
+        print_line(console, text)
     code = exit_code(matrix)
     if as_json:
         options.print_json({"exit_code": int(code), "folder": str(folder), **matrix.to_json()})
@@ -129,7 +130,7 @@ def run_faults(
 @click.argument("folders", type=options.PATH, nargs=-1, metavar="[RUN]...")
 @click.option(
     "--write", type=options.PATH, metavar="FILE",
-    help="Put it there; what was measured there on devices that no RUN is of stays.",
+    help="Write it to FILE, of which figures of devices that no RUN is of stay.",
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     """The catalogue as a document, with what RUN folders of matrices measured."""
@@ -180,20 +181,8 @@ def _line(what: Row | Verdict | Plan) -> Text | None:
     return line.append(f"{under}, step {step or '-'}, place {what.localised or '-'}{more}", "none")
 
 
-def _print_table(console: Console, headers: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
-    table = plain_table(*headers)
-    for row in rows:
-        table.add_row(*map(cell, row))
-    console.print(table)
-
-
 def _selected(names: Iterable[str], keyword: str | None) -> tuple[Fault, ...]:
-    """Faults by name, or those that an expression fits, in the order of the catalogue.
-
-    Raises:
-        UsageError: no fault has that name.
-        NothingSelected: the expression fits none.
-    """
+    """Faults by name, or those that an expression fits, in the order of the catalogue."""
     wanted = tuple(names)
     for name in wanted:
         if name not in CATALOGUE:

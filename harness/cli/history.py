@@ -3,30 +3,29 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from harness import history as of
 from harness.checks.evidence import count
 from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.history.entries import FolderEntry
+from harness.history.ledger import FolderEntry
 from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT
-from harness.terminal import COLOURS, add_row, cell, make_console, plain_table
+from harness.terminal import COLOURS, cell, make_console, print_line, print_table
 
+MOST_ANSWERS = 60
+"""Of one case: what a table shows of them."""
 _database = click.option(
     "--history", "database", type=PATH, metavar="FILE",
     default=DEFAULT_OUT / of.DATABASE_FILE, show_default=True, help="History file.",
 )  # fmt: skip
-MOST_ANSWERS = 60
-"""Of one case: what a table shows of them."""
 
 
 @click.command("history")
@@ -39,7 +38,7 @@ MOST_ANSWERS = 60
     help="Show cases whose verdict changed without a change of code or packages.",
 )  # fmt: skip
 @click.option("--add", "folders", type=PATH, multiple=True, metavar="RUN",
-              help="Record a run folder.")  # fmt: skip
+              help="Record a run folder, and show nothing.")  # fmt: skip
 @options.as_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],
@@ -54,32 +53,34 @@ def history_command(
         return ExitCode.PASSED
     with of.History.open(database) as history:
         found = _chosen(history, name, days)
-    everything = [trend for cases in found.values() for trend in cases]
+    trends = [trend for cases in found.values() for trend in cases]
     console = make_console()
     if as_json:
-        entries = of.flaky_cases(everything) if flaky else everything
-        print_json([entry.to_json() for entry in entries])
+        print_json([entry.to_json() for entry in (of.flaky_cases(trends) if flaky else trends)])
     elif flaky:
-        print_flaky(console, of.flaky_cases(everything))
+        print_flaky(console, of.flaky_cases(trends))
     elif name is None:
         print_scenarios(console, found)
     elif name in found:
-        print_cases_of(console, name, found[name])
+        print_cases_of(console, name, trends)
     else:
-        for trend in everything:
+        for trend in trends:
             print_case_trend(console, trend)
     return ExitCode.PASSED
 
 
 def _take_in(database: Path, folders: Sequence[Path], *, as_json: bool) -> None:
-    added = sum((of.record_folder(folder, database) for folder in folders), of.Recorded())
+    added = Counter(folders=0, cases=0, runs=0, differing=0)
+    for folder in folders:
+        added.update(of.record_folder(folder, database))
     if as_json:
-        print_json(added.to_json())
+        print_json(added)
         return
-    kept = f"; {added.differing} already recorded with different content were kept unchanged"
+    differing = added["differing"]
+    kept = f"; {differing} already recorded with different content were kept unchanged"
     click.echo(
-        f"{database}: {count(added.folders, 'run folder')}, {count(added.cases, 'answer')} and "
-        f"{count(added.runs, 'attempt')} are new{kept if added.differing else ''}"
+        f"{database}: {count(added['folders'], 'run folder')}, {count(added['cases'], 'answer')} "
+        f"and {count(added['runs'], 'attempt')} are new{kept if differing else ''}"
     )
 
 
@@ -115,11 +116,12 @@ def _chosen(history: of.History, name: str | None, days: int) -> dict[str, Seque
 def compare_command(*, before: str, after: str, database: Path, as_json: bool) -> int:
     """Compare two runs: environments first, then what is worse.
 
-    RUN is a run folder, or the beginning of its id in the history.
+    RUN is a run folder, or the beginning of its id in the history. Exit codes: 0 nothing is worse,
+    1 something is, 6 something could not be compared or has no answer.
     """
     done = of.compare(_entry(before, database), _entry(after, database))
     if as_json:
-        plain: dict[str, Any] = done.to_json() | {"exit_code": int(done.exit_code)}
+        plain = done.to_json() | {"exit_code": int(done.exit_code)}
         for side in ("before", "after"):
             plain[side] = {k: v for k, v in plain[side].items() if k not in ("cases", "runs")}
         print_json(plain)
@@ -146,98 +148,98 @@ def _entry(name: str, database: Path) -> FolderEntry:
 
 def print_scenarios(console: Console, scenarios: dict[str, Sequence[of.CaseTrend]]) -> None:
     """A line a scenario: runs, the last answers, failing cases, changed values."""
-    table = plain_table("scenario", "runs", "last run", "cases now", "shifts")
+    rows = []
     for name, found in scenarios.items():
         last = max((trend.answers[-1] for trend in found), key=lambda answer: answer.created)
         counts = Counter(trend.answers[-1].outcome for trend in found)
         words = ", ".join(f"{counts[o]} {o}" for o in OUTCOMES if counts[o])
         runs = {answer.folder for trend in found for answer in trend.answers}
-        add_row(table, name, len(runs), when(last), words, sum(len(t.shifts) for t in found) or "")
-    console.print(table)
+        shifts = sum(len(trend.shifts) for trend in found)
+        rows.append((name, len(runs), when(last), words, shifts or ""))
+    print_table(console, ("scenario", "runs", "last run", "cases now", "shifts"), rows)
 
 
 def print_cases_of(console: Console, scenario: str, found: Sequence[of.CaseTrend]) -> None:
     """A line a case, those that fail first: since when, the last good commit, current values."""
     console.print(cell(f"{scenario}: {count(len(found), 'case')}", "bold"))
-    table = plain_table("case", "runs", "now", "bad since", "last good", "step", "peak", "shifts")
+    rows = []
     for trend in sorted(found, key=lambda trend: (trend.first_bad is None, trend.case_id)):
         last, good = trend.answers[-1], trend.last_good
-        add_row(
-            table, trend.case_id, trend.num_runs, cell(last.verdict, COLOURS[last.outcome]),
+        rows.append((
+            trend.case_id, trend.num_runs, cell(last.verdict, COLOURS[last.outcome]),
             when(trend.first_bad), short(good.commit) if good else "never",
             value("step_s", last.step_s), value("peak_bytes", last.peak_bytes),
             ", ".join(f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%}" for s in trend.shifts),
-        )  # fmt: skip
-    console.print(table)
+        ))  # fmt: skip
+    columns = ("case", "runs", "now", "bad since", "last good", "step", "peak", "shifts")
+    print_table(console, columns, rows)
 
 
 def print_case_trend(console: Console, trend: of.CaseTrend) -> None:
     """One case answer by answer, the newest last; then changes, series and the turning point."""
     head = f"{trend.case_id}  ({trend.scenario}): {count(trend.num_runs, 'run')}"
     console.print(cell(head, "bold"))
-    table = plain_table("run", "commit", "outcome", "step", "peak", "start-up", "in")
+    rows = []
     for answer in trend.answers[-MOST_ANSWERS:]:
         words = f"{answer.verdict}{f' (attempt {answer.attempt + 1})' * bool(answer.attempt)}"
         words += f" (after {', '.join(answer.retried)})" if answer.retried else ""
-        add_row(
-            table, when(answer), short(answer.commit), cell(words, COLOURS[answer.outcome]),
-            value("step_s", answer.step_s), value("peak_bytes", answer.peak_bytes),
-            value("startup_s", answer.startup_s), answer.series,
-        )  # fmt: skip
-    console.print(table)
+        measured = (value(metric, getattr(answer, metric)) for metric in METRIC_NAMES)
+        rows.append((when(answer), short(answer.commit), cell(words, COLOURS[answer.outcome]),
+                     *measured, answer.series))  # fmt: skip
+    columns = ("run", "commit", "outcome", "step", "peak", "start-up", "in")
+    print_table(console, columns, rows)
     if (hidden := len(trend.answers) - MOST_ANSWERS) > 0:
         console.print(cell(f"{hidden} earlier answers are not shown", "dim"))
     for letter, words in trend.series.items():
         if words:
             console.print(cell(f"{letter} is not compared with the series before it: {words}"))
     for shift in trend.shifts:
-        console.print(shift_text(shift))
-    console.print(turning_point(trend))
+        console.print(cell(shift_text(shift), "red" if shift.ratio > 0 else "green"))
+    console.print(cell(*turning_point(trend)))
 
 
-def shift_text(shift: Shift) -> Text:
+def shift_text(shift: Shift) -> str:
     """A lasting change in one sentence."""
     before, after = value(shift.metric, shift.before), value(shift.metric, shift.after)
-    return cell(
+    return (
         f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} (series "
         f"{shift.series}): {before} became {after}, noise {shift.noise:.2%}, between "
-        f"{short(shift.last_before.commit)} and {short(shift.first.commit)}",
-        "red" if shift.ratio > 0 else "green",
+        f"{short(shift.last_before.commit)} and {short(shift.first.commit)}"
     )
 
 
-def turning_point(trend: of.CaseTrend) -> Text:
-    """Since when it fails, and after which commit; or that it does not, as far as is known."""
+def turning_point(trend: of.CaseTrend) -> tuple[str, str]:
+    """Since when it fails and after which commit, or that it does not; and in which colour."""
     bad, good = trend.first_bad, trend.last_good
     after = f"{when(good)} at {short(good.commit)}" if good else ""
     if bad is None:
         if trend.answers[-1].outcome == "passed":
-            return cell("it does not fail now", "green")
-        return cell(f"no verdict since it passed, {after}" if good else "no verdict in these runs",
-                    "yellow")  # fmt: skip
+            return "it does not fail now", "green"
+        return (
+            f"no verdict since it passed, {after}" if good else "no verdict in these runs",
+            "yellow",
+        )
     since = f"first bad run {when(bad)} at {short(bad.commit)}"
     if good is None:
-        return cell(f"{since}, or earlier: no pass in these runs", COLOURS["failed"])
+        return f"{since}, or earlier: no pass in these runs", COLOURS["failed"]
     same = good.commit and good.commit == bad.commit
     hint = ": the same commit, so see --flaky and what the machine did" if same else ""
-    return cell(f"{since}, last good {after}{hint}", COLOURS["failed"])
+    return f"{since}, last good {after}{hint}", COLOURS["failed"]
 
 
 def print_flaky(console: Console, found: Sequence[of.Flaky]) -> None:
     """Cases whose verdict changed by itself, or that the machine failed first, worst first."""
     if not found:
-        console.print(cell("no verdict changed without a change of commit or environment, and none "
-                           "took more than one attempt"))  # fmt: skip
-        return
-    table = plain_table("case", "changed", "of repeats", "verdicts", "retried", "last")
-    for entry in found:
-        add_row(
-            table, f"{entry.scenario}/{entry.case_id}", entry.changes, entry.repeats,
-            ", ".join(entry.verdicts),
-            ", ".join(f"{times} x {name}" for name, times in entry.retried.items()),
-            when(entry.last),
-        )  # fmt: skip
-    console.print(table)
+        print_line(console, "no verdict changed without a change of commit or environment, and "
+                            "none took more than one attempt")  # fmt: skip
+    rows = (
+        (f"{entry.scenario}/{entry.case_id}", entry.changes, entry.repeats,
+         ", ".join(entry.verdicts),
+         ", ".join(f"{times} x {name}" for name, times in entry.retried.items()), when(entry.last))
+        for entry in found
+    )  # fmt: skip
+    columns = ("case", "changed", "of repeats", "verdicts", "retried", "last")
+    print_table(console, columns, rows)
 
 
 def print_comparison(console: Console, done: of.Comparison) -> None:
@@ -248,21 +250,19 @@ def print_comparison(console: Console, done: of.Comparison) -> None:
         console.print(cell(words, "bold"))
         if missing := open_cases(folder):
             console.print(cell(f"{name}: {count(missing, 'case')} without an answer", "yellow"))
-    table = plain_table("environment", "before", "after")
-    for name, sides in done.environment.items():
-        add_row(table, name, *sides)
-    console.print(table if done.environment else cell("environment: the same"))
-    table = plain_table("case", "before", "after", "step", "peak", "what to look at")
-    differing = [case for case in done.cases if case.state not in ("alike", "noisy")]
+    if not done.environment:
+        console.print(cell("environment: the same"))
+    rows = [(name, *sides) for name, sides in done.environment.items()]
+    print_table(console, ("environment", "before", "after"), rows)
+    rows, differing = [], [c for c in done.cases if c.state not in ("alike", "noisy")]
     for case in sorted(differing, key=lambda case: not case.worse):
         deltas = {delta.metric: _delta(delta) for delta in case.deltas}
-        values = (deltas.get(metric, "") for metric in ("step_s", "peak_bytes"))
-        add_row(
-            table, case.case_id, case.before or "absent", case.after or "absent", *values,
+        rows.append((
+            case.case_id, case.before or "absent", case.after or "absent",
+            deltas.get("step_s", ""), deltas.get("peak_bytes", ""),
             cell("; ".join(_to_look_at(case)), "red" if case.worse else ""),
-        )  # fmt: skip
-    if differing:
-        console.print(table)
+        ))  # fmt: skip
+    print_table(console, ("case", "before", "after", "step", "peak", "what to look at"), rows)
     for metric, noise in done.noise.items():
         words = f"noise of {METRIC_NAMES[metric]}: {noise:.2%} (reference, control)"
         console.print(cell(words, "dim"))

@@ -37,7 +37,7 @@ SECTIONS = {
     },
     "Run folders": {
         "report": ("report:report_command", "Write the reports again."),
-        "check": ("check:check_command", "Verify every checksum."),
+        "check": ("report:check_command", "Verify every checksum."),
         "merge": ("report:merge_command", "Join the folders of shards."),
     },
     "Runs that something else starts": {
@@ -62,8 +62,8 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
-        found = getattr(importlib.import_module(f"harness.cli.{module}"), attribute)
-        assert isinstance(found, click.Command)
+        found: click.Command = getattr(importlib.import_module(f"harness.cli.{module}"), attribute)
+        found.epilog = found.epilog or EXIT_CODES
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,9 +8,9 @@ import click
 from rich.console import Console
 
 from harness.checks import exit_code
-from harness.cli import options, output
+from harness.cli import options
 from harness.cli.options import PATH, print_json
-from harness.cli.report import build_reports, open_page
+from harness.cli.report import Reports, as_text, open_page, report_again
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
 from harness.masking import Masker
@@ -19,7 +19,15 @@ from harness.runner import launch
 from harness.runner.retries import set_killed_aside
 from harness.scenario.schema import ENGINES, Overrides
 from harness.store.verify import DEFAULT_OUT, bisect_line, find_case
-from harness.terminal import duration, make_console, make_view, typed
+from harness.terminal import (
+    duration,
+    make_console,
+    make_view,
+    print_line,
+    print_outcome,
+    print_plan,
+    typed,
+)
 
 _history = options.options(
     click.option(
@@ -82,7 +90,7 @@ def run(
     if as_json:
         print_json(plan.to_json())
     else:
-        output.print_plan(make_console(), plan)
+        print_plan(make_console(), plan)
         click.echo("".join(f"{note}\n" for note in prepared.notes), nl=False)
     is_empty = not plan.runs and len(plan.skipped) == len(plan.cases)
     return ExitCode.NOTHING_RAN if is_empty else ExitCode.PASSED
@@ -111,7 +119,7 @@ def _carry_out(
 ) -> int:  # fmt: skip
     console = make_console(stderr=as_json)
     for note in prepared.notes:
-        output.print_line(console, note)
+        print_line(console, note)
     try:
         done = launch.carry_out(
             prepared, make_view(console), out=out, exit_first=exit_first,
@@ -128,12 +136,12 @@ def _carry_out(
     searches = (bisect_line(case, done.folder / "cases" / case.id)
                 for case in prepared.plan.cases if case.id in failed)  # fmt: skip
     if command := next(filter(None, searches), ""):
-        output.print_line(console, f"find the cause: {typed(command)}")
+        print_line(console, f"find the cause: {typed(command)}")
     history = database or done.folder.parent / DATABASE_FILE
     if not no_history and (warning := remember(done.folder, history)):
         click.echo(f"harness: {warning}", err=True)
     # After the verdicts: a report that cannot be written must not swallow them.
-    reports = _report(console, done, database)
+    reports = report_again(console, done.folder, database)
     if as_json:
         print_json(_result(done, reports, code))
     if opens:
@@ -142,28 +150,21 @@ def _carry_out(
 
 
 def _show_outcome(console: Console, done: launch.Carried) -> None:
-    output.print_outcome(console, done.verdicts, done.num_cases)
-    output.print_line(console, f" in {duration(done.wall_s)}; run folder {done.folder}")
-
-
-def _report(console: Console, done: launch.Carried, database: Path | None) -> dict[str, Path]:
-    reports = build_reports(done.folder, database)
-    if "html" in reports:
-        output.print_line(console, f"report: {reports['html']}")
-    return reports
+    print_outcome(console, done.verdicts, done.num_cases)
+    print_line(console, f" in {duration(done.wall_s)}; run folder {done.folder}")
 
 
 def _show_cut_short(
     console: Console, cut: launch.CutShort, database: Path | None, *, as_json: bool
 ) -> None:
     """What was done until somebody stopped it; one more Ctrl-C, and the rest is left out."""
-    done, reports = cut.done, dict[str, Path]()
+    done, reports = cut.done, Reports()
     _show_outcome(console, done)
     try:
         if done.verdicts:
             # Of hundreds of cases it takes a while, which must not look like a harness that hangs.
             console.print("interrupted: writing the report, one more Ctrl-C leaves it out")
-            reports = _report(console, done, database)
+            reports = report_again(console, done.folder, database)
     except KeyboardInterrupt:
         raise cut from None
     except Exception as error:  # noqa: BLE001 - it does not change why the run ended
@@ -173,9 +174,9 @@ def _show_cut_short(
         print_json(_result(done, reports, cut.exit_code))
 
 
-def _result(done: launch.Carried, reports: dict[str, Path], code: int) -> dict[str, Any]:
+def _result(done: launch.Carried, reports: Reports, code: int) -> dict[str, Any]:
     return {
-        "exit_code": int(code), "folder": str(done.folder), "reports": output.as_text(reports),
+        "exit_code": int(code), "folder": str(done.folder), "reports": as_text(reports),
         "verdicts": [verdict.to_json() for verdict in done.verdicts],
         "num_cases": done.num_cases, "wall_s": done.wall_s,
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """The history of runs: what ran, on what, with which answer, in one SQLite file.
 
-    run folder -> gathering -> entries -> ledger (the file) -> trend
+    run folder -> gathering -> ledger (the file) -> trend
 
 Nothing that was recorded is ever changed or removed.
 """
@@ -13,11 +13,10 @@ from harness.history.gathering import (
     record_folder,
     remember,
 )
-from harness.history.ledger import History, Recorded
+from harness.history.ledger import History
 from harness.history.trend import Answer, CaseTrend, Comparison, Flaky, compare, flaky_cases, trends
 
 __all__ = [
     "DATABASE_FILE", "NOT_WRITTEN_FILE", "Answer", "CaseTrend", "Comparison", "Flaky", "History",
-    "Recorded", "compare", "flaky_cases", "gather", "machine_kind", "record_folder", "remember",
-    "trends",
+    "compare", "flaky_cases", "gather", "machine_kind", "record_folder", "remember", "trends",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ verdict that says passed over records that are not whole is entered as `corrupt_
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -17,8 +18,14 @@ from typing import Any
 from harness import store
 from harness.checks.memory import peak_bytes
 from harness.errors import HarnessError, one_line
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of, work_of
-from harness.history.ledger import History, Recorded
+from harness.history.ledger import (
+    CaseEntry,
+    FolderEntry,
+    History,
+    RunEntry,
+    name_of,
+    work_of,
+)
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec
@@ -41,9 +48,10 @@ def remember(folder: Path, database: Path) -> str:
         note.unlink(missing_ok=True)
         return ""
     except Exception as error:  # noqa: BLE001 - the run's verdicts stand, whatever is wrong here
-        known = isinstance(error, HarnessError)
-        why = str(error) if known else f"internal error: {type(error).__name__}: {error}"
-        warning = one_line(f"not written to the history: {why}")
+        kind = (
+            "" if isinstance(error, HarnessError) else f"internal error: {type(error).__name__}: "
+        )
+        warning = one_line(f"not written to the history: {kind}{error}")
         try:
             write_atomic(note, warning + "\n")
         except HarnessError as unwritten:
@@ -51,8 +59,8 @@ def remember(folder: Path, database: Path) -> str:
     return warning
 
 
-def record_folder(folder: Path, database: Path) -> Recorded:
-    """Record a run folder (`HarnessError`: it is none, or the history cannot be written)."""
+def record_folder(folder: Path, database: Path) -> Counter[str]:
+    """Record a run folder, as `History.record` (`HarnessError`: it is none, or as there)."""
     with store.RunFolder.open(folder) as opened:
         entry = gather(opened)
     with History.open(database, create=True) as history:
@@ -127,7 +135,7 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
     ends = [rank.end for rank in result.ranks if rank.end is not None]
     measured: dict[str, Any] = {}
     if len(ends) == spec.world_size:
-        measured["startup_s"] = max(_seconds(end.startup_s) for end in ends)
+        measured["startup_s"] = max(end.startup_s for end in ends)
         measured["peak_bytes"] = max(map(peak_bytes, result.ranks)) or None
         if not any(rank.problems for rank in result.ranks):
             measured |= {"step_s": _step_s(result), **_bits(result)}
@@ -136,7 +144,7 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
         # A run that rounds at random says nothing of how long those of its preset take.
         preset="" if spec.rounding else _text(spec.config.get("model", {}).get("preset")),
         world_size=spec.world_size, steps=spec.config.get("steps", 0),
-        started_unix_s=_seconds(outcome.started_unix_s), wall_s=_seconds(outcome.wall_s),
+        started_unix_s=outcome.started_unix_s, wall_s=outcome.wall_s,
     )  # fmt: skip
 
 
@@ -147,7 +155,7 @@ def _step_s(result: RunResult) -> float | None:
             slowest[record.step] = max(slowest.get(record.step, 0.0), record.step_s)
     times = [slowest[step] for step in sorted(slowest)]
     kept = times[math.ceil(len(times) / 5) :] or times
-    return median(kept) if kept and all(math.isfinite(t) and t >= 0 for t in kept) else None
+    return median(kept) if kept else None
 
 
 def _bits(result: RunResult) -> dict[str, str]:
@@ -188,7 +196,7 @@ def _answers(
         yield CaseEntry(
             case_id=case.id, attempt=attempt, outcome=found.outcome, what=found.what,
             message=_text(found.message), labels=case.labels, causes=tuple(causes),
-            difference=found.difference, wall_s=_seconds(found.wall_s),
+            difference=found.difference, wall_s=found.wall_s,
             commit=candidate[-1][0].commit if candidate and last else "",
             retried=tuple(f"{leg}: {why}" for leg in ends for why in ends[leg][:-1] if why),
             **{leg: _text(found.runs.get(leg)) for leg in store.LEGS},
@@ -198,7 +206,3 @@ def _answers(
 def _text(value: object) -> str:
     text = one_line(str(value)) if value is not None else ""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"
-
-
-def _seconds(value: float) -> float:
-    return float(value) if math.isfinite(value) and value > 0 else 0.0

@@ -1,32 +1,130 @@
-"""The file of the history: SQLite, a row an entry, rows only ever added.
+"""The file of the history, SQLite: a row an entry, final once it is recorded, rows only ever added.
 
-Entries are recorded in one transaction a run folder, and read against the digests of their rows.
-The journal is SQLite's rollback journal, not a write-ahead log: a log needs memory that processes
-share, which a network file system does not give. Writers take turns of up to `BUSY_S` seconds. A
-damaged file is never written to, nor renamed.
+    FolderEntry      one `harness run`: scenario, commit, environment, shard, tier
+      CaseEntry      one answer for one case: outcome, causes, first difference
+      RunEntry       one attempt of one training run: how it ended, times, memory, bits
+
+Fields are the columns of the tables; "", None or 0 where nothing was recorded. Entries are recorded
+in one transaction a run folder, and read against the digests of their rows. The journal is SQLite's
+rollback journal, not a write-ahead log: a log needs memory that processes share, which a network
+file system does not give. Writers take turns of up to `BUSY_S` seconds. A damaged file is never
+written to, nor renamed.
 """
 
 import dataclasses
+import hashlib
+import json
 import os
 import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import quote
+
+from msgspec import Meta
 
 from harness.codec import strict_loads
 from harness.errors import Infrastructure, UsageError
-from harness.history.entries import ENCODER, CaseEntry, FolderEntry, RunEntry, name_of
-from harness.records import Json
+from harness.records import Difference, Json, Outcome, RunSpec, What
 from harness.store.files import make_folder
 
 APPLICATION_ID, SCHEMA_VERSION = 0x44304A31, 6
 """In the header of the file: another program's database is not taken for a history."""
 BUSY_S = 60.0
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+Attempt = Annotated[int, Meta(ge=0)]
+"""0 for the first that the folder ever held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseEntry(Json):
+    """One answer for one case; `reference`, `control` and `candidate` are keys of its runs."""
+
+    case_id: str
+    attempt: Attempt
+    outcome: Outcome
+    what: What
+    message: str
+    labels: dict[str, str]
+    commit: str = ""  # "" if it is the folder's
+    causes: tuple[str, ...] = ()  # 'check: outcome what', 'confirmation: outcome'
+    difference: Difference | None = None
+    reference: str = ""
+    control: str = ""
+    candidate: str = ""
+    wall_s: float = 0.0
+    retried: tuple[str, ...] = ()  # attempts of its runs that the machine failed: 'role: failure'
+
+    @property
+    def verdict(self) -> str:
+        """'failed diverged'."""
+        return f"{self.outcome} {self.what}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry(Json):
+    """One attempt of one training run; times and memory are those of the worst rank."""
+
+    key: str
+    attempt: Attempt
+    work: str  # see `work_of`
+    what: What
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    preset: str
+    steps: int
+    started_unix_s: float
+    wall_s: float
+    commit: str = ""  # "" if it is the folder's
+    fingerprint: str = ""  # names the environment of its ranks, in `FolderEntry.fingerprints`
+    startup_s: float | None = None  # from process start to first step
+    step_s: float | None = None  # median over the steps but the first fifth
+    peak_bytes: int | None = None
+    loss_bits: str = ""  # digest of every loss and gradient norm of every step and rank
+    state_bits: str = ""  # digest of every tensor's digest of every step and rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderEntry(Json):
+    """One run folder, wherever it is copied to."""
+
+    id: str
+    scenario: str
+    created: str  # UTC, ISO 8601: the order of runs
+    num_cases: int  # planned, answered or not
+    commit: str = ""  # of the program under test, with a hash of uncommitted changes
+    shard: str = ""
+    tier: str = ""
+    device: str = ""
+    machine: str = ""  # see `machine_kind`
+    slots: int = 0  # ranks that could run at a time, which times depend on
+    environment: dict[str, Any] = field(default_factory=dict)  # what verdicts may depend on
+    fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)  # of ranks, by name
+    cases: tuple[CaseEntry, ...] = ()
+    runs: tuple[RunEntry, ...] = ()
+
+    @property
+    def environment_id(self) -> str:
+        """Names the environment; "" if it is unknown, which equals nothing."""
+        return name_of(self.environment) if self.environment else ""
+
+
+def name_of(value: object) -> str:
+    """A short name for a JSON value: equal names mean equal values."""
+    return hashlib.sha256(ENCODER.encode(value).encode()).hexdigest()[:16]
+
+
+def work_of(spec: RunSpec) -> str:
+    """Names the work that a run does: its key without time limit and replica."""
+    plant = spec.plant.to_json() if spec.plant is not None else None
+    return name_of([spec.config, spec.device, spec.world_size, plant, spec.rounding])
+
+
+# --- the file ---------------------------------------------------------------------------------
 
 Entry = TypeVar("Entry", CaseEntry, RunEntry, FolderEntry)
 # Of each kind of entry: its table, and the columns that identify a row.
@@ -46,21 +144,8 @@ class Damaged(Infrastructure):
     """The database cannot be trusted. It is not written to."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded(Json):
-    """What recording added. `differing`: rows that the history holds with other contents."""
-
-    folders: int = 0
-    cases: int = 0
-    runs: int = 0
-    differing: int = 0
-
-    def __add__(self, other: "Recorded") -> "Recorded":
-        return Recorded(**(Counter(self.to_json()) + Counter(other.to_json())))
-
-
 class History:
-    """An open history; `query` of its `connection` has errors in one line."""
+    """An open history."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
@@ -97,33 +182,31 @@ class History:
     def __exit__(self, *_: object) -> None:
         self.connection.close()
 
-    def record(self, entry: FolderEntry) -> Recorded:
+    def record(self, entry: FolderEntry) -> Counter[str]:
         """Add what is new of a run folder; what is there already stays as it is.
 
-        `Infrastructure`: the disk refused, or others kept the history locked; nothing is added.
+        How many `folders`, `cases` and `runs` are new, and how many rows the history holds with
+        other contents (`differing`). `Infrastructure`: the disk refused, or others kept the history
+        locked; nothing is added.
         """
+        counts: Counter[str] = Counter(folders=0, cases=0, runs=0, differing=0)
+        alone = dataclasses.replace(entry, cases=(), runs=())
         with _refusals("write", self.path), self.connection:  # all of it, or rolled back
             self.connection.execute("BEGIN IMMEDIATE")  # waits for other writers
-            return self._record(entry)
-
-    def _record(self, entry: FolderEntry) -> Recorded:
-        counts: Counter[str] = Counter()
-        alone = dataclasses.replace(entry, cases=(), runs=())
-        for row in (alone, *entry.cases, *entry.runs):
-            table, keys = _TABLES[type(row)]
-            values = {name: _stored(name, getattr(row, name)) for name in _FIELDS[type(row)]}
-            values = values if row is alone else {"folder": entry.id} | values
-            values["digest"] = name_of(list(values.values()))
-            marks = ", ".join("?" * len(values))
-            sql = f"INSERT OR IGNORE INTO {table} VALUES ({marks})"
-            added = self.connection.execute(sql, tuple(values.values())).rowcount
-            counts[table] += added
-            if not added:
+            for row in (alone, *entry.cases, *entry.runs):
+                table, keys = _TABLES[type(row)]
+                values = {name: _stored(name, getattr(row, name)) for name in _FIELDS[type(row)]}
+                values = values if row is alone else {"folder": entry.id} | values
+                values["digest"] = name_of(list(values.values()))
+                sql = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(values))})"
+                if self.connection.execute(sql, tuple(values.values())).rowcount:
+                    counts[table] += 1
+                    continue
                 same = " AND ".join(f'"{name}" = ?' for name in (*keys, "digest"))
                 sql = f"SELECT COUNT(*) FROM {table} WHERE {same}"
-                found = [values[name] for name in (*keys, "digest")]
-                counts["differing"] += not self.connection.execute(sql, found).fetchone()[0]
-        return Recorded(**counts)
+                held = self.connection.execute(sql, [values[name] for name in (*keys, "digest")])
+                counts["differing"] += not held.fetchone()[0]
+        return counts
 
     def query(self, sql: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         """All rows of a SELECT, as they are (`Infrastructure`: it cannot be read)."""

@@ -16,15 +16,14 @@ reference and control, one run made twice, as a root of the mean square over all
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from harness.checks.bits import quantile
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry
-from harness.history.ledger import History
+from harness.history.ledger import CaseEntry, FolderEntry, History, RunEntry
 from harness.provenance import changes, different, flat, told
 from harness.records import ExitCode, Json, Outcome, What
 
@@ -250,9 +249,13 @@ def _flaky(trend: CaseTrend) -> Flaky | None:
     )  # fmt: skip
 
 
+# --- two run folders --------------------------------------------------------------------------
+
 MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}
 FALSE_ALARMS, OF_WIDEST = 0.01, 1.5
 NOISY = 0.25  # a threshold past this says nothing
+Noise = dict[str, tuple[float, float]]
+"""What `noise_of` says, by metric."""
 Change = Literal["same", "better", "worse", "noisy"]
 State = Literal["worse", "incomparable", "added", "changed", "noisy", "alike"]
 _BAD: dict[Outcome, int] = {"passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3}
@@ -314,24 +317,14 @@ class Comparison(Json):
         return ExitCode.NO_VERDICT if unknown or not shared else ExitCode.PASSED
 
 
-class Noise(NamedTuple):
-    """How far the ratio of two equal runs may be off: a change counts from `least` on, and from
-    `factor` times the `deviation` of its logarithm; that is None if no run was made twice."""
+def noise_of(pairs: Sequence[float], level: float) -> tuple[float, float]:
+    """What equal runs show by the distances of the logarithms of their values, one at least.
 
-    deviation: float | None
-    factor: float
-    least: float
-
-
-def noise_of(pairs: Sequence[float], level: float) -> Noise:
-    """What pairs of equal runs show, by the distances of the logarithms of their values.
-
-    `level` is the probability at which one equal case may be taken for a changed one.
+    Their deviation, and from where a change counts; `level` is the probability at which one equal
+    case may be taken for a changed one.
     """
-    squares = math.fsum(distance * distance for distance in pairs)
-    deviation = math.sqrt(squares / len(pairs)) if pairs else None
-    factor = quantile(2 * level, max(1, len(pairs)))
-    return Noise(deviation, factor, OF_WIDEST * max(pairs, default=0.0))
+    deviation = math.sqrt(math.fsum(distance * distance for distance in pairs) / len(pairs))
+    return deviation, max(quantile(2 * level, len(pairs)) * deviation, OF_WIDEST * max(pairs))
 
 
 def open_cases(folder: FolderEntry) -> int:
@@ -342,17 +335,20 @@ def open_cases(folder: FolderEntry) -> int:
 def compare(before: FolderEntry, after: FolderEntry) -> Comparison:
     """Compare what two run folders hold; `before` is the one to go by."""
     left, right = _Side(before), _Side(after)
-    names = [*left.cases, *(name for name in right.cases if name not in left.cases)]
-    level = FALSE_ALARMS / max(1, len(names))
-    noise = {name: noise_of([*left.pairs(name), *right.pairs(name)], level) for name in MIN_RATIOS}
+    names = list(dict.fromkeys([*left.cases, *right.cases]))
+    noise: Noise = {}
+    for metric in MIN_RATIOS:
+        if pairs := [*left.pairs(metric), *right.pairs(metric)]:
+            noise[metric] = noise_of(pairs, FALSE_ALARMS / len(names))
     ours, theirs = (
         {"commit": each.commit or "unknown", **flat("", each.environment), "slots": each.slots}
         for each in (before, after)
     )
-    changed = {name: (told(ours, name), told(theirs, name)) for name in different(ours, theirs)}
-    cases = tuple(_case(name, left, right, noise) for name in names)
-    said = {name: of.deviation for name, of in noise.items() if of.deviation is not None}
-    return Comparison(before=before, after=after, environment=changed, cases=cases, noise=said)
+    return Comparison(
+        before=before, after=after, cases=tuple(_case(name, left, right, noise) for name in names),
+        environment={n: (told(ours, n), told(theirs, n)) for n in different(ours, theirs)},
+        noise={name: deviation for name, (deviation, _) in noise.items()},
+    )  # fmt: skip
 
 
 class _Side:
@@ -363,7 +359,7 @@ class _Side:
         self.cases = {case.case_id: case for case in folder.cases}
         self.runs = {run.key: run for run in folder.runs}
 
-    def pairs(self, metric: str) -> list[float]:
+    def pairs(self, metric: str) -> Iterable[float]:
         """Distances of the logarithms of runs that were made twice, each pair of runs once."""
         logs: dict[str, float] = {}
         for case in self.cases.values():
@@ -371,13 +367,13 @@ class _Side:
             first, second = (getattr(r, metric) if r and not r.what else None for r in pair)
             if first and second:
                 logs[case.reference] = abs(math.log(second / first))
-        return list(logs.values())
+        return logs.values()
 
 
 _Runs = dict[str, tuple[RunEntry | None, RunEntry | None]]  # of a case by role, before and after
 
 
-def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, Noise]) -> CaseChange:
+def _case(name: str, left: _Side, right: _Side, noise: Noise) -> CaseChange:
     ours, theirs = left.cases.get(name), right.cases.get(name)
     before, after = (entry.verdict if entry else "" for entry in (ours, theirs))
     if ours is None or theirs is None:
@@ -388,17 +384,16 @@ def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, Noise]) -> C
         role: (left.runs.get(getattr(ours, role)), right.runs.get(getattr(theirs, role)))
         for role in ("reference", "candidate")
     }
-    is_worse = _BAD[theirs.outcome] > _BAD[ours.outcome]
-    words = [f"{before} became {after}"] if is_worse else []
     if "skipped" in (ours.outcome, theirs.outcome):
         why = "" if ours.outcome == theirs.outcome else "it was skipped in one of the two"
     else:
         why = _incomparable(left.folder, right.folder, runs)
     bits = () if why else tuple(_bits(runs))
     deltas = () if why else tuple(_deltas(left.folder, right.folder, runs, noise))
+    words = [f"{before} became {after}"] * (_BAD[theirs.outcome] > _BAD[ours.outcome])
     words += [f"{changed} changed" for changed in bits]
-    rose = [delta for delta in deltas if delta.change == "worse"]
-    words += [f"{METRIC_NAMES[delta.metric]} rose by {delta.ratio:.1%}" for delta in rose]
+    words += [f"{METRIC_NAMES[delta.metric]} rose by {delta.ratio:.1%}" for delta in deltas
+              if delta.change == "worse"]  # fmt: skip
     return CaseChange(
         case_id=name, before=before, after=after, worse=tuple(words), bits=bits, deltas=deltas,
         incomparable=why,
@@ -437,24 +432,19 @@ def _bits(runs: _Runs) -> Iterator[str]:
                 break
 
 
-def _deltas(
-    left: FolderEntry, right: FolderEntry, runs: _Runs, noise: Mapping[str, Noise]
-) -> Iterator[Delta]:
+def _deltas(left: FolderEntry, right: FolderEntry, runs: _Runs, noise: Noise) -> Iterator[Delta]:
     mine, other = runs["candidate"]
-    for metric, of in noise.items():
+    for metric, (deviation, least) in noise.items():
         before, after = getattr(mine, metric, None), getattr(other, metric, None)
-        if not mine or not other or before is None or after is None or before <= 0:
+        # Ranks that had more room ran faster.
+        more_room = metric == "step_s" and left.slots != right.slots
+        if before is None or after is None or before <= 0 or more_room:
             continue
-        if metric == "step_s" and left.slots != right.slots:
-            continue  # ranks that had more room ran faster
-        if of.deviation is None:
-            continue  # no run was made twice
-        ratio = after / before - 1
-        threshold = max(MIN_RATIOS[metric], of.factor * of.deviation, of.least)
+        ratio, threshold = after / before - 1, max(MIN_RATIOS[metric], least)
         change: Change = "noisy" if threshold > NOISY else "same"
         if abs(ratio) > threshold:
             change = "worse" if ratio > 0 else "better"
         yield Delta(
-            metric=metric, before=float(before), after=float(after), ratio=ratio,
-            noise=of.deviation, threshold=threshold, change=change,
+            metric=metric, before=float(before), after=float(after), ratio=ratio, noise=deviation,
+            threshold=threshold, change=change,
         )  # fmt: skip

@@ -243,10 +243,11 @@ class HarnessSession:
     def pytest_sessionfinish(self) -> None:
         """End what still runs, and record what was made."""
         history = self._config.getoption("harness_history")
-        begun = [t for t in dict.fromkeys(self._by_file.values()) if t.rounds is not None]
-        for together in begun:
-            together.rounds.close()
-        for place in (together.out for together in begun if together.verdicts):
+        groups = dict.fromkeys(self._by_file.values())
+        for rounds in (together.rounds for together in groups):
+            if rounds is not None:
+                rounds.close()
+        for place in (together.out for together in groups if together.verdicts):
             self._said.append(f"run folder: {place} (harness report makes its report)")
             if history and (warning := remember(place, Path(history).absolute())):
                 self._said.append(f"harness: {warning}")

@@ -25,7 +25,7 @@ from harness.checks.memory import peak_bytes
 from harness.checks.speed import matrix_weights, step_times
 from harness.errors import HarnessError
 from harness.history import History, machine_kind
-from harness.history.entries import work_of
+from harness.history.ledger import work_of
 from harness.infrastructure import shares_gpus
 from harness.machine import Machine, num_cores
 from harness.records import RunResult, RunSpec, dumps

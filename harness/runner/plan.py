@@ -186,17 +186,11 @@ class Queue:
         return None
 
 
-def makespan_s(
-    order: Sequence[Job], *, slots: int, jobs: int | None = None, under_way: Sequence[Job] = ()
-) -> float:
-    """When the last run of `order` ends if each takes what is expected, by the rules of `Queue`.
-
-    `under_way` are runs that hold slots already, and the seconds that each has left.
-    """
-    now_s, free = 0.0, slots - sum(job.spec.world_size for job in under_way)
+def makespan_s(order: Sequence[Job], *, slots: int, jobs: int | None = None) -> float:
+    """When the last run of `order` ends if each takes what is expected, by the rules of `Queue`."""
+    now_s, free = 0.0, slots
     queue, seconds = Queue(order), {job.spec.key: job.seconds for job in order}
-    running = [(job.seconds, job.spec.world_size) for job in under_way]
-    heapq.heapify(running)
+    running: list[tuple[float, int]] = []
 
     def can_start(spec: RunSpec) -> bool:
         fits = spec.world_size <= free and (jobs is None or len(running) < jobs)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.history import DATABASE_FILE, History, gather
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry
+from harness.history.ledger import CaseEntry, FolderEntry, RunEntry
 from harness.store import RunFolder
 from tests.unit.reports.folders import Edit, Writer, drift, nan_at_12, same
 

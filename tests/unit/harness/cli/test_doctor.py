@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.cli import doctor
-from harness.cli.doctor import diagnose
+from harness.cli.doctor import conclude, look
 from harness.machine import Gpu, Machine
 from tests.support.fake_engine import Patch
 
@@ -40,9 +40,10 @@ def test_what_can_run_and_what_is_missing(
     """Slots of each device; of what cannot run, what it lacks."""
     versions = {"torch": torch, "transformer-engine": te}
     monkeypatch.setattr(doctor, "package_version", lambda name: versions.get(name, ""))
-    found = diagnose(machine(gpus, torch), tmp_path)
-    assert found.can_run == can
-    assert all(why in line for why, line in zip(lacks, found.cannot_run, strict=True))
+    here = machine(gpus, torch)
+    can_run, cannot_run = conclude(look(here, tmp_path), here)
+    assert can_run == can
+    assert all(why in line for why, line in zip(lacks, cannot_run, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_each_finding_has_its_state(
     """An untested torch and a full disk are warnings; nothing runs where nothing can be stored."""
     for place, value in patches.items():
         monkeypatch.setattr(f"harness.cli.doctor.{place}", value)
-    found = diagnose(machine((), "2.13.0"), tmp_path / "not" / "yet")
-    assert next(f.state for f in found.findings if f.name == name) == state
-    assert bool(found.can_run) == (state != "missing")
+    here = machine((), "2.13.0")
+    found = list(look(here, tmp_path / "not" / "yet"))
+    assert next(each for _, known, each, _ in found if known == name) == state
+    assert bool(conclude(found, here)[0]) == (state != "missing")

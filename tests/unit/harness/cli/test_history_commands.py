@@ -10,7 +10,7 @@ import pytest
 from harness import provenance
 from harness.cli import main
 from harness.history import History
-from harness.history.entries import RunEntry
+from harness.history.ledger import RunEntry
 from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json, unequal
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
 

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from fsdp_core.config import TrainConfig
-from harness.cli import output
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -23,7 +22,15 @@ from harness.records import (
     What,
 )
 from harness.runner.plan import Plan, PlannedRun
-from harness.terminal import Forecast, LiveView, PlainView, make_view, verdict_text
+from harness.terminal import (
+    LiveView,
+    PlainView,
+    counts_line,
+    make_view,
+    print_case,
+    print_outcome,
+    verdict_text,
+)
 
 SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
 EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"
@@ -42,11 +49,11 @@ FAILED = Verdict(
 PASSED = dataclasses.replace(FAILED, case_id="green", outcome="passed", what="")
 
 
-def plan_of(*specs: RunSpec, start_s: float = 0.0) -> Plan:
+def plan_of(*specs: RunSpec) -> Plan:
     """Of runs of 10 s each on two slots."""
     runs = tuple(PlannedRun(key=s.key, spec=s, serves=("c",), estimate_s=10.0) for s in specs)
-    total_s = start_s + 10.0 * ((len(specs) + 1) // 2)
-    return Plan(slots=2, jobs=None, cases=(CASE,), estimate_s=total_s, start_s=start_s, runs=runs)
+    total_s = 10.0 * ((len(specs) + 1) // 2)
+    return Plan(slots=2, jobs=None, cases=(CASE,), estimate_s=total_s, start_s=0.0, runs=runs)
 
 
 def outcome(
@@ -112,14 +119,14 @@ def test_a_case_is_shown_with_its_difference_exits_and_last_words(tmp_path: Path
     ended = outcome("crashed", "rank 1", culprit_rank=1, ranks=exits)
     target, text = console()
     run = RunResult(spec=SPEC, outcome=ended, ranks=ranks)
-    output.print_case(target, CASE, FAILED, {"candidate": (tmp_path, run)})
+    print_case(target, CASE, FAILED, {"candidate": (tmp_path, run)})
     said = text.getvalue()
     for words in ("step 7, rank 1", "weights layers.0.w", "ulps", "signal 9 (by the harness)",
                   "code 3", "never started", "ValueError: [red]x", "line 99"):  # fmt: skip
         assert words in said
     assert "line 50\n" not in said
     assert "\x1b" not in said
-    output.print_case(target, CASE, None, {})  # never shown as a pass
+    print_case(target, CASE, None, {})  # never shown as a pass
     assert "no verdict" in text.getvalue()
 
 
@@ -128,32 +135,34 @@ def test_the_end_repeats_only_what_did_not_pass() -> None:
     skipped = dataclasses.replace(FAILED, case_id="yellow", outcome="skipped")
     error = dataclasses.replace(FAILED, case_id="magenta", outcome="error")
     target, text = console()
-    output.print_outcome(target, [PASSED, FAILED, skipped, error], 4)
+    print_outcome(target, [PASSED, FAILED, skipped, error], 4)
     *table, counts = text.getvalue().splitlines()
     assert [line.split()[0] for line in table if line.split()][2:] == ["dp2-attn", "magenta"]
     assert counts == "1 passed, 1 failed, 1 error, 1 skipped"
-    assert output.counts_line([FAILED], 3).plain == "1 failed, 2 without a verdict"
-    assert output.counts_line([], 0).plain == "no case"
+    assert counts_line([FAILED], 3).plain == "1 failed, 2 without a verdict"
+    assert counts_line([], 0).plain == "no case"
     target, text = console()
-    output.print_outcome(target, [PASSED], 1)
+    print_outcome(target, [PASSED], 1)
     assert text.getvalue() == "1 passed"  # nothing is said twice
     proof = CheckResult(check="soak", outcome="passed", what="", message="below 0.1 %")
     soaked = dataclasses.replace(PASSED, checks=(proof,))
     assert verdict_text(soaked).plain == "passed       green  below 0.1 %"
 
 
-def test_the_end_is_that_of_the_schedule_that_is_left() -> None:
-    """Three runs on two slots after a start-up; slow runs slow the rest down, a crash does not."""
+def test_the_end_is_foreseen_by_the_work_that_is_done() -> None:
+    """The plan's estimate until a run has ended; runs under way count as far as they were to go."""
     specs = [dataclasses.replace(SPEC, replica=n, world_size=1) for n in range(3)]
-    plan = plan_of(*specs, start_s=4.0)
-    forecast, keys = Forecast(plan), [spec.key for spec in specs]
-    assert forecast.total_s(1.0, {}) == plan.estimate_s == 24.0
-    assert forecast.total_s(6.0, {}) == 26.0  # the start-up takes longer
-    assert forecast.total_s(5.0, {keys[0]: 3.0, keys[1]: 1.0}) == 5.0 + 7.0 + 10.0
-    assert forecast.total_s(25.0, {keys[0]: 21.0, keys[1]: 21.0}) == 35.0
-    forecast.ended(outcome("crashed", spec=specs[0], wall_s=1.0))
-    assert forecast.total_s(5.0, {keys[1]: 1.0}) == 15.0  # both are left, on two slots
-    forecast.ended(outcome(spec=specs[1], wall_s=30.0))
-    assert forecast.total_s(34.0, {keys[2]: 12.0}) == 34.0 + 18.0
-    forecast.ended(outcome(spec=specs[2], wall_s=30.0))
-    assert forecast.total_s(60.0, {}) == 60.0
+    now = [0.0]
+    view = LiveView(console(terminal=True)[0], lambda: now[0])
+    view.planned(plan_of(*specs))  # 10 s each, on two slots
+    view.run_started(specs[0])
+    assert (view.total_s(5.0), view.total_s(25.0)) == (20.0, 25.0)
+    view.run_finished(outcome(spec=specs[0]))
+    assert view.total_s(20.0) == 60.0  # a third took 20 s
+    now[0] = 20.0
+    view.run_started(specs[1])
+    assert view.total_s(25.0) == 50.0  # half of it took 25 s
+    for spec in specs[1:]:
+        view.run_finished(outcome(spec=spec))
+    view.run_finished(outcome(spec=specs[0]))  # one that is repeated says nothing
+    assert view.total_s(40.0) == 40.0

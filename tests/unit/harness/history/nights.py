@@ -5,7 +5,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
+from harness.history.ledger import CaseEntry, FolderEntry, RunEntry, name_of
 
 FIRST = datetime.datetime(2031, 1, 1, 3, tzinfo=datetime.UTC)
 ENVIRONMENT: dict[str, Any] = {

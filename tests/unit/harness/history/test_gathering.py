@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.history import gather, machine_kind
-from harness.history.entries import FolderEntry
+from harness.history.ledger import FolderEntry
 from harness.records import StepRecord
 from harness.store import RunFolder
 from tests.damaged_folders.rewrite import rewrite

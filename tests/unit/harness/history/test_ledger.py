@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError, UsageError
-from harness.history import NOT_WRITTEN_FILE, History, Recorded, remember
-from harness.history.entries import FolderEntry, name_of
-from harness.history.ledger import Damaged
+from harness.history import NOT_WRITTEN_FILE, History, remember
+from harness.history.ledger import Damaged, FolderEntry, name_of
 from harness.records import Difference
 from reports.reading import summarise
 from tests.unit.harness.history.nights import FAILED, case, night, run
@@ -55,17 +55,17 @@ def read(path: Path) -> list[FolderEntry]:
 def test_what_is_recorded_comes_back_once(path: Path, history: History) -> None:
     """Field by field, and however often it is recorded."""
     assert read(path) == NIGHTS
-    assert sum(map(history.record, NIGHTS), Recorded()) == Recorded(folders=4, cases=8, runs=24)
-    assert sum(map(history.record, NIGHTS), Recorded()) == Recorded()
+    assert sum(map(history.record, NIGHTS), Counter()) == Counter(folders=4, cases=8, runs=24)
+    assert sum(map(history.record, NIGHTS), Counter()) == Counter()
     differing = night(0, cases=2, answers={0: FAILED}, values=lambda run, leg: {"step_s": 0.5})
-    assert history.record(differing) == Recorded(differing=7)
+    assert history.record(differing) == Counter(differing=7)
     assert list(history.entries()) == NIGHTS
     assert [entry.id for entry in history.entries(NIGHTS[2].id[:8])] == [NIGHTS[2].id]
     again = run(0, attempt=1)
     later = dataclasses.replace(
         NIGHTS[3], cases=(*NIGHTS[3].cases, case(0, attempt=1)), runs=(*NIGHTS[3].runs, again)
     )
-    assert history.record(later) == Recorded(cases=1, runs=1)
+    assert history.record(later) == Counter(cases=1, runs=1)
     assert next(history.entries(later.id)) == later
 
 
@@ -193,7 +193,7 @@ def test_two_processes_write_at_once_and_one_is_killed(tmp_path: Path) -> None:
     assert place.with_name("history.sqlite-journal").exists()
     assert read(place) == whole
     with History.open(place) as after:
-        assert after.record(night(9)).folders == 1
+        assert after.record(night(9))["folders"] == 1
 
 
 def test_a_run_is_recorded_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

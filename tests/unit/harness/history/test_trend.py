@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.history import CaseTrend, Comparison, History, compare, flaky_cases, trends
-from harness.history.entries import FolderEntry, name_of
+from harness.history.ledger import FolderEntry, name_of
 from harness.history.trend import MIN_HISTORY, find_change
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, Values, case, night, only, run
 

@@ -12,7 +12,7 @@ import pytest
 from harness import provenance
 from harness.cli import main
 from harness.history import History
-from harness.history.entries import FolderEntry
+from harness.history.ledger import FolderEntry
 from harness.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.program.spec import codes_of
 from harness.records import (

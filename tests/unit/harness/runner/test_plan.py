@@ -16,7 +16,7 @@ from fsdp_core.config import (
 )
 from harness.errors import NothingSelected, UsageError
 from harness.history import History
-from harness.history.entries import work_of
+from harness.history.ledger import work_of
 from harness.machine import Machine
 from harness.records import CaseSpec, PlantSpec, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
@@ -221,8 +221,6 @@ def test_the_time_of_a_schedule() -> None:
     order = jobs(("a", 1, 1.0), ("b", 1, 2.0), ("c", 1, 3.0))
     assert makespan_s(order, slots=8, jobs=1) == 6.0
     assert makespan_s(order, slots=8) == 3.0
-    assert makespan_s(order[:1], slots=2, under_way=jobs(("d", 2, 5.0))) == 6.0
-    assert makespan_s([], slots=2, under_way=jobs(("d", 2, 5.0))) == 5.0
     # A plan's time is that of its schedule, after the start-up.
     given = Estimates(lambda spec: 2.0, start_s=5.0)
     for slots, at_once, seconds in ((12, None, 7.0), (4, None, 11.0), (12, 1, 11.0)):

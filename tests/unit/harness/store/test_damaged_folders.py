@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness.cli.output import stderr_tail
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
 from harness.masking import MASK
@@ -18,6 +17,7 @@ from harness.runner import launch
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from harness.store.contents import KeptTensor, write_contents
+from harness.terminal import stderr_tail
 from reports.reading import history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
@@ -272,7 +272,7 @@ def test_a_pass_from_elsewhere_is_judged_again(
     def no_layers(*args: Any, **more: Any) -> Verdict:
         raise KeyError("layers")
 
-    monkeypatch.setattr("harness.cli.check.judge", no_layers)
+    monkeypatch.setattr("harness.cli.report.judge", no_layers)
     assert "its plan cannot be judged: KeyError" in cli("check", "r", code=6).err
 
 
