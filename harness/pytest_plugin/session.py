@@ -9,9 +9,8 @@
     incomparable  failed, or xfailed with --harness-incomparable=xfail
     skipped       skipped, with the reason
 
-Rounds advance while an item waits, and verdicts of other cases are kept for their items. Scenarios
-that cannot run together (of another device or engine, or of the same name) have run folders of
-their own in that of the session.
+Rounds advance while an item waits, and verdicts of other cases are kept for their items. All files
+are one suite, as those of `harness run`, with one run folder.
 
 Expanding tens of thousands of cases takes seconds: a file of which -m, by the file's own markers,
 its tier among them, leaves no case is left out as a whole.
@@ -22,7 +21,6 @@ import re
 import shlex
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ import pytest
 from harness.checks import confirmation
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.history import remember
-from harness.machine import describe, resolve_device
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, advance
@@ -150,32 +147,22 @@ def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
     yield f"repeat it:  harness rerun {case}"
 
 
-@dataclass(eq=False)
-class _Together(Silent):
-    """Cases that are carried out together; `verdicts` are by the ids of the run folder `out`."""
-
-    kind: tuple[object, ...]
-    picked: dict[Path, dict[str, None]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    out: Path = Path()
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    rounds: Generator[None, None, object] | None = None
-    error: HarnessError | None = None
-
-    def judged(self, verdict: Verdict) -> None:
-        """A case has its verdict, whoever waits for it."""
-        self.verdicts[verdict.case_id] = verdict
-
-
-class HarnessSession:
-    """pytest's hooks of one session."""
+class HarnessSession(Silent):
+    """pytest's hooks of one session; `judged` is told of verdicts, whoever waits for them."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         fresh = DEFAULT_OUT / f"pytest-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         self._out = Path(config.getoption("harness_out") or unused(fresh)).absolute()
-        self._by_file: dict[Path, _Together] = {}
+        self._picked: dict[Path, dict[str, None]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._rounds: Generator[None, None, object] | None = None
+        self._error: HarnessError | None = None
         self._said: list[str] = []
+
+    def judged(self, verdict: Verdict) -> None:
+        """A case has its verdict."""
+        self._verdicts[verdict.case_id] = verdict
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> ScenarioFile | None:
         """YAML files that match `harness_files`; not the copy that a run folder keeps."""
@@ -190,70 +177,47 @@ class HarnessSession:
         return ScenarioFile.from_parent(parent, path=file_path, **named)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """What is selected is known: who is carried out with whom."""
-        if self._config.option.collectonly:
-            return
+        """What is selected is known."""
         for item in (item for item in session.items if isinstance(item, CaseItem)):
-            if item.path not in self._by_file:
-                kind, name = self._kind(item.parent), item.parent.scenario.name
-                known = self._by_file.values()
-                fitting = (t for t in known if t.kind == kind and name not in t.names)
-                together = self._by_file[item.path] = next(fitting, None) or _Together(kind)
-                together.names.add(name)
-            self._by_file[item.path].picked.setdefault(item.path, {})[item.name] = None
-        groups = list(dict.fromkeys(self._by_file.values()))
-        for number, together in enumerate(groups, 1):
-            own = self._out / f"{number}-{together.kind[-1]}"
-            together.out = self._out if len(groups) == 1 else own
+            self._picked.setdefault(item.path, {})[item.name] = None
 
     def ask(self, item: CaseItem) -> tuple[Verdict, Path]:
         """The verdict of an item's case and the case's folder (`HarnessError`: there is none)."""
-        together = self._by_file[item.path]
-        is_alone = len(together.picked) == 1
+        is_alone = len(self._picked) == 1
         case_id = item.name if is_alone else joined(item.parent.scenario.name, item.name)
         try:
-            together.rounds = together.rounds or self._rounds(together)
-            advance(together.rounds, lambda: case_id in together.verdicts)
+            self._rounds = self._rounds or self._begin()
+            advance(self._rounds, lambda: case_id in self._verdicts)
         except Interrupted as error:
             pytest.exit(str(error), returncode=ExitCode.INTERRUPTED)
         except HarnessError as error:
-            together.error = error
-        if case_id not in together.verdicts:
-            raise together.error or InternalError("the execution has ended")
-        return together.verdicts[case_id], together.out / "cases" / case_id
+            self._error = error
+        if case_id not in self._verdicts:
+            raise self._error or InternalError("the execution has ended")
+        return self._verdicts[case_id], self._out / "cases" / case_id
 
-    def _kind(self, file: ScenarioFile) -> tuple[object, ...]:
-        wanted = file.scenario.launch
-        device = self._config.getoption("harness_device") or wanted.device
-        if device == "auto" and wanted.engine == "local":
-            with suppress(HarnessError):  # raised again where its cases are prepared
-                device = resolve_device(device, describe())
-        return wanted.engine, wanted.slurm, device
-
-    def _rounds(self, together: _Together) -> Generator[None, None, object]:
+    def _begin(self) -> Generator[None, None, object]:
         option = self._config.getoption
         prepared = launch.prepare(launch.Request(
-            paths=tuple(together.picked), picked=together.picked, device=option("harness_device"),
+            paths=tuple(self._picked), picked=self._picked, device=option("harness_device"),
             slots=option("harness_slots"), ranks_per_gpu=option("harness_ranks_per_gpu"),
         ))  # fmt: skip
         argv = ("pytest", *map(str, self._config.invocation_params.args))
-        return launch.rounds(prepared, together, out=together.out, exit_first=False, argv=argv)
+        return launch.rounds(prepared, self, out=self._out, exit_first=False, argv=argv)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         """End what still runs, and record what was made."""
-        history = self._config.getoption("harness_history")
-        groups = dict.fromkeys(self._by_file.values())
-        for rounds in (together.rounds for together in groups):
-            if rounds is not None:
-                rounds.close()
-        for place in (together.out for together in groups if together.verdicts):
-            self._said.append(f"run folder: {place} (harness report makes its report)")
-            if history and (warning := remember(place, Path(history).absolute())):
+        if self._rounds is not None:
+            self._rounds.close()
+        if self._verdicts:
+            self._said = [f"run folder: {self._out} (harness report makes its report)"]
+            history = self._config.getoption("harness_history")
+            if history and (warning := remember(self._out, Path(history).absolute())):
                 self._said.append(f"harness: {warning}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say where the run folders are."""
+        """Say where the run folder is."""
         if self._said:
             terminalreporter.section("harness")
         for line in self._said:

@@ -253,9 +253,11 @@ def test_files_are_carried_out_together(run: Run) -> None:
     Path("scenarios/b.yaml").write_text(
         scenario(name="b", launch=SCENARIO["launch"] | {"slots": 9})
     )
-    got = run("--harness", "-v")
+    got = run("--harness", "-v", "--harness-history", "history.db")
     got.assert_outcomes(passed=4, failed=4)
     assert len(PlantingEngine.MADE) == 6
+    with History.open(Path("history.db")) as history:
+        assert len(list(history.entries())) == 1
     folder = RunFolder.open(KEPT)
     expected = [f"{scenario}.{case}" for scenario in ("pretend", "b") for case in CASES]
     assert [case.id for case in folder.cases] == expected
@@ -263,19 +265,14 @@ def test_files_are_carried_out_together(run: Run) -> None:
     got.stdout.fnmatch_lines([f"scenarios/b.yaml::{CASES[0]} PASSED*", "*rerun kept/cases/b.ulp*"])
 
 
-@pytest.mark.parametrize(
-    "other", [{"name": "pretend"}, {"name": "b", "launch": {"engine": "slurm", "timeout_s": 30}}]
-)
-def test_scenarios_that_cannot_run_together_have_folders_of_their_own(
-    run: Run, other: dict[str, Any]
-) -> None:
-    """Two of one name, or with different engines, in one session: all cases have their verdicts."""
-    Path("scenarios/b.yaml").write_text(scenario(**other))
-    run("--harness", "--harness-history", "history.db").assert_outcomes(passed=4, failed=4)
-    folders = [RunFolder.open(path) for path in sorted(KEPT.iterdir())]
-    assert [[case.id for case in folder.cases] for folder in folders] == [CASES, CASES]
-    with History.open(Path("history.db")) as history:
-        assert len(list(history.entries())) == 2
+def test_scenarios_that_cannot_run_together_have_no_verdict(run: Run) -> None:
+    """Two of one name, or with different engines: each case says so, and nothing runs."""
+    for other in ({"name": "pretend"}, {"name": "b", "launch": {"engine": "slurm"}}):
+        Path("scenarios/b.yaml").write_text(scenario(**other))
+        got = run("--harness")
+        got.assert_outcomes(failed=8)
+        got.stdout.fnmatch_lines(["*no verdict: *: expected *"])
+    assert not KEPT.exists()
 
 
 SEEDS = {"seed": [1, 2], "stress": ["none", ["jitter"], ["poison"]]}
