@@ -252,8 +252,8 @@ def print_comparison(console: Console, done: of.Comparison) -> None:
             console.print(cell(f"{name}: {count(missing, 'case')} without an answer", "yellow"))
     if not done.environment:
         console.print(cell("environment: the same"))
-    rows = [(name, *sides) for name, sides in done.environment.items()]
-    print_table(console, ("environment", "before", "after"), rows)
+    changed = ((name, *sides) for name, sides in done.environment.items())
+    print_table(console, ("environment", "before", "after"), changed)
     rows, differing = [], [c for c in done.cases if c.state not in ("alike", "noisy")]
     for case in sorted(differing, key=lambda case: not case.worse):
         deltas = {delta.metric: _delta(delta) for delta in case.deltas}

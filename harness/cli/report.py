@@ -29,7 +29,7 @@ Reports = dict[str, Path]
 
 def build_reports(folder: Path, database: Path | None = None) -> Reports:
     """Write the reports of a run folder."""
-    # pandas and matplotlib come with it: only those who make a report wait for them.
+    # jinja2 and more come with it: only those who make a report wait for them.
     import reports
 
     # Where GitHub Actions wants the summary of the step that runs us.

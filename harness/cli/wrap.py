@@ -47,7 +47,6 @@ LOOK_SHARE, FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.05, 5.0
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option("--out", type=options.PATH, metavar="RUN",
               help="Folder to record in; by default a new one under out/.")  # fmt: skip
-@click.option("--name", default="", metavar="NAME", help="Name of the new folder under out/.")
 @click.option("--steps", type=click.IntRange(1), metavar="N",
               help="Steps that each rank must take; fewer are an error.")  # fmt: skip
 @click.option(
@@ -66,8 +65,8 @@ LOOK_SHARE, FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.05, 5.0
     help="This is part I of N processes that record into the same --out; not needed under srun.",
 )  # fmt: skip
 def wrap_command(
-    *, command: tuple[str, ...], out: Path | None, name: str, steps: int | None,
-    taps: tuple[str, ...], every: int, determinism: str, part: str,
+    *, command: tuple[str, ...], out: Path | None, steps: int | None, taps: tuple[str, ...],
+    every: int, determinism: str, part: str,
 ) -> int:  # fmt: skip
     """Record a job that COMMAND starts, for harness compare-runs.
 
@@ -84,7 +83,9 @@ def wrap_command(
     if shutil.which(command[0]) is None:
         raise UsageError(f"wrap: expected a command, {shown(command[0])} is none")
     index, parts, job = _place(part, out)
-    folder = (out or _folder_of(name or _name(command), job)).absolute()
+    fresh = unused(DEFAULT_OUT / f"{_name(command)}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+    of_slurm = DEFAULT_OUT / f"{_name(command)}-{job}"  # the same for all tasks
+    folder = (out or (of_slurm if job.startswith("slurm-") else fresh)).absolute()
     program = ProgramSpec(
         kind="command", target=command[0], folder=str(Path.cwd()), every=every,
         args={POSITIONAL: Masker(os.environ).words(list(command[1:]))},
@@ -115,7 +116,7 @@ def _name(command: tuple[str, ...]) -> str:
 
 
 def _place(part: str, out: Path | None) -> tuple[int, int, str]:
-    """This process's number among those that record the run, how many these are, the run's name."""
+    """The number of this recording process, how many there are, and the name of the run."""
     if part:
         first, _, last = part.partition("/")
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -128,12 +129,6 @@ def _place(part: str, out: Path | None) -> tuple[int, int, str]:
         job = f"slurm-{os.environ.get('SLURM_JOB_ID', '')}.{step}"
         return int(os.environ["SLURM_PROCID"]), int(size), job
     return 0, 1, uuid.uuid4().hex
-
-
-def _folder_of(name: str, job: str) -> Path:
-    if job.startswith("slurm-"):
-        return DEFAULT_OUT / f"{name}-{job}"  # the same for all tasks
-    return unused(DEFAULT_OUT / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
 
 
 def _words(run: RunResult | None, folder: Path) -> tuple[str, ExitCode]:
@@ -173,9 +168,9 @@ def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark:
 def _watch(process: subprocess.Popen[bytes], folder: Path, mark: str) -> dict[int, int | None]:
     """Wait for the command; exit codes of ranks on this machine, in the order in which they ended.
 
-    They are children of others. A rank is known by its start record and by the mark in its
-    environment: another machine's may have the same process id. Its exit code can be read until its
-    parent has waited for it; None if that was sooner.
+    A rank is known by its start record and by the mark in its environment: another machine's may
+    have the same process id. It is a child of others: its exit code can be read until its parent
+    has waited for it; None if that was sooner.
     """
     exits, pids, known, world_size = dict[int, int | None](), dict[int, int](), set[str](), 0
     began_s, is_over = time.monotonic(), False

@@ -226,20 +226,6 @@ def test_a_look_that_a_fault_stays_away_from_is_repeated(
     assert [q["answer"].startswith("step 2") for q in looks] == [False] * (len(looks) - 1) + [True]
 
 
-def test_a_fault_that_stays_away_from_the_look_at_elements_is_met_there_too(
-    engine: FakeEngine, capsys: Capsys
-) -> None:
-    """The first look showed it, the next one does not: whether it always comes is asked then."""
-    found = searched_in(engine, capsys, (0, 1))
-    words = [question["words"] for question in found["questions"]]
-    assert [each.partition("?")[0] for each in words[1:4]] == [
-        "which call differs first, up to step 2", "which element of grads:w differs first",
-        "does the case always fail",
-    ]  # fmt: skip
-    assert words[-1] == "which element of grads:w differs first? run 13"
-    assert found["place"]["tensor"] == "w"
-
-
 # --- commits ----------------------------------------------------------------------------------
 
 
@@ -273,17 +259,3 @@ def test_the_first_bad_commit_in_log2_of_all(history: list[str], capsys: Capsys)
     assert main(command) == 1
     assert f"first bad commit: {history[11][:10]} Change 11" in capsys.readouterr().out
     assert Path("asked.log").read_text().splitlines() == lines
-
-
-def test_what_is_known_of_the_bad_commit_is_not_asked_again(
-    history: list[str], capsys: Capsys, monkeypatch: Patch
-) -> None:
-    """A case that is known to fail always need fail once where the bad commit's code ran it."""
-    runs = []
-    for number, code in enumerate((history[13], f"{history[13]}+changed")):
-        monkeypatch.setattr(provenance, "describe", lambda code=code: code)
-        command = [*FOUND[:-1], f"b{number}", "--until", "causes", "--no-element"]
-        found = run_json(capsys, *command, "--commits", f"{history[10]}..{history[13]}")[1]
-        assert found["commits"]["first_bad"]["hash"] == history[11]
-        runs.append(found["commits"]["num_runs"])
-    assert runs[1] - runs[0] == 4

@@ -154,47 +154,48 @@ SKIPPED: dict[str, Any] = {
 INCOMPARABLE: dict[str, Any] = {"outcome": "incomparable", "what": "nondeterministic_reference"}
 
 
-def worse(done: Comparison) -> dict[str, tuple[str, ...]]:
-    return {case.case_id: case.worse for case in done.cases if case.worse}
+def pair(changes: dict[str, Any]) -> Comparison:
+    """Two nights, of which the second has these changes, and the first those under `before`."""
+    before = changes.pop("before", {})
+    return compare(night(0, **before), night(1, **changes))
 
 
 def test_the_same_is_the_same() -> None:
     """Two nights of equal bits and values at two commits: nothing differs, exit 0."""
     done = compare(night(0, cases=3), night(1, cases=3))
-    assert done.exit_code == 0
-    assert {case.state for case in done.cases} == {"alike"}
+    assert (done.exit_code, {case.state for case in done.cases}) == (0, {"alike"})
     assert list(done.environment) == ["commit"]
     assert compare(done.before, done.before).environment == {}
 
 
+BITS = {
+    f"{leg}: {name} bits changed": only(leg, **{f"{name}_bits": "other"})
+    for leg in ("reference", "candidate") for name in ("loss", "state")
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("changes", "words"),
     [
-        ({}, FAILED, "passed became failed diverged"),
-        ({}, SKIPPED, "passed became skipped unsupported"),
-        ({}, INCOMPARABLE, "passed became incomparable nondeterministic_reference"),
-        (INCOMPARABLE, FAILED, "incomparable nondeterministic_reference became failed diverged"),
-        (FAILED, {}, None),
-        (FAILED, INCOMPARABLE, None),
-        (FAILED, {**FAILED, "what": "hang"}, None),
+        *((({"answers": {0: after}, "before": {"answers": {0: before}}}), words)
+          for before, after, words in (
+            ({}, FAILED, "passed became failed diverged"),
+            ({}, SKIPPED, "passed became skipped unsupported"),
+            ({}, INCOMPARABLE, "passed became incomparable nondeterministic_reference"),
+            (INCOMPARABLE, FAILED,
+             "incomparable nondeterministic_reference became failed diverged"),
+            (FAILED, {}, ""), (FAILED, INCOMPARABLE, ""), (FAILED, {**FAILED, "what": "hang"}, ""),
+          )),
+        *(({"values": values}, words) for words, values in BITS.items()),
+        ({"answers": {0: FAILED}, **ELSEWHERE}, "passed became failed diverged"),
     ],
 )  # fmt: skip
-def test_a_verdict_further_from_passed_is_worse(before: Any, after: Any, words: Any) -> None:
-    """A verdict that got worse is exit 1 and said; one that got better is said and not worse."""
-    done = compare(night(0, answers={0: before}), night(1, answers={0: after}))
-    assert worse(done) == ({"dp1-attn": (words,)} if words else {})
-    assert done.exit_code == (1 if words else 0)
-    assert done.cases[0].state == ("worse" if words else "changed")
-
-
-@pytest.mark.parametrize("leg", ["reference", "candidate"])
-@pytest.mark.parametrize("name", ["loss", "state"])
-def test_bits_that_changed_are_worse(leg: str, name: str) -> None:
-    """Equal work in an equal environment gives equal bits, in loss and in state."""
-    done = compare(night(0), night(1, values=only(leg, **{f"{name}_bits": "other"})))
-    assert worse(done) == {"dp1-attn": (f"{leg}: {name} bits changed",)}
-    assert done.exit_code == 1
-    assert compare(night(0), night(1, values=only(leg, state_bits=""))).exit_code == 0
+def test_what_is_worse_is_said(changes: Any, words: str) -> None:
+    """A verdict further from passed, or other bits of equal work, is exit 1; a better is not."""
+    done = pair(dict(changes))
+    (case,) = done.cases
+    assert case.worse == ((words,) if words else ())
+    assert (done.exit_code, case.state) == ((1, "worse") if words else (0, "changed"))
 
 
 @pytest.mark.parametrize(
@@ -211,18 +212,14 @@ def test_bits_that_changed_are_worse(leg: str, name: str) -> None:
         ({"values": only("candidate", loss_bits="", state_bits="")},
          "the bits of the candidate were not recorded", {}),
         ({"runs": ()}, "there is no run of the reference", {}),
-        ({"answers": {0: SKIPPED}}, "it was skipped in one of the two", {}),
+        ({"before": {"answers": {0: SKIPPED}}}, "it was skipped in one of the two", {}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_not(changes: Any, why: str, named: Any) -> None:
     """Only verdicts are compared, exit 6, the reason is said and what differs is named."""
-    before = night(0, answers=changes.get("answers"))
-    done = compare(before, night(1, **(changes | {"answers": {}})))
-    assert done.cases[0].incomparable == why
-    assert worse(done) == {}
-    assert done.exit_code == 6
+    done = pair(dict(changes))
+    assert (done.cases[0].incomparable, done.cases[0].worse, done.exit_code) == (why, (), 6)
     assert named.items() <= done.environment.items()
-    assert compare(night(0), night(1, answers={0: FAILED}, **ELSEWHERE)).exit_code == 1
 
 
 def test_nothing_in_common_or_open_cases_are_no_verdict() -> None:
@@ -242,34 +239,29 @@ def scaled(**by: float) -> Values:
 
 
 @pytest.mark.parametrize(
-    ("by", "exit_code", "change"),
-    [
-        ({"step_s": 1.2}, 1, "worse"), ({"step_s": 0.8}, 0, "better"),
-        ({"step_s": 1.02}, 0, "same"),
-        ({"peak_bytes": 1.01}, 1, "worse"), ({"peak_bytes": 1.004}, 0, "same"),
-    ],
+    ("metric", "by", "change"),
+    [("step_s", 1.2, "worse"), ("step_s", 0.8, "better"), ("step_s", 1.02, "same"),
+     ("peak_bytes", 1.01, "worse"), ("peak_bytes", 1.004, "same")],
 )  # fmt: skip
-def test_times_and_peaks_are_held_against_the_noise(by: Any, exit_code: int, change: str) -> None:
+def test_times_and_peaks_are_held_against_the_noise(metric: str, by: float, change: str) -> None:
     """The noise between reference and control is measured and said, and decides what counts."""
-    done = compare(night(0, cases=6, values=scaled()), night(1, cases=6, values=scaled(**by)))
-    assert done.exit_code == exit_code
+    after = night(1, cases=6, values=scaled(**{metric: by}))
+    done = compare(night(0, cases=6, values=scaled()), after)
+    assert done.exit_code == (change == "worse")
     assert done.noise["step_s"] == pytest.approx(math.log(1.01))
-    (metric,) = by
     for found in done.cases:
         (delta,) = [delta for delta in found.deltas if delta.metric == metric]
-        assert delta.change == change
-        assert delta.ratio == pytest.approx(by[metric] - 1, abs=1e-6)
+        assert (delta.change, delta.ratio) == (change, pytest.approx(by - 1, abs=1e-6))
         assert delta.threshold >= delta.noise * 2.9
 
 
 def test_few_pairs_say_little_and_none_nothing() -> None:
     """One case has two pairs: a change must stand out from both; without a pair none is claimed."""
-    slower = scaled(step_s=1.5)
     before = night(0, values=only("control", step_s=0.024))
-    apart = compare(before, night(1, values=slower))
+    apart = compare(before, night(1, values=scaled(step_s=1.5)))
     assert next((d.metric, d.change) for d in apart.cases[0].deltas) == ("step_s", "noisy")
     assert apart.exit_code == 0
     calm = compare(night(0), night(1, values=lambda run, leg: {"step_s": 0.03}))
-    assert worse(calm) == {"dp1-attn": ("step time rose by 50.0%",)}
+    assert calm.cases[0].worse == ("step time rose by 50.0%",)
     dead = only("control", what="oom")
     assert compare(night(0, values=dead), night(1, values=dead)).cases[0].deltas == ()
