@@ -68,31 +68,26 @@ class PlainConsole(Console):
         for table in objects:
             if isinstance(table, Table) and "width" not in options:
                 self.width = MOST_WIDTH
-                _fit(self, table, usual)
+                self._fit(table, usual)
         with self.capture() as captured:
             super().print(*objects, **options)
         self.width = usual
         self.file.write(_BLANKS.sub("\n", captured.get()))
         self.file.flush()
 
-
-def _fit(console: Console, table: Table, width: int) -> None:
-    """Fold the widest columns of a table until it has that width, but break no word."""
-
-    def measured(renderable: RenderableType) -> Measurement:
-        return Measurement.get(console, console.options, renderable)
-
-    sizes = [[measured(part) for part in (c.header, *c.cells)] for c in table.columns]
-    least = [max(size.minimum for size in column) for column in sizes]
-    most = [max(size.maximum for size in column) for column in sizes]
-    room = width - (measured(table).maximum - sum(most))
-    widths = most
-    for widest in range(max(most, default=0), -1, -1):
-        widths = [min(top, max(low, widest)) for low, top in zip(least, most, strict=True)]
-        if sum(widths) <= room:
-            break
-    for column, size in zip(table.columns, widths, strict=True):
-        column.width = size
+    def _fit(self, table: Table, width: int) -> None:
+        """Fold the widest columns of a table until it has that width, but break no word."""
+        sizes = [[Measurement.get(self, self.options, part) for part in (c.header, *c.cells)]
+                 for c in table.columns]  # fmt: skip
+        least = [max(size.minimum for size in column) for column in sizes]
+        widths = most = [max(size.maximum for size in column) for column in sizes]
+        room = width - (Measurement.get(self, self.options, table).maximum - sum(most))
+        for widest in range(max(most, default=0), -1, -1):
+            widths = [min(top, max(low, widest)) for low, top in zip(least, most, strict=True)]
+            if sum(widths) <= room:
+                break
+        for column, size in zip(table.columns, widths, strict=True):
+            column.width = size
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -54,11 +54,9 @@ class Commands(click.Group):
     """A group whose commands are read one at a time."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
@@ -67,7 +65,6 @@ class Commands(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One line a command, by what they are for."""
         for title, names in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, summary) for name, (_, summary) in names.items()])

@@ -1,14 +1,4 @@
-"""Options that several commands take, and exit codes as `git bisect run` reads them.
-
-    ours                                       git's
-    0 passed                                     0  good
-    1 a check failed                             1  bad
-    3 internal, 5 nothing ran, 6 no verdict    125  cannot say: skip this commit
-    2 interrupted, 4 usage                   128 +  stop: the next commit would end the same
-
-A commit on which nothing ran is no good one. One whose modules cannot be imported ends with 1
-before any of this is read: let what git runs build first, or search by `harness bisect --commits`.
-"""
+"""Options that several commands take, and what they share otherwise."""
 
 import json
 import os
@@ -26,7 +16,6 @@ PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 BISECT_EXIT = "--bisect-exit"
-CANNOT_SAY, STOP = 125, 128
 
 
 def options(*each: Option) -> Option:
@@ -101,11 +90,14 @@ def print_json(value: Any) -> None:
 
 
 def for_git(code: int, args: Sequence[str]) -> int:
-    """The exit code of a command line: ours, or git's if that was wanted."""
+    """The exit code of a command line: ours, or with --bisect-exit that of `git bisect run`.
+
+    0 good, 1 bad; 125 skips a commit on which nothing ran or that has no verdict; from 128 on the
+    search stops, as the next commit would end the same.
+    """
     if BISECT_EXIT not in args or code in (ExitCode.PASSED, ExitCode.FAILED):
         return int(code)
-    stop = code in (ExitCode.INTERRUPTED, ExitCode.USAGE)
-    return STOP + int(code) if stop else CANNOT_SAY
+    return 128 + int(code) if code in (ExitCode.INTERRUPTED, ExitCode.USAGE) else 125
 
 
 def command_line() -> list[str]:
