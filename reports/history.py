@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.history import DATABASE_FILE, Answer, CaseTrend, Flaky, History, flaky_cases, trends
+from harness.history import Answer, CaseTrend, Flaky, History, flaky_cases, trends
 from harness.history.trend import METRIC_NAMES
 from harness.records import Outcome
 from reports.text import one_line
@@ -15,8 +15,7 @@ from reports.text import one_line
 MAX_RUNS = 14
 """Runs of a strip and of a sparkline: two weeks of nightly runs say whether it is new."""
 MOST_DAYS, MOST_ANSWERS = 60, 14_000
-"""That are looked at for lasting changes, of which none is told from two weeks alone: days, and
-answers of all cases, which take some seconds."""
+"""That are looked at for lasting changes: days, and answers of all cases, which take seconds."""
 LETTERS: dict[Outcome, str] = {
     "passed": "p", "failed": "f", "error": "e", "incomparable": "i", "skipped": "s",
 }  # fmt: skip
@@ -44,19 +43,16 @@ class Past:
 NOTHING = Past(cases={}, flaky=())
 
 
-def look_back(folder: Path, scenario: str, created: str, database: Path | None = None) -> Past:
-    """The last runs of every case of a scenario, up to when `folder` was `created`; raises nothing.
+def look_back(place: Path, scenario: str, created: str, num_cases: int) -> Past:
+    """The last runs of a scenario's cases, up to when a folder of so many was `created`.
 
-    `database` is the history; None for the one next to the folder, if there is one.
+    Raises nothing: `place` may be no history.
     """
-    place = database or folder.parent / DATABASE_FILE
     if not place.is_file():
         return NOTHING
-    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ? AND typeof(num_cases) = 'integer'"
+    days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, num_cases)))
     try:
         with History.open(place) as history:
-            ((most,),) = history.query(sql, [scenario])
-            days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, most or 0)))
             found = trends(history, scenario, days=days, until=created)
     except HarnessError as error:
         return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))

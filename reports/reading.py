@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import yaml
 
 from harness.checks import confirmation, exit_code
 from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
-from harness.history import NOT_WRITTEN_FILE, machine_kind
+from harness.history import DATABASE_FILE, NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
 from harness.runner.estimates import MIB, Cost, Timeline, cost
@@ -86,13 +86,10 @@ class CaseReport:
     @property
     def attempt_words(self) -> str:
         """'passed on attempt 2 (candidate: port_in_use)'; "" if none was failed or killed."""
-        failed = {role: [a.cause for a in own if a.cause] for role, own in self.attempts.items()}
-        told = [
-            f"{role}: {cause}" if number == 1 else f"{role}: {number} x {cause}"
-            for role, found in failed.items()
-            for cause, number in Counter(found).items()
-        ]
-        most = max(map(len, failed.values()), default=0)
+        causes = {role: [a.cause for a in own if a.cause] for role, own in self.attempts.items()}
+        told = [f"{role}: {f'{number} x ' * (number > 1)}{cause}" for role, own in causes.items()
+                for cause, number in Counter(own).items()]  # fmt: skip
+        most = max(map(len, causes.values()), default=0)
         return f"{self.outcome} on attempt {most + 1} ({', '.join(told)})" if most else ""
 
     @property
@@ -115,17 +112,15 @@ class CaseReport:
         both differ are one cause until somebody has looked.
         """
         place, ended = self.verdict.difference, self.verdict.ending
-        if ended is None:
-            if place is None:
-                return one_line(self.message, MAX_CAUSE_CHARS)
-            text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
-        elif ended.exception or ended.signal or ended.collective:
+        if ended is not None and (ended.exception or ended.signal or ended.collective):
             who = ended.exception or ended.signal
             if ended.collective is not None:
                 who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
             phase = f"in {ended.phase}" if ended.phase else ""
             at = f"at {ended.raised_at}" if ended.raised_at else ""
             text = " ".join(filter(None, (who, phase, ended.module, at)))
+        elif ended is None and place is not None:
+            text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
         else:
             return one_line(self.message, MAX_CAUSE_CHARS)
         return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
@@ -281,7 +276,7 @@ def summarise(path: Path, history: Path | None = None) -> Report:
         environments=read.environments,
         history_note=history_note(folder.path),
         notes=tuple(one_line(str(n), 400) for n in notes) if isinstance(notes, list) else (),
-        past=look_back(folder.path, name, created, history),
+        past=look_back(history or folder.path.parent / DATABASE_FILE, name, created, len(planned)),
     )  # fmt: skip
 
 
@@ -377,8 +372,7 @@ def history_note(folder: Path) -> str:
 
 def _machine(manifest: Mapping[str, Any]) -> str:
     """'8 cores, 4 x NVIDIA H200', or the processor where there is no GPU."""
-    machine, processor = manifest.get("machine"), manifest.get("processor")
-    kind = machine_kind(machine) if _is_map(machine) else ""
+    kind, processor = machine_kind(manifest.get("machine") or {}), manifest.get("processor")
     return ", ".join(filter(None, [kind, str(processor or "") if "," not in kind else ""]))
 
 
@@ -453,17 +447,10 @@ def _environment_note(runs: Iterable[RunResult], letters: set[str]) -> str:
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
 
 
-def _is_map(value: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
 def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
     """The compared axis, of several scenarios the one that all compare; else the last axis."""
-    joined, members = scenario.get("scenarios"), [scenario]
-    if isinstance(joined, list):
-        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
-    compared = [member.get("compare") for member in members]
-    found = {str(each.get("axis", "")) if _is_map(each) else "" for each in compared}
+    joined = [_scenario(part["text"]) for part in scenario.get("scenarios", ())]
+    found = {each.get("compare", {}).get("axis", "") for each in joined or [scenario]}
     labels = [name for case in cases for name in case.spec.labels]
     axis = found.pop() if len(found) == 1 else ""
     return axis if axis in labels else (labels[-1] if labels else "")

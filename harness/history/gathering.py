@@ -155,7 +155,7 @@ def _step_s(result: RunResult) -> float | None:
             slowest[record.step] = max(slowest.get(record.step, 0.0), record.step_s)
     times = [slowest[step] for step in sorted(slowest)]
     kept = times[math.ceil(len(times) / 5) :] or times
-    return median(kept) if kept else None
+    return median(kept) if kept and math.isfinite(sum(kept)) else None
 
 
 def _bits(result: RunResult) -> dict[str, str]:

@@ -201,7 +201,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
             }
             slower = only("candidate", step_s=0.02 if n < 7 else 0.03)
             history.record(night(n, cases=2, answers=answers, values=slower))
-    return look_back(place / "run", "nightly", CREATED)
+    return look_back(place / "history.sqlite", "nightly", CREATED, 2)
 
 
 def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
@@ -219,9 +219,10 @@ def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
 
 def test_no_history_and_a_damaged_one(tmp_path: Path) -> None:
     """Without a history nothing is said; of one that cannot be read, why."""
-    assert look_back(tmp_path / "run", "nightly", CREATED) == Past(cases={}, flaky=())
-    (tmp_path / "history.sqlite").write_text("no database" * 100)
-    told = look_back(tmp_path / "run", "nightly", CREATED)
+    place = tmp_path / "history.sqlite"
+    assert look_back(place, "nightly", CREATED, 2) == Past(cases={}, flaky=())
+    place.write_text("no database" * 100)
+    told = look_back(place, "nightly", CREATED, 2)
     assert told.note.startswith("no history is shown: ")
 
 
