@@ -447,7 +447,7 @@ def _environment_note(runs: Iterable[RunResult], letters: set[str]) -> str:
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
 
 
-def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
+def _compare_axis(scenario: dict[str, Any], cases: list[CaseReport]) -> str:
     """The compared axis, of several scenarios the one that all compare; else the last axis."""
     joined = [_scenario(part["text"]) for part in scenario.get("scenarios", ())]
     found = {each.get("compare", {}).get("axis", "") for each in joined or [scenario]}
