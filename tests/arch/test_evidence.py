@@ -27,7 +27,7 @@ PATTERNS = {
     "harness/scenario/suite.py": (1, NAMES),
     "harness/runner/plan.py": (1, NAMES),
     "harness/store/folder.py": (1, NAMES),
-    "harness/pytest_plugin/collection.py": (1, NAMES),
+    "harness/pytest_plugin/session.py": (1, NAMES),
     "harness/engine/evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
     "harness/engine/leader.py": (1, "srun's log"),
