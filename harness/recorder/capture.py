@@ -9,7 +9,7 @@
 
 Names, arguments and meaning are those of `torch.cuda`, and where torch sees a GPU so are the
 objects. Elsewhere a capture records operators of the CPU, has no effect, and a replay runs them on
-the same storages (`fsdp_core.graph.host_graph`). All of it works outside of the harness as well.
+the same storages (`fsdp_core.graph.host_graph`), outside of the harness as well.
 """
 
 import contextlib
@@ -86,18 +86,15 @@ class HostGraph:
             yield arena.data_ptr(), arena.data_ptr() + arena.numel()
 
 
-class _HostCapture:
+@contextlib.contextmanager
+def _host_capture(captured: HostGraph) -> Iterator[None]:
     """What `torch.cuda.graph` is to a `CUDAGraph`."""
-
-    def __init__(self, captured: HostGraph) -> None:
-        self._graph = captured
-
-    def __enter__(self) -> None:
-        self._graph.capture_begin()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._graph.failed = error
-        self._graph.capture_end()
+    captured.capture_begin()
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - raised below, once the capture has ended
+        captured.failed = error
+    captured.capture_end()
 
 
 class _Torch:
@@ -105,7 +102,7 @@ class _Torch:
 
     cuda = types.SimpleNamespace(
         CUDAGraph=HostGraph,
-        graph=lambda captured, **_: _HostCapture(captured),
+        graph=lambda captured, **_: _host_capture(captured),
         Stream=lambda: None,
         stream=contextlib.nullcontext,
         synchronize=lambda: None,
@@ -117,15 +114,13 @@ class _Torch:
 
 def CUDAGraph() -> Any:  # noqa: N802 - torch's name
     """A new `torch.cuda.CUDAGraph` where torch sees a GPU, else a `HostGraph`."""
-    if torch.cuda.is_available():
-        return torch.cuda.CUDAGraph()
-    return HostGraph()
+    return torch.cuda.CUDAGraph() if torch.cuda.is_available() else HostGraph()
 
 
 def graph(cuda_graph: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
     """Capture what runs inside, as `torch.cuda.graph` does; after an error nothing is changed."""
     if isinstance(cuda_graph, HostGraph):
-        return _HostCapture(cuda_graph)
+        return _host_capture(cuda_graph)
     return torch.cuda.graph(cuda_graph, *args, **kwargs)
 
 

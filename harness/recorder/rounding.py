@@ -13,6 +13,7 @@ draws random numbers, which would be drawn twice otherwise.
 """
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_core.dispatch import is_fake, opens_itself
 
@@ -74,7 +75,8 @@ class RandomRounding(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name.startswith(MANY) and not func._schema.returns:
             return self._changed(func, args, kwargs)
-        if _is_left(func, name) or not _floats((args, kwargs)):
+        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        if _is_left(func, name) or not any(each.dtype in NARROW for each in given):
             return func(*args, **kwargs)
         if name in ("copy_", "_to_copy"):
             return self._converted(func, args, kwargs)
@@ -84,9 +86,9 @@ class RandomRounding(TorchDispatchMode):
         if exact is not None and name in ("mm", "bmm"):
             exact = self._product(func, args[0].double(), args[1].double(), out.dtype)
         elif exact is not None and name in ADDED and not kwargs:
+            added, left, right = (each.double() for each in args)
             product = getattr(torch.ops.aten, ADDED[name]).default
-            left, right = (each.double() for each in args[1:3])
-            exact = args[0].double() + self._product(product, left, right, out.dtype)
+            exact = added + self._product(product, left, right, out.dtype)
         flat_out = _flat(out)
         for result, value in zip(flat_out, _flat(exact) or [None] * len(flat_out), strict=True):
             if isinstance(result, torch.Tensor) and result.dtype in NARROW:
@@ -159,16 +161,15 @@ class RandomRounding(TorchDispatchMode):
 _KINDS = (torch.Tensor, torch.dtype)
 
 
-def _widened(x: torch.Tensor | torch.dtype) -> torch.Tensor | torch.dtype:
+def _widened(x: torch.Tensor | torch.dtype, *, copy: bool = False) -> torch.Tensor | torch.dtype:
+    """In float64; as a copy also what is no narrow number, if asked for."""
     if isinstance(x, torch.dtype):
         return torch.float64 if x in NARROW else x
-    return x.double() if x.is_floating_point() else x
+    wide = x.double() if x.is_floating_point() else x
+    return wide.clone() if copy and wide is x else wide
 
 
-def _own(x: torch.Tensor | torch.dtype) -> torch.Tensor | torch.dtype:
-    """As `_widened`; a copy also of what widening leaves as it is."""
-    wide = _widened(x)
-    return wide.clone() if isinstance(wide, torch.Tensor) and wide is x else wide
+_own = functools.partial(_widened, copy=True)
 
 
 def _in_float64(func: Any, args: Any, kwargs: Any) -> Any:
@@ -189,29 +190,19 @@ def _flat(x: Any) -> list[Any]:
     return list(x) if isinstance(x, (tuple, list)) else [] if x is None else [x]
 
 
-def _floats(tree: Any) -> bool:
-    found = []
-    tree_map_only(torch.Tensor, lambda t: found.append(t.dtype in NARROW), tree)
-    return any(found)
-
-
 def _is_left(func: Any, name: str) -> bool:
     """Whether an operator runs as it is."""
-    as_it_is = "c10d" in func.namespace or func.namespace == "fsdp" or not func._schema.returns
+    returns = [each.alias_info for each in func._schema.returns]
+    as_it_is = "c10d" in func.namespace or func.namespace == "fsdp" or not returns
     draws = _draws(func) and "attention" not in name
-    return as_it_is or draws or name in MOVES or _is_view(func)
+    is_view = any(each is not None and not each.is_write for each in returns)
+    return as_it_is or draws or name in MOVES or is_view
 
 
 def _draws(func: Any) -> bool:
     """Whether it draws random numbers, or may."""
     name = func.overloadpacket.__name__
     return torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_for_cpu")
-
-
-def _is_view(func: Any) -> bool:
-    """Whether what it returns is memory of its arguments that it does not write."""
-    returns = func._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 # --- programs that round at random -------------------------------------------------------------

@@ -3,8 +3,7 @@
     interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
 
 Only the first process that a rank starts records: its children inherit the variables, but not the
-file. `harness.records` describes what is written, and is not imported: a script's environment needs
-none of the harness.
+file. `harness.records` describes what is written, and is not imported.
 """
 
 import atexit
@@ -22,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from harness.provenance import about_rank, of_program, of_rank
 from harness.recorder import (
@@ -125,23 +124,21 @@ class Session:
             self.finish()
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
+        about = {"step": step, "what": classify(error), "module": self.module_at_work(error)}
         tensors = getattr(error, "names", ()) if hasattr(error, "deltazero_what") else ()
-        module = self.module_at_work(error)
-        self._error(error, step, classify(error), str(error), module=module, tensors=tensors)
+        self._error(error, str(error), **about, tensors=tensors)
 
     def broken(self, error: Exception) -> None:
         """The recorder itself failed: the program goes on, and its run is not judged."""
         if self.is_mine:
             traceback.print_exception(error)
             message = f"the recorder could not observe the program: {error}"
-            self._error(error, self.under_way(), "unsupported", message, module="")
+            self._error(error, message, step=self.under_way(), what="unsupported", module="")
 
-    def _error(
-        self, error: BaseException, step: int, what: str, message: str, **about: Any
-    ) -> None:
+    def _error(self, error: BaseException, message: str, **about: Any) -> None:
         text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
         about |= {"message": message[:MESSAGE_CHARS], "traceback": text}
-        self.write("error", type=type(error).__name__, step=step, what=what, **about)
+        self.write("error", type=type(error).__name__, **about)
         self.is_over = True
 
     def end(self) -> None:
@@ -265,15 +262,15 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
-        loader: Any = None if spec is None else spec.loader
+        if spec is None or (loader := cast("Any", spec.loader)) is None:
+            return spec
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # from here on it is that of its class
             loader.exec_module(module)
             begin()
 
-        if loader is not None:
-            loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
