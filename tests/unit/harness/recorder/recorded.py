@@ -3,7 +3,6 @@
 The recorder patches torch for the whole process, so each program gets a process of its own.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -17,6 +16,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in each child
 from torch import nn
 
+from harness.recorder import session as recording
 from harness.records import ABSENT, DIGEST_HEX_CHARS, ErrorRecord, RankRecords, StepRecord
 from harness.store.streams import rank_path, read_rank
 
@@ -67,7 +67,7 @@ def record_folder(
     return folder
 
 
-def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None = 0,
+def recorded(program: Program, folder: Path, *, code: int = 0, seed: int = 0,
              run: str = "run", **about: Any) -> RankRecords:  # fmt: skip
     """Records of `program`, the only rank of a run, whose process must end with `code`."""
     record_folder(folder, **about)
@@ -96,37 +96,28 @@ def error_of(program: Program, folder: Path, *, code: int = 1, **about: Any) -> 
     return records.error
 
 
-def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
+def _child(program: Program, folder: Path, seed: int, run: str) -> None:
     code = 1
-    with contextlib.suppress(BaseException):
-        sys.stderr = (folder / "stderr").open("w", buffering=1)
+    sys.stderr = (folder / "stderr").open("w", buffering=1)
+    try:
         torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
         gc.freeze()  # nor those of process groups, which garbage of the parent would wait for
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder),
                        "DELTAZERO_RUN": run}  # fmt: skip
-        if seed is not None:
-            torch.manual_seed(seed)
-        code = _run(program)
+        torch.manual_seed(seed)
+        session = recording.begin()
+        assert session is not None
+        try:
+            program()
+        except BaseException as error:
+            session.fail(error)
+            raise
+        session.end()
+        code = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter's own last frame
+        traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _run(program: Program) -> int:
-    from harness.recorder import session as recording
-
-    session = recording.begin()
-    assert session is not None
-    try:
-        program()
-    except SystemExit as stop:
-        session.end()
-        return int(stop.code or 0)
-    except BaseException as error:  # noqa: BLE001 - as the interpreter's own last frame
-        traceback.print_exc()
-        session.fail(error)
-        return 1
-    session.end()
-    return 0
 
 
 def names(records: RankRecords, group: str) -> tuple[str, ...]:
