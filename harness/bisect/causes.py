@@ -48,14 +48,12 @@ MAX_WAYS = 32
 class FoundCause(Json):
     """A smallest set of changes that fails by itself, as the case or in a way that it hides.
 
-    `unproven` are those without which it cannot be run, so they may not be at fault; `message` is
-    that of the verdict of the reference with these changes alone.
+    `unproven` are those without which it cannot be run, so they may not be at fault.
     """
 
     changes: tuple[str, ...]
     unproven: tuple[str, ...]
     failure: Failure
-    message: str
 
     def __str__(self) -> str:
         """For people: `plant: ulp in step 3 and graph: attn together (failed diverged)`."""
@@ -125,10 +123,7 @@ class _Search:
         policy = self._judged.learn(4 * len(within).bit_length() + 4)
         self._found = replace(self._found, policy=self._found.policy or policy)
         changes, unproven = self._trimmed(self._halved(self._ordered(within)))
-        cause = FoundCause(
-            changes=changes, unproven=unproven, failure=self._judged.failure,
-            message=self._judged.message(self._changes.run_with(changes)),
-        )  # fmt: skip
+        cause = FoundCause(changes=changes, unproven=unproven, failure=self._judged.failure)
         self._found = replace(self._found, causes=(*self._found.causes, cause))
 
     def _answer(self, changes: Iterable[str], *, sure: bool = False) -> Answer:
@@ -227,7 +222,7 @@ PLAIN = (
     "fused_rope", "resume_at", "resume_from.",
 )  # fmt: skip
 """Settings that are put back to what they are by default, where both have them alike."""
-CAPTURED, RANKS, MAX_LAYOUTS = "graph_layers", "ranks", 12
+RANKS, MAX_LAYOUTS = "ranks", 12
 DEFAULTS = leaves_of(TrainConfig().to_dict())
 
 
@@ -243,22 +238,13 @@ def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | 
 
 
 class LeastCase:
-    """What is left of two runs that fail as `judged` asks, once they are as small as it goes.
-
-    `passed` are layouts of fewer ranks that do not fail (`dp 2 tp 2`).
-    """
+    """What is left of two runs that fail as `judged` asks, once they are as small as it goes."""
 
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
         self._judged, self.reference, self.candidate = judged, reference, candidate
         self._first = self._leaves
         self._changed = {change.leaf for change in RunChanges(reference, candidate).changes}
-        self.passed: list[str] = []
         self._shrink()
-
-    @property
-    def message(self) -> str:
-        """Of its verdict."""
-        return self._judged.message(self.candidate)
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -281,7 +267,6 @@ class LeastCase:
         self._ranks()
         for leaf in COUNTS:
             self._count(leaf)
-        self._captured_layers()
         self._settings()
 
     @property
@@ -334,13 +319,8 @@ class LeastCase:
         if any(leaf.startswith("parallel.") for leaf in self._changed):
             return
         for layout in sorted(self._smaller_layouts(), key=_size)[:MAX_LAYOUTS]:
-            answer = self._asked(_with(self.reference, layout), _with(self.candidate, layout))
-            if answer == "fails":
+            if self._try(**layout):
                 return
-            if answer == "passes":
-                named = ((axis, int(layout[f"parallel.{axis}"])) for axis in DEGREES)
-                told = " ".join(f"{axis} {n}" for axis, n in named if n > 1)
-                self.passed.append(told or "one rank")
 
     def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
         now = self._leaves
@@ -353,24 +333,9 @@ class LeastCase:
             if smaller and self._is_legal(**layout):
                 yield layout
 
-    def _captured_layers(self) -> None:
-        """Where the candidate alone captures: the smallest range of layers that it must capture."""
-        if "graph" not in self._changed:
-            return
-        last = int(self._leaves["model.layers"]) - 1
-        first, last = map(int, self._leaves[CAPTURED] or (0, last))
-
-        def fails(first: int, last: int) -> bool:
-            smaller = _with(self.candidate, {CAPTURED: [first, last]})
-            return self._asked(self.reference, smaller) == "fails"
-
-        end = first_failing(range(first, last), lambda end: fails(first, end))
-        last = last if end is None else end
-        first_failing(range(last, first, -1), lambda begin: fails(begin, last))
-
     def _settings(self) -> None:
         """What both have alike, and need not have: all of it at once, else one by one."""
-        fixed = {*self._changed, CAPTURED, *({"taps"} & self._judged.case.checks.keys())}
+        fixed = {*self._changed, "graph_layers", *({"taps"} & self._judged.case.checks.keys())}
         plain = {
             leaf: DEFAULTS[leaf] for leaf, value in leaves_of(self.reference.config).items()
             if leaf.startswith(PLAIN) and leaf not in fixed and value != DEFAULTS[leaf]

@@ -3,11 +3,10 @@
     bad fails, as often as tells its rate  ->  good passes  ->  halve, skip what gives no verdict
       ->  the passes that the end rests on are asked again  ->  one commit, or the suspects
 
-From the first bad one on, all are bad. Commits are those of the first parents; where the first bad
-one is a merge, those that it brought are searched in the same way. Answers are kept by the files of
-a commit. The built-in program runs under the harness of the commit (`python -m harness rerun`, with
-the worktree first on `PYTHONPATH`), somebody's program under this one, with its paths in the
-worktree. The user's checkout and index stay as they are.
+From the first bad one on, all are bad. Commits are those of the first parents: of a branch that was
+merged, the merge is named. The built-in program runs under
+the harness of the commit (`python -m harness rerun`), somebody's program under this one, with its
+paths in the worktree. The user's checkout and index stay as they are.
 """
 
 import hashlib
@@ -18,8 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,13 +61,13 @@ PACKAGES = ("fsdp_core", "harness")
 
 def git(folder: Path, *arguments: str, legal: Sequence[int] = (0,)) -> str:
     """What git prints in a folder (`UsageError`: it is not there, says no, or does not end)."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
+    env = _without_hooks() | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
     # No hooks: those of the user's checkout are not for this one.
     command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S,
-            env=kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
+            env=env, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except FileNotFoundError:
         raise UsageError("searching commits takes git, which is not on PATH") from None
@@ -79,6 +78,10 @@ def git(folder: Path, *arguments: str, legal: Sequence[int] = (0,)) -> str:
         # The first line says what is wrong; what follows is advice.
         raise UsageError(f"git {arguments[0]} in {folder}: {said[0]}")
     return done.stdout.rstrip("\n")
+
+
+def _without_hooks() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
 
 
 # --- what is searched -------------------------------------------------------------------------
@@ -100,17 +103,14 @@ class Commit(Json):
 class History:
     """What is searched: names from the good one to the bad one, and what else is known of them.
 
-    `key` is the same for names of which one answer holds; `brought_by` has the commits of the
-    branch that a merge brought, the oldest first.
+    `key` is the same for names of which one answer holds.
     """
 
     kind: str
     option: str
     line: list[str]
-    num_commits: int
     named: Callable[[str], Commit]
     key: Callable[[str], str]
-    brought_by: Callable[[str], list[str]] = lambda _: []
     root: Path = Path()
 
 
@@ -136,42 +136,27 @@ def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
     if good == bad or git(root, "merge-base", good, bad, legal=(0, 1)) != good:
         said = "expected a good commit that the bad one descends from"
         raise UsageError(f"--commits: {said}, got {shown(commits)}")
-    known: dict[str, list[str]] = {}
-    for end in ((bad, f"^{good}"), ("--no-walk", good)):
-        for line in git(root, "log", "--format=%H%x00%T%x00%P%x00%s", *end, "--").splitlines():
-            commit, *facts = line.split("\0", 3)
-            known[commit] = facts
-
-    def chain(tip: str, *without: str) -> list[str]:
-        words = ("--first-parent", "--reverse", tip, "--not", good, *without, "--")
-        return git(root, "rev-list", *words).splitlines()
+    words = ("--first-parent", "--reverse", "--format=%H%x00%s")
+    lines = git(root, "log", *words, bad, "--not", good, "--").splitlines()
+    lines.insert(0, git(root, "log", "--no-walk", words[-1], good, "--"))
+    subjects = dict(line.split("\0", 1) for line in lines)
 
     def key(name: str) -> str:
-        if not paths:
-            return f"{OF_COMMITS}{known[name][0]}"
-        listed = git(root, "ls-tree", name, "--", *paths)
-        return f"{OF_COMMITS}{hashlib.sha256(listed.encode()).hexdigest()[:40]}"
-
-    def brought_by(name: str) -> list[str]:
-        parents = known[name][1].split()
-        return chain(parents[1], parents[0]) if len(parents) > 1 else []
+        files = git(root, "ls-tree", name, "--", *paths)
+        return f"{OF_COMMITS}{hashlib.sha256(files.encode()).hexdigest()[:40]}"
 
     return History(
-        kind="commit", option="--commits", line=[good, *chain(bad)], num_commits=len(known) - 1,
-        named=lambda name: Commit(hash=name, subject=known[name][2]), key=key,
-        brought_by=brought_by, root=root,
+        kind="commit", option="--commits", line=list(subjects), key=key, root=root,
+        named=lambda name: Commit(hash=name, subject=subjects[name]),
     )  # fmt: skip
 
 
 def releases_of(package: str, versions: Sequence[str]) -> History:
     """Releases of a package, the good one first."""
-
-    def key(name: str) -> str:
-        return f"release-{hashlib.sha256(f'{package} {name}'.encode()).hexdigest()[:40]}"
-
     return History(
-        kind=f"release of {package}", option="--package", line=list(versions), key=key,
-        num_commits=len(versions) - 1, named=lambda name: Commit(hash=name),
+        kind=f"release of {package}", option="--package", line=list(versions),
+        key=lambda name: f"release-{hashlib.sha256(f'{package} {name}'.encode()).hexdigest()[:40]}",
+        named=lambda name: Commit(hash=name),
     )  # fmt: skip
 
 
@@ -230,21 +215,18 @@ class _Search:
         self, history: History, run: Callable[[str, int], Reply], questions: Questions
     ) -> None:
         self._history, self._run, self._questions = history, run, questions
-        self._good, self._bad = history.line[0], history.line[-1]
-        self._suspects, self._num_runs = history.line[:0:-1], 0
+        self._policy, self._num_runs = EVERY_RUN, 0
         self._answers: dict[str, list[Answer]] = {}
-        self._skipped, self._opened, self._notes = list[str](), list[str](), list[str]()
-        self._policy = EVERY_RUN
+        self._suspects, self._skipped, self._notes = list[str](), list[str](), list[str]()
 
     def find(self, policy: RepeatPolicy | None) -> CommitSearch:
-        named = self._history.named
+        good = self._history.line[0]
         self._learn(policy)
-        if (answer := self._answer(self._good, self._policy.passes)) != "passes":
-            raise self._not_good(answer)
+        self._see_good(self._answer(good, self._policy.passes))
         while (lucky := self._bisect()) is not None:
-            self._notes.append(f"{named(lucky)}: passed at first and failed when asked again")
-            if lucky == self._good:
-                raise self._not_good("fails")
+            name = self._history.named(lucky)
+            self._notes.append(f"{name}: passed at first and failed when asked again")
+            self._see_good("fails" if lucky == good else "passes")
             self._learn(None, flaky=True)
         return self._found()
 
@@ -264,71 +246,54 @@ class _Search:
     def _answer(self, name: str, passes: int) -> Answer:
         """Fails once it has failed, passes after so many runs; all runs so far count."""
         known = self._answers.get(self._history.key(name), [])
-        for number in range(max(passes, len(known))):
-            if (answer := self._ask(name, number)) != "passes":
-                return answer
-        return "passes"
+        answers = (self._ask(name, number) for number in range(max(passes, len(known))))
+        return next((answer for answer in answers if answer != "passes"), "passes")
 
     def _learn(self, policy: RepeatPolicy | None, *, flaky: bool = False) -> None:
-        history = self._history
-        said = f"{history.option}: expected a bad end that fails, got {history.named(self._bad)}"
+        history, bad = self._history, self._history.line[-1]
+        said = f"{history.option}: expected a bad end that fails, got {history.named(bad)}"
         # Halvings, both ends, and what skips may add.
-        num_questions = math.ceil(math.log2(history.num_commits + 1)) + 2
-        if policy is not None:
-            if self._answer(self._bad, policy.passes) != "fails":
-                raise UsageError(said)
-            if policy != EVERY_RUN:
-                policy = RepeatPolicy.of(policy.failures, policy.trials, num_questions)
-            self._policy = policy
+        num_questions = math.ceil(math.log2(len(history.line))) + 2
+        if policy is None:
+            try:
+                ask = partial(self._ask, bad)
+                self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
+            except NeverFails as error:
+                raise UsageError(f"{said}: {error}") from error
             return
-        try:
-            ask = partial(self._ask, self._bad)
-            self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
-        except NeverFails as error:
-            raise UsageError(f"{said}: {error}") from error
+        if self._answer(bad, policy.passes) != "fails":
+            raise UsageError(said)
+        self._policy = policy
+        if policy != EVERY_RUN:
+            self._policy = RepeatPolicy.of(policy.failures, policy.trials, num_questions)
 
-    def _not_good(self, answer: Answer) -> UsageError:
-        how = "that can be run" if answer == "unresolved" else "that passes"
-        told = "" if answer == "unresolved" else ", which fails: name an older one"
-        good = self._history.named(self._good)
-        return UsageError(f"{self._history.option}: expected a good end {how}, got {good}{told}")
+    def _see_good(self, answer: Answer) -> None:
+        if answer != "passes":
+            how = "that can be run" if answer == "unresolved" else "that passes"
+            told = "" if answer == "unresolved" else ", which fails: name an older one"
+            good = self._history.named(self._history.line[0])
+            raise UsageError(f"{self._history.option}: expected a good end {how}, got {good}{told}")
 
     def _bisect(self) -> str | None:
-        """Halve until one suspect is left, or only skipped ones; a pass that was luck, if any."""
-        line, rests = self._history.line, list[str]()
-        self._opened.clear()
-        while True:
-            low, high = 0, len(line) - 1
-            while True:
-                self._suspects = line[low + 1 : high + 1][::-1]
-                inner = (at for at in range(low + 1, high) if line[at] not in self._skipped)
-                _, at = min(((abs(2 * at - low - high), at) for at in inner), default=(0, 0))
-                if not at:
-                    break
-                answer = self._answer(line[at], self._policy.passes)
-                low, high = (at if answer == "passes" else low), (at if answer == "fails" else high)
-                self._skipped += [line[at]] if answer == "unresolved" else []
-            rests.append(line[low])
-            is_one = len(self._suspects) == 1 and line[high] not in self._opened
-            if not is_one or not (brought := self._history.brought_by(line[high])):
-                break
-            self._opened.append(line[high])
-            line = [line[low], *brought, line[high]]
-        sure = self._policy.confirmations
-        passes = ((name, self._answer(name, sure)) for name in dict.fromkeys(rests))
-        return next((name for name, answer in passes if answer != "passes"), None)
+        """Halve until one suspect is left, or only skipped ones; the last pass if it was luck."""
+        line, low, high = self._history.line, 0, len(self._history.line) - 1
+        while inner := [n for n in range(low + 1, high) if line[n] not in self._skipped]:
+            at = min(inner, key=lambda n: abs(2 * n - low - high))
+            answer = self._answer(line[at], self._policy.passes)
+            low, high = (at if answer == "passes" else low), (at if answer == "fails" else high)
+            self._skipped += [line[at]] if answer == "unresolved" else []
+        self._suspects = line[low + 1 : high + 1][::-1]
+        is_sure = self._answer(line[low], self._policy.confirmations) == "passes"
+        return None if is_sure else line[low]
 
     def _found(self) -> CommitSearch:
-        named, history = self._history.named, self._history
-        suspects = self._suspects
-        if len(suspects) > 1:  # of merges that were not looked into, all that they brought
-            brought = (() if n in self._opened else history.brought_by(n)[::-1] for n in suspects)
-            suspects = [x for n, each in zip(suspects, brought, strict=True) for x in (n, *each)]
+        named, history, suspects = self._history.named, self._history, self._suspects
         return CommitSearch(
             first_bad=named(suspects[0]) if len(suspects) == 1 else None,
             suspects=tuple(map(named, suspects)), skipped=tuple(map(named, sorted(self._skipped))),
-            good=named(self._good), bad=named(self._bad), num_commits=history.num_commits,
-            num_runs=self._num_runs, kind=history.kind, notes=tuple(self._notes),
+            good=named(history.line[0]), bad=named(history.line[-1]),
+            num_commits=len(history.line) - 1, num_runs=self._num_runs, kind=history.kind,
+            notes=tuple(self._notes),
             policy="one run each" if self._policy == EVERY_RUN else str(self._policy),
         )  # fmt: skip
 
@@ -351,41 +316,34 @@ class Checkout(NamedTuple):
 Run = Callable[[Checkout], Reply]
 
 
-@contextmanager
-def worktree(root: Path, commit: str, place: Path) -> Iterator[Path]:
-    """A detached worktree of the repository at `root`, removed whatever happens.
+def first_bad_commit(
+    history: History, run: Run, questions: Questions, place: Path, **how: Any
+) -> CommitSearch:
+    """As `find_first_bad`, with each commit checked out in a worktree at `place`.
 
-    One that is at `place` is of a search that was killed, as whoever asks holds its folder.
+    One that is there is of a search that was killed, as whoever asks holds its folder.
     """
 
     def remove() -> None:
         # By hand: git refuses to remove what holds submodules, or what is half made.
         shutil.rmtree(place, ignore_errors=True)
         with suppress(UsageError):
-            git(root, "worktree", "prune")
+            git(history.root, "worktree", "prune")
 
+    def in_checkout(commit: str, attempt: int) -> Reply:
+        # No file of another commit stays, nor a compiled module.
+        git(folder, "checkout", "--quiet", "--force", "--detach", commit)
+        git(folder, "clean", "-ffdxq")
+        return run(Checkout(folder, history.root, commit, attempt))
+
+    folder = place.absolute()
     remove()
     make_folder(place.parent)
     try:
-        git(root, "worktree", "add", "--quiet", "--detach", str(place.absolute()), commit)
-        yield place.absolute()
+        git(history.root, "worktree", "add", "--quiet", "--detach", str(folder), history.line[-1])
+        return find_first_bad(history, in_checkout, questions, **how)
     finally:
         remove()
-
-
-def first_bad_commit(
-    history: History, run: Run, questions: Questions, place: Path, **how: Any
-) -> CommitSearch:
-    """As `find_first_bad`, with each commit checked out in a worktree at `place`."""
-    with worktree(history.root, history.line[-1], place) as folder:
-
-        def in_checkout(commit: str, attempt: int) -> Reply:
-            # No file of another commit stays, nor a compiled module.
-            git(folder, "checkout", "--quiet", "--force", "--detach", commit)
-            git(folder, "clean", "-ffdxq")
-            return run(Checkout(folder, history.root, commit, attempt))
-
-        return find_first_bad(history, in_checkout, questions, **how)
 
 
 def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = ()) -> Run:
@@ -406,10 +364,8 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
             *(sys.executable, "-m", "harness", "rerun", str(place.absolute())),
             *("--out", str(out), "--json", "--no-history", *room),
         )
-        # Where we are, for paths of the case; the interpreter does not look there for modules.
-        env = python_environment(checkout) | {"PYTHONSAFEPATH": "1"}
         try:
-            code = _run(command, log, env, answers)
+            code = _run(command, log, _environment(checkout), answers)
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
         if code in (ExitCode.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
@@ -419,13 +375,15 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
     return run
 
 
-def python_environment(checkout: Checkout) -> dict[str, str]:
+def _environment(checkout: Checkout) -> dict[str, str]:
     """Of a run whose modules are the commit's, and none of the user's checkout."""
     entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     others = [x for x in entries if not Path(x).absolute().is_relative_to(checkout.repository)]
-    # What git sets for its hooks would make each git of the run that of the user's checkout.
-    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(checkout.folder), *others])}
+    # What git sets for its hooks would make each git of the run that of the user's checkout. We
+    # start where we are, for paths of the case; the interpreter does not look there for modules.
+    return _without_hooks() | {
+        "PYTHONPATH": os.pathsep.join([str(checkout.folder), *others]), "PYTHONSAFEPATH": "1",
+    }  # fmt: skip
 
 
 def _judged(code: int, answers: Path, log: Path, wanted: Verdict) -> Reply:
@@ -439,10 +397,10 @@ def _judged(code: int, answers: Path, log: Path, wanted: Verdict) -> Reply:
         lines = read_tail(log, TAIL_BYTES).decode(errors="replace").strip().splitlines()
         said = f"exit code {code} {lines[-1][:200] if lines else ''}".strip()
         return Reply(answer="unresolved", words=one_line(f"no verdict: {said}"))
-    if outcome == "passed" and code == ExitCode.PASSED:
-        return Reply(answer="passes", words=outcome)
     due = ExitCode.FAILED if outcome == "failed" else ExitCode.NO_VERDICT
-    if same and code == due and (outcome, what) == (wanted.outcome, wanted.what):
+    if (outcome, code) == ("passed", ExitCode.PASSED):
+        return Reply(answer="passes", words=outcome)
+    if same and (outcome, what, code) == (wanted.outcome, wanted.what, due):
         return Reply(answer="fails", words=one_line(f"{outcome} {what}".strip()))
     words = f"no verdict: {outcome} {what} {message}"
     return Reply(answer="unresolved", words=one_line(words.strip()))
@@ -519,9 +477,9 @@ def at_commit(spec: RunSpec, checkout: Checkout, top: Path) -> RunSpec:
         if not isinstance(value, str) or not value or "\0" in value:
             return value
         named = Path(value).resolve()
-        there = Path(moved(str(named)))
-        is_kept = there == named or not (named.is_file() or (os.sep in value and named.is_dir()))
-        return value if is_kept or not there.exists() else str(there)
+        is_named = named.is_file() or (os.sep in value and named.is_dir())
+        there = moved(str(named))
+        return there if is_named and there != str(named) and Path(there).exists() else value
 
     program = dict(spec.config["program"])
     program |= {name: moved(program[name]) for name in ("target", "folder")}
@@ -538,8 +496,7 @@ def find_release(
 ) -> CommitSearch:  # fmt: skip
     """Search the releases `A..B` of a package for the first bad one; the reference stays.
 
-    Where A fails and B passes, the last bad one is searched for, from B backwards. Raises as
-    `find_first_bad`.
+    Raises as `find_first_bad`.
     """
     versions, failure = published(package, ends), failure_of(verdict)
 
@@ -553,12 +510,7 @@ def find_release(
         found = asker.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
         return Reply(answer=failure.answer(found), words=brief(found))
 
-    search = partial(find_first_bad, run=run, questions=asker.questions, policy=policy)
-    try:
-        return search(releases_of(package, versions))
-    except UsageError:
-        found = search(releases_of(package, versions[::-1]))
-        return replace(found, notes=(*found.notes, "older releases fail, newer ones pass"))
+    return find_first_bad(releases_of(package, versions), run, asker.questions, policy=policy)
 
 
 def published(package: str, ends: str) -> list[str]:

@@ -25,16 +25,9 @@ FORMS = {
 
 
 class Compared(NamedTuple):
-    """What comparing one tensor of two runs has shown: the first element, or why there is none.
-
-    `tensor` is the whole one that holds it, as the model without any sharding has it, `rank` the
-    lowest that holds it, `ranks` all whose part differs; `notes` make the answer doubtful.
-    """
+    """What comparing one tensor has shown: the first element, or why there is none; and doubts."""
 
     message: str
-    tensor: str
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
     element: Element | None = None
     notes: tuple[str, ...] = ()
 
@@ -58,7 +51,7 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
     """
     runs = {"reference": reference, "candidate": candidate}
     if reference.step != candidate.step:
-        return Compared(f"kept at other steps: {reference.step} and {candidate.step}", name)
+        return Compared(f"kept at other steps: {reference.step} and {candidate.step}")
     notes = [f"{run}: {problem}" for run, kept in runs.items() for problem in kept.problems]
     ours, theirs = (
         {(rank, each.about.part): each for rank, each in kept.held(name)} for kept in runs.values()
@@ -70,46 +63,33 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
                 f"the copy of {name} in the {run} does not give the digest of its step on rank "
                 f"{', '.join(bad)}: it was written between the two, or is of one of several calls"
             )
-    refusals, firsts, compared = list[str](), list[_First](), False
+    refusals, firsts = list[str](), list[_First]()
     for key in sorted(ours.keys() | theirs.keys()):
-        a, b = ours.get(key), theirs.get(key)
-        if why := _why_unlike(key, name, a, b):
-            refusals.append(why)
-        elif a is not None and b is not None:
-            compared = True
-            if (places := np.flatnonzero(_bits(a) != _bits(b))).size:
-                firsts.append(_first(key, a.about, places))
+        sides = ours.get(key), theirs.get(key)
+        about = [f"{x.about.dtype} {list(x.about.shape)}" if x else "absent" for x in sides]
+        if about[0] != about[1]:
+            part = f"tensor {key[1]} of {name}" if key[1] else name
+            told = f"{about[0]} in the reference and {about[1]} in the candidate"
+            refusals.append(f"{part} on rank {key[0]} is {told}")
+        elif (places := np.flatnonzero(bits_of(ours[key]) != bits_of(theirs[key]))).size:
+            firsts.append(_first(key, ours[key].about, places))
     if not firsts:
-        message = f"no rank has kept {name} in both runs"
-        if compared:
-            message = f"{name} has the same bits in both runs on every rank: the difference did "
-            message += "not come back"
-        return Compared("; ".join(refusals) or message, name, notes=tuple(notes))
+        message = f"{name} has the same bits in both runs on every rank: the difference did not "
+        message = message + "come back" if ours else f"no rank has kept {name} in both runs"
+        return Compared("; ".join(refusals) or message, notes=tuple(notes))
     first = min(firsts)
     key = first.rank, first.part
     e = _element(ours[key], theirs[key], first)
     return Compared(
         f"{first.name}[{', '.join(map(str, e.index))}] on rank {first.rank}: "
         f"{e.reference} ({e.reference_bits}) became {e.candidate} ({e.candidate_bits})",
-        first.name, first.rank, tuple(sorted({each.rank for each in firsts})), e,
-        (*notes, *refusals),
+        e, (*notes, *refusals),
     )  # fmt: skip
 
 
-def _bits(loaded: Loaded) -> Bits:
+def bits_of(loaded: Loaded) -> Bits:
+    """The patterns of a tensor, flat."""
     return np.frombuffer(loaded.data, f"<u{ITEM_BYTES[loaded.about.dtype]}").astype(np.uint64)
-
-
-def _why_unlike(key: tuple[int, int], name: str, a: Loaded | None, b: Loaded | None) -> str:
-    """Why the parts that two runs have of a tensor cannot be compared; "" if they can."""
-    rank, part = key
-    called = f"tensor {part} of {name}" if part else name
-    if a is None or b is None:
-        return f"rank {rank} has no {called} in the {'candidate' if b is None else 'reference'}"
-    shown = [f"{each.about.dtype} {list(each.about.shape)}" for each in (a, b)]
-    if shown[0] == shown[1]:
-        return ""
-    return f"{called} on rank {rank} is {shown[0]} in the reference and {shown[1]} in the candidate"
 
 
 def _first(key: tuple[int, int], about: KeptTensor, places: npt.NDArray[np.intp]) -> _First:
@@ -139,7 +119,7 @@ def _unravelled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _element(ours: Loaded, theirs: Loaded, first: _First) -> Element:
-    dtype, shape, sides = ours.about.dtype, ours.about.shape, (_bits(ours), _bits(theirs))
+    dtype, shape, sides = ours.about.dtype, ours.about.shape, (bits_of(ours), bits_of(theirs))
     different = np.flatnonzero(sides[0] != sides[1])
     axes = np.unravel_index(different, shape) if shape else ()
     a, b = (int(side[first.local]) for side in sides)

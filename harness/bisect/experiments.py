@@ -394,11 +394,6 @@ class Judged:
                 return found  # what cannot be run once is not run again and again
         return "passes"
 
-    def message(self, candidate: RunSpec) -> str:
-        """Of the verdict of a candidate that was seen to fail."""
-        verdict = self.seen.get(candidate.key)
-        return verdict.message if verdict is not None else ""
-
     def _once(
         self, candidate: RunSpec, number: int, reference: RunSpec | None, words: str, ahead: int
     ) -> Answer:

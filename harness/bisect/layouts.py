@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.causes import first_failing
-from harness.bisect.elements import Bits, Floats, numbers
+from harness.bisect.elements import Bits, Floats, bits_of, numbers
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location
 from harness.checks.bits import FLOOR_ROUNDINGS
@@ -27,7 +27,7 @@ from harness.errors import UsageError
 from harness.program.spec import capabilities_of
 from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict
 from harness.repeats import NUM_SAMPLES, SLOWDOWN
-from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place, read_contents
+from harness.store.contents import Contents, Loaded, Place, read_contents
 
 BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
 """Taps of a forward pass; of its first microbatch, as contents take memory."""
@@ -45,21 +45,18 @@ ROUTED = (
     "routing: in bf16 a router may send a token to another expert for a rounding's sake, which no "
     "bound covers; compare in fp32 to tell that from a fault"
 )
+_LEGS = ("the reference", "the candidate")
 _PHASES: dict[str, Any] = {"loss": "forward", "grads": "backward", "weights": "optimizer"}
 
 
-class Runs(NamedTuple):
-    """Two runs that keep gradients and weights of one step, and samples that round at random."""
+def runs_to_compare(reference: RunSpec, candidate: RunSpec, step: int) -> list[RunSpec]:
+    """Both runs, keeping gradients and weights of a step, then samples that round at random.
 
-    reference: RunSpec
-    candidate: RunSpec
-    samples: tuple[RunSpec, ...]
-
-
-def runs_to_compare(reference: RunSpec, candidate: RunSpec, step: int) -> Runs:
-    """What shows where two layouts are apart in a step (`UsageError`: not of rounding alone)."""
+    `UsageError`: they differ by more than rounding.
+    """
     refuse_incomparable(reference, candidate)
-    taps = BRANCHES if {s.config.get("engine") for s in (reference, candidate)} == {"ours"} else ()
+    pair = reference, candidate
+    taps = BRANCHES if {spec.config.get("engine") for spec in pair} == {"ours"} else ()
     names = ("grads:*", "weights:*", *(f"{tap}[0]" for tap in taps))
     keep = KeepSpec(step=step, names=names, max_bytes=MAX_KEPT_BYTES)
     config = TrainConfig.from_dict(reference.config)
@@ -72,12 +69,9 @@ def runs_to_compare(reference: RunSpec, candidate: RunSpec, step: int) -> Runs:
         config=plain.to_dict(), device="cpu", world_size=data.world_size, keep=keep,
         timeout_s=SLOWDOWN * reference.timeout_s,
     )  # fmt: skip
-    first, second = (
-        replace(spec, keep=keep, config=spec.config | ({"taps": list(taps)} if taps else {}))
-        for spec in (reference, candidate)
-    )
-    samples = tuple(replace(sample, rounding=seed) for seed in range(1, NUM_SAMPLES + 1))
-    return Runs(first, second, samples)
+    given = {"taps": list(taps)} if taps else {}
+    runs = [replace(spec, keep=keep, config=spec.config | given) for spec in pair]
+    return runs + [replace(sample, rounding=seed) for seed in range(1, NUM_SAMPLES + 1)]
 
 
 def refuse_incomparable(reference: RunSpec, candidate: RunSpec) -> None:
@@ -124,22 +118,6 @@ class Whole:
             if all(a <= at < a + n for at, a, n in zip(index, box.offsets, box.sizes, strict=True))
         ))  # fmt: skip
 
-    def add(self, rank: int, place: Place, loaded: Loaded) -> None:
-        """Put a rank's box in its place."""
-        about = loaded.about
-        whole = np.frombuffer(loaded.data, f"<u{ITEM_BYTES[about.dtype]}").reshape(about.shape)
-        mine = whole[_box(place.local_offsets, place.sizes)].astype(np.uint64)
-        box = _box(place.offsets, place.sizes)
-        seen = self.covered[box]
-        other = seen & (self.bits[box] != mine)
-        if other.any():
-            at = np.argwhere(other)[0] if other.ndim else ()
-            index = tuple(int(a) + b for a, b in zip(at, place.offsets, strict=True))
-            self.disagreeing.setdefault(rank, index)
-        self.bits[box] = np.where(seen, self.bits[box], mine)
-        self.covered[box] = True
-        self.boxes.append((rank, place))
-
 
 def whole_tensors(contents: Contents) -> Mapping[str, Whole]:
     """Every tensor of the model that some rank has kept a piece of, of floating-point numbers."""
@@ -148,12 +126,25 @@ def whole_tensors(contents: Contents) -> Mapping[str, Whole]:
         about = loaded.about
         for place in about.places if about.dtype in ROUNDOFF else ():
             # A row of taps has its kind in its name.
-            group = "" if ":" in place.name else f"{_group(about.name)}:"
+            name = place.name if ":" in place.name else f"{_group(about.name)}:{place.name}"
             if min(place.sizes, default=1):
                 empty = np.zeros(place.shape, np.uint64), np.zeros(place.shape, np.bool_)
-                whole = found.setdefault(group + place.name, Whole(about.dtype, *empty))
-                whole.add(rank, place, loaded)
+                _add(found.setdefault(name, Whole(about.dtype, *empty)), rank, place, loaded)
     return found
+
+
+def _add(whole: Whole, rank: int, place: Place, loaded: Loaded) -> None:
+    mine = bits_of(loaded).reshape(loaded.about.shape)[_box(place.local_offsets, place.sizes)]
+    box = _box(place.offsets, place.sizes)
+    seen = whole.covered[box]
+    other = seen & (whole.bits[box] != mine)
+    if other.any():
+        at = np.argwhere(other)[0] if other.ndim else ()
+        index = tuple(int(a) + b for a, b in zip(at, place.offsets, strict=True))
+        whole.disagreeing.setdefault(rank, index)
+    whole.bits[box] = np.where(seen, whole.bits[box], mine)
+    whole.covered[box] = True
+    whole.boxes.append((rank, place))
 
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -260,29 +251,27 @@ class _Comparison:
         yield from map(self._apart, self._names(state=False))
 
     def _apart(self, name: str) -> Apart:
-        held = [wholes.get(name) for wholes in self._wholes]
-        found = [whole for whole in held if whole is not None and whole.covered.all()]
-        legs = ("the reference", "the candidate", *(f"sample {n}" for n in range(len(held) - 2)))
-        why = "" if len({whole.bits.shape for whole in found}) == 1 else "its shapes differ"
-        for leg, whole in zip(legs, held, strict=True):
+        found = list[Whole]()
+        for number, wholes in enumerate(self._wholes):
+            leg = (*_LEGS, f"sample {number - 2}")[min(number, 2)]
+            whole = wholes.get(name)
             if whole is None or not whole.covered.all():
-                why = f"{leg} has not all of it"
-            elif whole.disagreeing:
+                return Apart(name, math.inf, why=f"{leg} has not all of it")
+            if whole.disagreeing:
                 rank, index = next(iter(whole.disagreeing.items()))
                 others = ", ".join(str(r) for r in whole.ranks_of(index) if r < rank)
                 why = f"{leg}: rank {rank} has other bits of {list(index)} than {others}"
-            if why:
                 return Apart(name, math.inf, why=why)
-        dtype = found[0].dtype
-        values = [numbers(whole.bits, dtype) for whole in found]
-        units = self._measured(name, dtype, [value.reshape(1, -1) for value in values])
-        apart = Apart(name, float(units[0]))
-        if values[0].ndim > 1 and values[0][0].size >= LEAST_ROW:
-            # A fault of one row is small in a tensor of many.
-            units = self._measured(name, dtype, [v.reshape(len(v), -1) for v in values])
-            if (worst := float(units.max())) > apart.units:
-                return Apart(name, worst, int(units.argmax()) if worst > 1 else None)
-        return apart
+            found.append(whole)
+        if len({whole.bits.shape for whole in found}) > 1:
+            return Apart(name, math.inf, why="its shapes differ")
+        values = [numbers(whole.bits, whole.dtype) for whole in found]
+        # A fault of one row is small in a tensor of many.
+        has_rows = values[0].ndim > 1 and values[0][0].size >= LEAST_ROW
+        rows = [value.reshape(len(value) if has_rows else 1, -1) for value in values]
+        units = self._measured(name, found[0].dtype, rows)
+        worst = float(units.max())
+        return Apart(name, worst, int(units.argmax()) if has_rows and worst > 1 else None)
 
     def _measured(self, name: str, dtype: str, rows: Sequence[Floats]) -> Floats:
         """Of each row its distance in units of its bound; infinite for a NaN."""
@@ -298,17 +287,15 @@ class _Comparison:
         distance = np.linalg.norm(rows[0] - rows[1], axis=-1)
         with np.errstate(divide="ignore", invalid="ignore"):
             units = np.where(distance == 0, 0.0, distance / bound)
-        found: Floats = np.where(np.isnan(units), np.inf, units)
-        return found
+        return np.asarray(np.where(np.isnan(units), np.inf, units), np.float64)
 
     def locate(self, wrong: Apart, num_wrong: int) -> Location:
         group, _, tensor = wrong.name.partition(":")
-        is_call = group not in STATE
+        is_call, ranks = group not in STATE, self._ranks(wrong)
         evidence = [
             f"{wrong.name} is the first of {num_wrong + is_call} tensors that are farther apart "
             f"than rounding takes them: {wrong.why or f'{wrong.units:.3g} times its bound'}"
         ]
-        ranks = self._ranks(wrong)
         if wrong.row is not None:
             evidence.append(f"its worst row is {wrong.row}, on {show_ranks(set(ranks))}")
         unknown = []
@@ -332,11 +319,10 @@ class _Comparison:
         if theirs.disagreeing:
             return tuple(theirs.disagreeing)
         gaps = np.abs(numbers(theirs.bits, theirs.dtype) - numbers(mine.bits, mine.dtype))
-        row = slice(None) if wrong.row is None else slice(wrong.row, wrong.row + 1)
-        gaps = np.nan_to_num(gaps[row], nan=np.inf)
-        at = np.unravel_index(int(gaps.argmax()), gaps.shape)
-        index = (int(at[0]) + (wrong.row or 0), *map(int, at[1:])) if at else ()
-        return theirs.ranks_of(index)
+        first = wrong.row or 0
+        gaps = np.nan_to_num(gaps if wrong.row is None else gaps[first : first + 1], nan=np.inf)
+        index = tuple(map(int, np.unravel_index(int(gaps.argmax()), gaps.shape)))
+        return theirs.ranks_of((index[0] + first, *index[1:]) if index else ())
 
 
 def _group(name: str) -> str:
@@ -403,8 +389,7 @@ def first_apart(case: CaseSpec, asker: Asker, seen: Callable[[LayoutAnswer], Non
 
 def _compare(case: CaseSpec, step: int, asker: Asker) -> LayoutAnswer:
     """Make the runs of both layouts and the samples, and compare one step of them."""
-    runs = runs_to_compare(case.reference, case.candidate, step)
-    specs = (runs.reference, runs.candidate, *runs.samples)
+    specs = runs_to_compare(case.reference, case.candidate, step)
     # Questions of three runs; one of a case that has fewer repeats its last.
     trios = [(*specs[n : n + 3], specs[-1])[:3] for n in range(0, len(specs), 3)]
     cases = [

@@ -1,14 +1,14 @@
 """What a search has found, in words: the terminal, the page `bisect.md`, lines as it goes on.
 
-Both have the same facts, of which the first three say what failed, where it entered and the first
-thing that is wrong there, and lists below them; the JSON is `Findings.to_json`.
+Both are made by `print_findings`; the first three lines say what failed, where it entered and the
+first thing that is wrong there. The JSON is `Findings.to_json`.
 """
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -27,9 +27,10 @@ from harness.runner.plan import Plan
 from harness.runner.run import Silent
 from harness.store import SEARCH_FILE
 from harness.store.files import read_object, write_atomic, write_object
-from harness.terminal import COLOURS, LiveView, View, cell, duration, typed
+from harness.terminal import COLOURS, LiveView, cell, duration, typed
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
+MOST_ON_PAGE = 1000
 OTHER_ENVIRONMENT = (
     "the runs were made in other environments, so no setting is searched for: make them alike, run "
     "again"
@@ -119,8 +120,7 @@ def since(place: Location | None) -> str:
         return UNKNOWN
     if place.step <= 0:
         return "before step 0" if place.step else "the first step"
-    before = "step 0 is" if place.step == 1 else f"steps 0 to {place.step - 1} are"
-    equal = f"; {before} equal on every rank" if place.before_is_equal else ""
+    equal = f"; steps 0 to {place.step - 1} are equal on every rank" * place.before_is_equal
     return f"step {place.step}{equal}"
 
 
@@ -162,26 +162,17 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     return lines + [(name, str(each)) for name, each in searched.items() if each is not None]
 
 
-def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str], bool]]:
-    """Title and items of each list, and whether its items are numbered."""
-    place, found, commits = findings.place, findings.causes, findings.commits
-    least = findings.least_case
-    yield "Evidence", place.evidence if place else (), True
-    yield "Not known", place.unknown if place else (), False
+def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str]]]:
+    """Title and items of each list."""
+    place, found, least = findings.place, findings.causes, findings.least_case
+    yield "evidence", place.evidence if place else ()
+    yield "not known", place.unknown if place else ()
     if found is not None:
-        yield "Causes", [*([str(found.policy)] if found.policy else []), *found.notes], False
-    yield "Least case", (*least.made, *least.notes) if least else (), False
-    yield "Commits", (commits.policy, *commits.notes) if commits else (), False
-    costs = (f" ({count(q.runs, 'run')}, {q.seconds:.1f} s)" * bool(q.runs)
-             for q in findings.questions)  # fmt: skip
-    asked_of = zip(findings.questions, costs, strict=True)
-    yield f"Asked ({spent(findings)})", [f"{asked(q)} {q.answer}{c}" for q, c in asked_of], True
-
-
-def spent(findings: Findings) -> str:
-    """`2 questions, 4 runs, 38 s`."""
-    numbers = count(len(findings.questions), "question"), count(findings.num_runs, "run")
-    return f"{', '.join(numbers)}, {findings.seconds:.0f} s"
+        yield "causes", [*([str(found.policy)] if found.policy else []), *found.notes]
+    yield "least case", (*least.made, *least.notes) if least else ()
+    for commits in filter(None, (findings.commits, findings.release)):
+        yield f"first bad {commits.kind}", (commits.policy, *commits.notes)
+    yield "asked", [question_line(question).plain for question in findings.questions]
 
 
 def asked(question: AskedQuestion) -> str:
@@ -190,42 +181,35 @@ def asked(question: AskedQuestion) -> str:
     return told if told.endswith("?") else f"{told}:"
 
 
+def question_line(question: AskedQuestion) -> Text:
+    """A question with its answer and what it cost."""
+    line = Text(f"{asked(question)} ", overflow="fold")
+    line.append(one_line(question.answer), style="bold")
+    if question.runs:
+        line.append(f" ({count(question.runs, 'run')}, {duration(question.seconds)})", style="dim")
+    return line
+
+
 def page(findings: Findings) -> str:
-    """The page as Markdown; nothing from outside is read as markup."""
-    case_id = one_line(findings.case_id).replace("`", "")
-    lines = [f"# `{case_id}`: {findings.outcome} {findings.what}".rstrip(), ""]
-    said = [("Environment", told) for told in findings.environment]
-    said += [("Not finished", findings.stopped)] if findings.stopped else []
-    for name, told in said:
-        lines += [f"**{name}:** {_plain(told)}", ""]
-    lines += ["| | |", "| --- | --- |"]
-    lines += [f"| {name} | {_plain(text)} |" for name, text in facts(findings)]
-    lines += ["", f"Verdict: {_plain(findings.message)}", ""]
-    for title, items, numbered in sections(findings):
-        if items:
-            rows = [f"{f'{i}.' if numbered else '-'} {_plain(x)}" for i, x in enumerate(items, 1)]
-            lines += [f"## {title}", "", *rows, ""]
-    return "\n".join([*lines, "## Again", "", f"    {one_line(findings.command)}", ""])
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    marks = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>#|"})
-    return one_line(text).translate(marks)
+    """The page as Markdown: all that is known, as text of which nothing is read as markup."""
+    file = io.StringIO()
+    print_findings(Console(file=file, width=WIDTH + 20, highlight=False), findings)
+    told = f"# {findings.outcome} {findings.what}".rstrip()
+    return "\n".join([told, "", *(f"    {x}".rstrip() for x in file.getvalue().splitlines()), ""])
 
 
 # --- the terminal ----------------------------------------------------------------------------
 
 
-def print_findings(console: Console, findings: Findings, page: Path) -> None:
-    """Print the answer; the rest is on the page."""
-    width, place = min(console.width, WIDTH), findings.place
+def print_findings(console: Console, findings: Findings, page: Path | None = None) -> None:
+    """Print the answer; all that is known, unless the rest is on a page."""
+    width, place = min(console.width, WIDTH if page else console.width), findings.place
     told = f"{findings.outcome} {findings.what}".rstrip()
     head = Text(told, style=COLOURS[findings.outcome])
     console.print(head.append_text(cell(f"  {findings.case_id}", "bold")), soft_wrap=True)
     for told in findings.environment:
         console.print(cell(told, "yellow"), width=width)
-    if place is None:
+    if place is None or page is None:
         console.print(cell(findings.message), width=width)
     rows = [
         (cell(name, "dim"), cell(typed(text), "bold" if number < 2 or name == "element" else ""))
@@ -234,13 +218,17 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
     _print_rows(console, rows, 2, width)
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)
-    for title, items, _ in sections(findings) if place is not None else ():
-        if items and title in ("Evidence", "Not known"):
-            console.print(cell(title.lower(), "dim"))
-            more = [f"{len(items) - MOST_EVIDENCE} more on the page"] * (len(items) > MOST_EVIDENCE)
-            shown = [(cell(f"  {i}."), cell(x)) for i, x in enumerate(items[:MOST_EVIDENCE], 1)]
-            _print_rows(console, [*shown, *((cell(""), cell(x)) for x in more)], 1, width)
-    console.print(cell(f"{spent(findings)}; page {page}", "dim"), soft_wrap=True)
+    most = MOST_EVIDENCE if page else MOST_ON_PAGE
+    for title, items in sections(findings):
+        if items and (page is None or (place is not None and title in ("evidence", "not known"))):
+            console.print(cell(title, "dim"))
+            shown = [(cell(f"  {i}."), cell(x)) for i, x in enumerate(items[:most], 1)]
+            more = len(items) - most
+            shown += [(cell(""), cell(f"{more} more on the page"))] if more > 0 else []
+            _print_rows(console, shown, 1, width)
+    numbers = count(len(findings.questions), "question"), count(findings.num_runs, "run")
+    spent = f"{', '.join(numbers)}, {findings.seconds:.0f} s"
+    console.print(cell(f"{spent}; page {page}" if page else spent, "dim"), soft_wrap=True)
     console.print(cell(f"again: {typed(findings.command)}", "dim"), soft_wrap=True)
 
 
@@ -255,28 +243,6 @@ def _print_rows(
     console.print(table, width=width)
 
 
-class SearchView(View, Protocol):
-    """Who is told of runs, and of questions."""
-
-    def answered(self, number: int, question: AskedQuestion) -> None:
-        """A question has its answer; its number is that on the page."""
-        ...
-
-
-def make_search_view(console: Console) -> SearchView:
-    """The view that suits where the console writes to."""
-    return LiveSearch(console) if console.is_terminal else PlainSearch(console)
-
-
-def question_line(number: int, question: AskedQuestion) -> Text:
-    """A question with its answer and what it cost."""
-    line = Text(f"{number:3}. {asked(question)} ", overflow="fold")
-    line.append(one_line(question.answer), style="bold")
-    if question.runs:
-        line.append(f" ({count(question.runs, 'run')}, {duration(question.seconds)})", style="dim")
-    return line
-
-
 class PlainSearch(Silent):
     """A line for each question, for logs and CI: its answer says what became of the runs."""
 
@@ -284,8 +250,9 @@ class PlainSearch(Silent):
         self._console = console
 
     def answered(self, number: int, question: AskedQuestion) -> None:
-        """Print it."""
-        self._console.print(question_line(number, question), highlight=False, soft_wrap=True)
+        """Print a question that has its answer; its number is that on the page."""
+        line = Text(f"{number:3}. ").append_text(question_line(question))
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 class LiveSearch(LiveView):
@@ -293,7 +260,7 @@ class LiveSearch(LiveView):
 
     def answered(self, number: int, question: AskedQuestion) -> None:
         """Print it above the runs."""
-        self.console.print(question_line(number, question))
+        self.console.print(Text(f"{number:3}. ").append_text(question_line(question)))
 
     def how_far(self, now_s: float) -> list[RenderableType]:
         """How many questions follow is not known."""
@@ -309,3 +276,11 @@ class LiveSearch(LiveView):
 
     def judged(self, verdict: Verdict) -> None:
         """Nothing."""
+
+
+SearchView = PlainSearch | LiveSearch
+
+
+def make_search_view(console: Console) -> SearchView:
+    """The view that suits where the console writes to."""
+    return LiveSearch(console) if console.is_terminal else PlainSearch(console)

@@ -1,15 +1,13 @@
-"""From a cause to what fails alone: a scenario that anybody can run, a script without us.
+"""From a cause to a scenario that fails alone, which anybody can run.
 
 What the two runs differ in must fit on one axis; what does not goes into both. Which of the
 differences is compared is tried one after the other until a scenario fails as the case did: it is
-believed because it was run. Of somebody's program, a script starts it twice, and is run, too.
+believed because it was run.
 """
 
-import json
+import itertools
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,25 +18,20 @@ import yaml
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
 from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
 from harness.bisect.differences import PLANT, RunChanges, config_of, leaves_of, program_in
-from harness.bisect.experiments import Asker, Failure, Judged, Reply
+from harness.bisect.experiments import Asker, Judged
 from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import capabilities_of, command_line
-from harness.records import CaseSpec, PlantSpec, RunSpec, What, each_of
+from harness.program.spec import capabilities_of
+from harness.records import CaseSpec, PlantSpec, RunSpec, each_of
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
 from harness.scenario.settings import OPEN
 from harness.scenario.suite import whole_id
-from harness.store.files import make_folder, refused
+from harness.store.files import make_folder, write_once
 
 FOLDER = Path("scenarios/repro")
-TEMPLATE = Path(__file__).with_name("standalone.py")
-BEYOND_BITS: tuple[What, ...] = ("memory_regression", "throughput_regression", "noisy")
-"""Failures that a comparison of bits does not show."""
-SCRIPT_RUNS, SPARE_S = 2, 120.0
-"""Of the script; its time beyond that of the runs, also for packages that it installs."""
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"
 FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
 """Which difference is compared, where there are several: in this order, all others after."""
@@ -52,9 +45,7 @@ _USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "au
 class MinimalCase(Json):
     """A scenario that fails alone, or in `notes` why there is none.
 
-    `made` is what was made smaller, in words, `passed` layouts of fewer ranks that do not fail.
-    `script` needs nothing of ours, for a program that is not the built-in one; `script_flaw` says
-    why it was not seen to fail.
+    `made` is what was made smaller, in words.
     """
 
     path: str = ""
@@ -63,24 +54,16 @@ class MinimalCase(Json):
     steps: int = 0
     microbatches: int = 0
     made: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
-    message: str = ""
     notes: tuple[str, ...] = ()
-    script: str = ""
-    script_flaw: str = ""
 
     def __str__(self) -> str:
         """For people: `harness run X.yaml (1 rank, 1 layer, 3 steps, 1 microbatch)`, or why not."""
-        script = ""
-        if self.script:
-            script = f"; python {self.script} ({self.script_flaw or 'seen to fail without Δ0'})"
         if not self.path:
-            return ("; ".join(self.notes) or "none") + script
+            return "; ".join(self.notes) or "none"
         nouns = ("rank", "layer", "step", "microbatch")
         sizes = (self.ranks, self.layers, self.steps, self.microbatches)
         told = ", ".join(count(n, noun) for n, noun in zip(sizes, nouns, strict=True) if n)
-        fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
-        return f"harness run {self.path} ({told}){fewer}{script}"
+        return f"harness run {self.path} ({told})"
 
 
 def write_minimal_case(
@@ -103,21 +86,16 @@ def write_minimal_case(
         f"{' and '.join(cause.changes) or 'no change'}{together}.{where}"
     )
     text, notes = find_repro(judged, least.reference, least.candidate, story=story, folder=folder)
-    found = MinimalCase(made=least.made, message=least.message, notes=notes)
-    config = least.candidate.config
-    if text:
-        found = replace(
-            found, path=str(write_new(text, repro_name(case), folder, ".yaml")), notes=(),
-            passed=tuple(least.passed), ranks=least.candidate.world_size, steps=config["steps"],
-            layers=config.get("model", {}).get("layers", 0),
-            microbatches=config.get("microbatches", 0),
-        )  # fmt: skip
-    if capabilities_of(config).layouts:
+    found = MinimalCase(made=least.made, notes=notes)
+    if not text:
         return found
-    text = script_text(least.reference, least.candidate, story=story)
-    script = write_new(text, repro_name(case), folder, ".py")
-    flaw = _why_not_failed(script, cause.failure, least.candidate, asker)
-    return replace(found, script=str(script), script_flaw=flaw)
+    config = least.candidate.config
+    return replace(
+        found, path=str(write_new(text, repro_name(case), folder)),
+        ranks=least.candidate.world_size, steps=config["steps"],
+        layers=config.get("model", {}).get("layers", 0),
+        microbatches=config.get("microbatches", 0),
+    )  # fmt: skip
 
 
 # --- a scenario ------------------------------------------------------------------------------
@@ -145,29 +123,18 @@ def find_repro(
     return "", tuple(failed)
 
 
-def write_new(text: str, name: str, folder: Path, suffix: str) -> Path:
-    """Put a text into a file of its own; never over another (`Infrastructure`: the disk refused).
+def write_new(text: str, name: str, folder: Path) -> Path:
+    """Put a scenario into a file of its own; never over another (`Infrastructure`: disk refused).
 
     Git ignores the folder of its own choice, if it is made here: what a search leaves is nobody's
     change, until somebody adds it. A folder that was there, or was asked for, stays as it is.
     """
-    if folder == FOLDER and not folder.exists():
-        _write_new(folder / ".gitignore", _IGNORED)
-    names = (f"{name}{end}{suffix}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
-    return next(path for each in names if _write_new(path := folder / each, text))
-
-
-def _write_new(path: Path, text: str) -> bool:
-    """Make a file; False if there is one of that name."""
-    make_folder(path.parent)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise refused("write", path, error) from error
-    return True
+    make_new = folder == FOLDER and not folder.exists()
+    make_folder(folder)
+    if make_new:
+        write_once(folder / ".gitignore", _IGNORED)
+    paths = (folder / f"{name}{f'-{n}' if n > 1 else ''}.yaml" for n in itertools.count(1))
+    return next(path for path in paths if write_once(path, text))
 
 
 def read_back(text: str, device: Any, folder: Path = FOLDER) -> CaseSpec:
@@ -312,51 +279,3 @@ def _of_program(reference: RunSpec, candidate: RunSpec, folder: Path) -> Iterato
         section |= {k: same[k] for k, usual in _USUAL.items() if same.get(k, usual) != usual}
         section |= {"smaller": dict(program.smaller)} if program.smaller else {}
         yield axis, {"program": section}, (off[0], off[1])
-
-
-# --- a script --------------------------------------------------------------------------------
-
-
-def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
-    """A script that starts the program as both runs do and compares them, by torch alone."""
-    programs = {"reference": program_in(reference), "candidate": program_in(candidate)}
-    program = programs["candidate"]
-    case = {
-        "kind": program.kind, "target": program.target, "folder": program.folder,
-        "ranks": candidate.world_size, "timeout_s": candidate.timeout_s,
-        "deterministic": program.determinism == "enforce",
-        "runs": {
-            leg: {
-                "words": command_line(each.args) if each.kind != "entry" else [],
-                "args": each.args, "env": each.env, "packages": each.packages,
-            }
-            for leg, each in programs.items()
-        },
-    }  # fmt: skip
-    text = TEMPLATE.read_text(encoding="utf-8")
-    # A docstring must not end early, nor hold an escape.
-    said = story.replace("\\", "/").replace('"""', "'''").rstrip('"')
-    plain = json.dumps(case, indent=1).replace('"""', '\\"\\"\\"')
-    return text.replace("__STORY__", said, 1).replace("__CASE__", plain, 1)
-
-
-def _why_not_failed(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
-    """Run a stand-alone script; "" if it fails."""
-    if failure.what in BEYOND_BITS:
-        return f"the script could not be made to fail: it does not compare {failure.what}"
-
-    def find_out() -> Reply:
-        try:
-            done = subprocess.run(
-                [sys.executable, str(path)], capture_output=True, text=True, errors="replace",
-                timeout=2 * candidate.timeout_s + SPARE_S, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Reply(answer="unresolved", words="it did not end")
-        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        words = f"exit code {done.returncode}: {said[0] if said else 'it said nothing'}"
-        return Reply(answer="fails" if done.returncode == 1 else "unresolved", words=words)
-
-    words = "does the stand-alone script fail?"
-    reply = asker.questions.reply(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
-    return "" if reply.answer == "fails" else f"the script could not be made to fail: {reply.words}"

@@ -6,6 +6,7 @@ Findings and page are written after every stage, and however the search ends; th
 on, as its runs are in the folder, by key.
 """
 
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -125,9 +126,7 @@ class _Stages:
         self._folder, self._began_s, self._has_verdict = asker.folder.path, time.monotonic(), False
         words = [word for word in search.argv if word != "--json"]
         if "--out" not in words:
-            here, folder = Path.cwd(), self._folder
-            short = folder.relative_to(here) if folder.is_relative_to(here) else folder
-            words += ["--out", str(short)]
+            words += ["--out", os.path.relpath(self._folder)]
         self._found = Findings(
             case_id=self._case.id, scenario=self._case.scenario, outcome="error", what="not_run",
             message="no answer yet", command=shlex.join(words), environment=tuple(notes),
@@ -193,9 +192,7 @@ class _Stages:
         runs, other = self._asked.runs, "ran in other environments:"
         told = list(self._found.environment)
         if legs := between_environments(runs.reference, runs.candidate):
-            more = f" and {len(legs) - MOST_TOLD} more" if len(legs) > MOST_TOLD else ""
-            words = "; ".join(legs[:MOST_TOLD])
-            told.append(f"the reference and the candidate {other} {words}{more}")
+            told.append(f"the reference and the candidate {other} {'; '.join(legs[:MOST_TOLD])}")
         if apart := changes(everything(run.manifest), everything(here.manifest), MOST_TOLD):
             told.append(f"the case and further runs {other} {apart}")
         failed, now = str(run.manifest.get("commit", "")), provenance.describe()

@@ -215,19 +215,15 @@ class Comparer:
 
     def __call__(self, reference: Layout, candidate: Layout) -> LayoutAnswer:
         """Both legs, and samples."""
-        runs = runs_to_compare(reference.spec, candidate.spec, reference.step)
-        sound = [runs.reference, *runs.samples]
-        missing = [spec for spec in sound if spec.key not in self._made]
-        for spec in missing:
-            found = self._pool.run(train_leg, spec, world_size=spec.world_size)
-            self._made[spec.key] = as_leg(spec, found)
-        spec = runs.candidate
+        first, spec, *samples = runs_to_compare(reference.spec, candidate.spec, reference.step)
+        for missing in (each for each in (first, *samples) if each.key not in self._made):
+            found = self._pool.run(train_leg, missing, world_size=missing.world_size)
+            self._made[missing.key] = as_leg(missing, found)
         faulty = as_leg(
             spec, self._pool.run(train_leg, spec, candidate.fault, world_size=spec.world_size)
         )
-        return compare_layouts(
-            self._made[runs.reference.key], faulty, [self._made[s.key] for s in runs.samples]
-        )
+        samples_made = [self._made[sample.key] for sample in samples]
+        return compare_layouts(self._made[first.key], faulty, samples_made)
 
 
 def with_fault(layout: Layout, fault: str) -> Layout:

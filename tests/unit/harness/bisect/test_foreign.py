@@ -1,6 +1,5 @@
 """What bisect does for somebody's program, as far as no run is needed."""
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from harness.bisect.commits import Checkout, at_commit
 from harness.bisect.differences import RunChanges
-from harness.bisect.repro import read_back, scenarios, script_text
+from harness.bisect.repro import read_back, scenarios
 from harness.program.spec import codes_of
 from harness.records import RunSpec
 from tests.unit.harness.bisect.made_up_asker import case_of
@@ -55,18 +54,6 @@ def test_the_scenario_is_the_same_two_runs(tmp_path: Path) -> None:
     reference = spec_of(tmp_path, args=args, **parts)
     candidate = spec_of(tmp_path, args=args | {"old": "1e-3"}, **parts)
     same_runs(reference, candidate, tmp_path / "scenarios" / "repro")
-
-
-@pytest.mark.parametrize("story", ["plain", 'ends "in quotes"', '"""', "C:\\n \\"])
-def test_the_script_holds_the_case_whatever_is_told(tmp_path: Path, story: str) -> None:
-    """It is Python, and has the words of both runs."""
-    awkward = spec_of(tmp_path, args={"text": 'a """ \\ b', "steps": 2})
-    path = tmp_path / "repro.py"
-    path.write_text(script_text(spec_of(tmp_path), awkward, story=story))
-    case = runpy.run_path(str(path))["CASE"]
-    assert case["runs"]["candidate"]["words"] == ["--text", 'a """ \\ b', "--steps", "2"]
-    assert case["runs"]["reference"]["words"] == []
-    assert "harness" not in path.read_text()
 
 
 def test_other_code_is_another_program(tmp_path: Path) -> None:

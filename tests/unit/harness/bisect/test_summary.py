@@ -34,7 +34,7 @@ PLACE = Location(
     unknown=("rank: `not` known",),
 )  # fmt: skip
 DIVERGED = Failure(outcome="failed", what="diverged")
-CAUSE = FoundCause(changes=("graph: attn",), unproven=(), message="w differs", failure=DIVERGED)
+CAUSE = FoundCause(changes=("graph: attn",), unproven=(), failure=DIVERGED)
 CAUSES = FoundCauses(
     candidates=("graph: attn", "stress: jitter"), complete=True, notes=("a note",), causes=(CAUSE,)
 )
@@ -66,13 +66,14 @@ def test_the_answer_is_in_the_first_lines_of_one_screen() -> None:
 
 
 def test_the_page_has_all_of_it() -> None:
-    """Every sentence, every question, the command; marks of Markdown are text."""
+    """Every sentence, every question, the command; all of it is text, in an indented block."""
     text = page(FINDINGS)
+    assert all(line.startswith("    ") or not line for line in text.splitlines()[1:])
     for part in (
-        "sentence 29", "1. does it fail? failed (2 runs, 1.5 s)", "    harness bisect dp4",
-        "rank: \\`not\\` known", "graph: attn (failed diverged); 1 of 2 differences between",
+        "sentence 29", "1. does it fail? failed (2 runs, 1.5 s)", "again: harness bisect dp4",
+        "rank: `not` known", "graph: attn (failed diverged); 1 of 2 differences between",
         "a note", "harness run repro/x.yaml (2 ranks, 1 layer, 4 steps)", "steps 8", "break it",
-        "w differs \\| first",
+        "w differs | first",
     ):  # fmt: skip
         assert part in text
     assert Findings.from_json(FINDINGS.to_json()) == FINDINGS
