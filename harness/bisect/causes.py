@@ -29,7 +29,6 @@ from harness.bisect.experiments import (
     Judged,
     NeverFails,
     RepeatPolicy,
-    brief,
     failure_of,
 )
 from harness.codec import Json
@@ -188,7 +187,9 @@ class _Search:
                 self._judged = self._judge(rest, verdict)
                 return rest
             settled = False
-            self._note(f"with {self._words(rest)} it {brief(verdict)}, which no cause explains")
+            self._note(
+                f"with {self._words(rest)} it {failure_of(verdict)}, which no cause explains"
+            )
         self._found = replace(self._found, complete=settled and was_asked)
         return None
 
@@ -238,12 +239,16 @@ def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | 
 
 
 class LeastCase:
-    """What is left of two runs that fail as `judged` asks, once they are as small as it goes."""
+    """What is left of two runs that fail as `judged` asks, once they are as small as it goes.
+
+    `passed` are layouts of fewer ranks that do not fail (`dp 2 tp 2`).
+    """
 
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
         self._judged, self.reference, self.candidate = judged, reference, candidate
         self._first = self._leaves
         self._changed = {change.leaf for change in RunChanges(reference, candidate).changes}
+        self.passed: list[str] = []
         self._shrink()
 
     @property
@@ -276,12 +281,9 @@ class LeastCase:
         ranks = {} if capabilities_of(spec.config).layouts else {RANKS: spec.world_size}
         return leaves_of(spec.config) | ranks
 
-    def _try(self, **leaves: Any) -> bool:
-        """Take other values in both, if the case still fails the same way with them."""
-        return self._asked(_with(self.reference, leaves), _with(self.candidate, leaves)) == "fails"
-
-    def _asked(self, reference: RunSpec, candidate: RunSpec) -> Answer:
-        """Whether two runs fail the same way; they are kept if so."""
+    def _try(self, **leaves: Any) -> Answer:
+        """Whether the case still fails with other values in both runs, which are kept if so."""
+        reference, candidate = _with(self.reference, leaves), _with(self.candidate, leaves)
         is_pair = reference.world_size == candidate.world_size and reference.key != candidate.key
         if not is_pair or why_illegal(reference) or why_illegal(candidate):
             return "unresolved"
@@ -294,6 +296,9 @@ class LeastCase:
             self.reference, self.candidate = reference, candidate
         return answer
 
+    def _fails(self, **leaves: Any) -> bool:
+        return self._try(**leaves) == "fails"
+
     def _is_legal(self, **leaves: Any) -> bool:
         pair = self.reference, self.candidate
         return not any(why_illegal(_with(spec, leaves)) for spec in pair)
@@ -302,25 +307,30 @@ class LeastCase:
         """The least value that fails, as far as it is one from which on all do."""
         if leaf not in self._changed:
             legal = [n for n in range(1, int(self._leaves[leaf])) if self._is_legal(**{leaf: n})]
-            first_failing(legal, lambda value: self._try(**{leaf: value}))
+            first_failing(legal, lambda value: self._fails(**{leaf: value}))
 
     def _steps(self) -> None:
         """Up to the step that was seen to be bad; faults that are planted need theirs."""
         steps = int(self._leaves["steps"])
         verdict = self._judged.seen.get(self.candidate.key)
         found = verdict.difference.step + 1 if verdict and verdict.difference else 0
-        if found and found < steps and self._is_legal(steps=found) and self._try(steps=found):
+        if found and found < steps and self._is_legal(steps=found) and self._fails(steps=found):
             return
         legal = [n for n in range(max(found, 1), steps) if self._is_legal(steps=n)]
-        first_failing(legal, lambda value: self._try(steps=value))
+        first_failing(legal, lambda value: self._fails(steps=value))
 
     def _ranks(self) -> None:
         """Fewer ranks, the fewest first: degrees are halved, and what needs them goes."""
         if any(leaf.startswith("parallel.") for leaf in self._changed):
             return
         for layout in sorted(self._smaller_layouts(), key=_size)[:MAX_LAYOUTS]:
-            if self._try(**layout):
+            answer = self._try(**layout)
+            if answer == "fails":
                 return
+            if answer == "passes":
+                named = ((axis, int(layout[f"parallel.{axis}"])) for axis in DEGREES)
+                told = " ".join(f"{axis} {n}" for axis, n in named if n > 1)
+                self.passed.append(told or "one rank")
 
     def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
         now = self._leaves
@@ -340,7 +350,7 @@ class LeastCase:
             leaf: DEFAULTS[leaf] for leaf, value in leaves_of(self.reference.config).items()
             if leaf.startswith(PLAIN) and leaf not in fixed and value != DEFAULTS[leaf]
         }  # fmt: skip
-        if len(plain) > 1 and self._try(**plain):
+        if len(plain) > 1 and self._fails(**plain):
             return
         for leaf, value in plain.items():
             self._try(**{leaf: value})

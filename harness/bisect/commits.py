@@ -31,9 +31,7 @@ from harness.bisect.experiments import (
     Asker,
     NeverFails,
     Questions,
-    RepeatPolicy,
     Reply,
-    brief,
     failure_of,
     learn,
     question_case,
@@ -101,10 +99,7 @@ class Commit(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What is searched: names from the good one to the bad one, and what else is known of them.
-
-    `key` is the same for names of which one answer holds.
-    """
+    """What is searched, the good one first; of names with the same `key` one answer holds."""
 
     kind: str
     option: str
@@ -115,10 +110,7 @@ class History:
 
 
 def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
-    """Commits `good..bad` of the repository around `root`; `paths` decide an answer, or all files.
-
-    `UsageError`: no repository, no range, no such commit, or bad does not descend from good.
-    """
+    """Commits `good..bad` around `root` (`UsageError`: none); `paths`, or all, decide an answer."""
     first, dots, last = commits.partition("..")
     if not first or not dots or last.startswith(".") or first.startswith("-"):
         raise UsageError(f"--commits: expected GOOD..BAD, got {shown(commits)}")
@@ -137,7 +129,7 @@ def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
         said = "expected a good commit that the bad one descends from"
         raise UsageError(f"--commits: {said}, got {shown(commits)}")
     words = ("--first-parent", "--reverse", "--format=%H%x00%s")
-    lines = git(root, "log", *words, bad, "--not", good, "--").splitlines()
+    lines = git(root, "log", *words, bad, "--not", good, "--").split("\n")
     lines.insert(0, git(root, "log", "--no-walk", words[-1], good, "--"))
     subjects = dict(line.split("\0", 1) for line in lines)
 
@@ -165,10 +157,9 @@ def releases_of(package: str, versions: Sequence[str]) -> History:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitSearch(Json):
-    """What a search among commits, or releases, has found: the suspects, the newest first.
+    """The suspects, the newest first, of commits or releases; `skipped` gave no verdict.
 
-    `skipped` gave no verdict; `num_commits` could be the first bad one at the beginning; `num_runs`
-    are tries, earlier ones included.
+    `num_commits` could be the first bad one at the beginning; `num_runs` are tries.
     """
 
     first_bad: Commit | None
@@ -194,20 +185,14 @@ class CommitSearch(Json):
 
 def find_first_bad(
     history: History, run: Callable[[str, int], Reply], questions: Questions,
-    *, policy: RepeatPolicy | None = None,
+    *, every_run: bool = False,
 ) -> CommitSearch:  # fmt: skip
-    """Search a history for the first commit on which a case fails.
+    """The first commit of a history on which a case fails (`UsageError`: ends are not good or bad).
 
-    Args:
-        history: the commits.
-        run: tries a commit, which was tried so many times before.
-        questions: keeps the answers.
-        policy: how many passes count; None to learn it from the bad commit.
-
-    Raises:
-        UsageError: good does not pass, bad does not fail.
+    `run` tries a commit, which was tried so many times before. How often it fails is learnt at the
+    bad commit, unless it is known to fail in every run.
     """
-    return _Search(history, run, questions).find(policy)
+    return _Search(history, run, questions).find(every_run=every_run)
 
 
 class _Search:
@@ -219,16 +204,29 @@ class _Search:
         self._answers: dict[str, list[Answer]] = {}
         self._suspects, self._skipped, self._notes = list[str](), list[str](), list[str]()
 
-    def find(self, policy: RepeatPolicy | None) -> CommitSearch:
-        good = self._history.line[0]
-        self._learn(policy)
+    def find(self, *, every_run: bool) -> CommitSearch:
+        history, good, bad = self._history, self._history.line[0], self._history.line[-1]
+        said = f"{history.option}: expected a bad end that fails, got {history.named(bad)}"
+        if every_run and self._ask(bad, 0) != "fails":
+            raise UsageError(said)
+        if not every_run:
+            self._learn(said)
         self._see_good(self._answer(good, self._policy.passes))
         while (lucky := self._bisect()) is not None:
-            name = self._history.named(lucky)
+            name = history.named(lucky)
             self._notes.append(f"{name}: passed at first and failed when asked again")
             self._see_good("fails" if lucky == good else "passes")
-            self._learn(None, flaky=True)
+            self._learn(said, flaky=True)
         return self._found()
+
+    def _learn(self, said: str, *, flaky: bool = False) -> None:
+        # Halvings, both ends, and what skips may add.
+        num_questions = math.ceil(math.log2(len(self._history.line))) + 2
+        ask = partial(self._ask, self._history.line[-1])
+        try:
+            self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
+        except NeverFails as error:
+            raise UsageError(f"{said}: {error}") from error
 
     def _ask(self, name: str, attempt: int) -> Answer:
         """One run, which may be known already."""
@@ -248,24 +246,6 @@ class _Search:
         known = self._answers.get(self._history.key(name), [])
         answers = (self._ask(name, number) for number in range(max(passes, len(known))))
         return next((answer for answer in answers if answer != "passes"), "passes")
-
-    def _learn(self, policy: RepeatPolicy | None, *, flaky: bool = False) -> None:
-        history, bad = self._history, self._history.line[-1]
-        said = f"{history.option}: expected a bad end that fails, got {history.named(bad)}"
-        # Halvings, both ends, and what skips may add.
-        num_questions = math.ceil(math.log2(len(history.line))) + 2
-        if policy is None:
-            try:
-                ask = partial(self._ask, bad)
-                self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
-            except NeverFails as error:
-                raise UsageError(f"{said}: {error}") from error
-            return
-        if self._answer(bad, policy.passes) != "fails":
-            raise UsageError(said)
-        self._policy = policy
-        if policy != EVERY_RUN:
-            self._policy = RepeatPolicy.of(policy.failures, policy.trials, num_questions)
 
     def _see_good(self, answer: Answer) -> None:
         if answer != "passes":
@@ -302,10 +282,7 @@ class _Search:
 
 
 class Checkout(NamedTuple):
-    """One try of one commit: its full hash, and how many tries there were before.
-
-    `folder` is a worktree with its files; nothing of the user's `repository` must come into a run.
-    """
+    """One try of a commit: `folder` has its files, nothing of `repository` may come into a run."""
 
     folder: Path
     repository: Path
@@ -451,11 +428,9 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
             skip_reason="", **legs,
         )  # fmt: skip
         found = asker.ask(question, "").verdict
-        answer, end = failure.answer(found), found.ending
+        answer, words, end = failure.answer(found), str(failure_of(found)), found.ending
         is_same = same_end(verdict, end.exception if end else "", end.signal if end else "")
-        return Reply(
-            answer="unresolved" if answer == "fails" and not is_same else answer, words=brief(found)
-        )
+        return Reply(answer=answer if answer != "fails" or is_same else "unresolved", words=words)
 
     return run
 
@@ -492,12 +467,9 @@ def at_commit(spec: RunSpec, checkout: Checkout, top: Path) -> RunSpec:
 
 def find_release(
     case: CaseSpec, verdict: Verdict, package: str, ends: str, asker: Asker,
-    *, policy: RepeatPolicy | None = None,
+    *, every_run: bool = False,
 ) -> CommitSearch:  # fmt: skip
-    """Search the releases `A..B` of a package for the first bad one; the reference stays.
-
-    Raises as `find_first_bad`.
-    """
+    """As `find_first_bad`, among the releases `A..B` of a package; the reference stays."""
     versions, failure = published(package, ends), failure_of(verdict)
 
     def run(version: str, attempt: int) -> Reply:
@@ -508,9 +480,9 @@ def find_release(
         except UsageError as error:
             return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
         found = asker.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
-        return Reply(answer=failure.answer(found), words=brief(found))
+        return Reply(answer=failure.answer(found), words=str(failure_of(found)))
 
-    return find_first_bad(releases_of(package, versions), run, asker.questions, policy=policy)
+    return find_first_bad(releases_of(package, versions), run, asker.questions, every_run=every_run)
 
 
 def published(package: str, ends: str) -> list[str]:

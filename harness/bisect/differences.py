@@ -30,10 +30,9 @@ _PAIRED = ("steps", "microbatches", "compile", "compile_backend")
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One difference of the candidate from the reference: its name is unique among those of a case.
+    """One difference of the candidate from the reference, by a unique name.
 
-    `before` and `after` are of the setting `leaf`, of an entry of it if it is changed `in_list`, or
-    a `PlantSpec`; None where a run has none.
+    Of a setting, an entry of one (`in_list`), or a planted fault; None where a run has none.
     """
 
     name: str
@@ -117,10 +116,7 @@ class RunChanges:
                 yield Change(name=name, leaf=leaf, before=gone, after=come, in_list=True)
 
     def run_with(self, names: Collection[str]) -> RunSpec:
-        """The reference with some of the changes; with all of them it is the candidate.
-
-        Whether it is legal is for `why_illegal` to say.
-        """
+        """The reference with some of the changes, legal or not; with all it is the candidate."""
         leaves, listed = dict(self._before), dict[str, list[Change]]()
         for change in (c for c in self.changes if c.name in names and c.leaf != PLANT):
             if change.in_list:
@@ -243,22 +239,21 @@ def different_on_ranks(
     others, stated = rank_table(other), stated_leaves(reference, other)
     found: dict[int, list[tuple[str, str, str]]] = {}
     for rank, records in rank_table(reference).items():
-        theirs = others.get(rank)
-        if records.start is not None and theirs is not None and theirs.start is not None:
-            sides = (dict(fingerprint(each.environment)) for each in (records.start, theirs.start))
-            leaves = [leaf for leaf in different_leaves(*sides) if leaf[0] not in stated]
-            found |= {rank: leaves} if leaves else {}
+        starts = records.start, others[rank].start if rank in others else None
+        sides = [dict(fingerprint(start.environment)) for start in starts if start is not None]
+        leaves = different_leaves(*sides) if len(sides) == 2 else []
+        if leaves := [leaf for leaf in leaves if leaf[0] not in stated]:
+            found[rank] = leaves
     return found
 
 
 def between_environments(reference: RunResult, other: RunResult) -> tuple[str, ...]:
     """What two runs recorded otherwise, as `torch 2.11 became 2.12`: of all ranks, else by rank."""
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[str, set[int]] = {}
     for rank, leaves in different_on_ranks(reference, other).items():
         for name, before, after in leaves:
-            ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
+            ranks.setdefault(f"{name} {before} became {after}", set()).add(rank)
     every = len(other.ranks)
     return tuple(
-        words if len(at) == every else f"{show_ranks({*at})}: {words}"
-        for words, at in ranks.items()
+        words if len(at) == every else f"{show_ranks(at)}: {words}" for words, at in ranks.items()
     )

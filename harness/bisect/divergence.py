@@ -94,9 +94,8 @@ class Tensor(NamedTuple):
 class RunPair:
     """What both runs hold, on ranks where both name the same tensors and taps.
 
-    `has_layouts` says whether it is known how a program distributes its work over ranks,
-    `shares_state` whether ranks hold the same parts of tensors. Those of two engines do not: of
-    their digests the random states alone are compared.
+    `has_layouts`: it is known how the program distributes its work over ranks. `shares_state`:
+    ranks hold the same parts of tensors. Of two engines, random states alone are compared.
     """
 
     def __init__(self, reference: RunResult, candidate: RunResult) -> None:
@@ -166,10 +165,7 @@ class RunPair:
         return [name for name, *_ in self.floats(step) if name != NORM]
 
     def tensors(self, step: int, group: str) -> list[Tensor]:
-        """Every digest of a group, in the order of the reference, then ranks.
-
-        Step `BEFORE` is the state before the first one.
-        """
+        """Every digest of a group, in the order of the reference, then ranks."""
         found = []
         for rank, start in self.starts.items():
             states = [held[step, rank] for held in self._states if (step, rank) in held]
@@ -223,10 +219,7 @@ def _common(modules: Sequence[str], known: Collection[str]) -> str:
 
 
 def _consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """Whose output the gradient of a row belongs to, and the innermost modules that were given it.
-
-    It is the outermost module that returns just what the row's does, as the last of its parts.
-    """
+    """The outermost module that returns what the row's does, the innermost that were given it."""
     own = row.module
     output = (own, OUTPUT, row.number, row.rank)
     given = next((r.reference for r in rows if (r.module, r.kind, r.number, r.rank) == output), "")
@@ -282,10 +275,7 @@ def _equal_before(pair: RunPair, step: int) -> str:
 
 
 def _record_of_the_step_before(pair: RunPair, at: Location, step: int) -> Location | None:
-    """Digests of a step are those of the step before, though losses and the next step are right.
-
-    State cannot go wrong for one step: the record is wrong.
-    """
+    """Digests of the step before, though the next step is right: state cannot go wrong for one."""
     ours, theirs = pair.ours, pair.theirs
     wrong = [r for r in pair.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
     if not pair.has_layouts or not wrong:
@@ -673,8 +663,7 @@ def _with_capture(found: Location, pair: RunPair, step: int) -> Location:
 def _began_right(rows: Sequence[Row]) -> bool:
     """Whether a module that draws had drawn as it should before the first thing that differs.
 
-    What a capture leaves behind is there when the step's passes begin. A module draws if it was
-    given the same and returned something else, in this step.
+    It draws if it was given the same and returned something else, in this step.
     """
     first = next((place for place, row in enumerate(rows) if row.differs), 0)
     given = {(r.rank, r.module, r.number) for r in rows if r.kind == INPUT and not r.differs}

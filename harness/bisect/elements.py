@@ -13,7 +13,7 @@ import numpy.typing as npt
 from harness.bisect.found import Element, Location
 from harness.records import DIGEST_GROUPS, CaseSpec
 from harness.store import RunFolder
-from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, read_contents
+from harness.store.contents import ITEM_BYTES, Contents, Loaded, read_contents
 
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint64]
@@ -32,22 +32,10 @@ class Compared(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class _First(NamedTuple):
-    """The first element that differs on one rank; tuples are ordered as the whole tensor is."""
-
-    order: tuple[int, ...]
-    rank: int
-    part: int
-    name: str
-    at: tuple[int, ...]
-    local: int
-
-
 def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
     """The first differing element of a tensor, in the order of the whole tensor, over all ranks.
 
-    Of what lies nowhere in the model, as a row of taps, ranks are looked at in their order and
-    `index` is that in the rank's own tensor. Both were kept on the same layout.
+    Of what lies nowhere in the model, as a row of taps, in the order of ranks.
     """
     runs = {"reference": reference, "candidate": candidate}
     if reference.step != candidate.step:
@@ -71,17 +59,15 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
             part = f"tensor {key[1]} of {name}" if key[1] else name
             told = f"{about[0]} in the reference and {about[1]} in the candidate"
             refusals.append(f"{part} on rank {key[0]} is {told}")
-        elif (places := np.flatnonzero(bits_of(ours[key]) != bits_of(theirs[key]))).size:
-            firsts.append(_first(key, ours[key].about, places))
+        elif (first := _first(key, ours[key], theirs[key])) is not None:
+            firsts.append(first)
     if not firsts:
         message = f"{name} has the same bits in both runs on every rank: the difference did not "
         message = message + "come back" if ours else f"no rank has kept {name} in both runs"
         return Compared("; ".join(refusals) or message, notes=tuple(notes))
-    first = min(firsts)
-    key = first.rank, first.part
-    e = _element(ours[key], theirs[key], first)
+    _, rank, tensor, e = min(firsts, key=lambda first: first[:2])
     return Compared(
-        f"{first.name}[{', '.join(map(str, e.index))}] on rank {first.rank}: "
+        f"{tensor}[{', '.join(map(str, e.index))}] on rank {rank}: "
         f"{e.reference} ({e.reference_bits}) became {e.candidate} ({e.candidate_bits})",
         e, (*notes, *refusals),
     )  # fmt: skip
@@ -92,10 +78,20 @@ def bits_of(loaded: Loaded) -> Bits:
     return np.frombuffer(loaded.data, f"<u{ITEM_BYTES[loaded.about.dtype]}").astype(np.uint64)
 
 
-def _first(key: tuple[int, int], about: KeptTensor, places: npt.NDArray[np.intp]) -> _First:
-    """The first in the whole tensor of the elements that differ on one rank."""
-    found = []
+_First = tuple[tuple[int, ...], int, str, Element]
+"""The first element that differs on a rank: its order in the whole model, the rank, its tensor."""
+
+
+def _first(key: tuple[int, int], ours: Loaded, theirs: Loaded) -> _First | None:
+    about, sides = ours.about, (bits_of(ours), bits_of(theirs))
+    places = np.flatnonzero(sides[0] != sides[1])
+    if not places.size:
+        return None
     axes = np.unravel_index(places, about.shape) if about.shape else ()
+    # Of none of the model's, it is the rank's own: ranks in their order, then parts.
+    local, name = int(places[0]), about.name
+    order: tuple[int, ...] = (*key, local)
+    index = _unravelled(local, about.shape)
     for number, box in enumerate(about.places):
         inside, whole = np.ones(places.shape, bool), np.zeros(places.shape, np.int64)
         for at, first, size, offset, length in zip(
@@ -105,33 +101,24 @@ def _first(key: tuple[int, int], about: KeptTensor, places: npt.NDArray[np.intp]
             whole = whole * length + (at - first + offset)
         if inside.any():
             chosen = np.flatnonzero(inside)[np.argmin(whole[inside])]
-            flat, local = int(whole[chosen]), int(places[chosen])
-            index = _unravelled(flat, box.shape)
-            found.append(_First((number, flat), *key, box.name, index, local))
-    # Of none of the model's, it is the rank's own: ranks in their order, then parts.
-    local = int(places[0])
-    own = _First((*key, local), *key, about.name, _unravelled(local, about.shape), local)
-    return min(found, default=own)
+            flat, local, name = int(whole[chosen]), int(places[chosen]), box.name
+            order, index = (number, flat), _unravelled(flat, box.shape)
+            break
+    a, b = (int(side[local]) for side in sides)
+    width = 2 * ITEM_BYTES[about.dtype]
+    element = Element(
+        index=index, local=local, dtype=about.dtype, ulps=ulps(a, b, about.dtype),
+        reference_bits=f"{a:0{width}x}", candidate_bits=f"{b:0{width}x}",
+        reference=shown(a, about.dtype), candidate=shown(b, about.dtype),
+        num_different=int(places.size), numel=math.prod(about.shape), shape=about.shape,
+        lows=tuple(int(axis.min()) for axis in axes),
+        highs=tuple(int(axis.max()) for axis in axes),
+    )  # fmt: skip
+    return order, key[0], name, element
 
 
 def _unravelled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(at) for at in np.unravel_index(flat, shape)) if shape else ()
-
-
-def _element(ours: Loaded, theirs: Loaded, first: _First) -> Element:
-    dtype, shape, sides = ours.about.dtype, ours.about.shape, (bits_of(ours), bits_of(theirs))
-    different = np.flatnonzero(sides[0] != sides[1])
-    axes = np.unravel_index(different, shape) if shape else ()
-    a, b = (int(side[first.local]) for side in sides)
-    width = 2 * ITEM_BYTES[dtype]
-    return Element(
-        index=first.at, local=first.local, dtype=dtype, ulps=ulps(a, b, dtype), shape=shape,
-        reference_bits=f"{a:0{width}x}", candidate_bits=f"{b:0{width}x}",
-        reference=shown(a, dtype), candidate=shown(b, dtype),
-        num_different=int(different.size), numel=math.prod(shape),
-        lows=tuple(int(axis.min()) for axis in axes),
-        highs=tuple(int(axis.max()) for axis in axes),
-    )  # fmt: skip
 
 
 # --- numbers ----------------------------------------------------------------------------------
@@ -146,12 +133,6 @@ def numbers(bits: Bits, dtype: str) -> Floats:
 
 def value(bits: int, dtype: str) -> float | None:
     """What a pattern stands for; None of integers, and of formats that numpy does not read."""
-    if dtype == "float8_e8m0fnu":
-        return math.nan if bits == 0xFF else math.ldexp(1.0, bits - 127)
-    if dtype == "float8_e4m3fn":
-        exponent, mantissa = (bits >> 3) & 15, bits & 7
-        size = math.ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
-        return math.nan if bits & 0x7F == 0x7F else -size if bits >> 7 else size
     return float(numbers(np.array([bits], np.uint64), dtype)[0]) if dtype in FORMS else None
 
 

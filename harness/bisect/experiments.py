@@ -2,8 +2,8 @@
 
 A question is a case whose runs are made in the search's own run folder and judged by the same
 checks. The folder is the cache, by `RunSpec.key`; what no run of it answers (another commit's
-harness, a script) leaves its reply in a file. A case fails the same way if its outcome and `what`
-are those of the failure; one that fails in another way, or has no verdict, is `unresolved`.
+harness) leaves its reply in a file. A case fails the same way if its outcome and `what` are those
+of the failure; one that fails in another way, or has no verdict, is `unresolved`.
 """
 
 import dataclasses
@@ -51,10 +51,9 @@ class NeverFails(HarnessError):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatPolicy(Json):
-    """How many consecutive passes make a configuration pass; a failure counts at once.
+    """How many consecutive passes count as a pass: on the way, and where a conclusion rests on it.
 
-    `failures` in `trials` runs of the full case were seen; a question on the way takes `passes`,
-    an answer on which the conclusion rests takes `confirmations`.
+    Learnt from `failures` in `trials` runs of the full case. A failure counts at once.
     """
 
     failures: int
@@ -69,10 +68,10 @@ class RepeatPolicy(Json):
 
     def __str__(self) -> str:
         """For people."""
+        once = f"1 pass counts, {self.confirmations} where the conclusion rests on it"
+        every = f"{self.passes} consecutive passes count as passed ({CONFIDENCE:.0%})"
         seen = f"the full case failed in {self.failures} of {self.trials} runs"
-        if self.passes < self.confirmations:
-            return f"{seen}: 1 pass counts, {self.confirmations} where the conclusion rests on it"
-        return f"{seen}: {self.passes} consecutive passes count as passed ({CONFIDENCE:.0%})"
+        return f"{seen}: {once if self.passes < self.confirmations else every}"
 
     @staticmethod
     def of(
@@ -80,8 +79,8 @@ class RepeatPolicy(Json):
     ) -> "RepeatPolicy":
         """Of a case that was run until it had failed `failures` times.
 
-        Whatever its rate p, it then passes n times in a row with a probability (1 - p)^n that is,
-        over how many trials p takes to fail so often, (1 - CONFIDENCE) / num_questions at most.
+        Whatever its rate p, that it took so many trials and then passes n times in a row, wrongly,
+        has a probability of (1 - CONFIDENCE) / num_questions at most.
         """
         doubt = (1 - CONFIDENCE) / num_questions
         if failures < trials or flaky:
@@ -99,11 +98,10 @@ EVERY_RUN = RepeatPolicy(failures=1, trials=1, passes=1, confirmations=1)
 
 
 def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = False) -> RepeatPolicy:
-    """Run the full failing case until its rate is known well enough.
+    """Run the full failing case until its rate is known well enough (`NeverFails`: too seldom).
 
-    `run` takes the number of runs before; the doubt is shared among the questions; `flaky` is a
-    case that fails and was seen to pass, so one pass is never enough. Raises `NeverFails` if it
-    failed too seldom, or could not be run.
+    `run` takes the number of runs before; a `flaky` case was seen to pass, so one pass is never
+    enough.
     """
     answers: list[Answer] = []
     while answers.count("fails") < (FAILURES if flaky or "passes" in answers else ALWAYS_AFTER):
@@ -138,12 +136,7 @@ class Reply(Json):
 
 
 class Questions:
-    """What a search has asked, in order.
-
-    Args:
-        replies: folder in which replies are kept; None to keep none.
-        told: is given the number and the question with its answer.
-    """
+    """What a search has asked, in order: `told` hears of it, the folder `replies` keeps it."""
 
     def __init__(
         self, replies: Path | None = None,
@@ -161,26 +154,20 @@ class Questions:
         """Take a question down, once by its key."""
         if key not in self._asked:
             seconds = round(time.monotonic() - began_s, 3)
-            question = AskedQuestion(words=words, answer=answer, runs=runs, seconds=seconds)
-            self._asked[key] = question
-            self._told(len(self._asked), question)
+            self._asked[key] = AskedQuestion(words=words, answer=answer, runs=runs, seconds=seconds)
+            self._told(len(self._asked), self._asked[key])
 
     def reply(self, key: str, words: str, runs: int, find_out: Callable[[], Reply]) -> Reply:
-        """The reply that the file `key` keeps, or that `find_out` gives by so many runs.
-
-        Nothing is kept if it raises: `Infrastructure` if the disk refused, or what `find_out` does.
-        """
+        """The reply that the file `key` keeps, or that `find_out` gives by so many runs."""
         path, began_s = self._replies and self._replies / f"{key}.json", time.monotonic()
-        reply: Reply | None = None
+        kept: Reply | None = None
         with suppress(OSError, RecordError):  # not there, or damaged
-            reply = Reply.from_json(read_object(path)) if path is not None else None
-        made = reply is None
-        if reply is None:
-            reply = find_out()
-            if path is not None:
-                make_folder(path.parent)
-                write_object(path, reply)
-        self.note(key, words, reply.words, runs if made else 0, began_s)
+            kept = Reply.from_json(read_object(path)) if path is not None else None
+        reply = kept or find_out()
+        if kept is None and path is not None:
+            make_folder(path.parent)
+            write_object(path, reply)
+        self.note(key, words, reply.words, 0 if kept else runs, began_s)
         return reply
 
 
@@ -210,11 +197,6 @@ def failure_of(verdict: Verdict) -> Failure:
     return Failure(outcome=verdict.outcome, what=verdict.what)
 
 
-def brief(verdict: Verdict) -> str:
-    """An answer in two words: `failed diverged`."""
-    return f"{verdict.outcome} {verdict.what}".strip()
-
-
 class Asked(NamedTuple):
     """What came of a question: the case with the records of its runs, and the verdict."""
 
@@ -233,36 +215,28 @@ class Asker:
         self._adopted: set[str] = set()
         self._engine, self._progress = engine, progress or Silent()
 
-    def cost(self, *cases: CaseSpec) -> int:
-        """How many runs the questions would make."""
-        keys = {spec.key for case in cases for spec in runs_of(case)}
-        return sum(self.folder.finished(key) is None for key in keys)
-
     def ask(
         self, case: CaseSpec, words: str, *, judge: Judge = judge_case,
-        answer: Callable[[Verdict], str] = brief,
+        answer: Callable[[Verdict], object] = failure_of,
     ) -> Asked:  # fmt: skip
-        """Make the runs of a case that are missing, and judge it.
-
-        The case's id becomes a folder's name; `words` and `answer` are for people. Without words
-        the question is a part of another one, and is not noted.
-        """
+        """Make the runs of a case that are missing, and judge it; no words, no note."""
         (verdict,) = self.ask_all([case], words, judge=judge, answer=answer)
         legs: dict[str, Any] = {leg: self.folder.load_run(getattr(case, leg)) for leg in LEGS}
         return Asked(runs=CaseRuns(case=case, **legs), verdict=verdict)
 
     def ask_all(
         self, cases: Sequence[CaseSpec], words: str, *, judge: Judge = judge_case,
-        answer: Callable[[Verdict], str] = brief,
+        answer: Callable[[Verdict], object] = failure_of,
     ) -> Sequence[Verdict]:  # fmt: skip
         """As `ask`, of several cases whose runs are made side by side, as one question."""
-        cost, began_s = self.cost(*cases), time.monotonic()
+        keys, began_s = {spec.key for case in cases for spec in runs_of(case)}, time.monotonic()
+        cost = sum(self.folder.finished(key) is None for key in keys)
         verdicts = execute(
             self.folder, cases, self._engine, self._progress, judge=judge, confirm=False
         )
         self.num_runs += cost
         if words:
-            told = Counter(map(answer, verdicts))
+            told = Counter(str(answer(verdict)) for verdict in verdicts)
             said = ", ".join(f"{each} ({n} times)" if n > 1 else each for each, n in told.items())
             key = " and ".join(map(question_key, cases))
             self.questions.note(key, words, said, cost, began_s)
@@ -334,10 +308,7 @@ def question_case(
     case: CaseSpec, failure: Failure, candidate: RunSpec, *, reference: RunSpec | None = None,
     repeat: int = 0,
 ) -> CaseSpec:  # fmt: skip
-    """The case with another candidate, or reference, as a question of a search for a failure.
-
-    Times are taken only where they are in question; `repeat` is the number of the repeat, from 0.
-    """
+    """The case with another candidate, or reference, as a question; times only if they matter."""
     control = case.control
     if reference is not None and reference.key != case.reference.key:
         control = dataclasses.replace(reference, replica=1)
@@ -354,11 +325,9 @@ def question_case(
 
 
 class Judged:
-    """Answers whether cases fail the same way as one that failed, each as often as it takes.
+    """Answers whether cases fail as one that failed did, each as often as `policy` asks.
 
-    Attributes:
-        policy: how often a case must pass; learnt by `learn`, or given by who knows it.
-        seen: verdicts of candidates that did not pass, by key.
+    `seen` has the verdicts of candidates that did not pass, by key.
     """
 
     def __init__(
@@ -377,7 +346,9 @@ class Judged:
 
         def run(number: int) -> Answer:
             ahead = max(ALWAYS_AFTER - number, self.asker.room(self.case))
-            return self._once(self.case.candidate, number, None, "", ahead)
+            return self._once(
+                self.case.candidate, number, None, "does the case itself fail?", ahead
+            )
 
         self.policy = learn(run, num_questions=num_questions)
         return self.policy
@@ -406,11 +377,10 @@ class Judged:
         ]
         if runs_key(cases[0]) not in self._known:
             cases = cases[: self.asker.room(cases[0])]
-            told = words or "does the case itself fail?"
-            if len(cases) > 1:
-                told += f" runs {number + 1} to {number + len(cases)}"
-            elif number:
-                told += f" run {number + 1}"
+            first, last = number + 1, number + len(cases)
+            told = words
+            if last > 1:
+                told += f" run {first}" if first == last else f" runs {first} to {last}"
             verdicts = self.asker.ask_all(cases, told)
             self._known |= dict(zip(map(runs_key, cases), verdicts, strict=True))
         verdict = self._known[runs_key(cases[0])]

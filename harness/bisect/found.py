@@ -17,9 +17,8 @@ Near = Literal["", "before", "in", "after"]
 class Element(Json):
     """The first element, in the order of the whole tensor, that is not the same in both runs.
 
-    `index` is in the whole tensor, as the model without any sharding has it, `local` the flat place
-    in what the rank holds; of the latter are all numbers and the least and greatest indices that
-    differ. `ulps` are steps on the grid of the dtype, None for NaN, or other signs.
+    `index` is in the tensor of the model without any sharding; all else is of what the rank holds.
+    `ulps` are steps on the grid of the dtype, None for NaN, or other signs.
     """
 
     index: tuple[int, ...]

@@ -176,11 +176,9 @@ class Leg(NamedTuple):
 
 
 class LayoutAnswer(NamedTuple):
-    """What comparing two layouts has shown.
+    """The place of the first tensor that is wrong, and all that were compared.
 
-    `location` is of the first tensor that is wrong; None if all are within their bounds, or nothing
-    could be compared, which `message` says. `tensors` are all that were: the loss, gradients as
-    backward makes them, weights.
+    Without a place all are within their bounds; without tensors nothing was compared.
     """
 
     location: Location | None
@@ -194,10 +192,7 @@ class LayoutAnswer(NamedTuple):
 
 
 def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> LayoutAnswer:
-    """Say which tensor of two layouts is first farther apart than rounding takes it.
-
-    The runs are those of `runs_to_compare`, in any state.
-    """
+    """Say which tensor is first farther apart than rounding takes it, of `runs_to_compare`."""
     problems = [] if len(samples) > 1 else [f"expected samples, got {len(samples)}"]
     for leg in (reference, candidate, *samples):
         outcome = leg.result.outcome
@@ -215,7 +210,7 @@ def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> L
             f"the farthest apart is {worst.name}, {worst.units:.2f} of its bound"
         )
         return LayoutAnswer(None, tensors, message)
-    # What a forward pass made is no evidence of a fault, but of where one began: weights that
+    # What a forward pass made tells where a fault began, and is no evidence of one: weights that
     # AdamW has moved the other way for a rounding's sake show in it with no bound.
     first = next((each for each in comparison.calls() if each.is_wrong), wrong[0])
     location = comparison.locate(first, len(wrong))
@@ -230,25 +225,24 @@ class _Comparison:
         self._wholes = [whole_tensors(leg.contents) for leg in legs]
         self._config = legs[0].result.spec.config
 
-    def _names(self, *, state: bool) -> list[str]:
-        held = {name for wholes in self._wholes for name in wholes}
-        return sorted((n for n in held if (_group(n) in STATE) == state), key=_order)
+    def _names(self) -> list[str]:
+        return sorted({name for wholes in self._wholes for name in wholes}, key=_order)
 
     def state(self) -> Iterator[Apart]:
+        """The loss, gradients in the order of backward, weights."""
         ranks = (leg.result.ranks[0] for leg in self._legs)
         losses = (next(s.loss for s in rank.steps if s.step == self.step) for rank in ranks)
         values = [math.nan if x is None or x.value is None else x.value for x in losses]
         units = self._measured("loss", "float32", [np.array([[value]]) for value in values])
         yield Apart("loss", float(units[0]))
-        names = self._names(state=True)
-        grads = [name for name in names if _group(name) == "grads"]
-        for name in (*reversed(grads), *(name for name in names if name not in grads)):
-            if not name.endswith(".expert_bias"):  # moves by steps, as counts of tokens say
-                yield self._apart(name)
+        # Biases of experts move by steps, as counts of tokens say.
+        names = [name for name in self._names() if not name.endswith(".expert_bias")]
+        grads, weights = ([n for n in names if _group(n) == g] for g in ("grads", "weights"))
+        yield from map(self._apart, (*reversed(grads), *weights))
 
     def calls(self) -> Iterator[Apart]:
         """What branches of layers returned, in the order of forward."""
-        yield from map(self._apart, self._names(state=False))
+        yield from map(self._apart, (name for name in self._names() if _group(name) not in STATE))
 
     def _apart(self, name: str) -> Apart:
         found = list[Whole]()
@@ -266,12 +260,15 @@ class _Comparison:
         if len({whole.bits.shape for whole in found}) > 1:
             return Apart(name, math.inf, why="its shapes differ")
         values = [numbers(whole.bits, whole.dtype) for whole in found]
-        # A fault of one row is small in a tensor of many.
-        has_rows = values[0].ndim > 1 and values[0][0].size >= LEAST_ROW
-        rows = [value.reshape(len(value) if has_rows else 1, -1) for value in values]
-        units = self._measured(name, found[0].dtype, rows)
-        worst = float(units.max())
-        return Apart(name, worst, int(units.argmax()) if has_rows and worst > 1 else None)
+        dtype = found[0].dtype
+        units = self._measured(name, dtype, [value.reshape(1, -1) for value in values])
+        apart = Apart(name, float(units[0]))
+        if values[0].ndim > 1 and values[0][0].size >= LEAST_ROW:
+            # A fault of one row is small in a tensor of many.
+            units = self._measured(name, dtype, [v.reshape(len(v), -1) for v in values])
+            if (worst := float(units.max())) > apart.units:
+                return Apart(name, worst, int(units.argmax()) if worst > 1 else None)
+        return apart
 
     def _measured(self, name: str, dtype: str, rows: Sequence[Floats]) -> Floats:
         """Of each row its distance in units of its bound; infinite for a NaN."""
@@ -334,7 +331,7 @@ def _order(name: str) -> tuple[Any, ...]:
     group, _, path = name.partition(":")
     parts = (path if group in STATE else group).split(".")
     if parts[0] == "layers" and len(parts) > 2:
-        return group in STATE and group, 1, int(parts[1]), parts[2] != "attn", parts[3:]
+        return group if group in STATE else "", 1, int(parts[1]), parts[2] != "attn", parts[3:]
     return group, 0 if parts[0] == "embedding" else 2, 0, parts[0] == "head", parts
 
 
@@ -347,16 +344,13 @@ def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
     if all(capabilities_of(spec.config).layouts for spec in (a, b)):
         return all(a.config[key] == b.config[key] for key in ("parallel", "engine"))
     if a.world_size != b.world_size:
-        numbers = f"{a.world_size} and {b.world_size}"
-        raise UsageError(f"--against: expected programs of as many ranks, got {numbers}")
+        got = f"{a.world_size} and {b.world_size}"
+        raise UsageError(f"--against: expected programs of as many ranks, got {got}")
     return True
 
 
 def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:
-    """The candidate of `one` against that of `other`, which also runs against its own control.
-
-    `UsageError` if layouts differ, and more than rounding with them.
-    """
+    """The candidate of `one` against that of `other` (`UsageError`: other training)."""
     if not is_one_layout(one, other):
         refuse_incomparable(other.candidate, one.candidate)
     reference = replace(other.candidate, replica=0)
@@ -369,8 +363,7 @@ def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:
 def first_apart(case: CaseSpec, asker: Asker, seen: Callable[[LayoutAnswer], None]) -> LayoutAnswer:
     """The first step in which both layouts of `case_of_two` are apart; `seen` is told of each.
 
-    Step 0 is asked first: most faults are there from the beginning. Else the last, as what comes
-    later stays; if that is apart, the steps between by halving. Each step takes runs of its own.
+    Step 0 is asked first, then the last, as faults stay, then those between by halving.
     """
     found: dict[int, LayoutAnswer] = {}
 
@@ -390,15 +383,13 @@ def first_apart(case: CaseSpec, asker: Asker, seen: Callable[[LayoutAnswer], Non
 def _compare(case: CaseSpec, step: int, asker: Asker) -> LayoutAnswer:
     """Make the runs of both layouts and the samples, and compare one step of them."""
     specs = runs_to_compare(case.reference, case.candidate, step)
-    # Questions of three runs; one of a case that has fewer repeats its last.
-    trios = [(*specs[n : n + 3], specs[-1])[:3] for n in range(0, len(specs), 3)]
-    cases = [
-        replace(
-            case, id=f"layouts-{n}-{trio[2].key}", labels={"question": "layouts"},
-            reference=trio[0], control=trio[1], candidate=trio[2], checks={},
-        )
-        for n, trio in enumerate(trios)
-    ]  # fmt: skip
+    cases = []
+    for first in range(0, len(specs), 3):  # questions of three runs; the last repeats its last
+        one, two, three = (*specs[first : first + 3], specs[-1], specs[-1])[:3]
+        cases.append(replace(
+            case, id=f"layouts-{first}-{three.key}", labels={"question": "layouts"},
+            reference=one, control=two, candidate=three, checks={},
+        ))  # fmt: skip
     answers: list[LayoutAnswer] = []
 
     def told(_: Verdict) -> str:

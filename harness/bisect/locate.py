@@ -62,9 +62,7 @@ _WORST = ("rank", "growth_rank", "leak_rank")
 def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
     """Where the fault of a case entered, as far as its records tell.
 
-    Args:
-        runs: the case with the records of its three runs.
-        verdict: its answer; without it, no limit of memory or time is known to be broken.
+    Without the verdict no limit of memory or time is known to be broken.
     """
     if (ended := how_it_ended(runs.reference)) is not None:
         return _led("the reference itself failed: the candidate is not to blame", ended)
@@ -180,14 +178,15 @@ def _step(
 
 def _passed(name: str) -> Phase:
     """The phase of what a rank noted; what fails in the replay of a whole step was captured."""
-    phases: dict[str, Phase] = {each: each for each in IN_A_STEP}
-    return phases.get(name, "capture" if name in ("capture", "replay") else "outside")
+    if name in ("capture", "replay"):
+        return "capture"
+    return next((phase for phase in IN_A_STEP if phase == name), "outside")
 
 
 def _phase(run: RunResult, what: What, error: ErrorRecord | None, ending: Ending) -> Phase:
     if what in AT_CAPTURE:
         return "capture"
-    if what in LOST:
+    if what in LOST or (error is not None and has_lost_its_groups(error)):
         return "outside"
     if error is None:
         # It left no word; what it noted, or those that waited for it, say what all were doing.
@@ -196,11 +195,9 @@ def _phase(run: RunResult, what: What, error: ErrorRecord | None, ending: Ending
         others = [_passed(each.error.phase) for each in run.ranks if each.error is not None]
         return "capture" if "capture" in others or ending.module else "outside"
     phase, config = _passed(error.phase), run.spec.config
-    if phase == "outside" or has_lost_its_groups(error):
-        return "outside"
     # No step failed before it, and what captures leave behind is new in it.
     captures = config.get("graph") and error.step == config.get("graph_warmup_steps")
-    return "capture" if captures else phase
+    return "capture" if captures and phase != "outside" else phase
 
 
 def _race(found: Location, race: RaceEvidence) -> Location:
@@ -245,10 +242,7 @@ def _waiting(found: Location, fault: CollectiveFault) -> Location:
 def _parted_before_the_end(
     reference: RunResult, candidate: RunResult, ended: Location
 ) -> Location | None:
-    """Where the step that did not end left its reference; None if it did not, or nobody looked.
-
-    Nothing is said of the step that captures: warm-ups and captures run the same calls.
-    """
+    """Where the step that did not end left its reference; not said of one that captures."""
     config, step = candidate.spec.config, ended.step
     if step is None or (config.get("graph") and step <= config.get("graph_warmup_steps", 0)):
         return None
@@ -271,11 +265,7 @@ def _unfinished_rows(records: RankRecords, step: int) -> list[str]:
 
 
 def _known_rows(rows: list[str], reference: str, names: tuple[str, ...]) -> Iterator[str]:
-    """Each row that ran; in the place of one that did not, that of the reference.
-
-    So is the last of each tap, into which calls that have no row of their own are folded: it may
-    lack some.
-    """
+    """Rows that ran; for others, and the last of a tap, which may lack calls, the reference's."""
     taps = [name.rpartition("[")[0] for name in names]
     for number, row in enumerate(rows):
         ran = row[DIGEST_HEX_CHARS:] != NEVER_RAN
@@ -338,14 +328,9 @@ def locate_case(
     runs: CaseRuns, asker: Asker | None = None, *, verdict: Verdict | None = None,
     element: bool = True,
 ) -> Location:  # fmt: skip
-    """Where the fault of a failing case entered.
+    """Where the fault of a failing case entered: by its records, then by runs of an asker.
 
-    Args:
-        runs: the case, with the records of its three runs.
-        asker: makes further runs, both legs twice at most unless the failure stays away; None to
-            use the records alone.
-        verdict: of the case.
-        element: whether to look for the first differing element.
+    Both legs are run twice at most, unless the failure stays away.
     """
     found = locate(runs, verdict)
     if asker is None or found.step is None or found.step < 0:
@@ -385,10 +370,7 @@ class _Look:
         return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
 
     def _shortened(self, spec: RunSpec, **config: Any) -> RunSpec:
-        """The run as far as the bad step, if its program can take fewer, and without a soak.
-
-        The bad step is the last, but graphs must have replayed once.
-        """
+        """The run up to the bad step, but graphs must have replayed once; without a soak."""
         held = [run.spec.config for run in self._pair]
         warm_ups = [c.get("graph_warmup_steps", 0) if c.get("graph") else 0 for c in held]
         most = min(int(c["steps"]) for c in held)

@@ -30,7 +30,8 @@ from harness.store.files import read_object, write_atomic, write_object
 from harness.terminal import COLOURS, LiveView, cell, duration, typed
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
-MOST_ON_PAGE = 1000
+PAGE_WIDTH = 10_000
+"""Nothing is folded on the page: whoever reads it copies commands and paths."""
 OTHER_ENVIRONMENT = (
     "the runs were made in other environments, so no setting is searched for: make them alike, run "
     "again"
@@ -193,7 +194,8 @@ def question_line(question: AskedQuestion) -> Text:
 def page(findings: Findings) -> str:
     """The page as Markdown: all that is known, as text of which nothing is read as markup."""
     file = io.StringIO()
-    print_findings(Console(file=file, width=WIDTH + 20, highlight=False), findings)
+    plain = Console(file=file, width=PAGE_WIDTH, color_system=None, force_terminal=False)
+    print_findings(plain, findings)
     told = f"# {findings.outcome} {findings.what}".rstrip()
     return "\n".join([told, "", *(f"    {x}".rstrip() for x in file.getvalue().splitlines()), ""])
 
@@ -203,7 +205,7 @@ def page(findings: Findings) -> str:
 
 def print_findings(console: Console, findings: Findings, page: Path | None = None) -> None:
     """Print the answer; all that is known, unless the rest is on a page."""
-    width, place = min(console.width, WIDTH if page else console.width), findings.place
+    width, place = min(console.width, WIDTH if page else PAGE_WIDTH), findings.place
     told = f"{findings.outcome} {findings.what}".rstrip()
     head = Text(told, style=COLOURS[findings.outcome])
     console.print(head.append_text(cell(f"  {findings.case_id}", "bold")), soft_wrap=True)
@@ -218,10 +220,10 @@ def print_findings(console: Console, findings: Findings, page: Path | None = Non
     _print_rows(console, rows, 2, width)
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)
-    most = MOST_EVIDENCE if page else MOST_ON_PAGE
     for title, items in sections(findings):
         if items and (page is None or (place is not None and title in ("evidence", "not known"))):
             console.print(cell(title, "dim"))
+            most = MOST_EVIDENCE if page else len(items)
             shown = [(cell(f"  {i}."), cell(x)) for i, x in enumerate(items[:most], 1)]
             more = len(items) - most
             shown += [(cell(""), cell(f"{more} more on the page"))] if more > 0 else []

@@ -45,7 +45,7 @@ _USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "au
 class MinimalCase(Json):
     """A scenario that fails alone, or in `notes` why there is none.
 
-    `made` is what was made smaller, in words.
+    `made` is what was made smaller, in words, `passed` layouts of fewer ranks that do not fail.
     """
 
     path: str = ""
@@ -54,6 +54,7 @@ class MinimalCase(Json):
     steps: int = 0
     microbatches: int = 0
     made: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -63,7 +64,8 @@ class MinimalCase(Json):
         nouns = ("rank", "layer", "step", "microbatch")
         sizes = (self.ranks, self.layers, self.steps, self.microbatches)
         told = ", ".join(count(n, noun) for n, noun in zip(sizes, nouns, strict=True) if n)
-        return f"harness run {self.path} ({told})"
+        fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
+        return f"harness run {self.path} ({told}){fewer}"
 
 
 def write_minimal_case(
@@ -92,7 +94,7 @@ def write_minimal_case(
     config = least.candidate.config
     return replace(
         found, path=str(write_new(text, repro_name(case), folder)),
-        ranks=least.candidate.world_size, steps=config["steps"],
+        passed=tuple(least.passed), ranks=least.candidate.world_size, steps=config["steps"],
         layers=config.get("model", {}).get("layers", 0),
         microbatches=config.get("microbatches", 0),
     )  # fmt: skip

@@ -6,19 +6,20 @@ Findings and page are written after every stage, and however the search ends; th
 on, as its runs are in the folder, by key.
 """
 
+import itertools
 import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from harness import provenance
 from harness.bisect import commits as halving
 from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.differences import between_environments
-from harness.bisect.experiments import EVERY_RUN, Asked, Asker, Questions, RepeatPolicy, runs_key
+from harness.bisect.experiments import Asked, Asker, Questions, runs_key
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
 from harness.bisect.render import Findings, SearchView, keep_findings, read_findings
@@ -41,17 +42,15 @@ from harness.terminal import typed
 SHORT_HASH, MAX_NAME_CHARS, MOST_TOLD = 12, 120, 3
 COMMITS_FOLDER, REPLIES = "commits", "replies"
 """Of the folder of a search: run folders of other commits; what is answered by none of its runs."""
-Until = Literal["environment", "place", "causes", "least"]
-STAGES: tuple[Until, ...] = get_args(Until)
+STAGES = ("environment", "place", "causes", "least")
 _KEPT = ("place", "causes", "least_case", "commits", "release")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched for: a case, and the options of `harness bisect`.
+    """A case, the folder with its runs if they were made, and the options of `harness bisect`.
 
-    `place` is the folder with its runs, None if they are still to be made; with `two_layouts` what
-    is apart by more than rounding is searched for, and no failure.
+    With `two_layouts`, what is apart by more than rounding is searched for.
     """
 
     case: CaseSpec
@@ -60,7 +59,7 @@ class Search:
     argv: Sequence[str] = ()
     room: Mapping[str, int | None] = field(default_factory=dict)
     element: bool = True
-    until: Until = "least"
+    until: str = "least"
     repro: Path = FOLDER
     commits: str = ""
     package: tuple[str, str] | None = None
@@ -173,7 +172,7 @@ class _Stages:
             self._keep(commits=self._commit())
         if search.package is not None:
             asked = self._case, verdict, *search.package, asker
-            self._keep(release=halving.find_release(*asked, policy=self._policy))
+            self._keep(release=halving.find_release(*asked, every_run=search.every_run))
 
     def _between(self, answer: LayoutAnswer) -> None:
         self._judged(verdict_of(self._case, answer), place=answer.location)
@@ -235,22 +234,13 @@ class _Stages:
         if search.is_ours:
             given = {f"--{k.replace('_', '-')}": n for k, n in search.room.items() if n is not None}
             room = [word for option, n in given.items() for word in (option, str(n))]
-            here, place = provenance.describe(), folder.case_folder(self._case.id)
+            place = folder.case_folder(self._case.id)
             run = halving.case_run(place, verdict, folder.path / COMMITS_FOLDER, room)
         else:
-            is_changed = halving.git(history.root, "status", "--porcelain", "-uno")
-            here = "" if is_changed else halving.git(history.root, "rev-parse", "HEAD")
             run = halving.commit_run(self._case, verdict, self._asker, history.root)
-        # How often it fails here is how often it fails at the bad commit, if that is the code here.
-        policy = self._policy if search.every_run or history.line[-1] == here else None
         place, questions = folder.path / halving.WORKTREE, self._asker.questions
-        return halving.first_bad_commit(history, run, questions, place, policy=policy)
-
-    @property
-    def _policy(self) -> RepeatPolicy | None:
-        if self._search.every_run:
-            return EVERY_RUN
-        return self._found.causes.policy if self._found.causes is not None else None
+        how = {"every_run": search.every_run}
+        return halving.first_bad_commit(history, run, questions, place, **how)
 
     # --- what is kept
 
@@ -289,26 +279,25 @@ def _folder(search: Search, prepared: launch.Prepared) -> tuple[RunFolder, tuple
     `UsageError` if the folder that was named is of something else.
     """
     case, notes = search.case, list[str]()
-    name = f"bisect-{whole_id(case.scenario, case.id)}"
-    first = wanted = search.out or DEFAULT_OUT / name[:MAX_NAME_CHARS]
+    name = f"bisect-{whole_id(case.scenario, case.id)}"[:MAX_NAME_CHARS]
     now = _holds_for(launch.provenance_of(prepared.machine, [case]))
-    number = 1
-    while (wanted / MANIFEST_FILE).is_file():
+    for number in itertools.count(1):
+        wanted = search.out or DEFAULT_OUT / (f"{name}-{number}" if number > 1 else name)
+        if not (wanted / MANIFEST_FILE).is_file():
+            return launch.make_folder(prepared, wanted, search.argv), tuple(notes)
         folder = RunFolder.open(wanted)
         is_same = [(runs_key(c), c.checks) for c in folder.cases] == [(runs_key(case), case.checks)]
-        why = changes(_holds_for(folder.manifest), now, MOST_TOLD) if is_same else ""
+        why = changes(_holds_for(folder.manifest), now, MOST_TOLD)
         if is_same and not why:
             return folder, tuple(notes)
         if search.out is not None:
-            said = f"answers that hold here and now, but {why}" if why else (
+            said = f"answers that hold here and now, but {why}" if is_same else (
                 f"a search of {case.id} or nothing, got a run folder of something else"
             )  # fmt: skip
             raise UsageError(f"--out {wanted}: expected {said}: name another folder")
         if is_same:
             notes.append(f"answers of an earlier search, in {wanted}, are left alone: {why}")
-        number += 1
-        wanted = first.with_name(f"{first.name}-{number}")
-    return launch.make_folder(prepared, wanted, search.argv), tuple(notes)
+    raise AssertionError  # numbers do not end
 
 
 def _holds_for(manifest: Mapping[str, Any]) -> dict[str, str]:

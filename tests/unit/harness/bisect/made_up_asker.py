@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
@@ -75,6 +76,18 @@ def run(*plants: PlantSpec, **settings: Any) -> RunSpec:
         config=config.to_dict(), device="cpu", world_size=config.parallel.world_size,
         timeout_s=60.0, plant=joined(plants),
     )  # fmt: skip
+
+
+def program_run(folder: Path = Path("/x"), **parts: Any) -> RunSpec:
+    """A run of `train.py` in a folder; `stress` is a part of its configuration."""
+    stress = {"stress": parts.pop("stress")} if "stress" in parts else {}
+    program = {
+        "kind": "script", "target": str(folder / "train.py"), "folder": str(folder),
+        "args": {}, "env": {}, "packages": {}, "record": "auto", "determinism": "", "every": 1,
+        "smaller": {"steps": "args.steps"}, **parts,
+    }  # fmt: skip
+    config = {"program": program, "steps": 6, "taps": [], **stress}
+    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0)
 
 
 def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:

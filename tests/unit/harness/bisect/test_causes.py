@@ -22,9 +22,16 @@ from harness.bisect.experiments import (
     failure_of,
     learn,
 )
-from harness.bisect.repro import find_repro, read_back, write_minimal_case, write_new
+from harness.bisect.repro import find_repro, read_back, scenarios, write_minimal_case, write_new
 from harness.records import CaseSpec, PlantSpec, RunSpec
-from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, Rule, case_of, run, verdict_of
+from tests.unit.harness.bisect.made_up_asker import (
+    MadeUpAsker,
+    Rule,
+    case_of,
+    program_run,
+    run,
+    verdict_of,
+)
 
 ULP, NAN = PlantSpec(fault="ulp", step=3), PlantSpec(fault="nan", step=4)
 U, N = "plant: ulp in step 3 on the last rank", "plant: nan in step 4 on the last rank"
@@ -200,6 +207,17 @@ def test_a_planted_fault_keeps_its_step_and_finds_a_rank() -> None:
         assert case.control == RunSpec.from_json(case.reference.to_json() | {"replica": 1})
 
 
+@pytest.mark.parametrize(
+    ("other", "passed"),
+    [("", ["one rank", "dp 2", "tp 2", "pp 2", "dp 2 tp 2", "dp 2 pp 2", "tp 2 pp 2"]),
+     ("crashed", [])],
+)  # fmt: skip
+def test_layouts_of_fewer_ranks_that_pass_are_named(other: str, passed: list[str]) -> None:
+    """All products of fewer ranks."""
+    least, _ = least_of(lambda case: "diverged" if case.candidate.world_size == 8 else other)
+    assert (least.candidate.world_size, least.passed) == (8, passed)
+
+
 # --- the scenario ----------------------------------------------------------------------------
 
 
@@ -239,6 +257,37 @@ def test_the_scenario_has_the_runs_that_were_asked_for(
     case = read_back(repro_of(reference, candidate)[0], "cpu")
     assert (case.reference.config, case.candidate.config) == (reference.config, candidate.config)
     assert (case.reference.plant, case.candidate.plant) == (reference.plant, candidate.plant)
+
+
+def same_runs(reference: RunSpec, candidate: RunSpec, folder: Path) -> None:
+    """The scenario of two runs, read back, makes runs of equal keys: they are not made again."""
+    case = case_of(reference, candidate)
+    for text in scenarios(case, reference, candidate, story="w", folder=folder):
+        found = read_back(text, "cpu", folder)
+        assert (found.reference.key, found.candidate.key) == (reference.key, candidate.key)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+@pytest.mark.parametrize(
+    "setting", [{"stress": ["poison"]}, {"determinism": "enforce"}, {"every": 2}], ids=str
+)
+def test_settings_of_one_run_alone_come_and_go(tmp_path: Path, whose: int, setting: Any) -> None:
+    """Taken away they are not there, as in a run whose scenario says nothing; so in a scenario."""
+    (tmp_path / "train.py").write_text("")
+    specs = [program_run(tmp_path, **(setting if number == whose else {})) for number in (0, 1)]
+    legs = RunChanges(*specs)
+    assert [legs.run_with(names).key for names in ((), legs.names)] == [s.key for s in specs]
+    same_runs(specs[0], specs[1], tmp_path)
+
+
+def test_the_scenario_is_the_same_two_runs(tmp_path: Path) -> None:
+    """Also from another folder, and where a text looks like a number."""
+    (tmp_path / "train.py").write_text("")
+    parts: dict[str, Any] = {"env": {"B": "2"}, "packages": {"toy": "1.10"}}
+    args = {"steps": 8, "model.dim": 8, "new": True, "word": "yes", "rate": "1e-3"}
+    reference = program_run(tmp_path, args=args, **parts)
+    candidate = program_run(tmp_path, args=args | {"old": "1e-3"}, **parts)
+    same_runs(reference, candidate, tmp_path / "scenarios" / "repro")
 
 
 @pytest.mark.parametrize(

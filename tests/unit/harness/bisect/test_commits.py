@@ -13,20 +13,21 @@ from harness.bisect.commits import (
     Checkout,
     CommitSearch,
     Run,
+    at_commit,
     case_run,
     commits_of,
     find_first_bad,
     first_bad_commit,
     releases_of,
 )
-from harness.bisect.experiments import EVERY_RUN, Answer, Questions, Reply
+from harness.bisect.experiments import Answer, Questions, Reply
 from harness.errors import Interrupted, UsageError
 from harness.records import Ending, Verdict
 from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
-from tests.unit.harness.bisect.made_up_asker import case_of, run, verdict_of
+from tests.unit.harness.bisect.made_up_asker import case_of, program_run, run, verdict_of
 
 NUMBER = 64
-ONCE: dict[str, Any] = {"policy": EVERY_RUN}
+ONCE: dict[str, Any] = {"every_run": True}
 MakeHistory = Callable[..., list[str]]
 
 
@@ -214,7 +215,7 @@ def test_the_first_bad_release(answers: str, suspects: str) -> None:
         return Reply(answer=table[answers[versions.index(version)]])
 
     def found() -> CommitSearch:
-        return find_first_bad(releases_of("toy", versions), run, Questions(), policy=EVERY_RUN)
+        return find_first_bad(releases_of("toy", versions), run, Questions(), **ONCE)
 
     if not suspects:
         with pytest.raises(UsageError, match="--package: expected a"):
@@ -237,7 +238,7 @@ def main():
 
 
 @pytest.fixture
-def at_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reply]:
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reply]:
     """Runs a case that has failed at a commit whose harness gives some answer."""
     monkeypatch.chdir(tmp_path)
 
@@ -290,29 +291,29 @@ CRASHED = replace(FAILED, what="crashed", ending=Ending(exception="RuntimeError"
     ],
 )
 def test_a_case_fails_as_it_did_or_says_nothing(
-    at_commit: Callable[..., Reply], told: Verdict | None, code: int, wanted: Verdict, answer: str,
+    says: Callable[..., Reply], told: Verdict | None, code: int, wanted: Verdict, answer: str,
     words: str,
 ) -> None:  # fmt: skip
     """Another failure is not the one that is searched for, and no verdict is no pass."""
-    reply = at_commit(told, code, wanted)
+    reply = says(told, code, wanted)
     assert reply.answer == answer
     assert reply.words.startswith(words)
 
 
-def test_a_commit_that_cannot_be_run_is_skipped(at_commit: Any, tmp_path: Path) -> None:
+def test_a_commit_that_cannot_be_run_is_skipped(says: Any, tmp_path: Path) -> None:
     """Python's own exit code for one that does not import is 1, as that of a failure."""
-    reply = at_commit(FAILED, 1, cli="def broken(:\n")
+    reply = says(FAILED, 1, cli="def broken(:\n")
     assert (reply.answer, "SyntaxError: invalid syntax" in reply.words) == ("unresolved", True)
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
-    assert at_commit(FAILED, 1).answer == "fails"
-    reply = at_commit(FAILED, 1, lacks="fsdp_core")
+    assert says(FAILED, 1).answer == "fails"
+    reply = says(FAILED, 1, lacks="fsdp_core")
     assert (reply.answer, reply.words) == ("unresolved", "no verdict: it has no fsdp_core")
 
 
 @pytest.mark.timeout(60)
 def test_room_is_passed_on_and_whatever_a_run_has_started_ends_with_it(
-    at_commit: Callable[..., Reply], tmp_path: Path
+    says: Callable[..., Reply], tmp_path: Path
 ) -> None:
     """Its child holds a lock that it would keep for ever; exit code 2 ends the search."""
     held = tmp_path / "held"
@@ -322,9 +323,34 @@ def test_room_is_passed_on_and_whatever_a_run_has_started_ends_with_it(
     )
     room = ("--slots", "4", "--ranks-per-gpu", "2")
     cli = CLI.replace("def main():\n", locks)
-    assert at_commit(FAILED, 1, room=room, cli=cli).answer == "fails"
+    assert says(FAILED, 1, room=room, cli=cli).answer == "fails"
     assert Path("argv").read_text().endswith("--json --no-history --slots 4 --ranks-per-gpu 2")
     with held.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
     with pytest.raises(Interrupted):
-        at_commit(PASSED, 2)
+        says(PASSED, 2)
+
+
+def test_arguments_that_name_files_of_the_repository_are_those_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, and folders with a slash, that the commit has; words and data of the user's stay."""
+    top, there = tmp_path / "top", tmp_path / "there"
+    for folder in (top, there):
+        (folder / "configs" / "sub").mkdir(parents=True)
+        for name in ("train.py", "configs/small.yaml", "plain.txt"):
+            (folder / name).write_text(folder.name)
+    (top / "data.bin").write_text("ignored by git")
+    (tmp_path / "outside.yaml").write_text("not of the repository")
+    monkeypatch.chdir(top / "configs")
+    args = {
+        "config": "small.yaml", "up": "../plain.txt", "all": ["sub/", "word", 3],
+        "data": "../data.bin", "mode": "sub", "absolute": str(top / "plain.txt"),
+        "outside": "../../outside.yaml", "lr": 0.1,
+    }  # fmt: skip
+    moved = at_commit(program_run(top, args=args), Checkout(there, top, "c" * 40, 0), top)
+    assert moved.config["program"]["target"] == str(there / "train.py")
+    assert moved.config["program"]["args"] == args | {
+        "config": str(there / "configs" / "small.yaml"), "up": str(there / "plain.txt"),
+        "all": [str(there / "configs" / "sub"), "word", 3], "absolute": str(there / "plain.txt"),
+    }  # fmt: skip

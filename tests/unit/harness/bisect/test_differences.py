@@ -14,25 +14,14 @@ from harness.bisect.differences import (
     with_steps,
 )
 from harness.records import PlantSpec, RunResult, RunSpec, each_of
-from tests.unit.harness.bisect.made_up_asker import run
+from tests.unit.harness.bisect.made_up_asker import program_run, run
 from tests.unit.harness.bisect.small_model import of_rank, run_of
 
 ULP, NAN = PlantSpec(fault="ulp", step=3), PlantSpec(fault="nan", step=4, rank=0)
 
 
-def program(**parts: Any) -> RunSpec:
-    """A run of somebody's program."""
-    held = {
-        "kind": "script", "target": "/x/train.py", "folder": "/x", "args": {}, "env": {},
-        "packages": {}, "record": "auto", "determinism": "", "every": 1,
-        "smaller": {"steps": "args.steps"},
-    }  # fmt: skip
-    config = {"program": held | parts, "steps": 6, "taps": []}
-    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0)
-
-
-PLAIN = program(args={"steps": 8, "model.dim": 4, "old": "1e-3"}, env={"A": "1"})
-OTHER = program(
+PLAIN = program_run(args={"steps": 8, "model.dim": 4, "old": "1e-3"}, env={"A": "1"})
+OTHER = program_run(
     args={"steps": 8, "model.dim": 8, "new": True}, env={"B": "2"}, packages={"toy": "1.10"},
     determinism="enforce",
 )  # fmt: skip
@@ -124,7 +113,7 @@ def test_steps_change_with_the_option_that_states_them_and_limits_stay() -> None
     """A program that declares no such option keeps its steps; limits are the candidate's."""
     shorter = with_steps(PLAIN, 4).config
     assert (shorter["steps"], shorter["program"]["args"]["steps"]) == (4, 6)
-    assert with_steps(program(smaller={}), 4) == program(smaller={})
+    assert with_steps(program_run(smaller={}), 4) == program_run(smaller={})
     assert with_steps(run(), 4).config["steps"] == 4
     candidate = replace(run(graph=("attn",)), timeout_s=5.0)
     assert RunChanges(run(), candidate).run_with(()).timeout_s == 5.0

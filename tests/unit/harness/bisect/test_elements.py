@@ -100,10 +100,7 @@ def test_why_there_is_no_element_is_said(other: Contents, message: str) -> None:
     assert (found.element, found.message) == (None, message)
 
 
-KNOWN = [*FORMS, "float8_e4m3fn", "float8_e8m0fnu"]
-
-
-@pytest.mark.parametrize("dtype", [name for name in KNOWN if ITEM_BYTES[name] <= 4])
+@pytest.mark.parametrize("dtype", [name for name in FORMS if ITEM_BYTES[name] <= 4])
 def test_numbers_are_those_of_torch(dtype: str) -> None:
     """Every pattern of eight and sixteen bits, and many of 32, are what torch reads in them."""
     size = ITEM_BYTES[dtype]
@@ -120,7 +117,7 @@ def test_numbers_are_those_of_torch(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("bits", "dtype", "text"),
     [(0xFFFFFFFE, "int32", "-2"), (0xFFFFFFFE, "uint32", "4294967294"), (1, "bool", "True"),
-     (128, "float8_e8m0fnu", "2.0"), (0x3DCCCCCD, "float32", "0.1"), (0x7F800000, "float32", "inf"),
+     (0x3DCCCCCD, "float32", "0.1"), (0x7F800000, "float32", "inf"),
      (0x3FB999999999999A, "float64", "0.1"), (5, "float8_e5m2fnuz", "0x5")],
 )  # fmt: skip
 def test_a_number_is_shown_as_what_it_is(bits: int, dtype: str, text: str) -> None:

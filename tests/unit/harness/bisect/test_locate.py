@@ -580,43 +580,40 @@ DRAWN = digests(rng=("cpu",))
 REPEATED = both(LOSSES, digests(grads=WEIGHTS, weights=WEIGHTS, optim=("step_count",)))
 
 
-@pytest.mark.parametrize(
-    ("edit", "taps", "otherwise"),
-    [
-        (both(LOSSES, DRAWN), False, "forward"),
-        (both(LOSSES, DRAWN, calls_from(f"{LAYER}:output")), True, "forward"),
-        (DRAWN, True, "input"),
-        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0)])), True, "forward"),
-        (digests(weights=(BIAS,)), False, "optimizer"),
-        (REPEATED, False, "forward"),
-        (calls_from("embedding:output"), True, "forward"),
-    ],
-    ids=["losses", "a module that draws", "the state", "one microbatch", "counts", "repeated",
-         "from its beginning on"],
-)  # fmt: skip
-def test_what_a_capture_leaves_behind_is_its_own(edit: Edit, taps: bool, otherwise: str) -> None:
-    """In the step that captures and in no other."""
-    found = place(edit, taps=taps, captured_in=2)
-    assert (found.step, found.phase) == (2, "capture")
-    assert place(edit, taps=taps, captured_in=1).phase == otherwise
+EVERY, FIRST = (0, 1), (0,)
 
 
 @pytest.mark.parametrize(
-    ("edit", "ranks", "phase"),
+    ("edit", "taps", "ranks", "phase", "otherwise"),
     [
+        (both(LOSSES, DRAWN), False, EVERY, "capture", "forward"),
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}:output")), True, EVERY, "capture", "forward"),
+        (DRAWN, True, EVERY, "capture", "input"),
+        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0)])), True, EVERY, "capture",
+         "forward"),
+        (digests(weights=(BIAS,)), False, EVERY, "capture", "optimizer"),
+        (REPEATED, False, EVERY, "capture", "forward"),
+        (calls_from("embedding:output"), True, EVERY, "capture", "forward"),
         # A module that draws was right in the first microbatch: what replays do came after it.
         (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0), (f"{LAYER}:output", 1)])),
-         (0, 1), "forward"),
+         True, EVERY, "forward", "forward"),
         # A module that multiplies by weights draws nothing.
-        (both(LOSSES, DRAWN, calls_from(f"{LAYER}.attention.wq:output")), (0, 1), "forward"),
-        (calls_from("embedding:output"), (0,), "forward"),
-        (digests(weights=(BIAS, WEIGHTS[1])), (0, 1), "optimizer"),
-        (digests(weights=(BIAS,), optim=("step_count",)), (0, 1), "optimizer"),
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}.attention.wq:output")), True, EVERY, "forward",
+         "forward"),
+        (calls_from("embedding:output"), True, FIRST, "forward", "forward"),
+        (digests(weights=(BIAS, WEIGHTS[1])), True, EVERY, "optimizer", "optimizer"),
+        (digests(weights=(BIAS,), optim=("step_count",)), True, EVERY, "optimizer", "optimizer"),
     ],
+    ids=["losses", "a module that draws", "the state", "one microbatch", "counts", "repeated",
+         "from its beginning on", "drawn right", "draws nothing", "one rank", "a weight", "steps"],
 )  # fmt: skip
-def test_what_is_not_of_the_capture_though_in_its_step(edit: Edit, ranks: Any, phase: str) -> None:
-    """The update did something else, or a replay did."""
-    assert place(edit, ranks, captured_in=2).phase == phase
+def test_what_a_capture_leaves_behind_is_its_own(
+    edit: Edit, taps: bool, ranks: Any, phase: str, otherwise: str
+) -> None:
+    """In the step that captures, unless the update or a replay did something else."""
+    found = place(edit, ranks, taps=taps, captured_in=2)
+    assert (found.step, found.phase) == (2, phase)
+    assert place(edit, ranks, taps=taps, captured_in=1).phase == otherwise
 
 
 # --- records and environments that are at fault
