@@ -52,14 +52,9 @@ def no_process(number: int) -> str:
     return "no_process" if number in (errno.EAGAIN, errno.ENOMEM) else ""
 
 
-def library_failures(error: ErrorRecord) -> frozenset[str]:
-    """What the exception of a rank means, by the table of library errors."""
-    return failures_of(error.type, error.message)
-
-
 def has_lost_its_groups(error: ErrorRecord) -> bool:
     """Whether process groups were gone."""
-    return "no_group" in library_failures(error)
+    return "no_group" in failures_of(error.type, error.message)
 
 
 def signature_of(
@@ -71,9 +66,11 @@ def signature_of(
     """
     # Of a hang nobody is known to be at fault: who waited in vain says what for. None is heard of
     # who quotes what another one said.
-    heard = [e for e in errors if e.blames in (None, e.rank)
-             and (outcome.what == "hang" or e.rank == outcome.culprit_rank)]  # fmt: skip
-    recorded = frozenset[str]().union(*map(library_failures, heard))
+    recorded = {
+        failure for e in errors
+        if e.blames in (None, e.rank) and (outcome.what == "hang" or e.rank == outcome.culprit_rank)
+        for failure in failures_of(e.type, e.message)
+    }  # fmt: skip
     engine = outcome.ending.machine if outcome.ending is not None else ""
     for name, (whats, from_engine, before_any_step) in SIGNATURES.items():
         found = name == engine if from_engine else name in recorded

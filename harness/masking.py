@@ -107,6 +107,21 @@ class Masker:
                 data = pattern.sub(masked, data)
         return data
 
+    def settled(self, data: bytes) -> int:
+        """How much of output that goes on arriving may be masked now: whole lines, and parts of
+        very long ones."""
+        cut = data.rfind(b"\n") + 1
+        # A key in PEM has many lines, and is one secret: it waits for its last.
+        begin = data.rfind(_BEGIN, 0, cut)
+        is_open = begin >= 0 and data.find(_END, begin, cut) < 0
+        if is_open and len(data) - begin <= MAX_HELD_BYTES:
+            cut = data.rfind(b"\n", 0, begin) + 1
+        if not cut and len(data) > MAX_HELD_BYTES:
+            # No secret is longer than what stays behind.
+            room = len(data) - MAX_HELD_BYTES // 2
+            cut = self.parted(data, data.rfind(b" ", 0, room) + 1 or room) or room
+        return cut
+
     def parted(self, data: bytes, cut: int) -> int:
         """Where to cut instead of at `cut`, so that no secret is parted: at its beginning."""
         start = max(cut - _SPAN_BYTES, 0)
@@ -129,36 +144,3 @@ def _forms(value: str) -> Iterator[bytes]:
 
 def _bytes(value: str) -> bytes:
     return value.encode(errors="surrogateescape")
-
-
-class Stream:
-    """Output that arrives in pieces, masked line by line."""
-
-    def __init__(self, masker: Masker) -> None:
-        """Nothing has arrived."""
-        self._masker, self._held = masker, b""
-
-    def take(self, data: bytes) -> bytes:
-        """What of the output may be stored now: whole lines, and parts of very long ones."""
-        data = self._held + data
-        cut = data.rfind(b"\n") + 1
-        # A key in PEM has many lines, and is one secret: it waits for its last.
-        begin = data.rfind(_BEGIN, 0, cut)
-        is_open = begin >= 0 and data.find(_END, begin, cut) < 0
-        if is_open and len(data) - begin <= MAX_HELD_BYTES:
-            cut = data.rfind(b"\n", 0, begin) + 1
-        if not cut and len(data) > MAX_HELD_BYTES:
-            # No secret is longer than what stays behind.
-            room = len(data) - MAX_HELD_BYTES // 2
-            cut = self._masker.parted(data, data.rfind(b" ", 0, room) + 1 or room) or room
-        self._held = data[cut:]
-        return self._masker.data(data[:cut]) if cut else b""
-
-    def rest(self) -> bytes:
-        """What is left at the end, masked."""
-        return self._masker.data(self.release())
-
-    def release(self) -> bytes:
-        """Give up what is held, as it came: whoever takes it masks it."""
-        held, self._held = self._held, b""
-        return held

@@ -406,11 +406,12 @@ class RankExit(Json):
     code: int | None  # negative for a signal, None if it never started
     killed_by_harness: bool = False
     errno: int = 0  # with which starting it failed
+    failed_at: float | None = None  # by itself, if seen; only the order among ranks counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entered(Json):
-    """A collective as ranks entered it, as `harness.engine.collective_log.Place` has it."""
+    """A collective as ranks entered it, as `harness.engine.evidence.Place` has it."""
 
     operator: str
     label: str = ""  # whose it is, "" if that is not known
@@ -465,8 +466,7 @@ class RunOutcome(Json):
     attempt: int = 0
     # A SIGKILL that neither the harness sent nor, by its own count, the kernel for want of memory.
     from_outside: bool = False
-    undecided: bool = False  # whether its end was its own or that of one of the runs `tied`
-    tied: tuple[str, ...] = ()
+    undecided: bool = False  # whether its end was its own or that of another run on its GPUs
     ending: Ending | None = None
 
 

@@ -2,7 +2,7 @@
 
 A case with `repeats` n has 2 n more runs, whose `replica` numbers go on after the control's. They
 start when every other run of the matrix has ended, and each has the machine to itself (on Slurm:
-`launch.slurm.options: [--exclusive]`). Cases that share a reference share its repeats, and take
+in an allocation made with `--exclusive`). Cases that share a reference share its repeats, and take
 turns with it, so that pairs are near in time and a drift of the machine favours nobody:
 
     round 0   reference   candidate A   candidate B

@@ -114,8 +114,7 @@ def _look_at(run: RunResult) -> None:
     outcome, size, is_builtin = run.outcome, run.spec.world_size, run.spec.is_builtin
     message = f"the outcome belongs to run {outcome.key}, expected {run.spec.key}"
     _need(outcome.key == run.spec.key, "corrupt_record", message)
-    how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
-    message = f"the run shared a GPU under MPS and {how}: --resume finds out which one failed"
+    message = f"the run ended as {outcome.what} beside another on its GPUs: --resume makes it again"
     _need(not outcome.undecided, SHARED_GPU, message)
     message = outcome.message or f"the run ended as {outcome.what}"
     _need(not outcome.what, outcome.what, message, outcome.culprit_rank)

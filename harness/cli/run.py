@@ -45,10 +45,10 @@ _history = options.options(
 @options.as_json
 @click.option(
     "--engine", type=click.Choice(ENGINES),
-    help="Start runs on this machine or in an allocation of Slurm; overrides launch.engine.",
+    help="Start runs here or on the nodes of the Slurm job around it; overrides launch.engine.",
 )  # fmt: skip
 @click.option("--slurm", multiple=True, metavar="KEY=YAML",
-              help="Replace a value of launch.slurm, as partition=gpu.")  # fmt: skip
+              help="Replace a value of launch.slurm, as nodes=2.")  # fmt: skip
 @options.options(_history, options.overrides, options.bisect_exit, options.opens)
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."

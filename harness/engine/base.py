@@ -10,55 +10,48 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from harness.errors import UsageError
 from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunOutcome, RunSpec
 
 
-class Engine(Protocol):
-    """Starts runs and says what happened to them."""
+class Engine(ABC):
+    """Starts runs and says what happened to them; a `with` statement closes it.
 
-    @property
-    def slots(self) -> int:
-        """How many ranks may run at the same time."""
-        ...
+    Attributes:
+        slots: how many ranks may run at the same time.
+    """
 
+    slots: int
+
+    @abstractmethod
     def check(self, spec: RunSpec) -> None:
         """Refuse a run that could never start here (`UsageError`): too many ranks, no device."""
-        ...
 
+    @abstractmethod
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        ...
 
+    @abstractmethod
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; `can_start` must be true.
 
         Raises `UsageError` as `check`, `Infrastructure` if the engine or the disk refused.
         """
-        ...
 
+    @abstractmethod
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         """Runs that have ended since the last call; empty if none did in time or none is left."""
-        ...
 
+    @abstractmethod
     def cancel(self) -> None:
         """Kill every run. What they recorded stays; they get no outcome. The next start works."""
-        ...
-
-    def close(self) -> None:
-        """Kill every run and give back what the engine holds."""
-        ...
-
-
-class Closing(ABC):
-    """An engine that a `with` statement closes."""
 
     @abstractmethod
     def close(self) -> None:
-        """See `Engine.close`."""
+        """Kill every run and give back what the engine holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +66,8 @@ class Slots:
     def __init__(
         self, num_slots: int, devices: Sequence[str] = (), jobs: int | None = None
     ) -> None:
-        for noun, number in (("slot", num_slots), ("job", jobs)):
-            if number is not None and number < 1:
-                raise UsageError(f"expected at least 1 {noun}, got {number}")
+        if num_slots < 1 or (jobs is not None and jobs < 1):
+            raise UsageError(f"expected at least 1 slot and job, got {num_slots}, {jobs}")
         if devices and len(devices) != num_slots:
             raise UsageError(f"expected {num_slots} devices, one a slot, got {len(devices)}")
         self.num_slots = num_slots
@@ -131,12 +123,10 @@ def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
 
     `devices`: GPU of each rank, as CUDA_VISIBLE_DEVICES names it; empty for ranks without.
     """
-    if not devices:
-        return {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": str(rank)}
     # CUDA sees no GPU at all where one is named twice.
     seen = list(dict.fromkeys(devices))
-    mine = str(seen.index(devices[rank]))
-    found = {"CUDA_VISIBLE_DEVICES": ",".join(seen), "LOCAL_RANK": mine}
+    mine = seen.index(devices[rank]) if devices else rank
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(seen), "LOCAL_RANK": str(mine)}
     if len(seen) < len(devices):
         host = devices[:rank].count(devices[rank])
         found |= {HOST_KEY: f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}

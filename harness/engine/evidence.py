@@ -1,41 +1,49 @@
-"""What a run leaves behind when it dies or hangs: NCCL's recorder, CUDA's core dump, answers.
+"""Where ranks were when a run died or hung, and whom they waited for.
 
-    NCCL's flight recorder   nccl_rank<R>     of soaks and programs on GPUs; written by the rank's
-                                              watchdog thread, asked by the pipe nccl_rank<R>.pipe
-    a program's answer       rank<R>.answer   by a thread of the recorder, asked by rank<R>.ask
-    CUDA's core dump         cuda<R>.core     a light one: registers and the kernel, no memory; of
-                                              soaks: a program may mean to catch its error
+    rank<R>.place    one JSON object in a file that the rank maps into its memory: a write is a copy
+                     of some hundred bytes, and what was written is there whatever ends the rank
+    rank<R>.answer   the same of a rank of a program that is asked by the pipe rank<R>.ask
+                     (`harness.recorder.collectives`): with what C++ called, and from where
+    nccl_rank<R>     NCCL's flight recorder, of soaks and programs on GPUs, written by the watchdog
+                     thread, asked by the pipe nccl_rank<R>.pipe. Replays of graphs enqueue nothing
+                     that it records: a rank that waits in one shows the collectives before it
+    cuda<R>.core     CUDA's light core dump, registers and the kernel, of soaks: a program may mean
+                     to catch its error
 
-What the user has set of these variables stands. A dump holds only plain values, so it is unpickled
-with all classes refused. Replays of graphs enqueue nothing that NCCL records: a rank that waits in
-one shows the last collectives outside of it.
+Of two ranks of one group the one that entered fewer collectives is the one that the other waits
+for; at fault are those that wait in no other collective themselves. Ranks that have entered equally
+many, but are in different ones, wait in vain: one has called another collective, or left one out.
 """
 
 import ast
 import errno
 import io
+import json
+import mmap
 import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.engine.collective_log import Place, answer_path, group_key, place_path, read_place
-from harness.records import RunSpec
+from harness.codec import Json, RecordError, dumps
+from harness.records import CollectiveFault, Entered, RunSpec
 from harness.store.files import read_plain, read_tail
 
-BUFFER_ENTRIES = 2000
+SIZE_BYTES = 1 << 14
 MAX_DUMP_BYTES = 256 << 20
-EVIDENCE_TAIL_BYTES = 64 << 10
+TAIL_BYTES = 64 << 10
 DUMP_S = 5.0
-"""Given to watchdogs, which look for requests once a second, and write."""
+"""Given to NCCL's watchdogs, which look for requests once a second, and write."""
 ANSWER_S = 2.0
 """Given to a program's ranks to say where they are."""
+IN_CAPTURE = "a capture"
+"""Label of collectives that belong to no unit and are called while graphs are captured."""
 _OF_NCCL = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     **dict.fromkeys(("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE",
                      "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), "{folder}/nccl_rank"),
 }  # fmt: skip
@@ -46,27 +54,146 @@ _OF_CUDA = {
     "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,skip_global_memory,"
     "skip_shared_memory,skip_local_memory,skip_constbank_memory,skip_abort",
 }  # fmt: skip
-DEFAULT_GROUP = "default_pg"
 _NOT_UNDERSTOOD = (
     OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, LookupError, TypeError,
     AttributeError,
 )  # fmt: skip
 """What comes of a dump that is damaged, or of another version."""
-NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
+_NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
 """Files that every program's stack goes through."""
 _EXCEPTION = re.compile(r"coredump: Detected an exception of type (\w+)")
 _FRAME = re.compile(r"coredump:\s+#\d+\s+0x[0-9a-f]+\s+(\S.*)")
 """Of the stack of the warp that failed, innermost first: the last one is the kernel."""
 
 
+# --- what a rank notes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Json):
+    """A collective that a rank has entered, over or not, the `number`-th of the group `key`.
+
+    What is not known is "", a step -1: `label`, whose it is; `sizes` of tensors, where all ranks
+    must have the same; the line that called it, as `train.py:7 in main`.
+    """
+
+    key: str
+    number: int
+    operator: str
+    step: int = -1
+    sizes: str = ""
+    called_at: str = ""
+    label: str = ""
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Global ranks of the group."""
+        ranks = self.key.partition(" ")[0]
+        return tuple(map(int, ranks.split(","))) if ranks else ()
+
+    @property
+    def as_entered(self) -> Entered:
+        """The collective, as an outcome names it."""
+        in_capture = self.label == IN_CAPTURE
+        return Entered(
+            operator=self.operator.rpartition("::")[2].strip("_"),
+            label="" if in_capture else self.label, in_capture=in_capture, sizes=self.sizes,
+            called_at=self.called_at,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Json):
+    """Where a rank is; what is not known as in `Recorded`.
+
+    The collective that it entered last: `operator` as torch calls it, `label`, `sizes`,
+    `called_at`; the global ranks of its `group`, whose `name` is "" if it is the one of all ranks;
+    whether the rank `is_inside` still. `entered`: how many of each group, by `group_key`. The
+    innermost `module` of the step that captures graphs; the `phase` (forward, ...) and the line
+    that the rank was `at`; `recent`: what torch's flight recorder has of the last collectives.
+    """
+
+    step: int
+    operator: str
+    label: str
+    group: tuple[int, ...]
+    is_inside: bool
+    entered: dict[str, int] = field(default_factory=dict)
+    module: str = ""
+    name: str = ""
+    sizes: str = ""
+    called_at: str = ""
+    phase: str = ""
+    at: str = ""
+    recent: tuple[Recorded, ...] = ()
+
+    @property
+    def last(self) -> Recorded:
+        """The collective that it entered last."""
+        key = group_key(self.group, self.name)
+        return Recorded(
+            key=key, number=self.entered.get(key, 0), operator=self.operator, step=self.step,
+            sizes=self.sizes, called_at=self.called_at, label=self.label,
+        )  # fmt: skip
+
+
+def group_key(ranks: tuple[int, ...], name: str = "") -> str:
+    """A group of ranks as text, with its name unless it is the one of all ranks."""
+    key = ",".join(map(str, ranks))
+    return f"{key} {name}" if name else key
+
+
+def answer_path(folder: Path, rank: int) -> Path:
+    """Where a rank of a program writes its place when it is asked."""
+    return folder / f"rank{rank}.answer"
+
+
+def place_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes its place."""
+    return folder / f"rank{rank}.place"
+
+
+class PlaceFile:
+    """Writes one rank's place."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file (`OSError`: the disk refused)."""
+        self._path = path
+        path.write_bytes(bytes(SIZE_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
+
+    def write(self, place: Place) -> None:
+        """Replace what is there; what does not fit is left out."""
+        text = dumps(place).encode() + b"\n"
+        if len(text) <= SIZE_BYTES:
+            self._map[: len(text)] = text
+
+    def remove(self) -> None:
+        """Take the file away: a run that ended well has no need of it."""
+        self._map.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_place(path: Path) -> Place | None:
+    """Where a rank was last; None if it did not say, or nothing that decodes."""
+    try:
+        return Place.from_json(json.loads(read_plain(path, SIZE_BYTES).partition(b"\n")[0]))
+    except (OSError, ValueError, RecordError, RecursionError):
+        return None
+
+
+# --- what a leader asks for -------------------------------------------------------------------
+
+
 def evidence_environment(
     spec: RunSpec, folder: Path, rank: int, set_already: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables that make a rank leave evidence; none but for soaks and programs on GPUs."""
+    """Variables that make a rank leave evidence, unless the user has set them; none but for soaks
+    and programs on GPUs."""
     if spec.device != "cuda" or (spec.is_builtin and spec.soak is None):
         return {}
-    wanted = _OF_NCCL | (_OF_CUDA if spec.soak is not None else {})
-    place = str(folder.absolute())
+    wanted, place = _OF_NCCL | (_OF_CUDA if spec.soak is not None else {}), str(folder.absolute())
     return {
         name: value.replace("{rank}", str(rank)).replace("{folder}", place)
         for name, value in wanted.items() if name not in set_already
@@ -80,15 +207,15 @@ def dumps_take_s(spec: RunSpec) -> float:
     return 0.0 if spec.is_builtin or spec.world_size == 1 else ANSWER_S
 
 
+def _pipes(folder: Path, rank: int) -> tuple[Path, Path]:
+    return folder / f"rank{rank}.ask", folder / f"nccl_rank{rank}.pipe"
+
+
 def prepare_to_ask(spec: RunSpec, folder: Path, ranks: Iterable[int]) -> None:
     """Make the pipes at which ranks of a program wait to be asked where they are."""
     for rank in () if spec.is_builtin or spec.world_size == 1 else ranks:
         with suppress(OSError):  # a file system without pipes: such a rank is not asked
-            os.mkfifo(folder / f"rank{rank}.ask")
-
-
-def _pipes(folder: Path, rank: int) -> tuple[Path, Path]:
-    return folder / f"nccl_rank{rank}.pipe", folder / f"rank{rank}.ask"
+            os.mkfifo(_pipes(folder, rank)[0])
 
 
 def ask_for_dumps(folder: Path, ranks: Iterable[int]) -> None:
@@ -112,6 +239,21 @@ def remove_pipes(folder: Path, ranks: Iterable[int], *, all_went_well: bool) -> 
             path.unlink(missing_ok=True)
 
 
+# --- what ranks have left ---------------------------------------------------------------------
+
+
+def last_place(folder: Path, rank: int) -> Place | None:
+    """Where a rank was: by its answer, by NCCL's recorder, or by its own notes; else None."""
+    if (answer := read_place(answer_path(folder, rank))) is not None:
+        return answer
+    own, dump = read_place(place_path(folder, rank)), read_dump(folder / f"nccl_rank{rank}")
+    if own is None or dump is None:
+        return own or dump
+    # NCCL counts no steps and knows no modules.
+    step = own.step if own.operator or own.entered else dump.step
+    return replace(dump, step=step, entered=own.entered | dump.entered, module=own.module)
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Takes apart numbers, texts, lists and mappings; a dump has nothing else."""
 
@@ -128,51 +270,32 @@ def read_dump(path: Path) -> Place | None:
             for config in dump["pg_config"].values()
         }
         entries = [entry for entry in dump["entries"] if not entry.get("is_p2p")]
-        return _place(entries, groups)
+        return _place(entries, groups) if entries else None
     except _NOT_UNDERSTOOD:
         return None
 
 
-def last_place(folder: Path, rank: int) -> Place | None:
-    """Where a rank was: by its answer, by NCCL's recorder, or by its own notes; else None."""
-    if (answer := read_place(answer_path(folder, rank))) is not None:
-        return answer
-    own, dump = read_place(place_path(folder, rank)), read_dump(folder / f"nccl_rank{rank}")
-    if own is None or not (own.operator or own.entered):
-        return dump
-    # NCCL counts no steps.
-    return own if dump is None else replace(dump, step=own.step, entered=own.entered | dump.entered)
-
-
-def last_module(folder: Path, rank: int) -> str:
-    """The module that a rank was in, where it noted that; else ""."""
-    own = read_place(answer_path(folder, rank)) or read_place(place_path(folder, rank))
-    return own.module if own is not None else ""
-
-
-def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Place | None:
+def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Place:
     """The first collective that is not over, or the last one."""
-    if not entries:
-        return None
 
-    def key_of(entry: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+    def group_of(entry: dict[str, Any]) -> tuple[tuple[int, ...], str]:
         name, description = map(str, entry["process_group"])
-        return groups[name], "" if description == DEFAULT_GROUP else name
+        return groups[name], "" if description == "default_pg" else name
 
     entered: dict[str, int] = {}
     for entry in entries:
-        key = group_key(*key_of(entry))
+        key = group_key(*group_of(entry))
         entered[key] = max(entered.get(key, 0), int(entry["collective_seq_id"]))
     open_ones = [entry for entry in entries if entry["state"] != "completed"]
     at = open_ones[0] if open_ones else entries[-1]
-    group, name = key_of(at)
+    group, name = group_of(at)
     if open_ones:
         # It waits here, whatever was enqueued after it.
         entered[group_key(group, name)] = int(at["collective_seq_id"])
     frames = ((PurePath(frame["filename"]), frame) for frame in at.get("frames") or [])
     called = (
         f"{path.name}:{int(frame['line'])} in {frame['name']}"
-        for path, frame in frames if not NOT_OF_PROGRAM.search(path.as_posix())
+        for path, frame in frames if not _NOT_OF_PROGRAM.search(path.as_posix())
     )  # fmt: skip
     return Place(
         step=-1, operator=str(at["profiling_name"]).rpartition(":")[2], label="", group=group,
@@ -183,19 +306,109 @@ def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]])
 def kernel_words(stderr_tail: str, folder: Path, rank: int) -> str:
     """What CUDA's core dump says of an illegal access, in words; "" without one."""
     core = folder / f"cuda{rank}.core"
-    found, frames = _EXCEPTION.findall(stderr_tail), _FRAME.findall(stderr_tail)
-    if not (found or core.exists()):
-        return ""
-    what = found[0] if found else "an exception"
-    if frames:
-        function = f"{frames[0].strip()} of " if len(frames) > 1 else ""
-        return f"CUDA's core dump says {what} in {function}kernel {frames[-1].strip()}"
+    what = next(iter(_EXCEPTION.findall(stderr_tail)), "an exception")
+    if frames := _FRAME.findall(stderr_tail):
+        return f"CUDA's core dump says {what} in kernel {frames[-1].strip()}"
     if core.exists():
         command = f"cuda-gdb -ex 'target cudacore {core.name}'"
         return f"CUDA's core dump says {what}; `{command}` names the kernel"
-    return f"CUDA says {what}; it left no core dump, so the kernel is not known"
+    return ""
 
 
-def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
+def tail_of(path: Path, size_bytes: int = TAIL_BYTES) -> str:
     """The end of a text file; empty if it cannot be read, or is a link or a pipe."""
     return read_tail(path, size_bytes).decode(errors="replace")
+
+
+# --- who kept whom waiting --------------------------------------------------------------------
+
+
+def find_missing(places: Mapping[int, Place]) -> CollectiveFault | None:
+    """Who never entered a collective that others wait in; None if places do not tell."""
+    lacking: dict[int, list[Recorded]] = {}
+    for call in (place.last for place in places.values() if place.is_inside):
+        for rank in call.group:
+            if rank in places and places[rank].entered.get(call.key, 0) < call.number:
+                lacking.setdefault(rank, []).append(call)
+    at_fault = [rank for rank in lacking if not places[rank].is_inside]
+    if not at_fault:
+        return None
+    # The earliest that is lacking: what comes after it in the same group only follows.
+    first = min(lacking[at_fault[0]], key=lambda call: (call.step, call.number))
+    late = sorted(
+        r for r in at_fault
+        if r in first.group and places[r].entered.get(first.key, 0) < first.number
+    )  # fmt: skip
+    return _fault(late, [rank for rank in first.group if rank not in late], first)
+
+
+def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
+    """Which ranks of a group entered different collectives as their n-th; None if all agree.
+
+    NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
+    one. So the first that ranks recorded differently counts before those they wait in.
+    """
+    ranked = sorted(places.items())
+    recorded = [(rank, call) for rank, place in ranked for call in place.recent]
+    waiting = [(rank, place.last) for rank, place in ranked if place.is_inside and place.group]
+    for calls in (recorded, waiting):
+        met: dict[tuple[int, str], dict[int, Recorded]] = {}
+        for rank, call in calls:
+            met.setdefault((call.number, call.key), {})[rank] = call
+        for at in sorted(met):
+            if (mismatch := _mismatch(met[at])) is not None:
+                return mismatch
+    return None
+
+
+def _mismatch(calls: Mapping[int, Recorded]) -> CollectiveFault | None:
+    """Of ranks that are in the collective of one number of one group."""
+    # Whose a collective is, and its sizes, may be unknown: that is no difference.
+    known = all(call.label for call in calls.values())
+    sized = all(call.sizes for call in calls.values())
+    sides: dict[tuple[str, str, str], list[int]] = {}
+    for rank, call in calls.items():
+        what = (call.operator, call.label if known else "", call.sizes if sized else "")
+        sides.setdefault(what, []).append(rank)
+    if len(sides) < 2:
+        return None
+    most = max(sides.values(), key=len)
+    fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
+    return _fault(fewest, most, calls[most[0]], calls[fewest[0]])
+
+
+def _fault(
+    ranks: list[int], others: list[int], expected: Recorded, entered: Recorded | None = None
+) -> CollectiveFault:
+    return CollectiveFault(
+        ranks=tuple(ranks), entered=None if entered is None else entered.as_entered,
+        others=tuple(others), expected=expected.as_entered, group=expected.group,
+        number=expected.number, step=expected.step if expected.step >= 0 else None,
+    )  # fmt: skip
+
+
+def odd_one(fault: CollectiveFault) -> int | None:
+    """The rank at fault, None if it cannot be told which of two sides is."""
+    is_known = fault.entered is None or len(fault.ranks) < len(fault.others)
+    return fault.ranks[0] if is_known else None
+
+
+def fault_words(fault: CollectiveFault) -> str:
+    """Why ranks waited in vain, in a sentence."""
+    mine, due = fault.entered, fault.expected
+    when = "" if fault.step is None else f" in step {fault.step}"
+    called = f", called at {due.called_at}" if due.called_at else ""
+    words = f"{due}{when} (collective {fault.number} of ranks {group_key(fault.group)}{called})"
+    if mine is None:
+        return f"{rank_names(fault.ranks)} never entered {words}"
+    differs = str(mine) == str(due) and mine.sizes != due.sizes
+    more = f" of sizes {mine.sizes}, not {due.sizes}" if differs else ""
+    more += f", called at {mine.called_at}" if mine.called_at else ""
+    others = f"{',' if more else ''} where {rank_names(fault.others)} entered {words}"
+    return f"{rank_names(fault.ranks)} entered {mine}{more}{others}"
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """`rank 1`, or `ranks 0, 2`."""
+    numbers = list(ranks)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

@@ -2,14 +2,13 @@
 
 If the server dies, the runs that were under way end as `interrupted` and the next run starts a new
 one. If only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Under CUDA's MPS a rank
-that faults takes the ranks of other runs on its GPU with it: a run that failed in such company is
-kept as an attempt, undecided on the disk, and made again once, alone.
+that faults takes all ranks on its GPU with it: runs that share GPUs then go one at a time.
 
 A run whose devices are exactly those of one that is under way is started early: its processes make
 their contexts and communicators, and wait with the model until that run has ended (`after`). Only
 of the built-in program, on the devices in `HARNESS_START_EARLY` ("cuda" if not set), never a soak,
 a timed run, or one that was started before. A run that failed on GPUs as it waited, or had no
-memory there while another one waited, is made again alone, as under MPS.
+memory there while another one waited, is undecided: started again, it has its devices to itself.
 """
 
 import json
@@ -23,34 +22,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import Closing, Slots, mps_runs
+from harness.engine.base import Engine, Slots, mps_runs
 from harness.engine.evidence import tail_of
-from harness.engine.leader import LOST, NO_PROCESS, NOT_RUN
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
 from harness.engine.process import kill_group, kill_marked, server_environment
-from harness.engine.ranks import Limits, limit_options
+from harness.engine.ranks import NO_PROCESS, NOT_RUN, Limits
 from harness.errors import Infrastructure
-from harness.infrastructure import machine_failure, no_process
+from harness.infrastructure import no_process
 from harness.provenance import code_variables
-from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
+from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What, dumps
 from harness.repeats import is_timed
-from harness.store import begin_run, load_run_folder, num_kept, read_outcome, save_outcome
-from harness.store import set_aside as keep_attempt
+from harness.store import begin_run, read_outcome, save_outcome
 
 ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
-"""What a leader may take beyond a run's own timeout before the engine ends it."""
+"""What a leader may take beyond a run's own timeout before the engine ends the server."""
 START_TIMEOUT_S = 300.0
 """How long the server may take to import torch; a cold network file system is slow."""
 STOP_TIMEOUT_S = 10.0
-RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""How long to wait before each further start of a run alone: after a fault MPS gives out no GPU."""
 EARLY_VARIABLE = "HARNESS_START_EARLY"
 MARK_VARIABLE = "HARNESS_ENGINE"
 """In the environment of a server and of all that comes from it; a value for each server."""
@@ -68,18 +63,18 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self._control, theirs = socket.socketpair()
         self._received = b""
-        self._mark = f"{MARK_VARIABLE}={secrets.token_hex(16)}"
+        mark = secrets.token_hex(16)
+        self._mark = f"{MARK_VARIABLE}={mark}"
         command = [
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
-            "--entry", entry, *limit_options(limits),
+            "--entry", entry, "--limits", dumps(limits),
         ]  # fmt: skip
-        environment = server_environment(os.environ) | code_variables()
+        environment = server_environment(os.environ) | code_variables() | {MARK_VARIABLE: mark}
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
-                    stdout=self._log, stderr=self._log,
-                    env=environment | dict([self._mark.split("=")]),
+                    stdout=self._log, stderr=self._log, env=environment,
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
                 )  # fmt: skip
@@ -89,11 +84,11 @@ class ServerProcess:
                 raise Infrastructure(f"cannot start the forkserver: {error}") from error
         self.pid = self._process.pid
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
         """Wait until its imports are done (`Infrastructure`: they failed, or took too long)."""
-        why = f"not ready after {timeout_s:g} s"
+        why = f"not ready after {START_TIMEOUT_S:g} s"
         try:
-            for message in self.receive(timeout_s):
+            for message in self.receive(START_TIMEOUT_S):
                 if "ready" in message:
                     return
                 why = str(message.get("failed", message))
@@ -103,7 +98,6 @@ class ServerProcess:
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").split("\n")
             why = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-        self.stop()
         raise Infrastructure(f"the forkserver could not start: {why}")
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -131,8 +125,6 @@ class ServerProcess:
 
     def stop(self) -> str:
         """End it and everything it started; how it ended, in words."""
-        if self._log.closed:
-            return "was stopped"
         self._control.close()
         try:
             code = self._process.wait(STOP_TIMEOUT_S)
@@ -153,59 +145,48 @@ class ServerProcess:
 
 @dataclass
 class _Active:
-    """A run under way; `after`: whose slots it waits for; `heir`: who waited for its own; `alone`:
-    after that many refusals of a GPU, None if it is not made alone."""
+    """A run under way; `after`: whose slots it waits for; `heir`: who waited for its own; `again`:
+    it was started before, so that nothing starts early beside it."""
 
     spec: RunSpec
     folder: Path
     attempt: int
     after: str = ""
-    alone: int | None = None
+    again: bool = False
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
     memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
-    num_kills: int = 0
     devices: tuple[str, ...] = ()
     heir: str = ""
-    shared_with: set[str] = field(default_factory=set)
 
     @property
     def overdue_s(self) -> float:
-        """When the engine kills a leader that does not answer, then the server."""
-        patience_s = self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
+        """When its leader has not answered for so long that the engine kills the server."""
+        patience_s = self.spec.timeout_s + LEADER_SLACK_S
         return math.inf if self.after else self.started_s + patience_s
 
-    def kill(self) -> None:
-        """Kill its leader, and its ranks with it, as far as it is known."""
-        if self.leader_pid is not None:
-            kill_group(self.leader_pid)
 
-
-class LocalEngine(Closing):
+class LocalEngine(Engine):
     """Runs in fresh processes on this machine, one slot a rank."""
 
     def __init__(
         self, slots: int, jobs: int | None = None, entry: str = ENTRY,
         devices: Sequence[str] = (), limits: Limits | None = None,
-        mps: Callable[[], bool] = mps_runs, recovery_s: Sequence[float] = RECOVERY_S,
     ) -> None:  # fmt: skip
         """Prepare for `slots` ranks, in `jobs` runs, at a time (`UsageError`: no such counts).
 
         The server imports `entry`, `module:function` of a `RankMain`. `devices`: GPU of each slot,
-        as CUDA_VISIBLE_DEVICES names it, empty without. `mps`: whether CUDA goes through MPS now;
-        `recovery_s`: waits between starts of a run that MPS, after a fault, gives no GPU.
+        as CUDA_VISIBLE_DEVICES names it, empty without.
         """
-        self._slots = Slots(slots, devices, jobs)
         self.slots = slots
+        self._slots = Slots(slots, devices, jobs)
         self._entry, self._limits = entry, limits or Limits()
-        self._mps, self._recovery_s = mps, recovery_s
         self._shares = len(set(devices)) < len(devices)
         self._early = os.environ.get(EARLY_VARIABLE, "cuda").split(",")
         self._server: ServerProcess | None = None
         self._begun: set[str] = set()
         self._active: dict[str, _Active] = {}
-        self._to_repeat: list[_Active] = []
         self._failure: Infrastructure | None = None
         self._ended: list[RunOutcome] = []
 
@@ -220,22 +201,21 @@ class LocalEngine(Closing):
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now, or it may wait for the devices of another."""
-        if self._to_repeat or any(run.alone is not None for run in self._active.values()):
-            return False
+        on_gpus = spec.device == "cuda" and any(run.devices for run in self._active.values())
+        if self._shares and on_gpus and mps_runs():
+            return False  # a fault of one would end the other
         return self._slots.fits(spec) or self._to_follow(spec) != ""
 
     def _to_follow(self, spec: RunSpec) -> str:
         """The run under way whose devices `spec` may wait for; "" if it may not be early."""
         if spec.key in self._begun or not self._may_be_early(spec):
             return ""
-        if self._shares and self._mps():
-            return ""  # a fault of one would end the other
         awaited = {run.after for run in self._active.values()}
-        free = (run for key, run in self._active.items() if not run.after and key not in awaited)
-        wanted = (spec.device, spec.world_size)
-        for ahead in (run.spec for run in free if self._may_be_early(run.spec)):
-            if (ahead.device, ahead.world_size) == wanted:
-                return ahead.key
+        for key, run in self._active.items():
+            same = (run.spec.device, run.spec.world_size) == (spec.device, spec.world_size)
+            is_free = not (run.after or run.again or key in awaited)
+            if same and is_free and self._may_be_early(run.spec):
+                return key
         return ""
 
     def _may_be_early(self, spec: RunSpec) -> bool:
@@ -246,26 +226,17 @@ class LocalEngine(Closing):
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
         after = "" if self._slots.fits(spec) else self._to_follow(spec)
-        self._begin(_Active(spec, folder.absolute(), attempt, after))
-
-    def _begin(self, run: _Active) -> None:
-        key = run.spec.key
-        ahead = self._active.get(run.after)
+        key, ahead = spec.key, self._active.get(after)
+        run = _Active(spec, folder.absolute(), attempt, after, again=key in self._begun)
         run.devices = self._slots.take(run.spec) if ahead is None else ahead.devices
         self._begun.add(key)
-        shares = self._shares and bool(run.devices) and run.alone is None and self._mps()
-        for other in self._active.values() if shares else ():
-            if set(other.devices) & set(run.devices):
-                other.shared_with.add(key)
-                run.shared_with.add(other.spec.key)
         # Known before the server hears of it: a signal in between must find it to cancel.
         self._active[key] = run
         try:
             begin_run(run.folder, run.spec)
             self._send_start({
                 "start": key, "folder": str(run.folder), "devices": run.devices,
-                "attempt": run.attempt, "shares_gpus": shares, "after": run.after,
-                "num_ranks": run.spec.world_size,
+                "attempt": run.attempt, "after": run.after, "num_ranks": run.spec.world_size,
             })  # fmt: skip
         except BaseException:
             if key in self._active:
@@ -294,32 +265,19 @@ class LocalEngine(Closing):
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         """Runs that have ended; see `Engine.wait` (`Infrastructure`: no room for an outcome)."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended and self._failure is None and (self._active or self._to_repeat):
-            if not self._active:
-                self._repeat_alone(self._to_repeat.pop(0))
+        while self._active and not self._ended and self._failure is None:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 break
-            for run in self._active.values():
-                if now_s >= run.overdue_s and self._server is not None:
-                    run.num_kills += 1
-                    leads = run.num_kills == 1 and run.leader_pid is not None
-                    (run if leads else self._server).kill()
-            until_s = min(deadline_s, *(run.overdue_s for run in self._active.values()))
-            self._take_messages(max(until_s - now_s, 0.001))
+            overdue_s = min(run.overdue_s for run in self._active.values())
+            if now_s >= overdue_s and self._server is not None:
+                self._server.kill()
+            self._take_messages(max(min(deadline_s, overdue_s) - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         ended, self._ended = self._ended, []
         return ended
-
-    def _repeat_alone(self, run: _Active) -> None:
-        if run.alone:
-            time.sleep(self._recovery_s[run.alone - 1])
-        keep_attempt(run.folder)
-        again = _Active(run.spec, run.folder, num_kept(run.folder), alone=run.alone or 0)
-        again.shared_with = run.shared_with
-        self._begin(again)
 
     def _take_messages(self, patience_s: float) -> None:
         assert self._server is not None, "a run is under way"
@@ -332,12 +290,11 @@ class LocalEngine(Closing):
             if message.get("started") in self._active:
                 self._active[message["started"]].leader_pid = message["pid"]
             elif message.get("exited") in self._active:
-                run = self._release(message["exited"])
-                self._leader_ended(run, message["status"], message)
+                self._leader_ended(self._release(message["exited"]), message)
 
-    def _leader_ended(self, run: _Active, status: int | None, message: Mapping[str, Any]) -> None:
+    def _leader_ended(self, run: _Active, message: Mapping[str, Any]) -> None:
         stderr = run.folder / "leader.stderr"
-        words = tail_of(stderr).strip()
+        words, status = tail_of(stderr).strip(), message["status"]
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
@@ -370,7 +327,8 @@ class LocalEngine(Closing):
         if self._server is None:
             return
         for run in self._active.values():
-            run.kill()
+            if run.leader_pid is not None:
+                kill_group(run.leader_pid)
         how = self._server.stop()
         self._server = None
         for run in [self._release(key) for key in list(self._active) if key != spare]:
@@ -382,28 +340,13 @@ class LocalEngine(Closing):
                 self._conclude(run, "interrupted", why, Ending(machine="forkserver_died"))
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        """Hand an outcome out, unless the run is to be made alone."""
-        failed, alone = outcome.what not in ("", *LOST), run.alone
-        if outcome.what == "oom" and run.heir and run.devices:
-            run.shared_with.add(run.heir)
-        if failed and alone is None and run.shared_with:
-            self._save(run, replace(outcome, undecided=True))
-            self._to_repeat.append(run)
-            return
-        if failed and alone is not None and alone < len(self._recovery_s):
-            result = load_run_folder(run.folder, run.spec)
-            if machine_failure(result) == "device_unavailable":
-                run.alone = alone + 1
-                self._to_repeat.append(run)
-                return
-        decided = replace(outcome, undecided=False)
-        if failed and alone is not None:
-            company = ", ".join(sorted(run.shared_with))
-            words = f"{outcome.message}; this time alone, before that on a GPU with {company}"
-            decided = replace(decided, message=words)
-        if decided != outcome:
-            self._save(run, decided)
-        self._ended.append(decided)
+        """Hand an outcome out."""
+        # Two runs' communicators may have been too much.
+        in_company = bool(run.devices) and (run.after or (run.heir and outcome.what == "oom"))
+        if in_company and outcome.what not in ("", "interrupted", "not_run"):
+            outcome = replace(outcome, undecided=True)
+            self._save(run, outcome)
+        self._ended.append(outcome)
 
     def _save(self, run: _Active, outcome: RunOutcome) -> None:
         try:
@@ -421,8 +364,6 @@ class LocalEngine(Closing):
             run.heir = heir.spec.key
         elif not run.after:
             self._slots.release(key)
-        elif run.devices:
-            run.shared_with.add(run.after)  # two runs' communicators may have been too much
         return run
 
     def _conclude(self, run: _Active, what: What, message: str, ending: Ending) -> None:
@@ -448,7 +389,6 @@ class LocalEngine(Closing):
             self._server = None
         for key in list(self._active):
             self._release(key)
-        self._to_repeat.clear()
         self._ended.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From exit states, records and stderr to one answer: what happened to a run, and whose fault.
+"""From exit states, records and reports of nodes to one answer: what happened, and whose fault.
 
     how a rank ended                              what
     its own error record                          as the rank classified it
@@ -15,58 +15,99 @@ only says that a peer went away or that it waited too long for one; the culprit 
 fail that is not a victim, else one that was still running: the one with the fewest steps, else the
 only one whose stack does not wait in a collective. A rank that failed by itself says so in the
 run's store before it exits; for one that was killed its leader does.
+
+On Slurm leaders do not know of each other: srun ends them all with SIGTERM when one fails.
+
+    reports of all nodes, nobody stopped        as above
+    Slurm: OUT_OF_MEMORY                        oom
+    NODE_FAIL, TIMEOUT, CANCELLED, ...          interrupted: says nothing of the program
+    a rank failed, others were stopped          as above
+    a node without a report                     crashed if its agent was killed, else interrupted
 """
 
 import json
+import math
+import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from harness.engine import collective_log as log
-from harness.engine.collective_log import Place
+from harness.engine.evidence import (
+    Place,
+    fault_words,
+    find_mismatch,
+    find_missing,
+    kernel_words,
+    last_place,
+    odd_one,
+    rank_names,
+    tail_of,
+)
 from harness.errors import cut
-from harness.infrastructure import library_failures, no_process
+from harness.infrastructure import no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.session import failures_of
-from harness.records import CollectiveFault, Ending, Passed, RankExit, RankRecords, RunOutcome, What
+from harness.records import (
+    CollectiveFault,
+    Ending,
+    Json,
+    Passed,
+    RankExit,
+    RankRecords,
+    RecordError,
+    RunOutcome,
+    RunSpec,
+    What,
+)
+from harness.store.files import read_plain
+from harness.store.streams import rank_path, read_ranks
 
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
 )
 """Signals that come from outside of the program: a person, a scheduler, the kernel."""
 MESSAGE_CHARS = 500
+LOG_FILE = "job.log"
+"""What srun and the agents print."""
+NOT_THE_KERNEL = (
+    "the kernel killed nothing for want of memory, so somebody did: --resume makes the run again"
+)
 _SPEAKING: tuple[What, ...] = (
     "race", "stale_address", "stale_guards", "capture_refused", "unsupported",
 )  # fmt: skip
 """Answers that say what the type of the exception would; its words begin with the cause."""
-WAITING_PLACES = (
+_WAITING = (
     "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/layout.py",
     "harness/worker/soak.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _PASSED: dict[str, Passed] = {each: each for each in get_args(Passed)}
+_COUNTERS = Path("/proc/vmstat")
+_OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
+_OUT_OF_MEMORY = re.compile(r"error:.*(oom_kill event|: out of memory)", re.IGNORECASE)
+_FIRST_END = re.compile(
+    r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
+)
+_SAYS_WHY = re.compile(r"error|^(\d+: )?harness: ", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What is known of one rank: exit state, records, the end of what it printed, the collective
-    that it entered last, and the module that it was in."""
+    """What is known of one rank: exit state, records, the end of what it printed, its place."""
 
     exit: RankExit
     records: RankRecords
     stderr_tail: str = ""
     place: Place | None = None
-    module: str = ""
 
     @property
     def rank(self) -> int:
-        """Global rank."""
         return self.exit.rank
 
     @property
@@ -76,7 +117,6 @@ class RankEvidence:
 
     @property
     def still_running(self) -> bool:
-        """Whether the harness had to end it."""
         return self.exit.killed_by_harness
 
     @property
@@ -92,15 +132,25 @@ class RankEvidence:
     @property
     def failures(self) -> frozenset[str]:
         """What its exception means, or what it printed as it died."""
-        error = self.records.error
-        return failures_of("", self.stderr_tail) if error is None else library_failures(error)
+        if (error := self.records.error) is not None:
+            return failures_of(error.type, error.message)
+        return failures_of("", self.stderr_tail)
 
     @property
-    def stack(self) -> tuple[str, ...]:
-        """Frames of the thread that answered for a stack, innermost first: 'where (file:line)'."""
+    def module(self) -> str:
+        return "" if self.place is None else self.place.module
+
+    @property
+    def stack(self) -> list[tuple[str, str, str]]:
+        """File, line and name of each frame of the thread that answered, innermost first."""
         _, found, printed = self.stderr_tail.rpartition("Current thread 0x")
-        own = printed.partition("\n\n")[0].partition("\nThread 0x")[0] if found else ""
-        return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
+        own = printed.partition("\n\n")[0].partition("\nThread 0x")[0]
+        return _FRAME.findall(own) if found else []
+
+    @property
+    def inside(self) -> str:
+        """The innermost frame of its stack in words, without the folder."""
+        return next((f" in {name} ({PurePath(p).name}:{n})" for p, n, name in self.stack), "")
 
     @property
     def where(self) -> str:
@@ -108,12 +158,6 @@ class RankEvidence:
         if self.last_step >= 0:
             return f"after step {self.last_step}"
         return f"before its first {'record' if self.records.start is None else 'step'}"
-
-    @property
-    def inside(self) -> str:
-        """The innermost frame of its stack in words, without the folder."""
-        name, _, place = (*self.stack, "")[0].partition(" (")
-        return f" in {name} ({PurePath(place).name}" if name else ""
 
     @property
     def where_now(self) -> str:
@@ -167,25 +211,22 @@ def ending_of(answer: Answer, ranks: Ranks, *, machine: str = "") -> Ending | No
     )  # fmt: skip
 
 
-def classify(
-    ranks: Ranks, *, timed_out: bool, timeout_s: float, failed_order: Sequence[int] = (),
-    stalled_s: float | None = None, steps: int | None = None,
-) -> Answer:  # fmt: skip
+# --- of the ranks -----------------------------------------------------------------------------
+
+
+def classify(ranks: Ranks, *, waited: str = "", steps: int | None = None) -> Answer:
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
-    The harness saw ranks fail in `failed_order`, and ended the run as `timeout_s` were up if it
-    `timed_out`, or after `stalled_s` without a record. Each was to take `steps`, where that is set.
+    The harness ended the ranks left after it had `waited`, in words; "" if it did not end them for
+    that. Each rank was to take `steps`, where that is set.
     """
-    ordered = sorted(ranks, key=lambda r: (_place(r, failed_order), r.rank))
-    if (culprit := _culprit(ordered, failed_order)) is not None:
+    ordered = sorted(ranks, key=lambda r: (_failed_at(r), r.rank))
+    if (culprit := culprit_of(ordered)) is not None:
         return _blame(culprit, ordered)
     if (left := _left_behind(ordered)) is not None:
         return left
     running = [r for r in ordered if r.still_running]
     victims = [r for r in ordered if r.records.error is not None]
-    waited = f"time was up after {timeout_s:g} s" if timed_out else ""
-    if stalled_s is not None:
-        waited = f"no rank recorded anything for {stalled_s:g} s"
     if running and all(r.records.end and r.records.error is None for r in ranks):
         waited = "every rank has recorded its end, and not every process exits"
     if running and (waited or victims):
@@ -198,7 +239,7 @@ def _gone(ordered: Ranks, running: Ranks, victims: Ranks, steps: int | None) -> 
     gone = next((r for r in ordered if r.left_early), None)
     if victims:
         # All that failed say that a peer went away: one that left, else the first.
-        ends = [(r, r.records.end) for r in ordered if r.exit.code == 0 and steps is not None]
+        ends = [(r, r.records.end) for r in ordered if r.exit.code == 0]
         short = (r for r, end in ends if end is not None and end.steps < (steps or 0))
         gone = gone or next(short, None)
         if gone is None:
@@ -210,32 +251,26 @@ def _gone(ordered: Ranks, running: Ranks, victims: Ranks, steps: int | None) -> 
     if gone is None:
         return Answer("interrupted", f"{ended} for no reason on record", None)
     # As where the others had the time to end: the steps that it left out are what is wrong.
-    told = f"{gone.left}: step {gone.last_step + 1} is missing; {ended}"
-    return Answer("missing_step", told, gone.rank)
+    missing = f"{gone.left}: step {gone.last_step + 1} is missing; {ended}"
+    return Answer("missing_step", missing, gone.rank)
 
 
-def culprit_of(ranks: Ranks, failed_order: Sequence[int] = ()) -> int | None:
+def _failed_at(rank: RankEvidence) -> float:
+    return math.inf if rank.exit.failed_at is None else rank.exit.failed_at
+
+
+def culprit_of(ranks: Ranks) -> RankEvidence | None:
     """The first rank to fail by itself; None if those that failed did so because others left."""
-    ordered = sorted(ranks, key=lambda r: (_place(r, failed_order), r.rank))
-    culprit = _culprit(ordered, failed_order)
-    return None if culprit is None else culprit.rank
-
-
-def _place(rank: RankEvidence, failed_order: Sequence[int]) -> int:
-    return failed_order.index(rank.rank) if rank.rank in failed_order else len(failed_order)
-
-
-def _culprit(ordered: Ranks, failed_order: Sequence[int]) -> RankEvidence | None:
-    """The first rank to fail by itself, victims aside."""
+    ordered = sorted(ranks, key=lambda r: (_failed_at(r), r.rank))
     silent = [r for r in ordered if r.silent]
-    first = min((_place(r, failed_order) for r in silent), default=len(failed_order) + 1)
+    first_s = min(map(_failed_at, silent), default=math.inf)
 
     def is_own(r: RankEvidence) -> bool:
         error = r.records.error
         if error is None or error.blames not in (None, error.rank):
             return False
         lost = error.what == "hang" or "peer_lost" in r.failures
-        follows = lost or first < _place(r, failed_order)
+        follows = lost or first_s < _failed_at(r)
         return not (follows and error.what in ("", "crashed", "hang"))
 
     return next(iter([r for r in ordered if is_own(r)] + silent), None)
@@ -243,7 +278,7 @@ def _culprit(ordered: Ranks, failed_order: Sequence[int]) -> RankEvidence | None
 
 def _blame(culprit: RankEvidence, ranks: Ranks) -> Answer:
     what, how = _how(culprit)
-    mismatch = log.find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
+    mismatch = find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
         # Whose process gloo ends says nothing of who was wrong.
         return _in_vain(what, mismatch, how, culprit.rank)
@@ -259,11 +294,11 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
     error, code, name = rank.records.error, rank.exit.code, f"rank {rank.rank}"
     if error is not None:
-        told = _line(error.message, 0)
+        said = _line(error.message, 0)
         if error.type and error.what not in _SPEAKING:
-            told = f"{error.type}: {told}"
+            said = f"{error.type}: {said}"
         when = f"at step {error.step}" if error.step >= 0 else "before its first step"
-        return error.what or "crashed", f"{name} {when}: {told}"
+        return error.what or "crashed", f"{name} {when}: {said}"
     if code is None:
         return "not_run", f"{name} could not be started: {_line(rank.stderr_tail, 0)}"
     if code == UNRECORDED and rank.records.end is None:
@@ -295,7 +330,7 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
         message += f"; rank {victims[0].rank} waited and gave up: {_line(error.message, 0)}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
-    if (fault := log.find_missing(places) or log.find_mismatch(places)) is not None:
+    if (fault := find_missing(places) or find_mismatch(places)) is not None:
         return _in_vain("hang", fault, message, None)
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
@@ -308,7 +343,7 @@ def _left_behind(ranks: Ranks) -> Answer | None:
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
     if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
         return None  # all came to their end: nobody waits
-    missing = log.find_missing(_places(ranks))
+    missing = find_missing(_places(ranks))
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
@@ -317,17 +352,20 @@ def _left_behind(ranks: Ranks) -> Answer | None:
 
 def _in_vain(what: What, fault: CollectiveFault, more: str, otherwise: int | None) -> Answer:
     """With the rank at fault, or `otherwise` if two sides may be."""
-    odd = log.odd_one(fault)
+    odd = odd_one(fault)
     culprit = otherwise if odd is None else odd
-    return Answer(what, f"{log.fault_words(fault)}; {more}", culprit, fault)
+    return Answer(what, f"{fault_words(fault)}; {more}", culprit, fault)
 
 
 def _places(ranks: Ranks) -> dict[int, Place]:
     """Where ranks are; those that gave up waiting are still in what they waited for."""
-    found = {r.rank: r.place for r in ranks if r.place is not None}
+    found = {}
     for r in ranks:
-        if r.rank in found and r.records.error is not None and "peer_lost" in r.failures:
-            found[r.rank] = replace(found[r.rank], is_inside=bool(found[r.rank].operator))
+        place = r.place
+        if place is None or not (place.operator or place.entered or place.phase or place.at):
+            continue  # it has noted a module at most
+        gave_up = r.records.error is not None and "peer_lost" in r.failures
+        found[r.rank] = replace(place, is_inside=bool(place.operator)) if gave_up else place
     return found
 
 
@@ -336,7 +374,7 @@ def _hung(running: Ranks) -> RankEvidence | None:
     behind = [r for r in running if r.last_step == min(each.last_step for each in running)]
     if len(behind) == 1:
         return behind[0]
-    waiting = [r for r in running if any(p in frame for p in WAITING_PLACES for frame in r.stack)]
+    waiting = [r for r in running if any(p in path for p in _WAITING for path, *_ in r.stack)]
     elsewhere = [r for r in running if r.stack and r not in waiting]
     alone = waiting and len(elsewhere) == 1 and len(waiting) + 1 == len(running)
     return elsewhere[0] if alone else None
@@ -350,7 +388,7 @@ def signal_name(number: int) -> str:
 
 
 def _names(ranks: Ranks) -> str:
-    return log.rank_names(sorted(r.rank for r in ranks))
+    return rank_names(sorted(r.rank for r in ranks))
 
 
 def _line(text: str, index: int) -> str:
@@ -359,25 +397,205 @@ def _line(text: str, index: int) -> str:
     return lines[index] if lines else ""
 
 
-# --- who sent a SIGKILL: the kernel counts its own, of every cgroup, before it sends them ---------
+# --- of a run on one or more nodes ------------------------------------------------------------
 
-_COUNTERS = Path("/proc/vmstat")
-NOT_THE_KERNEL = (
-    "the kernel killed nothing for want of memory, so somebody did: --resume makes the run again"
-)
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport(Json):
+    """What became of the ranks of the `node`-th node of the step `job` ("" of a local run).
+
+    `record_bytes`: the length of each rank's record file; `waited`: why ranks that still ran were
+    ended, in words; `was_stopped`: SIGTERM ended them; `problem`: why output was lost;
+    `memory_kills`: by the kernel meanwhile, None if that is not known.
+    """
+
+    exits: tuple[RankExit, ...]
+    started_unix_s: float
+    job: str = ""
+    node: int = 0
+    record_bytes: dict[str, int] = field(default_factory=dict)
+    waited: str = ""
+    was_stopped: bool = False
+    problem: str = ""
+    wall_s: float = 0.0
+    memory_kills: int | None = None
+
+
+Reports = Mapping[int, NodeReport]
+"""Of a run, by node."""
+
+
+class Word(NamedTuple):
+    """What Slurm says: how the allocation ended, "" while it lives, a sentence of it, and the
+    signal that killed an agent."""
+
+    state: str = ""
+    text: str = ""
+    killed_by: int = 0
+
+
+NO_WORD = Word()
+
+
+def report_path(node: int) -> Path:
+    """Name of a node's report in the run folder."""
+    return Path(f"node{node}.json")
+
+
+def read_reports(folder: Path, job: str, num_nodes: int) -> dict[int, NodeReport]:
+    """Reports of a step, by node; those of other steps do not count."""
+    look_again(folder)
+    found: dict[int, NodeReport] = {}
+    for node in range(num_nodes):
+        with suppress(OSError, ValueError, RecordError, RecursionError):
+            report = NodeReport.from_json(json.loads(read_plain(folder / report_path(node))))
+            if (report.job, report.node) == (job, node):
+                found[node] = report
+    return found
+
+
+def look_again(folder: Path) -> None:
+    """Have a file system that caches names ask its server again: opening a folder does."""
+    with suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, 0 if there is none; opened, as NFS asks the server again for that."""
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END)
+    except OSError:
+        return 0
+
+
+def not_yet_visible(folder: Path, reports: Reports) -> str:
+    """The first record file that is not as long as its node says, in words; "" if all are.
+
+    A file that is whole on one node may be short on another for a while, by the caches of NFS.
+    """
+    look_again(folder)
+    for node, report in sorted(reports.items()):
+        for rank, there in report.record_bytes.items():
+            if (here := size_of(rank_path(folder, int(rank)))) < there:
+                records = f"the records of rank {rank} on node {node}"
+                return f"{records} have {there} bytes there, {here} here"
+    return ""
+
+
+def needs_word(reports: Iterable[NodeReport]) -> bool:
+    """Whether it is open what Slurm had to do with the end of the run: it stopped ranks that were
+    still running, or may be who killed one (for the memory it used)."""
+    return any(
+        report.was_stopped
+        or any(e.code == -signal.SIGKILL and not e.killed_by_harness for e in report.exits)
+        for report in reports
+    )
+
+
+def put_together(
+    spec: RunSpec, folder: Path, reports: Reports, word: Word = NO_WORD, *,
+    num_nodes: int = 1, attempt: int = 0,
+) -> RunOutcome:  # fmt: skip
+    """Say what happened to a run on `num_nodes`; every record file that a report speaks of is
+    visible here. Without a `word` Slurm has nothing to say."""
+    known = reports.values()
+    exits = {state.rank: state for report in known for state in report.exits}
+    ranks = [
+        RankEvidence(
+            exit=exits.get(records.rank, RankExit(rank=records.rank, code=None)),
+            records=records,
+            stderr_tail=tail_of(folder / f"rank{records.rank}.stderr"),
+            place=last_place(folder, records.rank),
+        )
+        for records in read_ranks(folder, spec.world_size)
+    ]
+    word = _completed(folder, word)
+    answer = _answer(spec, reports, ranks, num_nodes, word)
+    what, message, culprit, _ = answer
+    if what == "illegal_access" and culprit is not None:
+        words = kernel_words(ranks[culprit].stderr_tail, folder, culprit)
+        message += f"; {words}" if words else ""
+    if problem := next((report.problem for report in known if report.problem), ""):
+        message = f"{message}; output lost: {problem}".removeprefix("; ")
+    is_machine = what == "interrupted" and word.state in _OF_THE_MACHINE
+    outcome = RunOutcome(
+        key=spec.key, what=what, message=message, culprit_rank=culprit,
+        ranks=tuple(rank.exit for rank in ranks),
+        started_unix_s=min((report.started_unix_s for report in known), default=0.0),
+        wall_s=max((report.wall_s for report in known), default=0.0), attempt=attempt,
+        ending=ending_of(answer, ranks, machine="node_failure" if is_machine else ""),
+    )  # fmt: skip
+    there = (r for r in known if any(each.rank == culprit for each in r.exits))
+    return with_sender(outcome, next((report.memory_kills for report in there), None))
+
+
+def _answer(
+    spec: RunSpec, reports: Reports, ranks: Ranks, num_nodes: int, word: Word
+) -> Answer:  # fmt: skip
+    """The second table of the module's docstring."""
+    all_of = reports.values()
+    known = [rank for rank in ranks if rank.exit.code is not None]
+    waited = next((report.waited for report in all_of if report.waited), "")
+    steps = spec.config.get("steps")
+    steps = steps if isinstance(steps, int) and spec.soak is None else None
+    absent = [str(node) for node in range(num_nodes) if node not in reports]
+    silent = f"node{'s' * (len(absent) > 1)} {', '.join(absent)} left no report"
+    if not absent and not needs_word(all_of):
+        answer = classify(ranks, waited=waited, steps=steps)
+    elif word.state == "OUT_OF_MEMORY":
+        killed = [rank.rank for rank in ranks if rank.exit.code == -9 and not rank.still_running]
+        answer = Answer("oom", word.text, killed[0] if len(killed) == 1 else None)
+    elif word.state:
+        answer = Answer("interrupted", word.text, None)
+    elif absent and culprit_of(known) is not None:
+        # The rest is collateral: an agent that is told to stop before it has forked its ranks has
+        # nothing to report.
+        answer = classify(known, waited=waited, steps=steps)
+        answer = answer._replace(message=f"{answer.message}; {silent}")
+    elif absent:
+        # What a rank does can get its agent killed, not make the agent leave without a report.
+        began = any(rank.records.start for rank in ranks)
+        what: What = "crashed" if began and word.killed_by in (6, 7, 9, 11, 15) else "interrupted"
+        answer = Answer(what, f"{silent}; {word.text}", None)
+    else:
+        answer = classify(ranks, waited=waited, steps=steps)
+        if answer.what in ("", "interrupted"):
+            answer = answer._replace(message=word.text, culprit=None)
+    return answer
+
+
+def _completed(folder: Path, word: Word) -> Word:
+    """Slurm's word, with the end of a step whose job lives, and the line of the log that says most.
+
+    srun speaks of a task that failed first, then ends the others; whoever else ends a step is first
+    heard of by Slurm's word on the step, and its tasks' ends follow.
+    """
+    log, state = tail_of(folder / LOG_FILE), word.state
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if not state and _OUT_OF_MEMORY.search(log):
+        state = "OUT_OF_MEMORY"
+    elif not state and (first := _FIRST_END.search(log)) is not None and not first["task"]:
+        state = "CANCELLED"
+    text = word.text or f"the step ended ({state or 'Slurm says no more'})"
+    slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
+    said = next(iter(slurm or [line for line in lines if _SAYS_WHY.search(line)][-1:]), "")
+    return Word(state, f"{text}; {LOG_FILE}: {said[:300]}" if said else text, word.killed_by)
+
+
+# --- who sent a SIGKILL: the kernel counts its own, of every cgroup, before it sends them ---------
 
 
 def num_memory_kills() -> int | None:
-    """Processes that the kernel has killed for want of memory since it started; None: not told."""
-    try:
-        lines = _COUNTERS.read_text(encoding="ascii").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-    except (OSError, ValueError, IndexError):
-        return None
+    """Processes that the kernel has killed for want of memory since it started; None: not known."""
+    with suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", _COUNTERS.read_text("ascii"), re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 def memory_kills_since(before: int | None) -> int | None:
-    """What the kernel has killed since then; None: not told."""
+    """What the kernel has killed since then; None: not known."""
     now = num_memory_kills()
     return None if before is None or now is None else now - before
 

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 import harness
 
 GATE_VARIABLE = "HARNESS_GATE"
@@ -64,12 +66,7 @@ def children() -> list[int]:
         lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
         return [int(pid) for each in lists for pid in each.read_text(encoding="utf-8").split()]
     except FileNotFoundError:  # a kernel that does not list them
-        return [pid for pid in processes() if parent_of(pid) == os.getpid()]
-
-
-def processes() -> list[int]:
-    """Process ids of all processes."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [pid for pid in psutil.pids() if parent_of(pid) == os.getpid()]
 
 
 def _stat(pid: int) -> list[str]:
@@ -107,7 +104,7 @@ def kill_children(spare: Collection[int] = ()) -> None:
 def kill_marked(mark: str) -> None:
     """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
     for _ in range(10):  # what is killed may have forked meanwhile
-        found = [pid for pid in processes() if pid != os.getpid() and has_mark(pid, mark)]
+        found = [pid for pid in psutil.pids() if pid != os.getpid() and has_mark(pid, mark)]
         if sum(signal_quietly(pid, signal.SIGKILL) for pid in found) == 0:
             return
 
@@ -121,13 +118,12 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 class ChildWakeup:
-    """A descriptor that becomes readable when a child ends, for a selector to wait on.
+    """A descriptor that becomes readable when a child ends, by SIGCHLD, for a selector to wait on.
 
     A forked process inherits it and must `disarm` it before anything else, then `close` it.
     """
 
     def __init__(self) -> None:
-        """Take over SIGCHLD of this process."""
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         # A Python-level handler must exist for the descriptor to be written.

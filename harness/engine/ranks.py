@@ -1,14 +1,19 @@
-"""The processes of a run on one machine: forked, listened to, ended and waited for.
+"""The ranks that a run has on one machine: their leader forks, watches, ends and reports them.
+
+    fork the ranks -> host the rendezvous store -> watch -> a report -> outcome.json, of a local run
+                                                                        node<K>.json, of one of many
 
     running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
        '----- timeout_s is up, or told to stop ------^
        '----- no rank recorded anything for stall_s -'
 
-In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
-What a rank prints goes by a pipe to the leader and, with secrets masked, into rank<R>.stderr: the
-first `cap_bytes`, how much was dropped, and the last `TAIL_BYTES`, where a traceback is.
+A leader forks its ranks before it starts a thread (the store does). In `stacks` every rank left
+gets SIGUSR1, which makes faulthandler print the stack of each thread. What a rank prints goes by a
+pipe to the leader and, with secrets masked, into rank<R>.stderr: the first `cap_bytes`, how much
+was dropped, and the last `TAIL_BYTES`, where a traceback is.
 """
 
+import errno
 import faulthandler
 import fcntl
 import math
@@ -21,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -30,10 +35,31 @@ import psutil
 
 from harness.engine import evidence
 from harness.engine.base import gpu_environment
-from harness.engine.outcome import FirstFailure, claim, signal_name
-from harness.engine.process import GATE_VARIABLE, ChildWakeup, die_with_parent, signal_quietly
-from harness.masking import MAX_HELD_BYTES, Masker, Stream
-from harness.records import RankExit, RunSpec
+from harness.engine.outcome import (
+    FirstFailure,
+    NodeReport,
+    claim,
+    memory_kills_since,
+    num_memory_kills,
+    put_together,
+    report_path,
+    signal_name,
+    size_of,
+)
+from harness.engine.process import (
+    GATE_VARIABLE,
+    ChildWakeup,
+    adopt_orphans,
+    die_with_parent,
+    kill_children,
+    signal_quietly,
+)
+from harness.errors import HarnessError
+from harness.infrastructure import no_process
+from harness.masking import MAX_HELD_BYTES, Masker
+from harness.records import ExitCode, Json, RankExit, RunSpec, dumps
+from harness.store import save_outcome
+from harness.store.files import write_atomic
 from harness.store.streams import has_begun, has_end_record, last_step_s, rank_path
 
 CAP_BYTES = 16 << 20
@@ -46,12 +72,19 @@ START_STALLS = 6
 """Times its patience that a soak may take to its first record."""
 LOOK_S = 2.0
 """Between looks at whether a program's ranks have all come to their end."""
+NOT_RUN = 75
+"""Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
+NO_PROCESS = 76
+"""The same where the kernel had no process or no memory left: a failure of the machine."""
+NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 RankMain = Callable[[RunSpec, Path, int, int], int]
 """Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
+OpenStore = Callable[[socket.socket], object]
+"""Hosts the rendezvous store on a listening socket, until the returned object dies."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Json):
     """How patient a leader is (seconds; `leave_s`: with ranks that have only to exit), and how much
     it stores of a rank's output (bytes)."""
 
@@ -61,43 +94,26 @@ class Limits:
     output_cap_bytes: int = CAP_BYTES
 
 
-def limit_options(limits: Limits) -> list[str]:
-    """The same as options of `python -m harness.worker`."""
-    values = asdict(limits).items()
-    return [text for key, value in values for text in (f"--{key.replace('_', '-')}", str(value))]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run to lead, or the `ranks` of it that are on one node.
 
-    `devices`: GPU of each rank here, empty without. SIGTERM may end the ranks, stacks first. If it
-    `shares_gpus`, a failure is undecided: it may be that of another run on its GPUs. `gate_fd`, of
-    a run that is started early: a byte for each rank and one for the leader says there that its
-    devices are free, and its time begins.
+    `devices`: GPU of each rank here, empty without. The rendezvous store is at `address` and
+    `port`, by `listener` where it is hosted here. SIGTERM may end the ranks, stacks first.
+    `gate_fd`, of a run that is started early: a byte for each rank and one for the leader says
+    there that its devices are free, and its time begins.
     """
 
     spec: RunSpec
     folder: Path
+    ranks: range
     devices: tuple[str, ...] = ()
     attempt: int = 0
-    ranks: range = range(0)
-    stops_on_sigterm: bool = False
-    shares_gpus: bool = False
-    gate_fd: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.ranks:
-            object.__setattr__(self, "ranks", range(self.spec.world_size))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """The address of the rendezvous store, and its socket where it is hosted here."""
-
-    address: str
-    port: int
+    address: str = "127.0.0.1"
+    port: int = 0
     listener: socket.socket | None = None
+    stops_on_sigterm: bool = False
+    gate_fd: int | None = None
 
 
 # --- when ranks are asked for their stacks, and when they are killed ----------------------------
@@ -114,7 +130,7 @@ class Watch:
     """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
 
     Without a record for `stall_s`, now `patience_s`, ranks have stalled; infinite: never.
-    `failed_s`: when each rank failed by itself, in the order in which they were seen to.
+    `waited`: why ranks that still ran were ended, in words; `epoch_s`: Unix time less this clock.
     """
 
     ranks: Sequence[int]
@@ -123,11 +139,10 @@ class Watch:
     started_s: float
     stall_s: float = math.inf
     phase: Phase = Phase.RUNNING
-    timed_out: bool = False
-    stalled: bool = False
+    waited: str = ""
     leaving: bool = False
     exits: dict[int, RankExit] = field(default_factory=dict)
-    failed_s: dict[int, float] = field(default_factory=dict)
+    epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     deadline_s: float = field(init=False)
     patience_s: float = field(init=False)
 
@@ -149,17 +164,16 @@ class Watch:
         silence within it is no stall."""
         if self.phase is Phase.RUNNING:
             self.patience_s = max(self.stall_s, WINDOWS * window_s)
-            self.deadline_s = min(self.started_s + self.timeout_s, now_s + self.patience_s)
+            self._wait(now_s, self.patience_s)
 
     def leaves(self, now_s: float) -> None:
         """Take note that every rank left has written its end record, and has only to exit."""
         if self.phase is Phase.RUNNING and not self.leaving:
             self.leaving = True
-            self._leave_until(now_s + self.limits.leave_s)
+            self._wait(now_s, self.limits.leave_s)
 
-    def _leave_until(self, deadline_s: float) -> None:
-        # The deadline so far may be that of a stall, which is moved only when it is reached.
-        self.deadline_s = min(self.started_s + self.timeout_s, deadline_s)
+    def _wait(self, now_s: float, seconds: float) -> None:
+        self.deadline_s = min(self.started_s + self.timeout_s, now_s + seconds)
 
     def may_stall(self, now_s: float) -> bool:
         """Whether it must be looked at what ranks have recorded, before `advance`."""
@@ -178,14 +192,14 @@ class Watch:
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
             self.phase >= Phase.STACKS and code == -signal.SIGUSR1
         )
-        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours, errno=number)
-        if ours or (code == 0 and not left_early):
-            return
-        if code != 0:
-            self.failed_s[rank] = now_s
-        if self.phase is Phase.RUNNING:
+        failed = code != 0 and not ours
+        self.exits[rank] = RankExit(
+            rank=rank, code=code, killed_by_harness=ours, errno=number,
+            failed_at=self.epoch_s + now_s if failed else None,
+        )  # fmt: skip
+        if (failed or left_early) and self.phase is Phase.RUNNING:
             self.phase = Phase.GRACE
-            self._leave_until(now_s + self.limits.grace_s)
+            self._wait(now_s, self.limits.grace_s)
 
     def advance(self, now_s: float) -> int | None:
         """Move on if the time is up; the signal to send to every running rank now, if any."""
@@ -195,8 +209,10 @@ class Watch:
         if self.phase >= Phase.STACKS:
             self.phase = Phase.KILLED
             return signal.SIGKILL
-        self.timed_out = now_s >= self.started_s + self.timeout_s
-        self.stalled = self.phase is Phase.RUNNING and not (self.timed_out or self.leaving)
+        if now_s >= self.started_s + self.timeout_s:
+            self.waited = f"time was up after {self.timeout_s:g} s"
+        elif self.phase is Phase.RUNNING and not self.leaving:
+            self.waited = f"no rank recorded anything for {self.patience_s:g} s"
         self.phase = Phase.STACKS
         return signal.SIGUSR1
 
@@ -216,7 +232,7 @@ class CappedOutput:
         self, read_fd: int, path: Path, *, cap_bytes: int = CAP_BYTES, masker: Masker | None = None
     ) -> None:
         self._masker = masker or Masker({})
-        self._stream = Stream(self._masker)
+        self._held = b""
         os.set_blocking(read_fd, False)
         with suppress(OSError):  # not allowed: the user's pipes hold too much already
             fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _READ_BYTES)
@@ -235,9 +251,12 @@ class CappedOutput:
                 return True
             if not data:
                 return False
+            data = self._held + data
             # Most of a flood is dropped: only its end is masked, once that is known.
             flood = self._beyond_bytes > 0
-            self._store(self._stream.release() + data if flood else self._stream.take(data))
+            cut = len(data) if flood else self._masker.settled(data)
+            self._held = data[cut:]
+            self._store(data if flood else self._masker.data(data[:cut]))
         return True
 
     def close(self) -> None:
@@ -247,7 +266,7 @@ class CappedOutput:
         # One read empties a pipe; a stray child that floods it must not keep us here.
         self.drain()
         os.close(self.read_fd)
-        self._store(self._stream.rest())
+        self._store(self._masker.data(self._held))
         if self._beyond_bytes:
             tail, cut = bytes(self._tail), max(len(self._tail) - TAIL_BYTES, 0)
             # The beginning of a tail that was cut there may be the end of a secret: it only shows
@@ -304,8 +323,7 @@ class Records:
             builtin = self._spec.is_builtin
             self._have_begun = any(has_begun(file, is_builtin=builtin) for file in self._files)
             return soak is None or self._have_begun or run_s < START_STALLS * soak.stall_s
-        before = self._num_bytes
-        self._num_bytes = sum(file.stat().st_size for file in self._files if file.exists())
+        before, self._num_bytes = self._num_bytes, sum(map(size_of, self._files))
         if self._num_bytes <= before:
             return False
         held = self._spec.config.get("flush_every", 1)
@@ -320,7 +338,7 @@ class Records:
 class Crew:
     """The processes of one run: forks them, pumps their output, reaps them."""
 
-    def __init__(self, job: Job, rank_main: RankMain, meeting: Meeting, limits: Limits) -> None:
+    def __init__(self, job: Job, rank_main: RankMain, limits: Limits) -> None:
         """Fork the ranks of `job`; the caller is the only thread of its process."""
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
@@ -331,13 +349,13 @@ class Crew:
             started_s=time.monotonic() if job.gate_fd is None else math.inf,
             stall_s=(job.spec.stall_s or math.inf) if soak is None else soak.stall_s,
         )  # fmt: skip
-        self.told_to_stop = self.was_suspended = False
-        self._job, self._rank_main, self._meeting = job, rank_main, meeting
+        self.told_to_stop = False
+        self._job, self._rank_main = job, rank_main
         self._pids: dict[int, int] = {}
         self._records = Records(job)
         # The trainer leaves without the destructors in which other programs may stay.
         self._look_s = math.inf if job.spec.is_builtin else LOOK_S
-        self._outputs: list[CappedOutput] = []
+        self.outputs: list[CappedOutput] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup = ChildWakeup()
         for fd in (self._wakeup.fd, job.gate_fd):
@@ -345,8 +363,6 @@ class Crew:
                 self._selector.register(fd, selectors.EVENT_READ, None)
         if job.stops_on_sigterm:
             signal.signal(signal.SIGTERM, self._take_signal)
-            # What Slurm sends before the SIGSTOP of a job that is suspended.
-            signal.signal(signal.SIGTSTP, self._take_signal)
         evidence.prepare_to_ask(job.spec, job.folder, job.ranks)
         for rank in job.ranks:
             self._fork(rank)
@@ -356,7 +372,7 @@ class Crew:
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         cap_bytes = self.watch.limits.output_cap_bytes
         output = CappedOutput(read_fd, path, cap_bytes=cap_bytes, masker=Masker(os.environ))
-        self._outputs.append(output)
+        self.outputs.append(output)
         leader_pid = os.getpid()
         try:
             pid = os.fork()
@@ -374,29 +390,29 @@ class Crew:
     def _become_rank(self, rank: int, write_fd: int, leader_pid: int) -> None:
         """In the new process: never returns, and runs none of the leader's clean-up."""
         code: object = 1
-        job, meeting = self._job, self._meeting
+        job = self._job
         try:
             if job.stops_on_sigterm:
                 # Slurm sends it to all that came from the leader: only the leader is to act on it,
                 # or nobody could tell what the rank did when it was told to go.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             ChildWakeup.disarm()
             die_with_parent(leader_pid)
             redirect(write_fd)
-            if meeting.listener is not None:
-                meeting.listener.close()  # or a store that is gone would still be connected to
+            if job.listener is not None:
+                job.listener.close()  # or a store that is gone would still be connected to
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
-            os.environ.update(rank_environment(job, rank, meeting.port, meeting.address))
-            code = self._rank_main(job.spec, job.folder, rank, meeting.port)
+            os.environ.update(rank_environment(job, rank))
+            code = self._rank_main(job.spec, job.folder, rank, job.port)
         except SystemExit as stop:
             code = 0 if stop.code is None else stop.code
         except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
             traceback.print_exc()
         finally:
             flush_output()
-            os._exit(exit_status(code))
+            # What the kernel can carry: 0 only for 0, never for 256 or None.
+            os._exit(code & 0xFF or int(code != 0) if isinstance(code, int) else 1)
 
     def watch_to_the_end(self) -> None:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
@@ -437,32 +453,25 @@ class Crew:
                 left_early = code == 0 and not has_end_record(rank_path(Path(), rank))
                 self.watch.ended(rank, code, time.monotonic(), left_early=left_early)
                 # Whoever exits with 1 has told the others itself, or is one of them.
-                if code not in (0, 1) and rank in self.watch.failed_s:
+                if code not in (0, 1) and self.watch.exits[rank].failed_at is not None:
                     how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"
                     claim(self.store, FirstFailure(rank, how))
 
-    def close_outputs(self) -> str:
-        """Finish the output files; what went wrong with the first of them, "" if nothing did."""
-        for output in self._outputs:
-            output.close()
-        return next((output.problem for output in self._outputs if output.problem), "")
-
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        self.told_to_stop |= number == signal.SIGTERM
-        self.was_suspended |= number == signal.SIGTSTP
+        self.told_to_stop = True
 
 
-def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+def rank_environment(job: Job, rank: int) -> dict[str, str]:
     """Environment of one rank, as `env://` and the CUDA driver read it."""
-    interface = interface_towards(address)
+    interface = interface_towards(job.address)
     if interface != "lo":
         interface = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.spec.world_size),
         "LOCAL_WORLD_SIZE": str(len(job.ranks)),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": job.address,
+        "MASTER_PORT": str(job.port),
         # Left to itself gloo takes the address that this machine's name stands for, which on many
         # is one that no other machine can reach.
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
@@ -485,17 +494,10 @@ def interface_towards(address: str) -> str:
 
 def own_address(towards: str) -> str:
     """This machine's own IPv4 address on the way to another host, "" if there is no way."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def exit_status(code: object) -> int:
-    """What the kernel can carry of a rank's exit code: 0 only for 0, never for 256 or None."""
-    return code & 0xFF or int(code != 0) if isinstance(code, int) else 1
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def redirect(write_fd: int) -> None:
@@ -516,3 +518,95 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+
+
+# --- the leader --------------------------------------------------------------------------------
+
+
+def lead(job: Job, rank_main: RankMain, open_store: OpenStore, limits: Limits) -> None:
+    """Run a local job to its end and write `outcome.json`, in a process of its own.
+
+    Raises `OSError` (no port, no pipe) or `Infrastructure` (no room); ranks are dead by then.
+    """
+    os.setsid()
+    with socket.create_server((job.address, 0), backlog=1024) as listener:
+        hosted = replace(job, port=listener.getsockname()[1], listener=listener)
+        report = _lead(hosted, rank_main, open_store, limits)
+    outcome = put_together(job.spec, Path(), {0: report}, attempt=job.attempt)
+    evidence.remove_pipes(Path(), job.ranks, all_went_well=not outcome.what)
+    save_outcome(Path(), outcome)
+
+
+def lead_share(
+    job: Job, name: str, node: int, rank_main: RankMain, open_store: OpenStore, limits: Limits
+) -> int:
+    """Run the ranks of a step's `node`-th node to their end and write its report; the exit code.
+
+    Raises as `lead`.
+    """
+    report = replace(_lead(job, rank_main, open_store, limits), job=name, node=node)
+    evidence.remove_pipes(Path(), job.ranks, all_went_well=False)
+    write_atomic(report_path(node), dumps(report) + "\n")
+    return int(any(state.code != 0 for state in report.exits))
+
+
+def _lead(job: Job, rank_main: RankMain, open_store: OpenStore, limits: Limits) -> NodeReport:
+    """What became of the ranks of `job`; from then on the run's folder is the working directory."""
+    started_s, kills = time.monotonic(), num_memory_kills()
+    adopt_orphans()
+    # Inherited by the ranks: a request for stacks must not kill one that has no handler yet.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # From the very first, so that what is written follows the run folder even if a resumed harness
+    # sets it aside under another name. The ranks stay in the caller's folder.
+    folder_fd = os.open(job.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        crew = Crew(job, rank_main, limits)
+        os.fchdir(folder_fd)
+        crew.store = open_store(job.listener) if job.listener is not None else None
+        crew.watch_to_the_end()
+        crew.store = None
+    finally:
+        kill_children()
+    for output in crew.outputs:
+        output.close()
+    watch = crew.watch
+    # Of a run that was started early, the time in which it waited is not its own.
+    waited = job.gate_fd is not None and watch.started_s < math.inf
+    begun_s = watch.started_s if waited else started_s
+    exits = tuple(watch.exits[rank] for rank in job.ranks)
+    return NodeReport(
+        exits=exits,
+        record_bytes={str(rank): size_of(rank_path(Path(), rank)) for rank in job.ranks},
+        waited=watch.waited,
+        was_stopped=crew.told_to_stop and any(state.killed_by_harness for state in exits),
+        problem=next((output.problem for output in crew.outputs if output.problem), ""),
+        memory_kills=memory_kills_since(kills),
+        started_unix_s=watch.epoch_s + begun_s,
+        wall_s=time.monotonic() - begun_s,
+    )
+
+
+def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path) -> None:
+    """Run `work` in a freshly forked process that dies with its parent; never returns.
+
+    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the disk is of no
+    use to any run, `NOT_RUN` or `NO_PROCESS` if the machine refused this one something, 1 for a
+    mistake of ours.
+    """
+    code = 1
+    try:
+        die_with_parent(parent_pid)
+        redirect(os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
+        work()
+        code = 0
+    except (HarnessError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        refusal = error if isinstance(error, OSError) else error.__cause__
+        of_disk = not isinstance(refusal, OSError) or refusal.errno in NO_DISK
+        refused = NO_PROCESS if no_process(getattr(error, "errno", 0)) else NOT_RUN
+        code = int(ExitCode.NO_VERDICT) if of_disk else refused
+    except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
+        traceback.print_exc()
+    finally:
+        flush_output()
+        os._exit(code)

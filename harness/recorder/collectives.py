@@ -8,7 +8,7 @@
 DDP's reducer and functional collectives call C++ and pass no wrapped method. The answer has them:
 torch's own flight recorder holds every collective that is not over, with the stack that started it,
 and a group counts its collectives whoever calls them. Nothing is paid for that before the hang.
-`harness.engine.collective_log` reads both files; what was written is there whatever ends the rank.
+`harness.engine.evidence` reads both files; what was written is there whatever ends the rank.
 """
 
 import functools

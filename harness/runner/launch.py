@@ -151,7 +151,7 @@ def prepare(request: Request) -> Prepared:
         device, forced=request.device is not None, keyword=request.keyword, how=request.select,
         picked=request.picked,
     )  # fmt: skip
-    _refuse_secrets(chosen, () if slurm is None else slurm.args)
+    _refuse_secrets(chosen)
     part_of = None
     if request.shard is not None:
         chosen, part_of = take_shard(chosen, request.shard)
@@ -287,11 +287,10 @@ def _refuse_other_code(folder: RunFolder, here: Machine) -> None:
         )
 
 
-def _refuse_secrets(cases: Iterable[CaseSpec], arguments: Iterable[str]) -> None:
+def _refuse_secrets(cases: Iterable[CaseSpec]) -> None:
     """See that no free text of a plan, which is stored with every run, is a secret."""
     masker = Masker(os.environ)
-    texts = sorted({(key, text) for case in cases for key, text in _texts(case)})
-    for key, text in (*texts, *(("launch.slurm.args", text) for text in arguments)):
+    for key, text in sorted({(key, text) for case in cases for key, text in _texts(case)}):
         if masker.text(text) != text:
             raise UsageError(
                 f"{key}: expected no secret, as this is stored with every run; got one (not "

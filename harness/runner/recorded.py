@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.codec import Json
-from harness.engine.collective_log import place_path
-from harness.engine.evidence import last_place
+from harness.engine.evidence import last_place, place_path
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.errors import UsageError
 from harness.records import RankExit, RecordError, RunOutcome, RunResult, RunSpec, dumps
@@ -135,14 +134,14 @@ def _conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
     code = next((part.code for part in parts if part.code), 0)
     command_ended = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     seen = {int(rank): known for part in parts for rank, known in part.exits.items()}
-    ranks = []
+    order, ranks = [rank for part in parts for rank in part.order], []
     for rank in range(spec.world_size):
         records = read_rank(rank_path(folder, rank), rank)
         usual = 1 if records.error is not None else 0 if records.end is not None else code
-        exit = RankExit(rank=rank, code=seen.get(rank, usual))
+        failed_at = float(order.index(rank)) if rank in order else None
+        exit = RankExit(rank=rank, code=seen.get(rank, usual), failed_at=failed_at)
         ranks.append(RankEvidence(exit=exit, records=records, place=last_place(folder, rank)))
-    order = [rank for part in parts for rank in part.order]
-    answer = classify(ranks, timed_out=False, timeout_s=0.0, failed_order=order)
+    answer = classify(ranks)
     what, message, culprit, _ = answer
     if culprit is not None and ranks[culprit].silent and culprit not in seen:
         # The code is that of the command: nobody saw the rank's own.

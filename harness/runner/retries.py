@@ -37,7 +37,7 @@ from harness.records import (
     What,
 )
 from harness.repeats import confirming_runs, unique_runs
-from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
+from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept
 from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
@@ -78,8 +78,10 @@ def says_nothing(outcome: RunOutcome | None) -> bool:
 
 def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
     """The failure for which a run that has ended is repeated at once; "" if it is final."""
-    outcome, _ = read_outcome(folder.run_folder(spec.key), spec.key) if limit else (None, "")
-    if outcome is None or not outcome.what:
+    outcome = folder.finished(spec.key)
+    if outcome is not None and outcome.undecided:
+        return SHARED_GPU  # of one that the engine starts again it is not
+    if outcome is None or not outcome.what or not limit:
         return ""
     failure = machine_failure(folder.load_run(spec))
     earlier = earlier_attempts(folder, spec) if failure else ()
@@ -189,7 +191,7 @@ def held_against_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -
             what: What = "diverged" if role == "candidate" else "nondeterministic_reference"
             if _is_in_doubt(run):
                 what = SHARED_GPU
-                message += "; it was on a GPU under MPS with runs that failed"
+                message += "; another run was on its GPUs then"
             answer = CheckResult(
                 check="attempts", what=what, message=message, difference=place,
                 outcome="failed" if what == "diverged" else "incomparable",

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from fsdp_core.config import STRESSORS
 from harness.checks import CHECKS, Option, defaults
 from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
-from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
+from harness.engine.slurm import DEFAULT_OPTIONS, SlurmOptions
 from harness.scenario import yaml_source as take
 from harness.scenario.layouts import is_listed, listed_layouts
 from harness.scenario.settings import (
@@ -439,30 +439,10 @@ def _bytes_or_formula(node: Node, key: str) -> int | str:
 # --- launch -----------------------------------------------------------------------------------
 
 
-def _arguments(node: Node, key: str) -> tuple[str, ...]:
-    words = take.take_words(node, key, what="options of salloc", may_be_empty=True)
-    for text in words:
-        # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
-        option = text.partition("=")[0] if text.startswith("--") else text[:2]
-        if option in OURS or not text.startswith("-") or "\n" in text:
-            expected = "options of salloc, each with its value (--qos=high)"
-            if option in OURS:
-                instead = f"launch.slurm.{OURS[option]}" if OURS[option] else "nothing"
-                expected = f"{instead}, as the engine says {option} itself"
-            raise node.refused(key, expected, got=repr(text))
-    return words
-
-
 SLURM: Mapping[str, Taker] = {
-    "partition": take.take_str,  # as salloc knows it; the cluster's default if left out
-    "account": take.take_str,  # the same
-    "walltime_s": take.take_seconds,  # limit of a job; the run's timeout and time to start
-    "pending_s": take.take_seconds,  # how long a job may wait in the queue; a day
     "nodes": take.take_count,  # over how many nodes a run is spread; 1
     "ranks_per_node": take.take_count,  # at most; by default a node's GPUs, or no limit
-    "gpus_per_node": take.take_count,  # that a job takes of each node
-    "cpus_per_rank": take.take_count,  # processors of a rank; 1
-    "args": _arguments,  # more options of salloc, as they are
+    "gpus_per_node": take.take_count,  # that the allocation has
 }
 LAUNCH: Mapping[str, Taker] = {
     "device": one_of("auto", "cpu", "cuda"),  # where runs train; auto: GPUs where there are

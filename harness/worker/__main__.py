@@ -5,9 +5,9 @@ node   the agent of one node of a Slurm step  started by the Slurm engine throug
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from harness.engine.ranks import Limits
@@ -20,8 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     """Parse the command line and do what it says; the exit code."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--entry", default=ENTRY)
-    for name, value in asdict(Limits()).items():
-        common.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    common.add_argument("--limits", default="{}", help="of a leader, as JSON")
     parser = argparse.ArgumentParser(prog="python -m harness.worker")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="fork runs for a harness", parents=[common])
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     node.add_argument("--folder", type=Path, required=True)
     node.add_argument("--name", required=True)
     chosen = parser.parse_args(arguments)
-    limits = Limits(**{name: getattr(chosen, name) for name in asdict(Limits())})
+    limits = Limits.from_json(json.loads(chosen.limits))
     try:
         # Each imports only what it needs.
         if chosen.command == "serve":

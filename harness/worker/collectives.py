@@ -1,6 +1,6 @@
 """Notes of each collective that a rank enters, on the CPU, where the memory counter sees them all.
 
-    counter of live storage -> Notes.entering / waiting / left -> `engine.collective_log.PlaceFile`
+    counter of live storage -> Notes.entering / waiting / left -> `engine.evidence.PlaceFile`
 
 A replayed graph calls no code of the model, so whose a collective is can be asked only in eager
 steps. The order of the last step before graphs are captured is learned; in a replay a collective
@@ -31,7 +31,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train.graphs import Graphs
-from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, group_key
+from harness.engine.evidence import IN_CAPTURE, Place, PlaceFile, group_key
 from harness.records import GIVEN, EventRecord, GivenCall
 
 _SHARDING = str(Path(fsdp.__file__).parent)

@@ -37,7 +37,7 @@ from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.compiled import StaleGuards
 from fsdp_core.train.resume import load_state, save_state
 from harness import provenance
-from harness.engine.collective_log import place_path
+from harness.engine.evidence import place_path
 from harness.engine.outcome import FirstFailure, claim, find
 from harness.engine.process import (
     GATE_VARIABLE,

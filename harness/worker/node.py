@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.engine.leader import lead_share, look_again
-from harness.engine.ranks import Job, Limits, Meeting, own_address
+from harness.engine.outcome import look_again
+from harness.engine.ranks import Job, Limits, lead_share, own_address
 from harness.engine.slurm import STEP_FILE, Step, ask
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunSpec
@@ -33,29 +33,27 @@ def run_node(folder: Path, name: str, entry: str, limits: Limits) -> int:
     spec = RunSpec.from_json(json.loads((folder / SPEC_FILE).read_bytes()))
     node = int(os.environ["SLURM_PROCID"])
     ranks = step.ranks(node, spec.world_size)
-    if node == 0:
-        meeting = _host(folder, step)
-    else:
-        found = _await_object(folder / MEETING_FILE, name)
-        meeting = Meeting(address=found["address"], port=found["port"])
-    devices = _devices(spec, len(ranks))
-    job = Job(spec=spec, folder=folder, ranks=ranks, stops_on_sigterm=True, devices=devices)
+    listener = _host(folder, step) if node == 0 else None
+    found = _await_object(folder / MEETING_FILE, name)
+    job = Job(
+        spec=spec, folder=folder, ranks=ranks, devices=_devices(spec, len(ranks)),
+        address=found["address"], port=found["port"], listener=listener, stops_on_sigterm=True,
+    )  # fmt: skip
     rank_main = load_entry(entry)
     # As in the forkserver: what is alive now is shared with every rank, if nobody writes to it.
     gc.collect()
     gc.freeze()
-    return lead_share(job, name, node, meeting, rank_main, open_store, limits)
+    return lead_share(job, name, node, rank_main, open_store, limits)
 
 
-def _host(folder: Path, step: Step) -> Meeting:
+def _host(folder: Path, step: Step) -> socket.socket:
     """Take a port, and tell the other nodes."""
     address = "127.0.0.1" if step.num_nodes == 1 else _address()
     here = "127.0.0.1" if address.startswith("127.") else ""
     listener = socket.create_server((here, 0), backlog=1024)
-    meeting = Meeting(address=address, port=listener.getsockname()[1], listener=listener)
-    told = {"name": step.name, "address": address, "port": meeting.port}
+    told = {"name": step.name, "address": address, "port": listener.getsockname()[1]}
     write_atomic(folder / MEETING_FILE, json.dumps(told) + "\n")
-    return meeting
+    return listener
 
 
 def _address() -> str:

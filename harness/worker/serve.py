@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.leader import die_as_child_of, lead
 from harness.engine.process import (
     ChildWakeup,
     adopt_orphans,
@@ -35,7 +34,7 @@ from harness.engine.process import (
     kill_group,
     wake_as_parent_dies,
 )
-from harness.engine.ranks import Job, Limits, RankMain
+from harness.engine.ranks import Job, Limits, RankMain, die_as_child_of, lead
 from harness.records import RunSpec
 
 
@@ -172,10 +171,10 @@ class _Server:
         self._wakeup.close()
         for go_fd, _ in self._gates.values():
             os.close(go_fd)
+        spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
         job = Job(
-            spec=RunSpec.from_json(json.loads((folder / "spec.json").read_bytes())), folder=folder,
-            devices=tuple(command["devices"]), attempt=command["attempt"],
-            shares_gpus=command["shares_gpus"], gate_fd=gate_fd,
+            spec=spec, folder=folder, ranks=range(spec.world_size), attempt=command["attempt"],
+            devices=tuple(command["devices"]), gate_fd=gate_fd,
         )  # fmt: skip
         lead(job, self._rank_main, open_store, self._limits)
 

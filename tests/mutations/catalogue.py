@@ -497,7 +497,7 @@ MUTATIONS = [
         "test_masking",
         ("pem_masked_line_by_line", "is_open = begin >= 0 and", "is_open = False and"),
         ("cut_within_a_secret",
-         'self._masker.parted(data, data.rfind(b" ", 0, room) + 1 or room) or room',
+         'self.parted(data, data.rfind(b" ", 0, room) + 1 or room) or room',
          'data.rfind(b" ", 0, room) + 1 or room'),
     ),
     *RUNNING,

@@ -18,7 +18,7 @@ AHEAD_FILE = "clock_ahead"
 
 def install() -> None:
     """Have leaders that are forked from this process go by it."""
-    setattr(crew, "time", SimpleNamespace(monotonic=now_s))  # noqa: B010 - a module's attribute
+    setattr(crew, "time", SimpleNamespace(monotonic=now_s, time=time.time))  # noqa: B010 - a module's attribute
 
 
 def now_s() -> float:

@@ -117,23 +117,42 @@ def test_a_rank_that_dies_as_it_waits_fails_its_own_run(
     assert {each.what for each in ended(engine, 2).values()} == {""}
 
 
-def test_what_fails_as_it_waits_on_gpus_is_made_again_alone(tmp_path: Path) -> None:
-    """Two communicators may be too much for a machine: only what fails alone is a run's own."""
+def test_what_fails_as_it_waits_on_gpus_is_undecided(tmp_path: Path) -> None:
+    """Two communicators may be too much for a machine: what fails without is a run's own."""
     first, second = (
         replace(run, device="cuda") for run in (PRESENT, spec("early", {"early": "1"}))
     )
+    third = replace(spec("third"), device="cuda")
     with LocalEngine(2, entry=ENTRY, limits=Limits(grace_s=0.1), devices=("0", "1")) as engine:
         engine.start(first, tmp_path / "present")
         wait_for(tmp_path / "present" / "waiting0")
         engine.start(second, tmp_path / "early")
-        wait_for(tmp_path / "early" / "outcome.json")
-        assert engine.wait(0.05) == []
-        assert not engine.can_start(replace(spec("third"), device="cuda"))
+        early = ended(engine, 1)[second.key]
+        assert (early.what, early.culprit_rank, early.undecided) == ("killed", 1, True)
+        assert not engine.can_start(second)
         (tmp_path / "present" / "go").touch()
-        found = ended(engine, 2)
-    again = found[second.key]
-    assert (again.what, again.culprit_rank, again.attempt) == ("killed", 1, 1)
-    assert again.message.endswith(f"this time alone, before that on a GPU with {first.key}")
+        assert ended(engine, 1)[first.key].what == ""
+        engine.start(second, tmp_path / "again")
+        assert not engine.can_start(third)
+        again = ended(engine, 1)[second.key]
+    assert (again.what, again.culprit_rank, again.undecided) == ("killed", 1, False)
+
+
+def test_under_mps_runs_that_share_gpus_go_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fault of one would end the other; without MPS, or on the CPU, they go together."""
+    first, second = (replace(run, device="cuda") for run in (PRESENT, spec("second")))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with LocalEngine(4, entry=ENTRY, limits=LIMITS, devices=("0", "1") * 2) as engine:
+        engine.start(first, tmp_path / "first")
+        assert engine.can_start(second)
+        (tmp_path / "control").touch()
+        assert not engine.can_start(second)
+        assert engine.can_start(spec("on the cpu"))
+        (tmp_path / "first" / "go").touch()
+        assert ended(engine, 1)[first.key].what == ""
+        assert engine.can_start(second)
 
 
 def test_cancelled_it_was_never_run(engine: LocalEngine, tmp_path: Path) -> None:

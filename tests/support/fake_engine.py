@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.cli import main
-from harness.engine.base import Slots
+from harness.engine.base import Engine, Slots
 from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,
@@ -40,7 +40,7 @@ Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Makes runs with equal bits, which end in the order in which they were started.
 
     Attributes:
@@ -56,7 +56,7 @@ class FakeEngine:
         self.made: list[str] = []
         self.under_way: list[tuple[RunSpec, RunOutcome, Path]] = []
         self.options: dict[str, Any] = {}
-        self.jobs, self._slots = jobs, Slots(slots)
+        self.slots, self.jobs, self._slots = slots, jobs, Slots(slots)
         self.ends: dict[str, What] = {}
         self.spoil: Spoil = lambda spec, record: record
         self.on_start: Callable[[RunSpec], None] = lambda spec: None
@@ -67,12 +67,9 @@ class FakeEngine:
     def __call__(self, **options: Any) -> "FakeEngine":
         """Stand in for the class of the engine."""
         self.options, self.under_way = options, []
-        self._slots = Slots(options["slots"], options.get("devices", ()))
+        self.slots = options["slots"]
+        self._slots = Slots(self.slots, options.get("devices", ()))
         return self
-
-    @property
-    def slots(self) -> int:
-        return self._slots.num_slots
 
     def check(self, spec: RunSpec) -> None:
         self._slots.check(spec)

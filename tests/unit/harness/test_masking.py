@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine.ranks import TAIL_BYTES, CappedOutput
-from harness.masking import MASK, MAX_HELD_BYTES, Masker, Stream
+from harness.masking import MASK, MAX_HELD_BYTES, Masker
 from harness.provenance import variables
 
 SECRET = "correct-horse-battery"
@@ -50,12 +50,6 @@ MASKED = {
 }  # fmt: skip
 
 
-def streamed(stream: Stream, data: bytes, size: int) -> bytes:
-    """What comes out of data that arrives in pieces."""
-    parts = [stream.take(data[at : at + size]) for at in range(0, len(data), size)]
-    return b"".join([*parts, stream.rest()])
-
-
 @pytest.mark.parametrize("token", TOKENS)
 def test_secrets_are_masked_wherever_they_stand(token: str) -> None:
     """In text, in bytes, in a command line: the value is gone and the rest is there."""
@@ -90,26 +84,34 @@ def test_the_stored_environment_holds_no_secret() -> None:
     assert variables(ENVIRON | more) == {"NCCL_ALGO": "Ring", "NCCL_IB_HCA": MASK}
 
 
+def output(path: Path, writes: bytes, *, cap_bytes: int = 1 << 30, size: int = 1 << 15) -> bytes:
+    """What is stored of a rank that writes this, in pieces of that size."""
+    read_fd, write_fd = os.pipe()
+    capped = CappedOutput(read_fd, path, cap_bytes=cap_bytes, masker=Masker(ENVIRON))
+    for at in range(0, len(writes), size):
+        os.write(write_fd, writes[at : at + size])
+        capped.drain()
+    os.close(write_fd)
+    capped.close()
+    return path.read_bytes()
+
+
 @pytest.mark.parametrize("size", [1, 7, 33, 4096])
-def test_what_arrives_in_pieces_is_masked_as_a_whole(size: int) -> None:
+def test_what_arrives_in_pieces_is_masked_as_a_whole(size: int, tmp_path: Path) -> None:
     """However the output is cut; the lines of a key are not stored before it is known."""
     masker = Masker(ENVIRON)
     data = f"one {SECRET}\ntwo\n{PEM}after\n{SECRET}{SECRET}\nlast {SECRET}".encode()
-    assert streamed(Stream(masker), data, size) == masker.data(data)
+    assert output(tmp_path / "out", data, size=size) == masker.data(data)
     assert masker.data(data).count(MASK.encode()) == 5
 
 
-def test_a_line_without_an_end_is_not_held_for_ever() -> None:
+def test_a_line_without_an_end_is_not_held_for_ever(tmp_path: Path) -> None:
     """Memory is bounded, and a secret in the middle of such a line is masked all the same."""
-    stream = Stream(Masker(ENVIRON))
     pieces = [b"x" * 1000 + b" "] * 200
     pieces[100] = SECRET.encode() + b" "
-    out = bytearray()
-    for piece in pieces:
-        out += stream.take(piece)
-        assert len(stream._held) <= MAX_HELD_BYTES + 1001
-    out += stream.rest()
-    assert bytes(out) == b"".join(pieces).replace(SECRET.encode(), MASK.encode())
+    whole = b"".join(pieces)
+    assert Masker(ENVIRON).settled(whole) >= len(whole) - MAX_HELD_BYTES
+    assert output(tmp_path / "out", whole) == whole.replace(SECRET.encode(), MASK.encode())
 
 
 @pytest.mark.parametrize("secret", ["a pass phrase of words", TOKENS[1], "x" * 100 + SECRET])
@@ -120,29 +122,18 @@ def test_a_line_that_is_too_long_is_cut_beside_a_secret(secret: str) -> None:
         # The cut is this many bytes beyond the end of the secret.
         data = b"y" * MAX_HELD_BYTES + b"," + secret.encode() + b","
         data += b"z" * (MAX_HELD_BYTES // 2 + beyond)
-        stream = Stream(masker)
-        out = stream.take(data) + stream.rest()
+        cut = masker.settled(data)
+        out = masker.data(data[:cut]) + masker.data(data[cut:])
+        assert cut > 0
         assert out == data.replace(secret.encode(), MASK.encode())
-
-
-def output(path: Path, cap_bytes: int, *writes: bytes) -> bytes:
-    """What is stored of a rank that writes this, piece by piece."""
-    read_fd, write_fd = os.pipe()
-    capped = CappedOutput(read_fd, path, cap_bytes=cap_bytes, masker=Masker(ENVIRON))
-    for data in writes:
-        for at in range(0, len(data), 1 << 15):
-            os.write(write_fd, data[at : at + (1 << 15)])
-            capped.drain()
-    os.close(write_fd)
-    capped.close()
-    return path.read_bytes()
 
 
 def test_output_of_a_rank_is_masked_head_and_tail(tmp_path: Path) -> None:
     """Not one byte of a secret reaches the file, in its head, across its cap, or in its tail."""
     texts = (f"{SECRET}\nhead\n", f"more {SECRET} of it\n" * 3, f"the end {SECRET}")
     for cap_bytes in (*range(0, 120, 7), 1 << 20):
-        written = output(tmp_path / "out", cap_bytes, *map(str.encode, texts)).decode()
+        data = "".join(texts).encode()
+        written = output(tmp_path / "out", data, cap_bytes=cap_bytes, size=30).decode()
         assert "correct-horse" not in written
         assert re.sub(r"\n\[harness: .*\]\n", "", written).endswith("the end ***")
 
@@ -154,6 +145,6 @@ def test_the_end_of_a_flood_of_secrets_begins_with_no_part_of_one(
     """Masking makes such an end much shorter: what stands at its beginning must not move in."""
     for beyond in range(len(line)):
         data = line.encode() * (TAIL_BYTES * 2 // len(line)) + b"." * beyond
-        _, _, tail = output(tmp_path / "out", 0, data).partition(b" follow]\n")
+        _, _, tail = output(tmp_path / "out", data, cap_bytes=0).partition(b" follow]\n")
         assert len(tail) > 1000
         assert Masker(ENVIRON).data(data).endswith(tail)

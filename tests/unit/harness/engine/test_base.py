@@ -1,13 +1,12 @@
 """Slots and GPUs: nobody shares one unasked, nothing that cannot fit is started."""
 
-from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots, mps_runs, shared
+from harness.engine.base import Slots, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 
@@ -63,11 +62,3 @@ def test_what_makes_no_sense_is_refused() -> None:
             Slots(*counts)
     with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
         shared(("0",), 0)
-
-
-def test_mps_is_told_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's processes look for it where a variable says, and use MPS if it is there."""
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not mps_runs()
-    (tmp_path / "control").touch()
-    assert mps_runs()

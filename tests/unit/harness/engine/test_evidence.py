@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 
 from harness.codec import dumps
-from harness.engine import collective_log as log
 from harness.engine import evidence
-from harness.engine.collective_log import Place, Recorded, answer_path, place_path, read_place
-from harness.engine.evidence import evidence_environment, last_place, read_dump
+from harness.engine.evidence import (
+    Place,
+    Recorded,
+    answer_path,
+    evidence_environment,
+    fault_words,
+    find_mismatch,
+    find_missing,
+    last_place,
+    odd_one,
+    place_path,
+    read_dump,
+    read_place,
+)
 from harness.provenance import variables
 from harness.recorder.collectives import fitting
 from harness.records import RunSpec
@@ -102,23 +113,23 @@ MISMATCH: dict[str, Row] = {
 @pytest.mark.parametrize("row", [*MISSING, *MISMATCH])
 def test_who_kept_whom_waiting(row: str) -> None:
     """By name, with the collective; where places do not single anybody out, nobody is named."""
-    find = log.find_missing if row in MISSING else log.find_mismatch
+    find = find_missing if row in MISSING else find_mismatch
     places, told, at_fault = (MISSING | MISMATCH)[row]
     fault = find(places)
-    assert ("" if fault is None else log.fault_words(fault)) == told
-    assert (None if fault is None else log.odd_one(fault)) == at_fault
+    assert ("" if fault is None else fault_words(fault)) == told
+    assert (None if fault is None else odd_one(fault)) == at_fault
 
 
 def test_a_place_is_there_whatever_becomes_of_the_writer(tmp_path: Path) -> None:
     """The last one is read while the file is open, a shorter one whole; a damaged one is none."""
     path = place_path(tmp_path, 3)
     assert read_place(path) is None
-    file, shorter = log.PlaceFile(path), replace(WAITING, label="", entered={})
+    file, shorter = evidence.PlaceFile(path), replace(WAITING, label="", entered={})
     assert read_place(path) is None
     for written in (WAITING, shorter):
         file.write(written)
         assert read_place(path) == written
-    file.write(replace(WAITING, label="x" * log.SIZE_BYTES))
+    file.write(replace(WAITING, label="x" * evidence.SIZE_BYTES))
     assert read_place(path) == shorter
     file.remove()
     assert not path.exists()
@@ -187,9 +198,9 @@ def test_dumps_name_the_rank_and_the_line_that_called(tmp_path: Path, row: str) 
         dump(tmp_path / f"nccl_rank{rank}", *calls)
         place_path(tmp_path, rank).write_text(dumps(own) + "\n")
     places = places_in(tmp_path)
-    fault = log.find_missing(places) or log.find_mismatch(places)
+    fault = find_missing(places) or find_mismatch(places)
     assert fault is not None
-    assert log.fault_words(fault) == DUMPS[row][2]
+    assert fault_words(fault) == DUMPS[row][2]
 
 
 def test_an_answer_comes_before_a_dump_and_a_dump_before_notes(tmp_path: Path) -> None:

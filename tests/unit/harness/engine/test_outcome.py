@@ -1,6 +1,7 @@
 """What happened, and whose fault: one row a situation."""
 
 import errno
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.engine import outcome as outcomes
-from harness.engine.collective_log import Place
+from harness.engine.evidence import Place
 from harness.engine.outcome import Answer, FirstFailure, RankEvidence, classify, ending_of
 from harness.records import (
     CollectiveFault,
@@ -72,6 +73,13 @@ def died(number: int, code: int | None, tail: str = "") -> RankEvidence:
     return rank(number, code, tail=tail)
 
 
+def failed(ranks: list[RankEvidence], order: Sequence[int]) -> list[RankEvidence]:
+    """The ranks, with when those in `order` failed."""
+    at = {rank: float(time) for time, rank in enumerate(order)}
+    return [replace(r, exit=replace(r.exit, failed_at=at.get(r.rank))) for r in ranks]
+
+
+WAITED = "time was up after 5 s"
 ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
     "all well": ([good(0), good(1)], [], "", None),
     "own error": ([good(0), own(1, "oom")], [1], "oom", 1),
@@ -127,10 +135,10 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
 def test_what_happened_and_whose_fault(row: str) -> None:
     """Each situation has one answer and one culprit, in whatever order ranks are listed."""
     ranks, order, what, culprit = ROWS[row]
-    facts: dict[str, Any] = {"timed_out": row.startswith("time up"), "failed_order": order}
-    got = classify(ranks, timeout_s=5.0, **facts)
+    ranks, waited = failed(ranks, order), WAITED if row.startswith("time up") else ""
+    got = classify(ranks, waited=waited)
     assert (got.what, got.culprit) == (what, culprit), got.message
-    assert classify(ranks[::-1], timeout_s=5.0, **facts) == got
+    assert classify(ranks[::-1], waited=waited) == got
     assert bool(got.message) == bool(what)
     assert "\n" not in got.message
 
@@ -172,7 +180,7 @@ OTHER_THREAD = (
 def test_stacks_single_out_the_rank_that_the_others_wait_for(tails: Any, culprit: Any) -> None:
     """All but one wait in a collective: that one is the culprit; with any doubt there is none."""
     ranks = [ended(number, tail) for number, tail in enumerate(tails)]
-    assert classify(ranks, timed_out=True, timeout_s=5.0).culprit == culprit
+    assert classify(ranks, waited=WAITED).culprit == culprit
 
 
 def at(
@@ -217,8 +225,8 @@ IN_VAIN: dict[str, tuple[list[RankEvidence], What, Entered | None, int | None, s
 def test_who_was_waited_for_in_vain(row: str) -> None:
     """Places name the rank and the collective, in fields and at the head of the message."""
     ranks, what, entered, culprit, told = IN_VAIN[row]
-    late: dict[str, Any] = {"stalled_s": 2.0} if row.startswith("stalled") else {}
-    answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2), **late)
+    waited = "no rank recorded anything for 2 s" if row.startswith("stalled") else ""
+    answer = classify(failed(ranks, (0, 1, 2)), waited=waited)
     assert (answer.what, answer.culprit) == (what, culprit), answer.message
     assert answer.message.startswith(told)
     ending = ending_of(answer, ranks)
@@ -232,18 +240,18 @@ def test_who_was_waited_for_in_vain(row: str) -> None:
 def test_who_was_not_waited_for() -> None:
     """In a run that came to its end nobody waits; an abort of another cause is its rank's own."""
     ranks = [absent(good(0)), at(good(1)), at(good(2))]
-    assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
+    assert classify(ranks) == Answer("", "", None)
     other = [at(died(0, -6, "assertion failed")), at(lost(1)), at(lost(2), label="layers.0")]
-    got = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    got = classify(failed(other, (0, 1, 2)))
     assert (got.what, got.culprit, got.fault) == ("crashed", 0, None)
 
 
 def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
     """Nothing passes that its user has to kill."""
     stayed = rank(0, -9, ours=True, end=True)
-    answer = classify([stayed, good(1)], timed_out=False, timeout_s=10)
+    answer = classify([stayed, good(1)])
     assert (answer.what, "every rank has recorded its end" in answer.message) == ("hang", True)
-    answer = classify([stayed, ended(1)], timed_out=False, timeout_s=10, stalled_s=5)
+    answer = classify([stayed, ended(1)], waited=WAITED)
     assert answer.what == "hang"
 
 
@@ -252,12 +260,15 @@ RAISED = own(
     module="layers.0", tensors=("layers.0.mlp.w1", "head"),
 )  # fmt: skip
 REFUSED = RankExit(rank=1, code=None)
+IN_A_MODULE = Place(
+    step=0, operator="", label="", group=(), is_inside=False, module="layers.0.attn"
+)
 
 
 @pytest.mark.parametrize(
-    ("failed", "ending"),
+    ("culprit", "ending"),
     [
-        (replace(died(1, -9), module="layers.0.attn"),
+        (replace(died(1, -9), place=IN_A_MODULE),
          Ending(signal="SIGKILL", module="layers.0.attn")),
         (RAISED, Ending(exception="TensorError", raised_at="unit.py:9 close", phase="backward",
                         module="layers.0", tensor="layers.0.mlp.w1")),
@@ -266,11 +277,11 @@ REFUSED = RankExit(rank=1, code=None)
                                   (errno.EPERM, ""))),
     ],
 )  # fmt: skip
-def test_an_ending_is_in_fields(failed: RankEvidence, ending: Ending) -> None:
+def test_an_ending_is_in_fields(culprit: RankEvidence, ending: Ending) -> None:
     """What the rank at fault noted, or the error number of its fork; nobody reads a message."""
-    answer = classify([good(0), failed], timed_out=False, timeout_s=1.0)
-    assert ending_of(answer, [good(0), failed]) == ending
-    assert (f" in module {failed.module}" in answer.message) == bool(failed.module)
+    answer = classify([good(0), culprit])
+    assert ending_of(answer, [good(0), culprit]) == ending
+    assert (f" in module {culprit.module}" in answer.message) == bool(culprit.module)
 
 
 # --- who sent a SIGKILL, who failed first -------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.collective_log import answer_path, read_place
+from harness.engine.evidence import answer_path, read_place
 from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.program.spec import ProgramSpec

@@ -1,6 +1,7 @@
 """Contracts of the scenario decoder: values and their places, sections, programs, options."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_options
+from harness.engine.slurm import SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
 from harness.program.spec import ProgramSpec, command_line, program_of
 from harness.records import CaseSpec, PlantSpec, RunSpec
 from harness.runner.launch import Request, prepare
 from harness.scenario import settings
 from harness.scenario.matrix import expand
-from harness.scenario.schema import SLURM, Overrides, Scenario, load_scenario
+from harness.scenario.schema import Overrides, Scenario, load_scenario
 from harness.scenario.yaml_source import Origin, parse_bytes, parse_text
 from harness.soaking import SoakSpec, turn_of
 from tests.unit.harness.scenario.small_scenario import cases
@@ -221,11 +222,7 @@ def test_each_stressor_has_one_turn_a_cycle() -> None:
     assert turn_of((), 0, 3) == ()
 
 
-FULL = (
-    "{engine: slurm, slurm: {partition: gpu, account: me, walltime_s: 90, pending_s: 60, "
-    "nodes: 2, "
-    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, args: [--qos=high]}}"
-)
+FULL = "{engine: slurm, slurm: {nodes: 2, ranks_per_node: 4, gpus_per_node: 8}}"
 
 
 def options_of(folder: Path, text: str, *sets: str) -> SlurmOptions:
@@ -234,18 +231,12 @@ def options_of(folder: Path, text: str, *sets: str) -> SlurmOptions:
 
 
 def test_every_key_of_slurm_is_taken(tmp_path: Path) -> None:
-    """A scenario can say all that a job may ask; options of the command line win key by key."""
-    whole = SlurmOptions(
-        partition="gpu", account="me", walltime_s=90.0, pending_s=60.0, nodes=2,
-        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, args=("--qos=high",),
-    )  # fmt: skip
+    """A scenario can say them all; options of the command line win key by key."""
+    whole = SlurmOptions(nodes=2, ranks_per_node=4, gpus_per_node=8)
     assert options_of(tmp_path, FULL) == whole
-    sets = ("launch.slurm.partition=other", "launch.slurm.args=[]")
-    options = options_of(tmp_path, FULL, *sets)
-    assert (options.partition, options.account, options.args) == ("other", "me", ())
+    assert options_of(tmp_path, FULL, "launch.slurm.nodes=3") == replace(whole, nodes=3)
     assert options_of(tmp_path, "{}", "launch.slurm.nodes=2") == SlurmOptions(nodes=2)
     assert load(tmp_path, launch="launch: {}").launch.engine == "local"
-    assert {key for key in OURS.values() if key} <= SLURM.keys()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +272,7 @@ def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> N
 
 def test_what_was_asked_is_read_back_from_the_manifest() -> None:
     """`--resume` goes to the same place; a damaged entry is an error, not this machine."""
-    options = SlurmOptions(partition="x", nodes=3)
+    options = SlurmOptions(nodes=3)
     assert stored_options({"slurm": options.to_json()}) == options
     assert stored_options({"slurm": None}) is None
     assert stored_options({}) is None

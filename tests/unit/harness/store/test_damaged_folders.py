@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.collective_log import read_place
-from harness.engine.evidence import tail_of
+from harness.engine.evidence import read_place, tail_of
 from harness.masking import MASK
 from harness.records import RunSpec, Verdict
 from harness.runner import launch

@@ -19,7 +19,7 @@ from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.train.trainer import Trainer
-from harness.engine.collective_log import IN_CAPTURE, Place
+from harness.engine.evidence import IN_CAPTURE, Place
 from harness.records import GivenCall, RaceEvidence, RankRecords, StreamUse, given_in
 from harness.worker import collectives
 from harness.worker.collectives import Notes
@@ -114,7 +114,7 @@ def test_collectives_of_a_capture_say_so_and_move_no_label(rank: Rank) -> None:
     rank.take(1, (GATHER, "root"), (REDUCE, "layers.0"))
     rank.captures = True
     assert rank.take(2, (GATHER, ""), (GATHER, "layers.1")) == [IN_CAPTURE, "layers.1"]
-    assert rank.places[-4].collective == "allgather_base in a capture"
+    assert str(rank.places[-4].last.as_entered) == "allgather_base in a capture"
     rank.captures = False
     assert rank.take(2, (GATHER, ""), (REDUCE, "")) == ["root", "layers.0"]
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.leader import NO_WORD, NodeReport, Word, put_together
-from harness.engine.outcome import NOT_THE_KERNEL
+from harness.engine.outcome import NO_WORD, NOT_THE_KERNEL, NodeReport, Word, put_together
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
 from tests.unit.harness.engine.nccl_dump import GATHER, dump
@@ -13,7 +12,7 @@ from tests.unit.harness.engine.nccl_dump import GATHER, dump
 SPEC = RunSpec(
     config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=4, timeout_s=60.0
 )
-LOST, WAITED = "Connection closed by peer", "Timed out waiting 5000ms for recv operation"
+LOST = "Connection closed by peer"
 BY_SOMEBODY = (
     "0: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n"
     "srun: error: n1: task 0: Killed\n"
@@ -22,23 +21,25 @@ BY_SRUN = "".join(reversed(BY_SOMEBODY.splitlines(keepends=True)))
 
 
 def report(node: int, codes: tuple[int, int] = (0, 0), **more: object) -> NodeReport:
-    ours = more.pop("stopped_by", "")
+    ours, failed_at = bool(more.pop("ours", False)), more.pop("failed_at", 100.0)
     ranks = (2 * node, 2 * node + 1)
     exits = tuple(
-        RankExit(rank=r, code=c, killed_by_harness=bool(ours) and c == -9)
+        RankExit(
+            rank=r, code=c, killed_by_harness=ours and c == -9,
+            failed_at=float(failed_at) + r if c and not ours else None,  # type: ignore[arg-type]
+        )
         for r, c in zip(ranks, codes, strict=True)
-    )
-    failed = {str(r): 100.0 + r for r, c in zip(ranks, codes, strict=True) if c and not ours}
+    )  # fmt: skip
     plain = {
         "job": "job", "node": node, "exits": [e.to_json() for e in exits],
-        "failed_unix_s": failed, "stopped_by": ours, "started_unix_s": 50.0 + node,
-        "wall_s": 2.0 + node,
+        "started_unix_s": 50.0 + node, "wall_s": 2.0 + node,
     }  # fmt: skip
     return NodeReport.from_json(plain | more)
 
 
-STOPPED = [report(node, (-9, -9), stopped_by="SIGTERM") for node in (0, 1)]
-HUNG = [report(node, (-9, -9), timed_out=True, stopped_by="timeout") for node in (0, 1)]
+STOPPED = [report(node, (-9, -9), ours=True, was_stopped=True) for node in (0, 1)]
+TIME = "time was up after 60 s"
+HUNG = [report(node, (-9, -9), ours=True, waited=TIME) for node in (0, 1)]
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ ROWS: dict[str, Row] = {
         "oom", None, "oom_kill event",
     ),
     "a node of the step is lost": (
-        STOPPED[:1], NO_WORD, "srun: error: Node failure on n2\n", "interrupted", None, "NODE_FAIL",
+        STOPPED[:1], NO_WORD, "srun: error: Node failure on n2\n", "interrupted", None, "n2",
     ),
     "the step is preempted": (
         STOPPED, NO_WORD, "0: slurmstepd: error: *** STEP 1.0 CANCELLED AT T DUE TO PREEMPTION ***",
@@ -117,7 +118,7 @@ ROWS: dict[str, Row] = {
         [report(0, (-11, 0))], Word(killed_by=15), "", "crashed", 0, "rank 0 died by SIGSEGV",
     ),
     "stopped, with nobody to blame": (STOPPED, NO_WORD, "", "interrupted", None, ""),
-    "time is up": (HUNG, NO_WORD, "", "hang", None, "time was up after 60 s"),
+    "time is up": (HUNG, NO_WORD, "", "hang", None, TIME),
     "killed by the kernel": (
         [report(0, (0, -9), memory_kills=2), report(1)], NO_WORD, "", "killed", 1,
         "the kernel killed 2 for want of memory meanwhile",
@@ -125,13 +126,6 @@ ROWS: dict[str, Row] = {
     "killed by somebody": (
         [report(0, memory_kills=2), report(1, (0, -9), memory_kills=0)], NO_WORD, "", "killed", 3,
         NOT_THE_KERNEL,
-    ),
-    "a fault, though suspended": (
-        [report(0, (-11, 0), suspended=True), report(1)], NO_WORD, "", "crashed", 0, "",
-    ),
-    "a hang as it was suspended": (
-        [report(0, (-9, -9), timed_out=True, stopped_by="timeout", suspended=True), HUNG[1]],
-        NO_WORD, "", "interrupted", None, "the run was suspended while it ran; time was up",
     ),
 }  # fmt: skip
 
@@ -166,7 +160,7 @@ def test_what_comes_from_outside_says_nothing_of_the_program(
 
 
 ENDED_AFTER_1 = '{"kind":"end","rank":3,"steps":1,"peak_bytes":1,"startup_s":0.0,"wall_s":0.0}\n'
-LATE = report(1, (13, 13), failed_unix_s={"2": 80.0, "3": 90.0})
+LATE = report(1, (13, 13), failed_at=80.0)
 SAID: dict[str, tuple[dict[int, str], list[NodeReport], int, str, int | None]] = {
     "the first failure that is no lost peer": (
         {0: LOST, 3: "broken"}, [report(0, (1, 0)), report(1, (0, 1))], 0, "crashed", 3),
@@ -175,9 +169,6 @@ SAID: dict[str, tuple[dict[int, str], list[NodeReport], int, str, int | None]] =
         {0: "no such layer"}, [report(0, (1, 0))], 15, "crashed", 0),
     "only lost peers, beside a silent node": (
         {0: LOST}, [report(0, (1, 0))], 0, "interrupted", None),
-    "all gave up while they were suspended": (
-        dict.fromkeys(range(4), WAITED), [report(0, (1, 1), suspended=True), report(1, (1, 1))], 0,
-        "interrupted", None),
     "one ended well after one of four steps": (
         {**dict.fromkeys(range(3), LOST), 3: ""}, [report(0, (1, 1)), report(1, (1, 0))], 0,
         "crashed", 3),
