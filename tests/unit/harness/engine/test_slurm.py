@@ -1,4 +1,4 @@
-"""Where ranks go and how steps end, with programs that play Slurm's; `tests/nodes` has a real one."""
+"""Where ranks go, how steps end, with programs that play Slurm's; `tests/nodes` has a real one."""
 
 from dataclasses import replace
 from pathlib import Path
