@@ -130,7 +130,7 @@ class Watch:
     """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
 
     Without a record for `stall_s`, now `patience_s`, ranks have stalled; infinite: never.
-    `waited`: why ranks that still ran were ended, in words; `epoch_s`: Unix time less this clock.
+    `waited`: why ranks that still ran were ended, in words; `epoch_unix_s`: Unix time less this clock.
     """
 
     ranks: Sequence[int]
@@ -142,7 +142,7 @@ class Watch:
     waited: str = ""
     leaving: bool = False
     exits: dict[int, RankExit] = field(default_factory=dict)
-    epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())
+    epoch_unix_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     deadline_s: float = field(init=False)
     patience_s: float = field(init=False)
 
@@ -195,7 +195,7 @@ class Watch:
         failed = code != 0 and not ours
         self.exits[rank] = RankExit(
             rank=rank, code=code, killed_by_harness=ours, errno=number,
-            failed_at=self.epoch_s + now_s if failed else None,
+            failed_at=self.epoch_unix_s + now_s if failed else None,
         )  # fmt: skip
         if (failed or left_early) and self.phase is Phase.RUNNING:
             self.phase = Phase.GRACE
@@ -581,7 +581,7 @@ def _lead(job: Job, rank_main: RankMain, open_store: OpenStore, limits: Limits) 
         was_stopped=crew.told_to_stop and any(state.killed_by_harness for state in exits),
         problem=next((output.problem for output in crew.outputs if output.problem), ""),
         memory_kills=memory_kills_since(kills),
-        started_unix_s=watch.epoch_s + begun_s,
+        started_unix_s=watch.epoch_unix_s + begun_s,
         wall_s=time.monotonic() - begun_s,
     )
 
