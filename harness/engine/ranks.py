@@ -130,7 +130,7 @@ class Watch:
     """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
 
     Without a record for `stall_s`, now `patience_s`, ranks have stalled; infinite: never.
-    `waited`: why ranks that still ran were ended, in words; `epoch_unix_s`: Unix time less this clock.
+    `waited`: why ranks that still ran were ended, in words; `epoch_unix_s`: of this clock.
     """
 
     ranks: Sequence[int]
