@@ -42,16 +42,13 @@ class HostStreams:
     """The streams of the CPU, and what stands for them in `Device.modelling_streams`."""
 
     def new_stream(self, name: str) -> Any:
-        """A side stream; `name` may be empty."""
         del name
         return _HOST_STREAM
 
     def current_stream(self) -> Any:
-        """The stream that work is issued on now."""
         return _HOST_STREAM
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Issue work on `stream` inside the context."""
         del stream
         return contextlib.nullcontext()
 
@@ -93,27 +90,22 @@ class Device:
 
     @property
     def counter(self) -> StorageCounter | None:
-        """Counts CPU memory inside `counting_memory`."""
         return self._watched.counter
 
     @property
     def storage_watchers(self) -> tuple[Any, ...]:
-        """Who is told of every storage that is resized."""
         return tuple(self._watched.watchers)
 
     @property
     def is_cuda(self) -> bool:
-        """Whether work is asynchronous CUDA work."""
         return self.kind == "cuda"
 
     @property
     def collective_backend(self) -> str:
-        """Process-group backend of this device."""
         return "nccl" if self.is_cuda else "gloo"
 
     @property
     def name(self) -> str:
-        """Model name of the device."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
     # ---- streams
@@ -125,17 +117,14 @@ class Device:
         return self._watched.streams.new_stream(name)
 
     def current_stream(self) -> Any:
-        """The stream that work is issued on now."""
         if self.is_cuda:
             return torch.cuda.current_stream(self.torch_device)
         return self._watched.streams.current_stream()
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Issue work on `stream` inside the context."""
         return torch.cuda.stream(stream) if self.is_cuda else self._watched.streams.on(stream)
 
     def synchronize(self) -> None:
-        """Wait for all issued work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
         else:
@@ -143,13 +132,7 @@ class Device:
 
     @contextlib.contextmanager
     def modelling_streams(self, streams: HostStreams) -> Iterator[None]:
-        """Let `streams` stand for the streams of the CPU inside.
-
-        What is made inside keeps its streams, so it is to be used inside only.
-
-        Raises:
-            RuntimeError: the device has streams of its own, or another model.
-        """
+        """Let `streams` stand for those of the CPU inside (`RuntimeError`: it has others)."""
         if self.is_cuda or self._watched.streams is not _HOST_STREAMS:
             got = "cuda" if self.is_cuda else "one"
             raise RuntimeError(f"Expected device cpu and no other model of its streams, got {got}.")
@@ -163,11 +146,7 @@ class Device:
 
     @contextlib.contextmanager
     def counting_memory(self, counter: StorageCounter | None = None) -> Iterator[None]:
-        """Count memory inside: the allocator's own counters on cuda, live storage on the CPU.
-
-        Args:
-            counter: counts on the CPU; None for a plain one.
-        """
+        """Count inside: the allocator's counters on cuda, storages on the CPU, by `counter`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
             yield
@@ -197,10 +176,7 @@ class Device:
         return self.counter.peak_bytes if self.counter else 0
 
     def used_bytes(self) -> int | None:
-        """What the driver says is used on the whole GPU, of all processes; None on the CPU.
-
-        It sees what no allocator of torch counts: libraries' own memory, graphs, fragmentation.
-        """
+        """What the driver says is used on the whole GPU, of all processes; None on the CPU."""
         if not self.is_cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -232,7 +208,6 @@ class Device:
         return states
 
     def set_rng_states(self, states: list[torch.Tensor]) -> None:
-        """Put back what `rng_states` returned."""
         torch.set_rng_state(states[0])
         if self.is_cuda:
             torch.cuda.set_rng_state(states[1], self.torch_device)
@@ -246,7 +221,6 @@ class RngStates:
         self._others = [(generator, generator.get_state()) for generator in generators]
 
     def put_back(self) -> None:
-        """All generators are what they were when this was made."""
         self._device.set_rng_states(self._defaults)
         for generator, state in self._others:
             generator.set_state(state)

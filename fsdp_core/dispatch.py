@@ -45,7 +45,6 @@ def calling_line(frame: FrameType | None) -> str:
 
 @functools.cache
 def _program_file(path: str) -> str:
-    """The name of a file of the program, or ''; asked for every frame of every operator."""
     return "" if path.startswith(_OF_NO_PROGRAM) else Path(path).name
 
 
@@ -54,7 +53,6 @@ class ObservingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper around the mode that keeps the compiler out: every operator would pay."""
         return False
 
     @classmethod

@@ -2,11 +2,7 @@
 
 
 class TensorError(RuntimeError):
-    """Something is wrong with tensors that have names.
-
-    Attributes:
-        names: of the tensors, the first to be told of first.
-    """
+    """Something is wrong with tensors that have names: `names`, the first to be told of first."""
 
     def __init__(self, message: str, *names: str) -> None:
         self.names = list(names)

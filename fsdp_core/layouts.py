@@ -3,9 +3,8 @@
     dense     rank = (((pp * DP_OUTER + dp_outer) * DP + dp) * CP + cp) * TP + tp
     expert    rank = ((pp * EDP + edp) * EP + ep) * ETP + etp
 
-Both number the same ranks, pipeline stages outermost, so a stage's ranks are the same in both. The
-group of a rank on an axis is the ranks that differ from it in that coordinate alone, in the order
-of the coordinate. Example, dp 2, cp 2, tp 2, ep 2, etp 2:
+The group of a rank on an axis is the ranks that differ from it in that coordinate alone, in the
+order of the coordinate. Example, dp 2, cp 2, tp 2, ep 2, etp 2:
 
     rank      0  1  2  3  4  5  6  7
     dense     dp 0        dp 1              tp groups 01 23 45 67, cp groups 02 13 46 57
@@ -63,12 +62,7 @@ def axis_rank(parallel: ParallelConfig, axis: str, rank: int) -> int:
 
 
 def groups(parallel: ParallelConfig, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """All groups of `axes`: ranks that differ on these alone, ascending; by their first ranks.
-
-    Args:
-        parallel: the layout.
-        axes: one axis, or several of one mesh, such as ("dp", "cp"), which FSDP shards over.
-    """
+    """All groups of `axes`, one or several of a mesh: ranks that differ on these alone."""
     names = {axes} if isinstance(axes, str) else set(axes)
     sizes = dense_sizes(parallel) if names <= set(Dense._fields) else expert_sizes(parallel)
     assert names <= set(sizes._fields), f"{axes} are not of one mesh"

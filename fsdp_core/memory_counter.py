@@ -1,17 +1,15 @@
 """Counts live CPU memory as storages that operators make; resident size also counts what the
 allocator keeps.
 
-gloo runs collectives on threads of its own. A thread answers first and drops its references then,
-so tensors of a collective that is over may live on for as long as the thread waits for a processor:
-milliseconds on a busy machine. Who counts live memory, or watches it die, would see another number
-each time. So `Lending` gives a collective aliases, tensors over the same memory that do not own it:
+gloo's threads answer first and drop their references then, so tensors of a collective that is over
+live on for as long as the thread waits for a processor, and two counts differ. So `Lending` gives
+collectives aliases, tensors over the same memory that do not own it:
 
     argument    alias --> gloo; the tensor itself is held here while the work runs
     result      alias --> program; gloo's own tensor is held here until the alias dies
 
-Functional collectives are known to torch by their result's storage, so `wait_tensor` of an alias is
-passed on to what it stands for. Nothing is waited for that the program does not wait for: without
-`async_op`, that is at once.
+torch knows functional collectives by their result's storage, so `wait_tensor` of an alias is passed
+on to what it stands for. Nothing is waited for that the program does not wait for.
 """
 
 import weakref
@@ -148,15 +146,11 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StorageRef(weakref.ref[Any]):
-    """A weak reference that knows which storage it was."""
-
     __slots__ = ("key",)
     key: int
 
 
 class _Kind(NamedTuple):
-    """What an operator does with storages, by its schema."""
-
     makes: bool
     resizes: bool
     lends: bool
@@ -177,8 +171,7 @@ class StorageCounter(ObservingMode):
 
     A storage is counted when an operator makes it and uncounted when it dies. One that an operator
     only passes on is not: a library's own buffer (gloo has some) lives as long as its threads
-    please, and two runs would not count the same. `resized` must be told of
-    `UntypedStorage.resize_`, which is no operator.
+    please. `resized` must be told of `UntypedStorage.resize_`, which is no operator.
 
     Attributes:
         collectives: None, or whose `entering(func, args)` and `left()` are called around each.
@@ -194,7 +187,6 @@ class StorageCounter(ObservingMode):
         self._lending = Lending()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count the storages that it makes."""
         if types and any(map(opens_itself, types)):
             if is_fake(types):
                 return func(*args, **(kwargs or {}))
@@ -224,7 +216,6 @@ class StorageCounter(ObservingMode):
         return out
 
     def _see(self, tensor: torch.Tensor, *, makes: bool) -> None:
-        """Count the storage of an operator's output if the operator made it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
@@ -239,7 +230,6 @@ class StorageCounter(ObservingMode):
             self._change(key, nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Correct the count after a storage changed its size."""
         known = self._known.get(storage._cdata)
         if known is not None:
             self._known[storage._cdata] = (known[0], storage.nbytes())
@@ -258,5 +248,4 @@ class StorageCounter(ObservingMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def settle(self) -> None:
-        """Let go of what collectives that are over were lent."""
         self._lending.let_go()

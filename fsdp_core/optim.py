@@ -15,11 +15,9 @@ class AdamW:
     """One step over (name, weight, gradient) that stay where they are. Empty ones are left out.
 
     Attributes:
-        names: of the weights that are updated, in order.
         lr: float32 scalar tensor on the device; write it in place.
         step_count: float32 scalar tensor, the number of steps taken.
-        params, grads: weights and gradients that are left, in order.
-        exp_avg, exp_avg_sq: first and second moments, like the weights.
+        names, params, grads, exp_avg, exp_avg_sq: of the weights that are left, in order.
     """
 
     def __init__(

@@ -5,19 +5,18 @@
     loaded = load(folder, model, optimizer)             all ranks; any world, any strategy
 
 Main weights, buffers, optimizer states and hyperparameters, and `extra`; no gradients, no random
-numbers. What is loaded may have another number of ranks, another strategy, other units, or none:
-tensors are called by parameter names and hold true row offsets. `torch.distributed.checkpoint.load`
-reads the folders too, under `model.<name>` and `optimizer.state.<name>.<key>`.
+numbers. Tensors are called by parameter names and hold true row offsets, so what is loaded may have
+other ranks, strategies or units, or none; `torch.distributed.checkpoint.load` reads the folders,
+too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
 What modules say is cut over an axis, tensor or expert parallel, is stored as the tensor of the
-model that is not cut: any product of layouts, or one process, loads what any other has saved.
-Copies of a piece that ranks share are compared, so a save of ranks that have drifted apart fails.
-Modules of another library have the same names (`parallel.global_names`), and beside them states of
-their own, such as scales of eight-bit numbers: who has none takes none, and who finds none keeps
-what it has and warns.
+model that is not cut. Copies of a piece that ranks share are compared, so a save of ranks that have
+drifted apart fails. Modules of another library have the same names (`parallel.param_sharding`), and
+states of their own, such as scales of eight-bit numbers: who has none takes none, and who finds
+none keeps what it has and warns.
 
 `files` says why a crash harms no complete checkpoint, `state` what is stored. Ranks talk over a
-gloo group of their own, made by the first call. What fails on one rank raises on all of them.
+gloo group of their own. What fails on one rank raises on all of them.
 """
 
 import contextlib
@@ -104,9 +103,7 @@ class Fit:
         """Fill `targets`; global names of this rank's parameters and buffers.
 
         If `are_stages`, the model may be a part of the one that was saved; see `check_complete`.
-
-        Raises:
-            ValueError: names, shapes, dtypes or the optimizer's type differ.
+        Raises `ValueError` where names, shapes, dtypes or the optimizer's type differ.
         """
         self._stored, self._stretched = metadata.state_dict_metadata, stretches_of(modules)
         names = self._choose_model(modules, are_stages=are_stages)
@@ -116,7 +113,6 @@ class Fit:
         return names
 
     def apply(self) -> None:
-        """Hand over what was read."""
         for step in self._apply:
             step()
 
@@ -243,9 +239,9 @@ class Fit:
     def _make_state(
         self, what: tuple[str, str], parameter: Any, part: Any, like: Any, entry: dict[str, Any]
     ) -> torch.Tensor:
-        """Enter a target for a state `like`, of the parameter or of its piece `part`.
+        """Enter a target for a state `like`, or None, of the parameter or of its piece `part`.
 
-        `what` is the global name and the state's key; `like` is None if there is no such state yet.
+        `what` is the global name and the state's key.
         """
         name, key = what
         stored, was_cut = self._stored[entry["$tensor"]], self._document["model"][name]["pieces"]
@@ -265,11 +261,7 @@ class Fit:
 
 
 def check_complete(saved: Collection[str], ranks: Sequence[set[str]]) -> None:
-    """Compare the names in a checkpoint with those of all ranks together.
-
-    Raises:
-        ValueError: no rank has what the checkpoint holds.
-    """
+    """Refuse (`ValueError`) a checkpoint that holds what no rank has, or the other way round."""
     found = set().union(*ranks)
     _check_names(
         "parameters and buffers over all stages", _needed(found, saved), _needed(saved, found)
@@ -313,13 +305,7 @@ Model = nn.Module | Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded beside model and optimizer.
-
-    Attributes:
-        step: of the checkpoint.
-        extra: as it was saved.
-        path: the checkpoint.
-    """
+    """What was loaded beside model and optimizer: the step, `extra` as saved, the checkpoint."""
 
     step: int
     extra: dict[str, Any]
@@ -452,8 +438,6 @@ def _modules(model: Model) -> Modules:
 
 
 class _Ranks:
-    """The ranks that save or load, and what becomes of their errors."""
-
     def __init__(self, doing: str) -> None:
         self.doing = doing
         in_use = dist.is_initialized()
@@ -465,7 +449,6 @@ class _Ranks:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise what failed on any rank, on every rank, in one line."""
         try:
             yield
         except CheckpointException as error:
@@ -482,7 +465,6 @@ class _Ranks:
             raise CheckpointError(text) from error
 
     def leave(self, error: BaseException) -> None:
-        """Close the own group, so that ranks that wait for this one learn of it at once."""
         if self.group is not None:
             own, self.group, self.wrapper.group = self.group, None, None
             self.options.clear()

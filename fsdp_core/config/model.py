@@ -1,8 +1,8 @@
 """Shapes of the decoder: attention (GQA or MLA), feed-forward (dense, or experts), presets.
 
     attention: gqa    N query heads, K key-value heads, all `head_dim` wide, RoPE on all of it
-    attention: mla    keys and values of all heads come from one latent of `kv_lora_rank`, queries
-                      from the hidden state or a latent of `q_lora_rank`; a query or key head is
+    attention: mla    keys and values come from one latent of `kv_lora_rank`, queries from the
+                      hidden state or a latent of `q_lora_rank`; a query or key head is
                       `qk_nope_head_dim` without position and `qk_rope_head_dim` with RoPE; a value
                       head is `v_head_dim` (DeepSeek-V2, 2024)
     experts: 0        every layer has a SwiGLU of width `ffn`
@@ -130,21 +130,17 @@ class ModelConfig:
 
     @property
     def v_dim(self) -> int:
-        """Width of one value head."""
         return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Width of the part of a query or key head that RoPE turns."""
         return self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer of that number, from 0, has experts in place of a dense SwiGLU."""
         return self.experts > 0 and layer >= self.first_dense_layers
 
     @property
     def has_dense_ffn(self) -> bool:
-        """Whether any layer has a dense SwiGLU."""
         return self.experts == 0 or self.first_dense_layers > 0
 
 
@@ -274,11 +270,7 @@ overrides: `layers` first, then `hidden`, `ffn` and `expert_ffn`."""
 
 
 def model_from_preset(preset: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Build a `ModelConfig` from a preset's name and overriding fields.
-
-    Raises:
-        ConfigError: unknown preset, unknown field, or a shape rule broken.
-    """
+    """A preset with overriding fields (`ConfigError`: unknown names, or a rule broken)."""
     if preset not in MODEL_PRESETS:
         legal = tuple(MODEL_PRESETS)
         raise ConfigError("preset", expected="one of the legal values", got=preset, legal=legal)

@@ -58,7 +58,6 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the layout."""
         return self.pp * self.stage_size
 
     @property
@@ -78,7 +77,7 @@ class ParallelConfig:
 
 
 class Layout(NamedTuple):
-    """What joins degrees and a model: what is trained, over what, and in how many microbatches."""
+    """What joins degrees and a model."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -164,7 +163,6 @@ def _cp_cuts_seq(layout: Layout) -> None:
 
 
 def _dynamic_cp_cuts_seq(layout: Layout) -> None:
-    """Of size 1, too: packed sequences are padded to it where one rank has them whole."""
     for size in layout.parallel.dynamic_cp:
         _cuts_seq(layout, "dynamic_cp", size, "2 * size")
 

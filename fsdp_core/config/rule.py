@@ -1,8 +1,4 @@
-"""Rules as data, and what a broken one says.
-
-The tables are `MODEL_RULES`, `PARALLEL_RULES`, `LAYOUT_RULES` and `RUN_RULES`, each in the order in
-which it is checked; `fsdp_core.config.RULES` has all of them by what they are about.
-"""
+"""Rules as data, and what a broken one says; `fsdp_core.config.RULES` has all of them."""
 
 import dataclasses
 import functools
@@ -20,7 +16,6 @@ class ConfigError(ValueError):
     Attributes:
         key: dotted key of the value at fault, relative to the object that raised.
         expected: what the rule asks for, in words.
-        got: the value that was given.
         legal: the legal values, if they can be listed.
         rule: name of the rule in the tables of rules; empty for the type or range of one value.
     """
@@ -58,7 +53,6 @@ class Rule(Generic[T]):
         name: unique among all rules; error messages end with it.
         message: one line that says what is asked, and why where that is not plain.
         breaks: whether a subject breaks it; it may raise the `ConfigError` itself.
-        key: dotted key of the value at fault.
         expected: what is asked for, in words; `{0.heads}` stands for the subject's `heads`.
         legal: the legal values, if they can be listed.
         alone: axes whose degree breaks the rule whatever the others are, if it breaks it in a
@@ -74,7 +68,6 @@ class Rule(Generic[T]):
     alone: tuple[str, ...] = ()
 
     def check(self, subject: T) -> None:
-        """Refuse a subject that breaks the rule (`ConfigError`)."""
         try:
             if self.breaks(subject):
                 refuse(subject, self.key, self.expected.format(subject), self.legal)
@@ -106,7 +99,7 @@ def refuse(subject: object, key: str, expected: str, legal: tuple[object, ...] =
 
 
 def keep_defaults(subject: Any, keys: Iterable[str], why: str, part: str = "") -> None:
-    """See that keys that would mean nothing were left alone, in `subject` or a part of it."""
+    """Refuse values of keys that would mean nothing, in `subject` or a part of it."""
     owner = getattr(subject, part) if part else subject
     defaults = {field.name: field.default for field in dataclasses.fields(owner)}
     for key in keys:

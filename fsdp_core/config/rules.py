@@ -230,7 +230,6 @@ class TapPattern(NamedTuple):
     kind: str
 
     def matches(self, name: str) -> bool:
-        """Whether a module of that dotted name is meant."""
         wild = {"**": ".*", "*": r"[^.]*", ".": r"\."}
         expression = re.sub(r"\*\*|\*|\.", lambda found: wild[found[0]], self.modules)
         return re.fullmatch(expression, name) is not None

@@ -170,7 +170,6 @@ class TrainConfig:
         obey_all(self)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows that step."""
         return self.evaluate_every > 0 and (step + 1) % self.evaluate_every == 0
 
     @property
@@ -199,11 +198,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "TrainConfig":
-        """Rebuild a configuration from `to_dict`'s output.
-
-        Raises:
-            ConfigError: unknown or missing key, or a rule broken.
-        """
+        """The inverse of `to_dict` (`ConfigError`: unknown or missing key, or a rule broken)."""
         values = {key: _from_plain(value) for key, value in plain.items()}
         _require_known(cls, values, "the run")
         for key, part in _PARTS.items():

@@ -7,14 +7,13 @@ gather_from          all-gather               reduce-scatter
 reduce_scatter_to    reduce-scatter           all-gather
 all_to_all           all-to-all               all-to-all, the other way
 
-`copy_to` and `reduce_from` are the pair that Shoeybi et al. (2019) call f and g; the pair of the
-sequence-parallel region is from Korthikanti et al. (2022).
+`copy_to` and `reduce_from` are f and g of Shoeybi et al. (2019); the next pair, of the
+sequence-parallel region, is from Korthikanti et al. (2022).
 
-Sums are in the tensor's dtype. On an axis of one rank every function returns its input: callers
-need no case of their own, and the group of one is never asked. The operators are torch's functional
-collectives, which the compiler and graphs of both makers take as they are, without host sync; not
-their differentiable variants, which accept a second derivative. Here it is refused, as it would
-leave out what other ranks contribute.
+Sums are in the tensor's dtype. On an axis of one rank every function returns its input. The
+operators are torch's functional collectives, which the compiler and graphs of both makers take as
+they are, without host sync; not their differentiable variants, which accept a second derivative:
+here it is refused, as it would leave out what other ranks contribute.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,9 +61,8 @@ def all_to_all(
     """Rows (dim 0) of every rank to every rank.
 
     Args:
-        input_splits: rows that go to each rank, in the order in which they lie in `x`.
-        output_splits: rows that come from each rank, in rank order. Without splits every rank
-            gets, and gives, equal parts.
+        input_splits: rows that go to each rank, in the order in which they lie in `x`; None: equal.
+        output_splits: rows that come from each rank, in rank order; None: equal parts.
     """
     if axis.size == 1:
         return x

@@ -1,17 +1,15 @@
 """Which tokens a context-parallel rank has, as index arithmetic, and context sizes that change.
 
-A causal query late in a sequence sees more keys than an early one. So each sequence is cut into
-2 * size equal chunks, and a rank takes one from either end; every rank then has the same work
-(zigzag order, as in Llama 3 and in ring attention with load balance).
+Each sequence is cut into 2 * size equal chunks, and a rank takes one from either end, so every rank
+has the same causal work (zigzag order, as in Llama 3).
 
     size 4        | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |       chunks of a sequence
     rank            0   1   2   3   3   2   1   0
     on rank 1     | 1 | 6 |                               early half, late half
 
-Packed sequences lie one after another in a row of tokens, each cut on its own: a rank has the early
-and the late half of the first sequence, then those of the second, and so on. All sizes are fixed by
-the row's capacity, and where sequences begin is data: so is everything here that depends on it, and
-a graph that holds these operators follows new offsets without the host looking at them.
+Packed sequences lie one after another in a row of tokens, each cut on its own. All sizes are fixed
+by the row's capacity, where sequences begin is data: a graph that holds these operators follows new
+offsets without the host looking at them.
 
 The size may change from microbatch to microbatch: the dp x cp ranks, in order of rank, form groups
 of `size` neighbours, each of which works on one pack of sequences, cut over its ranks:
@@ -20,9 +18,8 @@ of `size` neighbours, each of which works on one pack of sequences, cut over its
     size 1     a b c d e f g h       8 packs of C tokens
     size 4     a a a a b b b b       2 packs of 4 C tokens
 
-A rank has C tokens whatever the size, so shapes on a rank never change. Groups are made once: a
-graph holds the communicator that it was captured with, and a group made again for the same ranks
-is another one.
+A rank has C tokens whatever the size. Groups are made once: a graph holds the communicator that it
+was captured with.
 
 B batch, T local tokens, S sequences.
 """
@@ -38,7 +35,6 @@ from fsdp_core.parallel.mesh import Axis, world_timeout
 
 
 def _chunk_length(length: int, size: int) -> int:
-    """Tokens of one of 2 * size chunks of a sequence of `length` tokens."""
     if length < 1 or length % (2 * size):
         raise ValueError(
             f"Expected a sequence length that is a multiple of {2 * size} (2 * cp {size}), "
@@ -91,10 +87,7 @@ class Rows:
         return whole.index_select(1, self.index)
 
     def spread(self, part: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[B, m, ...] -> [B, n, ...], `fill` in rows that were not chosen.
-
-        A gather, not a scatter: no order of additions to depend on.
-        """
+        """[B, m, ...] -> [B, n, ...], `fill` in rows that were not chosen; no scatter."""
         absent = part.new_full((part.shape[0], 1, *part.shape[2:]), fill)
         return torch.cat((part, absent), 1).index_select(1, self.inverse)
 
@@ -140,8 +133,7 @@ class ContextPlan:
     def ring_block(self, source: int) -> Block:
         """What this rank's queries see of the keys of rank `source`.
 
-        Of an earlier rank's keys the early half, which lies before all queries here; of a later
-        rank's keys both halves, but only from the late half of the queries.
+        Of an earlier rank's keys the early half; of a later rank's both, from the late queries.
         """
         if source == self.rank:
             return Block(None, None, self.spans, self.spans, causal=True)
@@ -174,9 +166,7 @@ def dense_plan(length: int, size: int, rank: int, device: torch.device) -> Conte
 def packed_plan(
     lengths: torch.Tensor, padded_offsets: torch.Tensor, total: int, size: int, rank: int
 ) -> ContextPlan:
-    """The plan of one row of packed sequences.
-
-    Operators only: nothing is read on the host, so a graph can hold it and follow new offsets.
+    """The plan of one row of packed sequences; operators only, so a graph can hold it.
 
     Args:
         lengths: int [S], valid tokens of each sequence; the rest of its tokens is padding.
@@ -201,15 +191,7 @@ def packed_plan(
 def _zigzag(
     starts: torch.Tensor, total: int, size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[Rows, Rows] | None]:
-    """A rank's tokens of a row of `total`, each sequence of which is cut into 2 * size chunks.
-
-    Args:
-        starts: int64 [S + 1], first token of each sequence in the row, and the row's length.
-
-    Returns:
-        int64 [T], place of each token in the row, and its sequence; and the tokens of the early and
-        of the late chunks, None for size 1.
-    """
+    """Of a rank's tokens of a row of `total`: place in the row, sequence, early and late chunks."""
     sequence, inside = _place(starts // size, total // size)
     chunk = (starts[1:] - starts[:-1])[sequence] // (2 * size)
     late = inside >= chunk
@@ -315,7 +297,6 @@ class DynamicContext:
 
 
 def _make_groups(rows: Sequence[Sequence[int]], size: int, me: int) -> dist.ProcessGroup:
-    """Make all groups of `size` neighbours, in the same order on every rank; the one with `me`."""
     found = None
     for row in rows:
         for start in range(0, len(row), size):

@@ -1,10 +1,6 @@
 """The axes, process groups and meshes of a layout, over the ranks of the default process group.
 
-    dense     (pp, dp_outer, dp, cp, tp)    tp fastest
-    expert    (pp, edp, ep, etp)            etp fastest, over the same ranks
-
-`fsdp_core.layouts` has the arithmetic. Degree 1 goes through the same code as any other: an axis of
-size 1 has a process group of one rank.
+`fsdp_core.layouts` has the arithmetic. An axis of size 1 has a process group of one rank.
 """
 
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ _SHARDED_OVER = ("dp", "dp_outer", "edp")
 class Axis:
     """One parallel axis as this rank sees it: its name in `AXES`, and this rank's coordinate.
 
-    The group has the ranks along the axis in the order of their coordinates, one where `size` is 1.
+    The group has the ranks along the axis in the order of their coordinates.
     """
 
     name: str
@@ -90,14 +86,10 @@ def world_timeout() -> timedelta:
 
 
 def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
-    """All axes of a layout, as this rank sees them.
+    """All axes of a layout, as this rank sees them (`ValueError`: not for so many ranks).
 
-    Collective: every rank of the default group calls it, with the same layout. Call it once a run
-    and hand the result on: groups made again for the same ranks are other groups, and what was
-    captured with the first ones does not work with the second.
-
-    Raises:
-        ValueError: the degrees do not multiply to the number of ranks.
+    Collective. Call it once a run and hand the result on: groups made again for the same ranks are
+    other groups, and what was captured with the first ones does not work with the second.
     """
     if parallel.world_size != dist.get_world_size():
         expected, got = parallel.world_size, dist.get_world_size()
@@ -126,9 +118,9 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
 class _Groups:
     """Makes each process group once; axes that cut the ranks alike share it.
 
-    Only within two families, though: FSDP gathers and reduces on streams of its own, beside what
-    the layers exchange, and one communicator would put both into one queue, or, where a graph holds
-    the layers' part, into two queues that know nothing of each other.
+    Only within two families, though: FSDP communicates on streams of its own, beside the layers.
+    One communicator would put both into one queue, or, where a graph holds the layers' part, into
+    two queues that know nothing of each other.
     """
 
     def __init__(self, parallel: ParallelConfig, device: Device) -> None:
@@ -136,7 +128,6 @@ class _Groups:
         self.made: dict[tuple[bool, Partition], dist.ProcessGroup] = {}
 
     def group(self, axes: str | tuple[str, ...]) -> dist.ProcessGroup:
-        """This rank's group along `axes`."""
         partition = groups(self.parallel, axes)
         for_fsdp = not isinstance(axes, str) or axes in _SHARDED_OVER
         if len(partition) == self.parallel.world_size:
@@ -177,11 +168,7 @@ def _make_group(partition: Partition, device: Device, name: str) -> dist.Process
 def _whole_mesh(
     device: Device, shape: tuple[int, ...], named: dict[str, dist.ProcessGroup]
 ) -> DeviceMesh:
-    """A mesh of all ranks over groups that exist.
-
-    FSDP's meshes are slices of it: what torch derives from a slice, such as its axes as one, it
-    makes for all ranks at once, where a mesh of one stage's ranks alone would make it for those.
-    """
+    """A mesh of all ranks over groups that exist, of which FSDP has slices."""
     ranks = torch.arange(dist.get_world_size()).view(shape)
     return DeviceMesh.from_group(
         list(named.values()), device.kind, mesh=ranks, mesh_dim_names=tuple(named)

@@ -3,8 +3,7 @@
     global [6, 4]  --Cut("tp", dim=0, axis_size=2, index=1)-->  rows 3, 4, 5
                    --then Cut("etp", dim=1, axis_size=2, index=0)-->  of those, columns 0 and 1
 
-Cuts are applied in order, also where two cut the same dim: the second cuts what the first left. A
-parameter without any is replicated.
+Cuts are applied in order, also where two cut the same dim. Without any, a parameter is replicated.
 
 A checkpoint, a seed and a comparison know the names and shapes of the whole model as torch has it,
 `layers.7.attn.attention.wq.weight`. Some parameters of libraries are made of several such tensors:
@@ -38,11 +37,7 @@ Cuts = tuple[Cut, ...]
 
 
 def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
-    """Length of one rank's chunk of `total`.
-
-    Raises:
-        ValueError: `total` is not a multiple of the ranks; names `what` it is.
-    """
+    """Length of one rank's chunk of `total` (`ValueError`: it is no multiple of the ranks)."""
     if total % axis_size:
         raise ValueError(
             f"Expected {what} to be a multiple of the {axis_size} ranks of axis {axis_name}, "

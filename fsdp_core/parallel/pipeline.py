@@ -5,17 +5,13 @@
                      last stage    stage(activation, microbatch=slot, **keywords) -> scalar loss
 
 An activation is a tensor of the agreed shape. Graphs are kept by microbatch slot, so a stage is
-always given the one that it is in.
-
-What is kept between forward and backward of a microbatch: what autograd saved, the received
-activation (the leaf whose gradient goes back), and of the output only its place in the autograd
-graph. The output itself is freed once it is sent, unless autograd saved it. On top come at most the
-tensors that are being sent or were received ahead of their use: those of one exchange.
+always given the one that it is in. Kept between forward and backward of a microbatch are what
+autograd saved, the received activation (the leaf whose gradient goes back), and the output's place
+in the autograd graph; the output itself is freed once it is sent, unless autograd saved it.
 
 **Bits.** Every stage takes the microbatches in their order, forward and backward, and gradients are
 added up in that order, so losses and gradients have the bits of a loop over microbatches in one
-process, whatever pp and chunks are. Sharded stages reduce after each backward, as such a loop does.
-Random numbers are the exception: each rank draws them in the order of its own actions.
+process, whatever pp and chunks are. Random numbers are drawn in the order of a rank's own actions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,9 +74,7 @@ class Pipeline:
 
     Args:
         stages: this rank's chunks in order: with pp ranks, stages rank, rank + pp, ...
-        axis: the pipeline axis.
         activation: what each stage but the last gives to the next.
-        device: of the stages.
         num_slots: microbatch i is in slot i % num_slots.
         copy_sent: send copies. For stages that return memory which their next call overwrites, as
             graphs do: a send may be under way by then.
@@ -253,10 +247,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def set_last_backward(stage: nn.Module, *, is_last: bool) -> None:
-    """Say whether a stage's next backward is the last before the optimizer.
-
-    To its outermost sharded modules, of ours or of torch's `fully_shard`.
-    """
+    """Tell outermost sharded modules whether the next backward is the last of the step."""
     setter = getattr(stage, "set_is_last_backward", None)
     if setter is not None:
         setter(is_last)

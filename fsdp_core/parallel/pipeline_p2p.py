@@ -5,10 +5,9 @@
     finish  waits for what is still being sent
 
 A tensor that is sent is held until it is gone: on the CPU until the next exchange, which waits for
-it; on CUDA until the next exchange that finds it done, which asks and does not wait. Messages carry
-no header. What makes each one meet its receive is their order, which all ranks take from one
-program; that they do, and that they expect the same shape, is compared once, before the first
-message, and links to both neighbours are opened then.
+it; on CUDA until the next exchange that finds it done. Messages carry no header: their order, which
+all ranks take from one program, makes each meet its receive. That they run the same, and expect the
+same shape, is compared once, before the first message.
 """
 
 import contextlib
@@ -40,8 +39,6 @@ class TransferFailed(RuntimeError):
 
 @dataclass
 class _Posted:
-    """One transfer under way; the tensor lives as long as this does."""
-
     transfer: Transfer
     tensor: torch.Tensor
     works: list[Any]
@@ -51,10 +48,7 @@ class Transfers:
     """Sends and receives of one rank over the pipeline axis, for one pass.
 
     Stage s is on rank s % size of the axis; `spec` is what crosses every boundary, either way.
-
-    Raises:
-        TransferFailed: by every method, where a neighbour is gone or does not take part within the
-            timeout of the group.
+    Every method raises `TransferFailed` where a neighbour is gone, or does not take part in time.
     """
 
     def __init__(self, axis: Axis, spec: TensorSpec, device: torch.device) -> None:
@@ -100,8 +94,7 @@ class Transfers:
     def _let_go(self) -> None:
         """Release what is sent: what is known to be, or what is waited for where nobody can ask.
 
-        That is on the CPU, where a send ends when the neighbour takes it, and inside a capture. The
-        programs allow waits this early: they run where each exchange blocks as a whole.
+        That is on the CPU, where a send ends when the neighbour takes it, and inside a capture.
         """
         asks = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         under_way = []
@@ -129,11 +122,7 @@ class Transfers:
 
 
 def compare_facts(axis: Axis, facts: Mapping[str, str]) -> None:
-    """Meet all ranks of the axis and compare what they run; collective.
-
-    Raises:
-        ValueError: ranks differ in a fact; on every rank, with what each has.
-    """
+    """Compare what all ranks of the axis run (`ValueError`: it differs); collective."""
     gathered: list[Any] = [None] * axis.size
     with _naming(f"all ranks of {axis.name} to compare what they run"):
         dist.all_gather_object(gathered, dict(facts), group=axis.group)
@@ -148,8 +137,7 @@ def open_links(axis: Axis, device: torch.device) -> None:
     """Meet both neighbours once, in one batch that is the same on every rank; collective.
 
     NCCL connects two ranks at their first message, in an exchange that takes both to have the same
-    sends and receives in their batch. The batches of a schedule differ: one rank sends and
-    receives where its neighbour only receives. Connected before, they may.
+    sends and receives in their batch, as batches of a schedule have not.
     """
     neighbours = sorted({(axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size})
     operations = [

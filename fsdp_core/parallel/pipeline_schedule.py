@@ -13,14 +13,12 @@
         rank 3   . . . 0 a a 1 b b 2 c c 3 d d 4 e e 5 f f
 
 Schedules are those of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (2021), section 2.2. The first rank begins with a warm-up of forwards,
-each later one with fewer; then forward and backward alternate; then come the backwards left over.
+Clusters Using Megatron-LM" (2021), section 2.2.
 
-Why no program can deadlock: `programs` puts all actions and transfers of all ranks into one total
-order, that of a simulated run, and a program is the part of one rank. The first transfer of that
-order that is not done has nothing before it on either side that is not done, so it is done next.
-This holds where each send and receive blocks, and where transfers between two actions are one
-batch that blocks as a whole; a runner that waits later than that waits for less.
+No program can deadlock: a program is one rank's part of a total order of all actions and transfers,
+that of a simulated run. The first transfer of that order that is not done has nothing before it on
+either side, so it is done next. This holds where each send and receive blocks, and where transfers
+between two actions are one batch; a runner that waits later waits for less.
 
 Standard library only: the checks of a run without torch use it.
 """
@@ -80,24 +78,20 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Pieces of the model."""
         return self.pp * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage."""
         return stage % self.pp
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that is the `chunk`-th of a rank."""
         return chunk * self.pp + rank
 
 
 def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool = True) -> Schedule:
     """1F1B for one chunk a rank, interleaved 1F1B for more; forwards only where nothing trains.
 
-    1F1B (PipeDream-flush) warms rank r up with pp - 1 - r forwards. Interleaved, groups of pp
-    microbatches go through a rank's chunks one after another, and rank r warms up with
-    2 * (pp - 1 - r) + (chunks - 1) * pp.
+    1F1B (PipeDream-flush) warms rank r up with pp - 1 - r forwards; interleaved, groups of pp
+    microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp.
 
     Raises:
         ValueError: no microbatches, or training with chunks > 1 and microbatches no multiple of pp.
@@ -132,11 +126,7 @@ def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool 
 
 
 def slots_needed(schedule: Schedule) -> int:
-    """Microbatch slots a chunk needs so that none is taken before its backward, on any rank.
-
-    Slots are used in turn, microbatch i in slot i % slots: what keeps a pass between forward and
-    backward (a graph's memory) then holds no other one's.
-    """
+    """Microbatch slots a chunk needs, used in turn, so that none is taken before its backward."""
     needed = 1
     for actions in schedule.actions if schedule.is_training else ():
         oldest = [0] * schedule.chunks
@@ -152,7 +142,7 @@ def split_layers(num_layers: int, pp: int, chunks: int = 1) -> tuple[tuple[range
     """Numbers of the layers of every (rank, chunk), in the order of the model, as even as can be.
 
     What does not divide goes to the later stages, which keep fewer microbatches, but to the last
-    one only at the end, as it has the head: 10 layers over pp 4 are 2 | 3 | 3 | 2.
+    one, which has the head, only at the end: 10 layers over pp 4 are 2 | 3 | 3 | 2.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -177,7 +167,7 @@ def programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Every rank's actions with the exchanges between them.
 
     A transfer stands at the end of the action that makes its tensor: on the sender's side before
-    its next action, on the receiver's side between the actions that begin before and after that.
+    its next action, on the receiver's between the actions that begin before and after that.
     """
     times = timeline(schedule)
     transfers = sorted(
@@ -231,7 +221,6 @@ def _needs(schedule: Schedule, stage: int, action: Action) -> list[tuple[bool, i
 
 
 def _result(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """What an action makes for another rank."""
     stage = schedule.stage_of(rank, action.chunk)
     target = stage + 1 if action.is_forward else stage - 1
     if schedule.pp == 1 or not 0 <= target < schedule.num_stages:

@@ -5,19 +5,17 @@
     shared = streams.equal_over("tp")   ranks that differ in tp alone draw the same: replicated ones
 
 A stream is a generator seeded by what it is equal over and by this rank's coordinates on the other
-axes, so ranks agree, or differ, without talking to each other. Kernels draw from the default
-generator of their device, so that is what a stream takes the place of while it is active:
+axes. While it is active it takes the place of the device's default generator, of which kernels
+draw:
 
     on CUDA    the default generator is pointed at the stream's state (`graphsafe_set_state`), and
                back. No sync, and a CUDA graph replays it, if the stream's `generator` was
                registered with it before its capture (`CUDAGraph.register_generator_state`).
     on the CPU the default generator and the tensor `state` exchange their contents, by an operator
-               of its own: the host graph records it, undoes its effect on `state` after the
-               capture, and repeats it at each replay.
+               that the host graph records, undoes after the capture, and repeats at each replay.
 
 Make every stream when the model is built. Activations that are computed again in the backward pass
-must be given the numbers of the first time: `checkpoint_contexts`; drawing in a backward pass
-without it raises.
+must be given the numbers of the first time, by `checkpoint_contexts`.
 """
 
 import contextlib
@@ -117,10 +115,9 @@ class RandomStreams:
         self._recomputing = False
 
     def equal_over(self, *names: str) -> RandomStream:
-        """The stream that ranks share which differ on the axes `names` alone.
+        """The stream that ranks share which differ on the axes `names` alone: always one object.
 
-        The same object each time. Streams equal over different axes are independent of each other,
-        also where the axes have one rank.
+        Streams equal over different axes are independent, also where the axes have one rank.
         """
         assert set(names) <= self._axes.keys(), f"{names} are not all of {[*self._axes]}"
         shared = "+".join(sorted(names)) or "nothing"
@@ -132,7 +129,6 @@ class RandomStreams:
 
     @property
     def streams(self) -> tuple[RandomStream, ...]:
-        """Every stream that was made, in the order in which they were first asked for."""
         return tuple(self._streams.values())
 
     @property
@@ -141,11 +137,9 @@ class RandomStreams:
         return tuple(s.generator for s in self._streams.values() if s.generator is not None)
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Copies of the states, by the streams' names."""
         return {name: stream.get_state() for name, stream in self._streams.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put back what `get_states` returned, of the streams that there are."""
         assert states.keys() == self._streams.keys(), (sorted(self._streams), sorted(states))
         for name, state in states.items():
             self._streams[name].set_state(state)
@@ -153,8 +147,7 @@ class RandomStreams:
     def checkpoint_contexts(self) -> Contexts:
         """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
-        The second run of what is checkpointed draws the numbers of the first, and leaves the
-        streams as it found them.
+        The second run draws the numbers of the first, and leaves the streams as it found them.
         """
         states: dict[str, torch.Tensor] = {}
         return self._remember(states), self._repeat(states)
@@ -187,7 +180,6 @@ class RandomStreams:
     # The compiler would move the drawing past the change of state.
     @torch.compiler.disable
     def enter(self, stream: RandomStream) -> None:
-        """Note that `stream` becomes active."""
         if self.drawing is not None:
             raise RuntimeError(
                 f"Expected no active random stream, got {self.drawing.name!r} while entering "
@@ -210,7 +202,6 @@ def _seed(seed: int, name: str) -> int:
 
 @torch.library.custom_op("fsdp_core::exchange_random_state", mutates_args=("state",))
 def _exchange_state(state: torch.Tensor) -> None:
-    """Exchange the state of the CPU's default generator with `state`."""
     current = torch.default_generator.get_state()
     torch.default_generator.set_state(state)
     state.copy_(current)

@@ -9,14 +9,12 @@
 and under sequence parallel what is whole between the pairs is cut along T: a column layer's input
 is [B, T / tp, in], gathered before the product, a row layer's output is [B, T / tp, out], summed
 and scattered after it. B batch, T time, H hidden, V vocabulary. (Shoeybi et al., 2019; Korthikanti
-et al., 2022.) No rank ever has more than its V / tp columns of the logits.
+et al., 2022.)
 
-Several column layers of one input (q, k and v; gate and up) share what comes before the product:
+Column layers of one input (q, k and v; gate and up) share one gather, and one sum of gradients:
 
     whole = enter(x, axis, sequence_parallel=...)
     gate, up = layer_gate(whole, entered=True), layer_up(whole, entered=True)
-
-which gathers once, and sums their gradients before it communicates them once.
 
 Weights are NaN until they are initialised or loaded: a layer that was forgotten shows.
 """
@@ -63,11 +61,7 @@ def leave(partial: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torc
 
 
 class _CutLayer(CutModule):
-    """A layer of one weight, of which each rank of `axis` has a chunk along `dim`.
-
-    Raises:
-        ValueError: the size of `dim`, which is called `what`, is not a multiple of the ranks.
-    """
+    """One weight, of which each rank of `axis` has a chunk along `dim`, called `what`."""
 
     weight: nn.Parameter
 
@@ -82,7 +76,6 @@ class _CutLayer(CutModule):
         self.register_cut("weight", weight, Cut(axis.name, dim, axis.size, axis.rank))
 
     def extra_repr(self) -> str:
-        """The local weight and the axis."""
         name, size = self.axis.name, self.axis.size
         shape, cut = list(self.weight.shape), self.sequence_parallel
         return f"weight={shape}, {name}={size}, sequence_parallel={cut}"
@@ -120,11 +113,10 @@ class RowLinear(_CutLayer):
 
 
 class VocabEmbedding(_CutLayer):
-    """An embedding whose rows are cut over `axis`.
+    """An embedding whose rows are cut over `axis`, with the bits of the whole one.
 
-    Equal in every bit to the embedding that is whole: all ranks but one add a negative zero, which
-    alone changes no number. A token outside the vocabulary is the error that `F.embedding` makes
-    of it.
+    All ranks but one add a negative zero, which alone changes no number. A token outside the
+    vocabulary is the error that `F.embedding` makes of it.
     """
 
     def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
@@ -143,8 +135,8 @@ class VocabEmbedding(_CutLayer):
 def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
     """Row of this rank, of `rows` a rank, for each global `index`, and whether the rank has it.
 
-    Others read row 0; an index outside the vocabulary reads past the end on every rank, so that the
-    operator that reads complains, on a GPU too, where nothing could be checked without a sync.
+    Others read row 0. An index outside the vocabulary reads past the end on every rank: the
+    operator that reads complains, on a GPU too, without a sync.
     """
     row = index - axis.rank * rows
     is_here = (row >= 0) & (row < rows)
@@ -158,12 +150,9 @@ def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, to
 def reduce_replicated(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A stand-in for a replicated parameter, whose gradient is summed over `axis`.
 
-    For a forward that uses a replicated parameter on a part of what the whole model uses it on: a
-    norm's weight under sequence parallel, which sees T / tp of the tokens, or the norm of queries
-    and keys, which sees this rank's heads. The sum is a part of the backward pass, so it is in any
-    graph that captures that, it comes once however often gradients accumulate, and it is done
-    before the gradient reaches FSDP. Where every rank uses the parameter on the same whole, a sum
-    would multiply its gradient by the number of ranks.
+    For a forward that uses it on a part of what the whole model uses it on: a norm's weight under
+    sequence parallel sees T / tp of the tokens. The sum is in the backward pass, so graphs hold it,
+    and comes before FSDP's. Where ranks use it on the same whole, a sum would be tp times too much.
     """
     return copy_to(parameter, axis)
 
@@ -171,8 +160,7 @@ def reduce_replicated(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
 def reduce_replicated_of(module: nn.Module, name: str, axis: Axis) -> None:
     """Make a module of any library use `reduce_replicated` for its own parameter `name`.
 
-    The module keeps the names of its parameters, its place in the model and its copies: it becomes
-    of a subclass whose forward runs with the stand-in in place of the parameter.
+    It becomes of a subclass whose forward runs with the stand-in in place of the parameter.
     """
     kind = type(module)
     assert module._parameters.get(name) is not None, f"no parameter {name} of {kind.__name__}"
@@ -208,24 +196,21 @@ def vocab_cross_entropy(
     """Cross entropy of each token over a vocabulary of which every rank has V / tp columns.
 
     Of its columns a rank finds the largest logit, the sum of exponentials relative to it, and the
-    target's logit; one all-gather of these three numbers a token brings them together, in rank
-    order, so every rank has the same bits. No tensor as large as the logits is made but their
-    gradient, in their dtype: `BLOCK_NUMEL` elements at a time are widened to float32 (float64
-    stays). Logits that are not contiguous are copied.
+    target's logit; one all-gather of these three numbers a token brings them together in rank
+    order, so every rank has the same bits. `BLOCK_NUMEL` elements at a time are widened to float32
+    (float64 stays); nothing as large as the logits is made but their gradient, in their dtype.
 
     Logits may be -inf (masked out of the vocabulary). Where the target is `IGNORED` or the mask is
-    off, loss and gradient are zero whatever the logits are, NaN included.
+    off, loss and gradient are zero whatever the logits are, NaN included. A target outside the
+    vocabulary is the error that `torch.gather` makes of it.
 
     Args:
-        logits: [..., V / tp], this rank's columns.
+        logits: [..., V / tp], this rank's columns; copied unless contiguous.
         targets: int64 [...], the same on every rank, in the whole vocabulary or `IGNORED`.
         loss_mask: bool [...], True where a token counts; None: all that are not `IGNORED`.
 
     Returns:
-        float32 [...] (float64 for float64 logits), the same on every rank. The mean over the tokens
-        that count is the caller's, who knows how many there are on the other ranks.
-
-    A target outside the vocabulary is the error that `torch.gather` makes of it.
+        float32 [...] (float64 for float64 logits), the same on every rank; not their mean.
     """
     shape = logits.shape[:-1]
     assert (targets.shape, targets.dtype) == (shape, torch.int64), (targets.shape, shape)
@@ -237,7 +222,6 @@ def vocab_cross_entropy(
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows of `logits` [N, V / tp] to widen at a time."""
     rows, columns = logits.shape
     step = max(1, BLOCK_NUMEL // max(1, columns))
     for start in range(0, rows, step):
@@ -286,11 +270,7 @@ def _exponentials(logits: torch.Tensor, top: torch.Tensor, wide: torch.dtype) ->
 
 
 def _join(mine: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Top, total relative to it, and target's logit over the whole vocabulary, out of each rank's.
-
-    Args:
-        mine: [3, N], the same three of this rank's columns.
-    """
+    """Top, total relative to it, and target's logit of all columns, from each rank's [3, N]."""
     parts = all_gather(mine[None], axis, 0)  # [tp, 3, N]
     tops, totals, hits = parts.unbind(1)
     top = tops.amax(dim=0)
