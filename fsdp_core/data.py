@@ -1,8 +1,5 @@
 """Training data as a pure function of (seed, step, data-parallel rank, microbatch).
 
-No state, no files of its own and no order of calls: any rank can produce any batch again, which is
-what a re-run, a resumed run and a bisection need. Two sources:
-
     synthetic   arithmetic sequences modulo the vocabulary, one token in eight replaced by a hash
     text        byte-level tokens of real files, cut at hashed offsets
 
@@ -46,7 +43,6 @@ class SyntheticTokens:
         self.vocab_size = vocab_size
 
     def window(self, key: int, length: int) -> npt.NDArray[np.int64]:
-        """`length` tokens decided by `key`."""
         first, stride = mix(key, 1) % self.vocab_size, 1 + mix(key, 2) % 7
         tokens = (first + stride * np.arange(length, dtype=np.int64)) % self.vocab_size
         noise = np.random.Generator(np.random.PCG64(mix(key, 3)))
@@ -64,11 +60,7 @@ class TextTokens:
         self._bytes = np.frombuffer(self.corpus, dtype=np.uint8)
 
     def window(self, key: int, length: int) -> npt.NDArray[np.int64]:
-        """`length` consecutive bytes from an offset decided by `key`.
-
-        Raises:
-            ValueError: the corpus is shorter than `length`.
-        """
+        """`length` bytes from an offset decided by `key` (`ValueError`: there are fewer)."""
         if len(self._bytes) < length:
             raise ValueError(
                 f"data.path: expected a corpus of at least {length} bytes, "
@@ -79,11 +71,7 @@ class TextTokens:
 
 
 def corpus_files(path: str | None) -> Iterator[Path]:
-    """The corpus' files in a fixed order: by default the standard library's `.py` sources.
-
-    Raises:
-        ValueError: `path` does not exist.
-    """
+    """The corpus' files in order; None: the standard library's (`ValueError`: no such path)."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix()):
@@ -141,7 +129,7 @@ class PackedDocuments:
     """Documents for packs that are cut over a number of ranks which changes by microbatch.
 
     A microbatch has a size: how many ranks share a pack of `tokens_per_rank` tokens a rank. One of
-    its documents is too long for the next smaller size, where there are such documents.
+    its documents is too long for the next smaller size.
 
     Attributes:
         sizes: that a microbatch may have, ascending.
@@ -159,7 +147,6 @@ class PackedDocuments:
     leaves_tail: bool = False
 
     def size(self, step: int, microbatch: int) -> int:
-        """The size of a microbatch, the same on every rank."""
         return self.sizes[mix(self.seed, step, microbatch, 1) % len(self.sizes)]
 
     def pack(self, step: int, microbatch: int, number: int) -> list[npt.NDArray[np.int64]]:

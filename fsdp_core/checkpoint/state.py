@@ -10,9 +10,8 @@
     dict             itself if its keys are words, else {"$items": [[key, value], ...]}
 
 Tensors go to torch DCP, which cuts and joins them: those that know their chunks (`RowSharded`,
-DTensor, `Piece`) piece by piece, plain ones once. Everything is called by parameter names, so
-neither ranks nor strategies nor the order of an optimizer's parameters are in it. A model is a list
-of modules: one, or a rank's stages of a pipeline, whose names are those of the whole model.
+DTensor, `Piece`) piece by piece, plain ones once. Everything is called by parameter names. A model
+is a list of modules: one, or a rank's stages, whose names are those of the whole model.
 
 A `Piece` is what a rank has of a tensor that tensor, expert or row parallelism cuts:
 
@@ -20,8 +19,7 @@ A `Piece` is what a rank has of a tensor that tensor, expert or row parallelism 
                     --FSDP cuts those rows, this rank has the last-->   rows 6 and 7
     piece           offsets (6, 0), sizes (2, 6), of shape (8, 6)
 
-So a checkpoint holds the tensor that is not cut, under its name, and any layout finds its own piece
-in it. A parameter that a library makes of several tensors, as of gate and up, is stored as these.
+A parameter that a library makes of several tensors, as of gate and up, is stored as these.
 
 A plain tensor that is not the same on all ranks, as BatchNorm's statistics, is stored for each rank
 under `rank<r>.<name>`, and once without. Pieces that several ranks have must be the same on all.
@@ -68,10 +66,7 @@ def stretches_of(modules: Iterable[nn.Module]) -> Stretched:
 
 
 def global_parts(name: str, value: Any, stretched: Stretched) -> dict[str, Any]:
-    """A parameter, or a state of its shape, by the names of the global tensors that it is of.
-
-    One that is not cut is returned as it is.
-    """
+    """A parameter, or a state of its shape, by names of global tensors; as it is if not cut."""
     if name not in stretched:
         return {name: value}
     return {each.name: Piece.of(value, each) for each in stretched[name]}
@@ -85,11 +80,7 @@ def global_names(name: str, stretched: Stretched) -> list[str]:
 class Piece(torch.Tensor):
     """A rank's part of a global tensor, plain or sharded by rows: what DCP asks of a tensor.
 
-    Of the global shape, and without operators. Build it with `of`.
-
-    Attributes:
-        part: the parameter that holds it, [rows, ...] or its rows on this rank.
-        stretch: which stretch of the parameter, and how the global tensor is cut.
+    Of the global shape, and without operators: a `stretch` of `part`, a parameter or its rows here.
     """
 
     part: torch.Tensor
@@ -97,7 +88,6 @@ class Piece(torch.Tensor):
 
     @classmethod
     def of(cls, part: torch.Tensor, stretch: Stretch) -> "Piece":
-        """The piece that a stretch of `part` is; no copy."""
         sizes = list(part.shape)
         if stretch.length is not None:
             sizes[stretch.dim] = stretch.length
@@ -113,7 +103,6 @@ class Piece(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: it is not there for arithmetic."""
         raise NotImplementedError(f"Expected nothing to compute with a Piece, got {func}.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -121,7 +110,6 @@ class Piece(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank has: the very memory."""
         return self._rows()[1]
 
     def _rows(self) -> tuple[int, torch.Tensor]:
@@ -249,11 +237,7 @@ def fsdp_groups(modules: Modules) -> list[Any]:
 
 
 def model_state(modules: Modules) -> dict[str, Any]:
-    """The model's state_dict, of parameters at rest even where units are gathered.
-
-    Raises:
-        ValueError: two of its tensors have one name.
-    """
+    """The state_dict, of parameters at rest even where gathered (`ValueError`: a name twice)."""
     at_rest = {
         id(gathered): parameter
         for group in fsdp_groups(modules)
@@ -273,11 +257,7 @@ def model_state(modules: Modules) -> dict[str, Any]:
 
 
 def saved_state(modules: Modules) -> dict[str, Any]:
-    """`model_state` by global names, with parameters that are cut as pieces of the global ones.
-
-    Raises:
-        ValueError: two parameters are of one global tensor.
-    """
+    """`model_state` by global names, what is cut as pieces (`ValueError`: one twice)."""
     stretched, found = stretches_of(modules), dict[str, Any]()
     for name, value in model_state(modules).items():
         parts = global_parts(name, value, stretched)
@@ -301,11 +281,7 @@ def _parameter_names(modules: Modules) -> dict[int, str]:
 
 @dataclass
 class OptimizerView:
-    """An optimizer by names of parameters.
-
-    Raises:
-        ValueError: it has a parameter that the model does not hold at rest.
-    """
+    """An optimizer by names of parameters (`ValueError`: one that is not of the model at rest)."""
 
     optimizer: torch.optim.Optimizer
     modules: Modules
@@ -346,7 +322,6 @@ class OptimizerView:
     def _pieces(
         self, index: int, states: dict[str, Any], stretched: Stretched
     ) -> dict[str, dict[str, Any]]:
-        """States of one parameter by global names; those of its shape are cut as it is."""
         name, parameter = self.names[index], self.parameters[index]
         parts = global_parts(name, parameter, stretched)
         if name not in stretched:
@@ -423,11 +398,8 @@ def merge(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """One tree of all ranks, and the plain tensors that differ, each with its first rank.
 
-    Args:
-        are_stages: ranks may have other parts of the model.
-
-    Raises:
-        ValueError: ranks differ in anything but that some have no rows of a parameter.
+    If `are_stages`, ranks may have other parts of the model. Raises `ValueError` where ranks differ
+    in anything but that some have no rows of a parameter.
     """
     first = ranks[0].tree
     if are_stages:
@@ -487,11 +459,7 @@ def rename_differing(
 
 
 def check_equal(ranks: list[dict[str, int]]) -> None:
-    """Compare checksums of pieces that several ranks have.
-
-    Raises:
-        ValueError: they differ; names the first.
-    """
+    """Compare checksums of pieces that several ranks have (`ValueError`: one differs)."""
     owners: dict[str, tuple[int, int]] = {}
     for number, rank in enumerate(ranks):
         for key, value in rank.items():
