@@ -75,7 +75,6 @@ class Masker:
     """Takes secrets out of texts."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """Know the secrets of an environment."""
         values = {value for name, value in environ.items() if is_telling(name)}
         in_urls = (re.match(r"[\w+.-]+://[^/@:]*:([^\s/]+)@", value) for value in environ.values())
         values |= {match[1] for match in in_urls if match}

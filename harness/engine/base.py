@@ -18,13 +18,9 @@ from harness.records import RunOutcome, RunSpec
 
 
 class Engine(ABC):
-    """Starts runs and says what happened to them; a `with` statement closes it.
+    """Starts runs and says what happened to them; a `with` statement closes it."""
 
-    Attributes:
-        slots: how many ranks may run at the same time.
-    """
-
-    slots: int
+    slots: int  # how many ranks may run at the same time
 
     @abstractmethod
     def check(self, spec: RunSpec) -> None:
@@ -76,7 +72,6 @@ class Slots:
         self._taken: dict[str, tuple[int, ...]] = {}
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start (`UsageError`)."""
         if spec.world_size < 1:
             raise UsageError(f"run {spec.key}: expected at least 1 rank, got {spec.world_size}")
         if spec.device == "cuda" and not self._devices:
@@ -88,7 +83,6 @@ class Slots:
             )
 
     def fits(self, spec: RunSpec) -> bool:
-        """Whether the run can start now."""
         full = self._jobs is not None and len(self._taken) >= self._jobs
         return not full and spec.world_size <= len(self._free)
 
@@ -103,11 +97,9 @@ class Slots:
         return tuple(self._devices[slot] for slot in mine) if spec.device == "cuda" else ()
 
     def pass_on(self, key: str, heir: str) -> None:
-        """Give the slots of a run to another one."""
         self._taken[heir] = self._taken.pop(key)
 
     def release(self, key: str) -> None:
-        """Give the slots of a run back."""
         self._free |= set(self._taken.pop(key))
 
 

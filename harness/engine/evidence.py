@@ -71,29 +71,23 @@ _FRAME = re.compile(r"coredump:\s+#\d+\s+0x[0-9a-f]+\s+(\S.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Json):
-    """A collective that a rank has entered, over or not, the `number`-th of the group `key`.
+    """A collective that a rank has entered, over or not; what is not known is "", a step -1."""
 
-    What is not known is "", a step -1: `label`, whose it is; `sizes` of tensors, where all ranks
-    must have the same; the line that called it, as `train.py:7 in main`.
-    """
-
-    key: str
-    number: int
-    operator: str
+    key: str  # of its group, as `group_key`
+    number: int  # of the group's collectives
+    operator: str  # as torch calls it
     step: int = -1
-    sizes: str = ""
-    called_at: str = ""
-    label: str = ""
+    sizes: str = ""  # of tensors, where all ranks must have the same
+    called_at: str = ""  # train.py:7 in main
+    label: str = ""  # whose it is
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Global ranks of the group."""
         ranks = self.key.partition(" ")[0]
         return tuple(map(int, ranks.split(","))) if ranks else ()
 
     @property
     def as_entered(self) -> Entered:
-        """The collective, as an outcome names it."""
         in_capture = self.label == IN_CAPTURE
         return Entered(
             operator=self.operator.rpartition("::")[2].strip("_"),
@@ -104,32 +98,24 @@ class Recorded(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Json):
-    """Where a rank is; what is not known as in `Recorded`.
-
-    The collective that it entered last: `operator` as torch calls it, `label`, `sizes`,
-    `called_at`; the global ranks of its `group`, whose `name` is "" if it is the one of all ranks;
-    whether the rank `is_inside` still. `entered`: how many of each group, by `group_key`. The
-    innermost `module` of the step that captures graphs; the `phase` (forward, ...) and the line
-    that the rank was `at`; `recent`: what torch's flight recorder has of the last collectives.
-    """
+    """Where a rank is, first the collective that it entered last; unknown as in `Recorded`."""
 
     step: int
     operator: str
     label: str
-    group: tuple[int, ...]
-    is_inside: bool
-    entered: dict[str, int] = field(default_factory=dict)
-    module: str = ""
-    name: str = ""
+    group: tuple[int, ...]  # global ranks
+    is_inside: bool  # still
+    entered: dict[str, int] = field(default_factory=dict)  # how many of each group
+    module: str = ""  # the innermost of the step that captures graphs
+    name: str = ""  # of the group, "" if it is the one of all ranks
     sizes: str = ""
     called_at: str = ""
-    phase: str = ""
-    at: str = ""
-    recent: tuple[Recorded, ...] = ()
+    phase: str = ""  # forward, ...
+    at: str = ""  # the line of the program
+    recent: tuple[Recorded, ...] = ()  # the last ones by torch's flight recorder
 
     @property
     def last(self) -> Recorded:
-        """The collective that it entered last."""
         key = group_key(self.group, self.name)
         return Recorded(
             key=key, number=self.entered.get(key, 0), operator=self.operator, step=self.step,
@@ -157,7 +143,6 @@ class PlaceFile:
     """Writes one rank's place."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file (`OSError`: the disk refused)."""
         self._path = path
         path.write_bytes(bytes(SIZE_BYTES))
         with path.open("r+b") as file:

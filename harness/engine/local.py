@@ -56,10 +56,9 @@ class ServerGoneError(Exception):
 
 
 class ServerProcess:
-    """The forkserver as a subprocess: messages in, messages out."""
+    """The forkserver as a subprocess: messages in, messages out (`ServerGoneError`: it is gone)."""
 
     def __init__(self, entry: str, limits: Limits) -> None:
-        """Start it; `wait_ready` must follow."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self._control, theirs = socket.socketpair()
         self._received = b""
@@ -101,18 +100,13 @@ class ServerProcess:
         raise Infrastructure(f"the forkserver could not start: {why}")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message (`ServerGoneError`: nobody listens)."""
         try:
             self._control.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
-        """Messages that have arrived, after waiting for one; empty if none came in time.
-
-        Raises:
-            ServerGoneError: it is gone, and everything it said has been handed out.
-        """
+        """Messages that have arrived, after waiting for one; empty if none came in time."""
         if not select.select([self._control], [], [], timeout_s)[0]:
             return []
         data = b""
@@ -139,32 +133,29 @@ class ServerProcess:
         return f"died by {signal_name(-code)}"
 
     def kill(self) -> None:
-        """SIGKILL; its leaders and their ranks die with it."""
         self._process.kill()
 
 
 @dataclass
 class _Active:
-    """A run under way; `after`: whose slots it waits for; `heir`: who waited for its own; `again`:
-    it was started before, so that nothing starts early beside it."""
+    """A run under way."""
 
     spec: RunSpec
     folder: Path
     attempt: int
-    after: str = ""
-    again: bool = False
+    after: str = ""  # whose slots it waits for
+    again: bool = False  # it was started before, so that nothing starts early beside it
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
     memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
     devices: tuple[str, ...] = ()
-    heir: str = ""
+    heir: str = ""  # who waited for its slots
 
     @property
     def overdue_s(self) -> float:
         """When its leader has not answered for so long that the engine kills the server."""
-        patience_s = self.spec.timeout_s + LEADER_SLACK_S
-        return math.inf if self.after else self.started_s + patience_s
+        return math.inf if self.after else self.started_s + self.spec.timeout_s + LEADER_SLACK_S
 
 
 class LocalEngine(Engine):
@@ -192,15 +183,12 @@ class LocalEngine(Engine):
 
     @property
     def server_pid(self) -> int | None:
-        """Of the forkserver, None while there is none."""
         return None if self._server is None else self._server.pid
 
     def check(self, spec: RunSpec) -> None:
-        """See `Engine.check`."""
         self._slots.check(spec)
 
     def can_start(self, spec: RunSpec) -> bool:
-        """Whether there is room for the run now, or it may wait for the devices of another."""
         on_gpus = spec.device == "cuda" and any(run.devices for run in self._active.values())
         if self._shares and on_gpus and mps_runs():
             return False  # a fault of one would end the other
@@ -223,7 +211,6 @@ class LocalEngine(Engine):
         return plain and spec.device in self._early
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
-        """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
         after = "" if self._slots.fits(spec) else self._to_follow(spec)
         key, ahead = spec.key, self._active.get(after)
@@ -340,7 +327,6 @@ class LocalEngine(Engine):
                 self._conclude(run, "interrupted", why, Ending(machine="forkserver_died"))
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        """Hand an outcome out."""
         # Two runs' communicators may have been too much.
         in_company = bool(run.devices) and (run.after or (run.heir and outcome.what == "oom"))
         if in_company and outcome.what not in ("", "interrupted", "not_run"):
@@ -383,7 +369,6 @@ class LocalEngine(Engine):
             self._tell(run, outcome)
 
     def cancel(self) -> None:
-        """Kill every run, and the forkserver. What they recorded stays; they get no outcome."""
         if self._server is not None:
             self._server.stop()
             self._server = None
@@ -392,5 +377,4 @@ class LocalEngine(Engine):
         self._ended.clear()
 
     def close(self) -> None:
-        """Kill every run and end the forkserver."""
         self.cancel()

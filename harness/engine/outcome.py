@@ -402,23 +402,18 @@ def _line(text: str, index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport(Json):
-    """What became of the ranks of the `node`-th node of the step `job` ("" of a local run).
-
-    `record_bytes`: the length of each rank's record file; `waited`: why ranks that still ran were
-    ended, in words; `was_stopped`: SIGTERM ended them; `problem`: why output was lost;
-    `memory_kills`: by the kernel meanwhile, None if that is not known.
-    """
+    """What became of the ranks of one node of a step, or of a local run."""
 
     exits: tuple[RankExit, ...]
     started_unix_s: float
-    job: str = ""
-    node: int = 0
-    record_bytes: dict[str, int] = field(default_factory=dict)
-    waited: str = ""
-    was_stopped: bool = False
-    problem: str = ""
+    job: str = ""  # name of the step
+    node: int = 0  # of the step
+    record_bytes: dict[str, int] = field(default_factory=dict)  # of each rank's file
+    waited: str = ""  # why ranks that still ran were ended, in words
+    was_stopped: bool = False  # SIGTERM ended ranks
+    problem: str = ""  # why output was lost
     wall_s: float = 0.0
-    memory_kills: int | None = None
+    memory_kills: int | None = None  # by the kernel meanwhile, None if that is not known
 
 
 Reports = Mapping[int, NodeReport]
@@ -426,12 +421,11 @@ Reports = Mapping[int, NodeReport]
 
 
 class Word(NamedTuple):
-    """What Slurm says: how the allocation ended, "" while it lives, a sentence of it, and the
-    signal that killed an agent."""
+    """What Slurm says."""
 
-    state: str = ""
+    state: str = ""  # how the allocation ended, "" while it lives
     text: str = ""
-    killed_by: int = 0
+    killed_by: int = 0  # the signal that killed an agent
 
 
 NO_WORD = Word()
@@ -619,7 +613,7 @@ _KEY = "first failure"
 
 
 class FirstFailure(NamedTuple):
-    """The rank, and what became of it in words."""
+    """A rank, and what became of it in words."""
 
     rank: int
     told: str

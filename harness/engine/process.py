@@ -130,19 +130,16 @@ class ChildWakeup:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def drain(self) -> None:
-        """Make the descriptor wait for the next child."""
         with suppress(BlockingIOError):
             while os.read(self.fd, 4096):
                 pass
 
     @staticmethod
     def disarm() -> None:
-        """In a forked process: let its own children not wake the parent's selector."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def close(self) -> None:
-        """Close both ends."""
         os.close(self.fd)
         os.close(self._write_fd)
 

@@ -85,34 +85,29 @@ OpenStore = Callable[[socket.socket], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Json):
-    """How patient a leader is (seconds; `leave_s`: with ranks that have only to exit), and how much
-    it stores of a rank's output (bytes)."""
+    """How patient a leader is, and how much it stores of what a rank prints."""
 
-    grace_s: float = 3.0
-    stacks_s: float = 1.0
-    leave_s: float = 30.0
+    grace_s: float = 3.0  # with the others, once a rank has failed
+    stacks_s: float = 1.0  # with ranks that print their stacks
+    leave_s: float = 30.0  # with ranks that have only to exit
     output_cap_bytes: int = CAP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to lead, or the `ranks` of it that are on one node.
-
-    `devices`: GPU of each rank here, empty without. The rendezvous store is at `address` and
-    `port`, by `listener` where it is hosted here. SIGTERM may end the ranks, stacks first.
-    `gate_fd`, of a run that is started early: a byte for each rank and one for the leader says
-    there that its devices are free, and its time begins.
-    """
+    """One run to lead, or the `ranks` of it that are on one node."""
 
     spec: RunSpec
     folder: Path
     ranks: range
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()  # GPU of each rank here, empty without
     attempt: int = 0
-    address: str = "127.0.0.1"
+    address: str = "127.0.0.1"  # of the rendezvous store
     port: int = 0
-    listener: socket.socket | None = None
-    stops_on_sigterm: bool = False
+    listener: socket.socket | None = None  # of the store, where it is hosted here
+    stops_on_sigterm: bool = False  # it ends the ranks, stacks first
+    # Of a run that is started early: a byte for each rank and one for the leader says there that
+    # its devices are free, and its time begins.
     gate_fd: int | None = None
 
 
@@ -127,47 +122,41 @@ class Phase(IntEnum):
 
 @dataclass
 class Watch:
-    """A clock without processes, in monotonic seconds; `started_s` infinite: it has not begun.
-
-    Without a record for `stall_s`, now `patience_s`, ranks have stalled; infinite: never.
-    `waited`: why ranks that still ran were ended, in words; `epoch_unix_s`: of this clock.
-    """
+    """A clock without processes, in monotonic seconds."""
 
     ranks: Sequence[int]
     timeout_s: float
     limits: Limits
-    started_s: float
-    stall_s: float = math.inf
+    started_s: float  # infinite: it has not begun
+    stall_s: float = math.inf  # without a record, until ranks have stalled; infinite: never
     phase: Phase = Phase.RUNNING
-    waited: str = ""
+    waited: str = ""  # why ranks that still ran were ended, in words
     leaving: bool = False
     exits: dict[int, RankExit] = field(default_factory=dict)
     epoch_unix_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     deadline_s: float = field(init=False)
-    patience_s: float = field(init=False)
+    patience_s: float = field(init=False)  # what `stall_s` is now
 
     def __post_init__(self) -> None:
         self.progressed(self.started_s)
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.exits]
 
     def go(self, now_s: float) -> None:
-        """Take note that the run's time begins."""
         self.started_s = now_s
         self.progressed(now_s)
 
     def progressed(self, now_s: float, window_s: float = 0.0) -> None:
-        """Take note that ranks do something, and of what the steps that they record together take:
-        silence within it is no stall."""
+        """Ranks do something; silence within what the steps take that they record together is no
+        stall."""
         if self.phase is Phase.RUNNING:
             self.patience_s = max(self.stall_s, WINDOWS * window_s)
             self._wait(now_s, self.patience_s)
 
     def leaves(self, now_s: float) -> None:
-        """Take note that every rank left has written its end record, and has only to exit."""
+        """Every rank left has written its end record, and has only to exit."""
         if self.phase is Phase.RUNNING and not self.leaving:
             self.leaving = True
             self._wait(now_s, self.limits.leave_s)
@@ -184,7 +173,7 @@ class Watch:
         self, rank: int, code: int | None, now_s: float, *, left_early: bool = False,
         number: int = 0,
     ) -> None:  # fmt: skip
-        """Take note that a rank ended, or could not be started (error `number`).
+        """A rank ended, or could not be started (error `number`).
 
         The first failure starts the grace of the others; so does one that left with 0 and without
         an end record: the others may wait for it.
@@ -301,12 +290,10 @@ class CappedOutput:
 
 
 class Records:
-    """The records of a run's ranks on this machine, from inside the run's folder, as they grow.
-
-    `window_s`: what the steps take that a rank holds back and writes together; 0 until it is known.
-    """
+    """The records of a run's ranks on this machine, from inside the run's folder, as they grow."""
 
     def __init__(self, job: Job) -> None:
+        # What the steps take that a rank holds back and writes together; 0 until it is known.
         self.window_s = 0.0
         self._files = [rank_path(Path(), rank) for rank in job.ranks]
         self._spec = job.spec

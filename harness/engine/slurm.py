@@ -53,11 +53,10 @@ MANIFEST_KEY = "slurm"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(Json):
-    """`launch.slurm`: a run is spread over `nodes`, at most `ranks_per_node` on each (by default
-    its GPUs)."""
+    """`launch.slurm`."""
 
-    nodes: int = 1
-    ranks_per_node: int | None = None
+    nodes: int = 1  # over which a run is spread
+    ranks_per_node: int | None = None  # at most; by default its GPUs
     gpus_per_node: int | None = None
 
 
@@ -89,12 +88,11 @@ def share_out(world_size: int, options: SlurmOptions, device: str) -> Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait, in seconds: between two looks; for files of a step that is over; for a
-    step that was cancelled."""
+    """How long to wait, in seconds."""
 
-    poll_s: float = 1.0
-    late_s: float = 75.0
-    cancel_s: float = 60.0
+    poll_s: float = 1.0  # between two looks
+    late_s: float = 75.0  # for files of a step that is over
+    cancel_s: float = 60.0  # for a step that was cancelled
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -145,7 +143,7 @@ class _Active:
     started_s: float = field(default_factory=time.monotonic)
 
     def reports(self) -> tuple[dict[int, NodeReport], bool]:
-        """Of its nodes, as far as they show, and whether these are all."""
+        """As far as they show, and whether these are all."""
         found = read_reports(self.folder, self.step.name, self.step.num_nodes)
         return found, len(found) == self.step.num_nodes
 
@@ -167,10 +165,6 @@ class SlurmEngine(Engine):
         self._num_nodes = int(nodes)
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start (`UsageError`: too large, or in no allocation).
-
-        Raises `Infrastructure` if there is no Slurm here.
-        """
         if not 1 <= spec.world_size <= self.slots:
             raise UsageError(
                 f"run {spec.key} needs {spec.world_size} slots, there are {self.slots}"
@@ -191,11 +185,9 @@ class SlurmEngine(Engine):
             )
 
     def can_start(self, spec: RunSpec) -> bool:
-        """Whether no run is under way."""
         return self._active is None
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
-        """Start the step of a run; see `Engine.start` (`Infrastructure`: the allocation ended)."""
         self.check(spec)
         if (word := job_word(self._job_id, Patience(late_s=0.0, poll_s=0.0))).state:
             raise Infrastructure(f"{word.text}; go on with --resume in another one")
@@ -226,7 +218,6 @@ class SlurmEngine(Engine):
             )  # fmt: skip
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        """The run that has ended; see `Engine.wait` (`Infrastructure`: no room for its outcome)."""
         if (run := self._active) is None:
             return []
         overdue_s = run.started_s + run.spec.timeout_s + START_S - time.monotonic()
@@ -274,13 +265,11 @@ class SlurmEngine(Engine):
         return outcome
 
     def cancel(self) -> None:
-        """Kill the run under way. What it recorded stays; it gets no outcome."""
         run, self._active = self._active, None
         if run is not None:
             self._stop(run)
 
     def close(self) -> None:
-        """Kill the run under way."""
         self.cancel()
 
 
