@@ -73,6 +73,7 @@ from fsdp_core.checkpoint.state import (
     stretches_of,
 )
 from fsdp_core.fsdp.api import FSDPModule
+from fsdp_core.parallel.mesh import world_timeout
 
 _HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of a parameter group that stay as the optimizer was built: they change no formula."""
@@ -479,6 +480,5 @@ def _own_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_groups:
-        timeout = world._get_backend(world._device_types[0]).options._timeout
-        _own_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        _own_groups[world] = dist.new_group(backend="gloo", timeout=world_timeout())
     return _own_groups[world]

@@ -29,7 +29,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -178,9 +178,6 @@ SINGLE_STATES = {"step", "eta", "mu", "mu_product"}
 """States of torch's optimizers that are one number even beside a 0-d parameter."""
 
 
-# --- trees ------------------------------------------------------------------------------------
-
-
 def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     """`value` as JSON; its tensors go into `tensors`, named by their path.
 
@@ -224,9 +221,6 @@ def decode(tree: Any, make: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if "$items" in tree:
         return {decode(k, make): decode(v, make) for k, v in tree["$items"]}
     return {key: decode(part, make) for key, part in tree.items()}
-
-
-# --- what there is ----------------------------------------------------------------------------
 
 
 def fsdp_groups(modules: Modules) -> list[Any]:
@@ -279,28 +273,22 @@ def _parameter_names(modules: Modules) -> dict[int, str]:
     return found
 
 
-@dataclass
 class OptimizerView:
     """An optimizer by names of parameters (`ValueError`: one that is not of the model at rest)."""
 
-    optimizer: torch.optim.Optimizer
-    modules: Modules
-    parameters: list[Any] = field(init=False)
-    names: list[str] = field(init=False)
-    state: dict[int, dict[str, Any]] = field(init=False)
-    groups: list[dict[str, Any]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        known = _parameter_names(self.modules)
-        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
+        self.optimizer, self.modules = optimizer, modules
+        known = _parameter_names(modules)
+        self.parameters: list[Any] = [p for g in optimizer.param_groups for p in g["params"]]
         if not all(id(p) in known for p in self.parameters):
             raise ValueError(
                 "Expected an optimizer over parameters of this model at rest, got others: build it "
                 "after fully_shard, and not while units are gathered."
             )
         self.names = [known[id(p)] for p in self.parameters]
-        dumped = self.optimizer.state_dict()
-        self.state, self.groups = dumped["state"], dumped["param_groups"]
+        dumped = optimizer.state_dict()
+        self.state: dict[int, dict[str, Any]] = dumped["state"]
+        self.groups: list[dict[str, Any]] = dumped["param_groups"]
         if not all(isinstance(index, int) for index in self.state):
             raise ValueError(f"Expected states of parameters only, got keys {list(self.state)}.")
 
