@@ -48,23 +48,12 @@ def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
 
 def take(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """This rank's part of a global tensor, as a contiguous copy."""
-    return _part(whole, cuts).clone(memory_format=torch.contiguous_format)
-
-
-def place(part: torch.Tensor, whole: torch.Tensor, cuts: Cuts) -> None:
-    """Write `part` where it belongs in the global tensor `whole`: the inverse of `take`."""
-    target = _part(whole, cuts)
-    assert target.shape == part.shape, (target.shape, part.shape)
-    target.copy_(part)
-
-
-def _part(whole: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     part = whole
     for cut in cuts:
         what = f"dim {cut.dim} of {tuple(whole.shape)}"
         length = chunk_of(part.shape[cut.dim], what, cut.axis, cut.axis_size)
         part = part.narrow(cut.dim, cut.index * length, length)
-    return part
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class CutModule(nn.Module):
@@ -90,9 +79,6 @@ def named_cuts(model: nn.Module) -> dict[str, Cuts]:
             if parameter is not None:
                 found[_join(prefix, name)] = cuts.get(name, ())
     return found
-
-
-# ---- parameters that are made of other global tensors
 
 
 @dataclass(frozen=True)
@@ -170,11 +156,6 @@ def named_stretches(stage: nn.Module) -> dict[str, Stretches]:
     return {
         name: tables.get(name) or (Stretch(name, cuts),) for name, cuts in named_cuts(stage).items()
     }
-
-
-def join_stretches(stretches: Stretches, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parameter out of a rank's parts of the global tensors, in the order of `stretches`."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, stretches[0].dim)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -23,8 +23,9 @@ from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
 from tests.support.gated_experts import SharedExperts
+from tests.support.global_weights import place
 
 BATCH, TIME = 8, 4
 NUM_TOKENS = BATCH * TIME

@@ -14,10 +14,11 @@ from torch import nn
 
 from fsdp_core.parallel import tensor_parallel as tensor_module
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, named_cuts, place, take
+from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, enter
 from tests.dist.parity_bounds import Named, Roundings, product
+from tests.support.global_weights import place
 
 BATCH, TIME, HIDDEN, FFN, VOCAB = 2, 16, 24, 32, 40
 TOKENS = BATCH * TIME

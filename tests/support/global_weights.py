@@ -13,10 +13,10 @@ from fsdp_core.parallel.collectives import all_gather
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import (
     Cut,
+    Cuts,
     Stretch,
-    join_stretches,
+    Stretches,
     named_stretches,
-    place,
     take,
 )
 
@@ -42,6 +42,20 @@ def load_global(stages: Iterable[nn.Module], weights: Mapping[str, torch.Tensor]
                     parameter.to_local().copy_(parameter.row_spec.own_rows(whole))
                 else:
                     parameter.copy_(whole)
+
+
+def place(part: torch.Tensor, whole: torch.Tensor, cuts: Cuts) -> None:
+    """Write `part` where it belongs in the global tensor `whole`: the inverse of `take`."""
+    for cut in cuts:
+        length = whole.shape[cut.dim] // cut.axis_size
+        whole = whole.narrow(cut.dim, cut.index * length, length)
+    assert whole.shape == part.shape, (whole.shape, part.shape)
+    whole.copy_(part)
+
+
+def join_stretches(stretches: Stretches, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parameter out of a rank's parts of the global tensors, in the order of `stretches`."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, stretches[0].dim)
 
 
 def _part_of(

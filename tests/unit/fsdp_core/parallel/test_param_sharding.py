@@ -15,13 +15,12 @@ from fsdp_core.parallel.param_sharding import (
     CutModule,
     Stretch,
     consecutive,
-    join_stretches,
     named_cuts,
     named_stretches,
-    place,
     set_stretches,
     take,
 )
+from tests.support.global_weights import place
 
 CUTS = (Cut("tp", 0, 2, 1),)
 
@@ -105,7 +104,7 @@ def test_stretches_lie_one_after_another() -> None:
     stretches = consecutive({"a": 4, "b": 2}, CUTS, dim=1)
     parts = [stretch.of(parameter) for stretch in stretches]
     assert [part.shape[1] for part in parts] == [4, 2]
-    assert torch.equal(join_stretches(stretches, parts), parameter)
+    assert torch.equal(torch.cat(parts, 1), parameter)
 
 
 @pytest.mark.parametrize(
