@@ -1,9 +1,7 @@
 """Frozen, self-validating configuration of one training run.
 
 Standard library only, so that a laptop without torch can validate a 4,096-GPU layout. A rule that
-fails raises `ConfigError`, which carries the key, what was expected, what was got, the legal
-values and the rule's name; the scenario decoder adds the file and the line. `run.TrainConfig` has
-everything; `RULES` has every rule by what it is about, for documents and for people who ask why.
+fails raises `ConfigError`; `RULES` has every rule by what it is about.
 """
 
 from fsdp_core.config.model import (

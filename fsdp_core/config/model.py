@@ -27,7 +27,7 @@ from fsdp_core.config.rule import (
     numbers,
     obey,
     refuse,
-    word,
+    words,
 )
 
 ATTENTIONS = ("gqa", "mla")
@@ -107,11 +107,6 @@ class ModelConfig:
     dispatcher: str = "all_to_all"
 
     def __post_init__(self) -> None:
-        self._check_values()
-        obey(MODEL_RULES, self)
-        object.__setattr__(self, "head_dim", _head_dim(self))
-
-    def _check_values(self) -> None:
         integers(self, 1, "vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq")
         integers(self, 0, "head_dim", "experts", "top_k", "expert_ffn", "shared_expert_ffn",
                  "first_dense_layers", *_MLA_WIDTHS)  # fmt: skip
@@ -123,10 +118,9 @@ class ModelConfig:
         numbers(self, ">= 0", "aux_loss", "z_loss", "expert_bias_rate")
         numbers(self, "in [0, 1)", "dropout")
         bools(self, "qk_norm", "normalise_top_k", "expert_bias")
-        word(self, "attention", ATTENTIONS)
-        word(self, "score", SCORES)
-        word(self, "drop", DROPS)
-        word(self, "dispatcher", DISPATCHERS)
+        words(self, attention=ATTENTIONS, score=SCORES, drop=DROPS, dispatcher=DISPATCHERS)
+        obey(MODEL_RULES, self)
+        object.__setattr__(self, "head_dim", _head_dim(self))
 
     @property
     def v_dim(self) -> int:
@@ -148,9 +142,6 @@ def _head_dim(model: ModelConfig) -> int:
     if model.attention == "mla":
         return model.qk_nope_head_dim + model.qk_rope_head_dim
     return model.head_dim or model.hidden // model.heads
-
-
-# --- rules ------------------------------------------------------------------------------------
 
 
 def _rope_turns_pairs(model: ModelConfig) -> None:
@@ -219,8 +210,6 @@ MODEL_RULES: tuple[Rule[ModelConfig], ...] = (
          "drop", "position, as there is no capacity_factor to drop by", ("position",)),
 )  # fmt: skip
 
-
-# --- presets ----------------------------------------------------------------------------------
 
 _MOE_TINY: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 32}
 MODEL_PRESETS: dict[str, dict[str, Any]] = {

@@ -1,11 +1,7 @@
 """Degrees of a layout, and the rules that join them to a model.
 
-The world is the product of the dense degrees; the expert degrees cut the same ranks anew:
-
-    dense     pp x dp_outer x dp x cp x tp        tp fastest
-    expert    pp x edp x ep x etp                 etp fastest; edp is what is left
-
-`fsdp_core.layouts` has the coordinates of ranks.
+The world is the product of the dense degrees; the expert degrees cut the same ranks anew, see
+`fsdp_core.layouts`.
 """
 
 import functools
@@ -84,9 +80,6 @@ class Layout(NamedTuple):
     microbatches: int = 1
 
 
-# --- rules of degrees alone -------------------------------------------------------------------
-
-
 def _edp_is_whole(parallel: ParallelConfig) -> None:
     cut, ranks = parallel.ep * parallel.etp, parallel.stage_size
     if ranks % cut:
@@ -118,8 +111,6 @@ PARALLEL_RULES: tuple[Rule[ParallelConfig], ...] = (
 )  # fmt: skip
 
 
-# --- rules that join degrees and a model ------------------------------------------------------
-
 _EVEN = (
     ("tp", "heads", "Each tp rank has whole query heads, equally many."),
     ("tp", "kv_heads",
@@ -149,34 +140,21 @@ def _sequence_parallel_cuts_seq(layout: Layout) -> None:
         refuse(layout, "parallel.tp", expected, divisors(seq))
 
 
-def _cuts_seq(layout: Layout, key: str, size: int, unit: str) -> None:
+def _cuts_seq(layout: Layout, key: str, unit: str) -> None:
     cut, seq = layout.parallel, layout.model.seq
-    multiple = 2 * size * (cut.tp if cut.sequence_parallel else 1)
-    if seq % multiple:
-        unit += " * tp" if cut.sequence_parallel else ""
-        refuse(layout, f"parallel.{key}", f"{unit} = {multiple} to divide seq={seq}")
-
-
-def _cp_cuts_seq(layout: Layout) -> None:
-    if layout.parallel.cp > 1:
-        _cuts_seq(layout, "cp", layout.parallel.cp, "2 * cp")
-
-
-def _dynamic_cp_cuts_seq(layout: Layout) -> None:
-    for size in layout.parallel.dynamic_cp:
-        _cuts_seq(layout, "dynamic_cp", size, "2 * size")
+    # Packs are padded to two chunks also where one rank has them whole.
+    sizes = {"cp": (cut.cp,) if cut.cp > 1 else (), "dynamic_cp": cut.dynamic_cp}[key]
+    unit += " * tp" if cut.sequence_parallel else ""
+    for size in sizes:
+        multiple = 2 * size * (cut.tp if cut.sequence_parallel else 1)
+        if seq % multiple:
+            refuse(layout, f"parallel.{key}", f"{unit} = {multiple} to divide seq={seq}")
 
 
 def _expert_axes_need_experts(layout: Layout) -> None:
     for axis in ("ep", "etp"):
         if not layout.model.experts and getattr(layout.parallel, axis) > 1:
             refuse(layout, f"parallel.{axis}", "1, as the model has no experts", (1,))
-
-
-def _experts_under_tp_need_sequence_parallel(layout: Layout) -> bool:
-    cut = layout.parallel
-    has_copies = not cut.sequence_parallel and cut.tp not in (1, cut.etp)
-    return layout.model.experts > 0 and has_copies
 
 
 def _stages_have_layers(layout: Layout) -> None:
@@ -197,14 +175,15 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
          _sequence_parallel_cuts_seq),
     Rule("cp_cuts_seq",
          "A sequence is 2 * cp equal chunks, each cut again over tp under sequence parallel.",
-         _cp_cuts_seq, alone=("cp",)),
+         lambda at: _cuts_seq(at, "cp", "2 * cp"), alone=("cp",)),
     Rule("dynamic_cp_cuts_seq", "The same for every size that dynamic cp may choose.",
-         _dynamic_cp_cuts_seq),
+         lambda at: _cuts_seq(at, "dynamic_cp", "2 * size")),
     Rule("expert_axes_need_experts", "ep and etp cut experts: a dense model has none.",
          _expert_axes_need_experts, alone=("ep", "etp")),
     Rule("experts_under_tp_need_sequence_parallel",
          "Experts count a token that all tp ranks have once only if etp is tp.",
-         _experts_under_tp_need_sequence_parallel, "parallel.sequence_parallel",
+         lambda at: at.model.experts and not at.parallel.sequence_parallel
+         and at.parallel.tp not in (1, at.parallel.etp), "parallel.sequence_parallel",
          "true, as there are experts and tp={0.parallel.tp} is not etp={0.parallel.etp}"),
     Rule("stages_have_layers", "Each pipeline rank has a layer in each of its pp_chunks.",
          _stages_have_layers, alone=("pp",)),

@@ -115,10 +115,11 @@ MOST = 2**31 - 1
 """Of whatever counts: larger ones no machine has, and listing their divisors takes for ever."""
 
 
-def word(owner: object, key: str, legal: Iterable[str]) -> None:
-    """One of the words in `legal`."""
-    if getattr(owner, key) not in (legal := tuple(legal)):
-        refuse(owner, key, "one of the legal values", legal)
+def words(owner: object, **legal: tuple[str, ...]) -> None:
+    """Each key has one of its legal words."""
+    for key, those in legal.items():
+        if getattr(owner, key) not in those:
+            refuse(owner, key, "one of the legal values", those)
 
 
 def integers(owner: object, least: int, *keys: str, most: int = MOST) -> None:

@@ -1,27 +1,14 @@
 """Words of a run, and one table of the rules that join its keys: `RUN_RULES`.
 
-Graph scopes: what of a step is captured.
-
-    attn              a layer's attention branch
-    mlp               a layer's dense feed-forward branch
-    moe_router        of an expert layer: norm, router, shared experts
-    moe_preprocess    after moe_router: what the dispatcher works out before tokens travel
-    moe               a whole expert branch
-    layer             a whole layer
-    full_iteration    all microbatches forward and backward; the optimizer's step, too, unless
-                      `graph_optimizer` is false
-
-All but the last are partial: FSDP gathers and reduces around them, so what it gathers must not
-move. Dropless experts have shapes that depend on the data: nothing that runs them is captured.
+Graph scopes say what of a step is captured; docs/ARCHITECTURE.md has a table of them. All but
+full_iteration are partial: FSDP gathers and reduces around them, into memory that must not move.
 
 Parts that torch.compile compiles are those of scopes, and `experts` (the experts' feed-forward,
-drop and pad). A graph holds a part or leaves it in the eager rest around it, and never cuts one. No
-part has an FSDP unit inside, so FSDP's hooks are never compiled. A compiled part is another program
-than its Python: operators are fused, bits may differ.
+drop and pad). A graph holds a part or leaves it out, and never cuts one. No part has an FSDP unit
+inside. Operators are fused, so bits may differ from eager ones.
 
-Recipes of fp8 differ in their scales: `delayed` has one a tensor, from the largest values of
-earlier steps, `current` one from its values now, `block` one each block of 128 or 128 x 128 values.
-fp8's products take operands whose sides are multiples of 16 on every rank.
+Scales of fp8: `delayed` has one a tensor, from the largest values of earlier steps, `current` one
+from its values now, `block` one each block of 128 or 128 x 128 values.
 
 Stressors leave a right program's bits alone and break a wrong one.
 
@@ -31,8 +18,7 @@ Stressors leave a right program's bits alone and break a wrong one.
     races       accesses to memory that no wait orders are reported; on the CPU only
 
 Engines shard the same decoder, over the same data and optimizer: `ours` is `fsdp_core.fsdp`,
-`fsdp2` torch's `fully_shard`, `ddp` torch's `DistributedDataParallel`, `megatron_fsdp` the package
-megatron-fsdp. An option that means nothing to an engine must keep its default, else it is ignored.
+`fsdp2` torch's `fully_shard`, `ddp` torch's `DistributedDataParallel`, `megatron_fsdp` the package.
 
 Taps are patterns of module names, and what of them a run looks into. `*` is one part of a dotted
 name, `**` any number of them.
@@ -111,16 +97,6 @@ def _captured_experts_have_capacity(run: "TrainConfig") -> None:
         refuse(run, "model.capacity_factor", expected)
 
 
-def _captured_layers_are_a_range(run: "TrainConfig") -> bool:
-    match run.graph_layers:
-        case ():
-            return False
-        case (first, last):
-            return not first <= last < run.model.layers
-        case _:
-            return True
-
-
 def _gathers_into_stable_buffers(run: "TrainConfig") -> bool:
     """Whether parameters are gathered around a partial scope, to where the graph reads them."""
     partial = any(scope != "full_iteration" for scope in run.graph)
@@ -128,12 +104,6 @@ def _gathers_into_stable_buffers(run: "TrainConfig") -> bool:
 
 
 # --- compiled parts ---------------------------------------------------------------------------
-
-
-def _compiled_layers_have_no_experts(run: "TrainConfig") -> None:
-    if "layer" in run.compile and run.model.experts:
-        expected = "branches of layers one by one, as experts are an FSDP unit inside of theirs"
-        refuse(run, "compile", expected, tuple(part for part in PARTS if part != "layer"))
 
 
 def _compiled_parts_exist(run: "TrainConfig") -> None:
@@ -318,7 +288,10 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "no sizes, as the scope full_iteration fixes those of all microbatches"),
         Rule("captured_layers_are_a_range",
              "Layers to capture are named by the first and the last.",
-             _captured_layers_are_a_range, "graph_layers",
+             lambda run: run.graph_layers and not (
+                 len(run.graph_layers) == 2
+                 and run.graph_layers[0] <= run.graph_layers[1] < run.model.layers
+             ), "graph_layers",
              "first and last layer, both below model.layers={0.model.layers}, or none for all"),
         Rule("full_iteration_has_all_layers", "full_iteration leaves no layer out.",
              lambda run: "full_iteration" in run.graph and run.graph_layers,
@@ -357,7 +330,9 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "compile", "layer alone, it holds its branches"),
         Rule("compiled_layers_have_no_experts",
              "Experts are an FSDP unit of their own: its hooks would be in the middle of the code.",
-             _compiled_layers_have_no_experts),
+             lambda run: "layer" in run.compile and run.model.experts, "compile",
+             "branches of layers one by one, as experts are an FSDP unit inside of theirs",
+             tuple(part for part in PARTS if part != "layer")),
         Rule("preprocess_is_compiled_with_router", "moe_preprocess goes on where moe_router ends.",
              lambda run: _ROUTER & set(run.compile) == {"moe_preprocess"},
              "compile", "moe_router with moe_preprocess, which goes on with its outputs"),

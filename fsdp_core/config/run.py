@@ -14,7 +14,7 @@ from fsdp_core.config.rule import (
     integers,
     name_tuples,
     numbers,
-    word,
+    words,
 )
 from fsdp_core.config.rules import CAPTURE_BY, COMPILERS, EIGHT_BITS, ENGINES, obey_all
 
@@ -46,10 +46,7 @@ class FsdpConfig:
     overlap: int = 2
 
     def __post_init__(self) -> None:
-        word(self, "strategy", STRATEGIES)
-        word(self, "outer_strategy", STRATEGIES)
-        word(self, "pool", POOLS)
-        word(self, "reduce_dtype", DTYPES)
+        words(self, strategy=STRATEGIES, outer_strategy=STRATEGIES, pool=POOLS, reduce_dtype=DTYPES)
         bools(self, "persistent_on_miss", "reshard_after_forward")
         integers(self, 0, "overlap", most=2)
 
@@ -88,8 +85,7 @@ class DataConfig:
     tail: str = "none"
 
     def __post_init__(self) -> None:
-        word(self, "kind", DATA_KINDS)
-        word(self, "tail", TAILS)
+        words(self, kind=DATA_KINDS, tail=TAILS)
         integers(self, 0, "ranks")
         if not isinstance(self.path, str | None):
             raise ConfigError("path", expected="a path", got=self.path)
@@ -157,13 +153,8 @@ class TrainConfig:
         integers(self, 1, "graph_warmup_steps")
         integers(self, 0, "evaluate_every", "resume_at")
         integers(self, 0, "seed", "stress_seed", most=2**64 - 1)
-        word(self, "engine", ENGINES)
-        word(self, "backend", BACKENDS)
-        word(self, "capture_by", CAPTURE_BY)
-        word(self, "compile_backend", COMPILERS)
-        word(self, "dtype", DTYPES)
-        word(self, "fp8", EIGHT_BITS)
-        word(self, "recompute", RECOMPUTE)
+        words(self, engine=ENGINES, backend=BACKENDS, capture_by=CAPTURE_BY)
+        words(self, compile_backend=COMPILERS, dtype=DTYPES, fp8=EIGHT_BITS, recompute=RECOMPUTE)
         bools(self, "graph_optimizer", "ledger", "fused_experts", "fused_rope", "skip_nonfinite")
         name_tuples(self, "graph", "compile", "stress", "taps")
         integer_tuples(self, 0, "graph_layers")

@@ -71,16 +71,6 @@ def test_groups_partition_the_ranks(parallel: ParallelConfig, axes: str | tuple[
             assert places == list(range(len(group)))
 
 
-def test_the_drawing_of_the_module() -> None:
-    """The example that the module's docstring draws."""
-    parallel = ParallelConfig(dp=2, cp=2, tp=2, ep=2, etp=2)
-    assert groups(parallel, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7)) == groups(parallel, "etp")
-    assert groups(parallel, "cp") == ((0, 2), (1, 3), (4, 6), (5, 7)) == groups(parallel, "ep")
-    assert groups(parallel, "dp") == ((0, 4), (1, 5), (2, 6), (3, 7)) == groups(parallel, "edp")
-    assert groups(parallel, ("dp", "cp")) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert groups(parallel, "pp") == tuple((rank,) for rank in range(8))
-
-
 NAMES = tuple(field.name for field in fields(ParallelConfig))
 RULES = {rule.name for rule in PARALLEL_RULES} | {rule.name for rule in LAYOUT_RULES}
 Fields = dict[str, Any]
