@@ -92,10 +92,8 @@ def corpus_files(path: str | None) -> Iterator[Path]:
 class Batches:
     """Batches of one data-parallel rank: tokens int64 [microbatches, micro_batch, seq + 1].
 
-    Attributes:
-        ranks, numbered_by: ranks that read the samples of a step, and those by which samples are
-            numbered: the microbatches of one number on all `ranks` go on where those of the number
-            before ended.
+    `ranks` read the samples of a step, which are numbered as `numbered_by` ranks read them:
+    microbatches of one number on all `ranks` go on where those of the one before ended.
     """
 
     source: SyntheticTokens | TextTokens

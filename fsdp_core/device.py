@@ -108,8 +108,6 @@ class Device:
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
-    # ---- streams
-
     def new_stream(self, name: str = "") -> Any:
         """A new side stream; who watches streams calls it by its name."""
         if self.is_cuda:
@@ -141,8 +139,6 @@ class Device:
             yield
         finally:
             self._watched.streams = _HOST_STREAMS
-
-    # ---- memory
 
     @contextlib.contextmanager
     def counting_memory(self, counter: StorageCounter | None = None) -> Iterator[None]:
@@ -197,8 +193,6 @@ class Device:
         for follower in (self.counter, *self.storage_watchers):
             if follower is not None:
                 follower.resized(storage)
-
-    # ---- random numbers
 
     def rng_states(self) -> list[torch.Tensor]:
         """Copies of every default generator state of this rank, in a fixed order."""

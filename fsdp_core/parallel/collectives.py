@@ -74,9 +74,6 @@ def all_to_all(
     return _Collective.apply(x, _exchange, _exchange_back, axis, outgoing, incoming)
 
 
-# ---- without gradients
-
-
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's `x`, as a new tensor. Not differentiable."""
     if axis.size == 1:
@@ -109,9 +106,6 @@ def _exchange(
     return _OPS.wait_tensor(
         _OPS.all_to_all_single(x.contiguous(), incoming, outgoing, axis.group.group_name)
     )
-
-
-# ---- autograd
 
 
 class _Collective(torch.autograd.Function):

@@ -44,11 +44,7 @@ def _chunk_length(length: int, size: int) -> int:
 
 
 def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """The part of one sequence along `dim` that `rank` has; a size of 1 has it whole.
-
-    Raises:
-        ValueError: the sequence cannot be cut evenly, as by the plans below.
-    """
+    """The part of a sequence along `dim` that `rank` has (`ValueError`: no even cut)."""
     if size == 1:
         return whole
     chunk = _chunk_length(whole.shape[dim], size)
@@ -72,7 +68,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Rows:
-    """A choice of m rows out of n, along dim 1 of tensors [B, n, ...].
+    """m rows out of n, along dim 1 of tensors [B, n, ...].
 
     Attributes:
         index: int64 [m], the rows chosen.
@@ -96,8 +92,7 @@ class Rows:
 class Block:
     """Queries that look at keys: some rows of each (None means all), and where sequences lie.
 
-    With `causal` the last query of a sequence sees all of its keys, the one before it all but the
-    last, and so on; without, every query sees every key of its sequence.
+    With `causal` the last query of a sequence sees all of its keys, the one before it all but one.
     """
 
     queries: Rows | None
@@ -212,14 +207,10 @@ def _zigzag(
 def positions_of(
     offsets: torch.Tensor, num: int, size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of a rank's tokens as a kernel finds them from offsets alone, padding counted.
+    """Positions of a rank's `num` tokens as a kernel finds them from int [S + 1] offsets alone.
 
-    Args:
-        offsets: int [S + 1], first token of each sequence over all ranks, and the last one's end.
-        num: tokens on this rank.
-
-    Returns:
-        int64 [num], and bool [num]: whether a token is of any sequence, 0 where it is of none.
+    Offsets are over all ranks, padding counted. Returns int64 [num], and bool [num]: whether a
+    token is of any sequence, 0 where it is of none.
     """
     starts = offsets.to(torch.int64) // size
     sequence, inside = _place(torch.cat((starts, starts.new_full((1,), num))), num)
@@ -253,10 +244,8 @@ class MicrobatchLayout(NamedTuple):
 class DynamicContext:
     """The context axes of all supported sizes; collective, as groups are made.
 
-    Args:
-        rows: the global ranks of each dp x cp, in order; all rows of the layout, of equal length.
-        sizes: the supported context sizes; each divides a row.
-        known: axes that exist already, by size, to be used as they are.
+    `rows` are the global ranks of each dp x cp, in order, of equal length; each of `sizes` divides
+    one. `known` are axes that exist already, by size, to be used as they are.
     """
 
     def __init__(

@@ -43,8 +43,7 @@ class Axes:
 
     Attributes:
         dense_mesh: what FSDP shards dense parameters over: dp and cp as one axis, and dp_outer as
-            a second, outer one where it is larger than 1.
-        expert_mesh: the same for the parameters of experts: edp.
+            an outer one where it is larger than 1. `expert_mesh`, for experts: edp.
         sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
     """
 

@@ -52,11 +52,9 @@ class Microbatch:
 
 @dataclass
 class _Pass:
-    """One pass of all microbatches.
+    """One pass; `live`: (chunk, microbatch) to input and output of a forward before its backward.
 
-    Attributes:
-        live: (chunk, microbatch) -> input and output of a forward that waits for its backward.
-        outbox: what the next exchange sends, or the next stage takes where all are on one rank.
+    `outbox` is what the next exchange sends, or the next stage takes where all are on one rank.
     """
 
     microbatches: Sequence[Microbatch]
@@ -93,10 +91,8 @@ class Pipeline:
     def forward_backward(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients are added to the parameters' `grad`.
 
-        What backward begins with is a loss over the number of microbatches.
-
-        Returns:
-            float32 [microbatches], each one's loss as the last stage returned it; on every rank.
+        Backward begins with a loss over the number of microbatches. Returns float32 [microbatches],
+        each one's loss as the last stage returned it; on every rank.
 
         Raises:
             ValueError: a number of microbatches that the schedule or its slots cannot take; a stage
@@ -163,8 +159,6 @@ class Pipeline:
             )
         self._plans[key] = schedule, programs(schedule)[axis.rank]
         return self._plans[key]
-
-    # ---- steps
 
     def _step(self, state: _Pass, step: Step) -> None:
         if isinstance(step, Exchange):

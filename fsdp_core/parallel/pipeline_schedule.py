@@ -160,9 +160,6 @@ def split_layers(num_layers: int, pp: int, chunks: int = 1) -> tuple[tuple[range
     return tuple(tuple(ranges[rank::pp]) for rank in range(pp))
 
 
-# ---- programs, from a simulated run
-
-
 def programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Every rank's actions with the exchanges between them.
 

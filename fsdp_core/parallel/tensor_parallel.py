@@ -61,19 +61,19 @@ def leave(partial: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torc
 
 
 class _CutLayer(CutModule):
-    """One weight, of which each rank of `axis` has a chunk along `dim`, called `what`."""
+    """One weight [rows, columns], of which each rank of `axis` has a chunk along `dim`."""
 
+    dim: int
+    what: str
     weight: nn.Parameter
 
-    def __init__(
-        self, sizes: tuple[int, int], dim: int, what: str, axis: Axis, *, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, columns: int, rows: int, axis: Axis, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = axis, sequence_parallel
-        local = list(sizes)
-        local[dim] = chunk_of(sizes[dim], what, axis.name, axis.size)
+        local = [rows, columns]
+        local[self.dim] = chunk_of(local[self.dim], self.what, axis.name, axis.size)
         weight = nn.Parameter(torch.full(local, torch.nan))
-        self.register_cut("weight", weight, Cut(axis.name, dim, axis.size, axis.rank))
+        self.register_cut("weight", weight, Cut(axis.name, self.dim, axis.size, axis.rank))
 
     def extra_repr(self) -> str:
         name, size = self.axis.name, self.axis.size
@@ -82,13 +82,9 @@ class _CutLayer(CutModule):
 
 
 class ColumnLinear(_CutLayer):
-    """A linear layer without bias whose outputs are cut over `axis`."""
+    """A linear layer, of in and out features and no bias, whose outputs are cut over `axis`."""
 
-    def __init__(
-        self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
-    ) -> None:
-        sizes = (out_features, in_features)
-        super().__init__(sizes, 0, "out_features", axis, sequence_parallel=sequence_parallel)
+    dim, what = 0, "out_features"
 
     def forward(self, x: torch.Tensor, *, entered: bool = False) -> torch.Tensor:
         """[..., in] -> [..., out / tp]; with `entered`, of what `enter` returned."""
@@ -98,13 +94,9 @@ class ColumnLinear(_CutLayer):
 
 
 class RowLinear(_CutLayer):
-    """A linear layer without bias whose inputs are cut over `axis`; outputs are summed over it."""
+    """As `ColumnLinear`, but inputs are cut over `axis`, and outputs are summed over it."""
 
-    def __init__(
-        self, in_features: int, out_features: int, axis: Axis, *, sequence_parallel: bool
-    ) -> None:
-        sizes = (out_features, in_features)
-        super().__init__(sizes, 1, "in_features", axis, sequence_parallel=sequence_parallel)
+    dim, what = 1, "in_features"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in / tp] -> [..., out]."""
@@ -119,9 +111,10 @@ class VocabEmbedding(_CutLayer):
     vocabulary is the error that `F.embedding` makes of it.
     """
 
+    dim, what = 0, "the vocabulary"
+
     def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
-        sizes = (vocab, hidden)
-        super().__init__(sizes, 0, "the vocabulary", axis, sequence_parallel=sequence_parallel)
+        super().__init__(hidden, vocab, axis, sequence_parallel=sequence_parallel)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [B, T] -> [B, T, H], or [B, T / tp, H] under sequence parallel."""
@@ -144,15 +137,11 @@ def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, to
     return row.masked_fill(~is_here, 0).masked_fill(~is_legal, rows), is_here
 
 
-# ---- replicated parameters that see only a part of what they act on
-
-
 def reduce_replicated(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A stand-in for a replicated parameter, whose gradient is summed over `axis`.
 
-    For a forward that uses it on a part of what the whole model uses it on: a norm's weight under
-    sequence parallel sees T / tp of the tokens. The sum is in the backward pass, so graphs hold it,
-    and comes before FSDP's. Where ranks use it on the same whole, a sum would be tp times too much.
+    For a forward that uses it on a part of what the whole model uses it on, as a norm under
+    sequence parallel. The sum is in the backward pass, so graphs hold it, and before FSDP's.
     """
     return copy_to(parameter, axis)
 
@@ -181,9 +170,6 @@ class _UsesStandIn(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             self._parameters[name] = held
-
-
-# ---- loss
 
 
 def vocab_cross_entropy(
