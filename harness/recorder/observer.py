@@ -107,9 +107,8 @@ class Observer(Recorder):
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
-        self.seeded = {"cpu", "cuda"}
-        if session.program.get("determinism") == "enforce":
-            self.seeded |= {"python", "numpy"}
+        is_seeded = session.program.get("determinism") == "enforce"
+        self.seeded = {"python", "numpy"} if is_seeded else set[str]()
         self._keeper = None if session.keep is None else Keeper(session, session.keep)
         self._only_lines = session.program.get("record") == "lines"
         self._optimizers: list[weakref.ref[Any]] = []

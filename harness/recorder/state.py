@@ -283,7 +283,7 @@ def cuda_is_used() -> bool:
 
 
 def random_states(wanted: Container[str]) -> dict[str, bytes | None]:
-    """State of every default random generator as bytes; None of those not wanted."""
+    """State of every default random generator as bytes; None for one that is not wanted."""
     states: dict[str, bytes | None] = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()

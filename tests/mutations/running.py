@@ -30,7 +30,6 @@ RUNNING = [
         ("learning_rate_ignored", "tensors, numbers)\n        # What", "tensors)\n        # What"),
         ("generators_never_seeded", "[], random_states(self.seeded)",
          "[], dict.fromkeys(random_states(self.seeded))"),
-        ("cpu_generator_unseeded", 'self.seeded = {"cpu", "cuda"}', 'self.seeded = {"cuda"}'),
         ("buffers_left_out", '{"buffers": self.names.buffers(),', '{"buffers": [],'),
         ("own_groups_left_out", "        named |= {group: gather() for group, gather in self.own"
          ".items()}\n", ""),
@@ -63,6 +62,8 @@ RUNNING = [
          'for part in ("_data",)]'),
         ("values_of_sparse_left_out", '[("indices", value.indices()), ("values", value.values())]',
          '[("indices", value.indices())]'),
+        ("cpu_generator_unseeded", '{"cpu": torch.get_rng_state().numpy().tobytes()}',
+         '{"cpu": None}'),
         ("numpy_by_position", "kind.encode() + keys.tobytes() + repr(rest).encode()",
          "kind.encode() + repr(rest).encode()"),
         ("state_of_lists_left_out", "elif isinstance(value, list | tuple | Mapping):",
