@@ -32,7 +32,7 @@ from harness.runner.retries import clear_leftovers, earlier_attempts, stored_lim
 from harness.store import RunFolder, kept_folder, merge
 from reports.reading import summarise
 from tests.support import records
-from tests.support.fake_engine import Cli, FakeEngine, Patch
+from tests.support.fake_engine import Cli, FakeEngine, Patch, other_bits
 
 TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"
@@ -192,6 +192,22 @@ def test_no_pass_after_an_attempt_with_other_bits(
     assert (bad["outcome"], bad["what"]) == ("failed", "diverged")
     found = (place["step"], place["rank"], place["quantity"], place["tensor"])
     assert found == (step, 1, group, tensor)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_failed_beside_another_run_is_repeated_at_once(
+    failing: FailingEngine, cli: Cli, differs: bool
+) -> None:
+    """Without any retries; other bits that it had before are held against nobody."""
+    failing.how = {"what": "oom", "message": "E: no memory", "culprit_rank": 0, "undecided": True}
+    if differs:
+        failing.bits = lambda record: other_bits(record) if record.kind == "step" else record
+    code = go(0)
+    assert failing.num_repeated == 1
+    assert signatures() == ["shared_gpu"]
+    found = {v.outcome: v.what for v in RunFolder.open(Path("run")).verdicts()}
+    assert found.get("incomparable", "") == ("shared_gpu" if differs else "")
+    assert (code == 0) == (not differs)
 
 
 def ended(*errors: ErrorRecord) -> RunResult:
