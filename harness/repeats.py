@@ -1,9 +1,8 @@
 """All runs of a case: its three, repeats that are timed, samples of rounding, a confirming pair.
 
-A case with `repeats` n has 2 n more runs, whose `replica` numbers go on after the control's. They
-start when every other run of the matrix has ended, and each has the machine to itself (on Slurm:
-in an allocation made with `--exclusive`). Cases that share a reference share its repeats, and take
-turns with it, so that pairs are near in time and a drift of the machine favours nobody:
+A case with `repeats` n has 2 n more runs. They start when every other run of the matrix has ended,
+and each has the machine to itself (on Slurm: in an allocation made with `--exclusive`). Cases that
+share a reference share its repeats, and take turns with it, so that a drift favours nobody:
 
     round 0   reference   candidate A   candidate B
     round 1   candidate B   candidate A   reference
@@ -14,7 +13,6 @@ take of a spread of n runs once in 10^7 times is 280 spreads of four runs, 45 of
 eight.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -57,10 +55,8 @@ def samples_of(case: CaseSpec) -> tuple[RunSpec, ...]:
 
 
 def refusal(config: dict[str, object]) -> tuple[str, str] | None:
-    """What keeps a configuration of the built-in trainer from rounding at random: expected, got.
-
-    Graphs replay and compiled code runs kernels that nothing can make round otherwise.
-    """
+    """What keeps a configuration of the built-in trainer from rounding at random: expected, got."""
+    # Nothing can make kernels of graphs and compiled code round otherwise.
     usual = {"graph": "none", "compile": "none", "backend": "torch", "fp8": "none"}
     for key, legal in usual.items():
         if (value := config.get(key)) and value != legal:
@@ -84,7 +80,7 @@ def runs_of(case: CaseSpec) -> tuple[RunSpec, ...]:
 
 
 def untimed_runs(case: CaseSpec) -> tuple[RunSpec, ...]:
-    """Those that need no machine to themselves: the three legs, and samples of rounding."""
+    """The three legs, and samples of rounding."""
     return (case.reference, case.control, case.candidate, *samples_of(case))
 
 
@@ -110,26 +106,6 @@ def in_turn(cases: Iterable[CaseSpec]) -> tuple[RunSpec, ...]:
             for spec in reversed(turn) if number % 2 else turn:
                 order.setdefault(spec.key, spec)
     return tuple(order.values())
-
-
-class Turns:
-    """Timed runs that wait for the machine."""
-
-    def __init__(self, cases: Sequence[CaseSpec], waiting: Iterable[str]) -> None:
-        """Line up the timed runs of `cases` whose keys are among `waiting`."""
-        wanted = set(waiting)
-        self._left = deque(spec for spec in in_turn(cases) if spec.key in wanted)
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def put_back(self, spec: RunSpec) -> None:
-        """Line a run up once more, before all others."""
-        self._left.appendleft(spec)
-
-    def next(self, num_under_way: int) -> RunSpec | None:
-        """Take the run to start now; None while others are under way, or none is left."""
-        return self._left.popleft() if self._left and not num_under_way else None
 
 
 def unique_runs(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:

@@ -24,7 +24,7 @@ from harness.engine.base import Engine
 from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT, runs_of
-from harness.runner.run import Judge, Progress, Silent, execute
+from harness.runner.run import Judge, Silent, View, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
 from harness.store.files import link_tree, make_folder, read_object, write_object
 
@@ -209,7 +209,7 @@ class Asker:
 
     def __init__(
         self, folder: RunFolder, engine: Engine, questions: Questions | None = None,
-        *, progress: Progress | None = None,
+        *, progress: View | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.questions, self.num_runs = folder, questions or Questions(), 0
         self._adopted: set[str] = set()

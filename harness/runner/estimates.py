@@ -4,10 +4,8 @@
     similar runs: preset, ranks, device  start-up, and a step's time for its own steps
     nothing known                        `estimate_s`, a model of its size, from the constants below
 
-Only runs that ended well count, unless the work never did: a hang is expected to last its time
-limit again. The model's arithmetic is 6 x parameters that a token meets x tokens of a step, spread
-over the cores on the CPU and over the ranks on CUDA; host time on the CPU is multiplied by ranks
-over cores above 1.
+Only runs that ended well count, unless the work never did. The model's arithmetic is 6 x parameters
+that a token meets x tokens of a step, spread over the cores on the CPU and over the ranks on CUDA.
 """
 
 import json
@@ -34,7 +32,6 @@ from harness.repeats import SLOWDOWN
 Device = Literal["cpu", "cuda"]
 Seconds = Callable[[RunSpec], float]
 """What a run is expected to take."""
-
 MIB = 1 << 20
 CORES = 8
 """Of the machine that shards are cut for: the same whoever cuts."""
@@ -110,20 +107,15 @@ def expected(history: History, machine: str, cores: int) -> Estimates:
         slowdown = SLOWDOWN if spec.rounding else 1.0
         return start[similar] + int(spec.config.get("steps", 0)) * step[similar] * slowdown
 
-    return Estimates(seconds, _start_s(history, machine))
-
-
-def _start_s(history: History, machine: str) -> float:
-    """From the making of a run folder to its first run, as it was in the newest folders."""
-    found = []
+    before_s = []  # from the making of a run folder to its first run
     for created, first in history.query(
         "SELECT created, MIN(started_unix_s) FROM runs JOIN folders ON runs.folder = folders.id "
         "WHERE folders.machine = ? AND started_unix_s > 0 GROUP BY folders.id "
         f"ORDER BY created DESC LIMIT {NEWEST}", [machine],
     ):  # fmt: skip
         with suppress(TypeError, ValueError):
-            found.append(max(0.0, float(first) - datetime.fromisoformat(created).timestamp()))
-    return median(found) if found else _SERVER_START_S
+            before_s.append(max(0.0, float(first) - datetime.fromisoformat(created).timestamp()))
+    return Estimates(seconds, median(before_s) if before_s else _SERVER_START_S)
 
 
 def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float:
@@ -194,12 +186,10 @@ class Cost:
             peak = self.peak_bytes["candidate"] / MIB
             parts.append(f"peak memory {peak:.1f} MiB, {self.memory:.2f} of the reference's")
         if self.speed is not None:
-            ms = {role: f"{(seconds or 0.0) * 1e3:.4g}" for role, seconds in self.step_s.items()}
-            control = f", the control's {ms['control']}" if self.control_speed is not None else ""
-            parts.append(
-                f"a step takes {ms['candidate']} ms, the reference's {ms['reference']}{control}"
-            )
-            parts.append(self.caution)
+            ms = {role: f"{s * 1e3:.4g}" for role, s in self.step_s.items() if s}
+            control = f", the control's {ms['control']}" if "control" in ms else ""
+            took = f"a step takes {ms['candidate']} ms, the reference's {ms['reference']}{control}"
+            parts += [took, self.caution]
         return "; ".join(filter(None, parts))
 
     @property
@@ -207,8 +197,7 @@ class Cost:
         """Why the times are not those of the program alone; "" if nothing is known."""
         if self.shares_gpus:
             return "ranks shared GPUs, so times mean nothing"
-        runs = "run was" if self.concurrent == 1 else "runs were"
-        return f"{self.concurrent} other {runs} under way meanwhile" if self.concurrent else ""
+        return f"other runs under way meanwhile: {self.concurrent}" if self.concurrent else ""
 
 
 class Timeline:
@@ -221,10 +210,8 @@ class Timeline:
 
     def concurrent(self, run: RunResult) -> int:
         """How many other runs were under way at some time of this one."""
-        if run.outcome.wall_s <= 0:
-            return 0
         begun, ended = _span(run)
-        return bisect_left(self._begun, ended) - bisect_right(self._ended, begun) - 1
+        return max(0, bisect_left(self._begun, ended) - bisect_right(self._ended, begun) - 1)
 
 
 def cost(runs: Mapping[str, RunResult], timeline: Timeline) -> Cost:

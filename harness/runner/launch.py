@@ -2,8 +2,8 @@
 
     request -> scenario -> cases -> plan -> run folder -> engine -> verdicts
 
-`prepare` does everything that can fail on the user's account, before a folder is made; `rounds` and
-`carry_out` do the rest.
+`prepare` refuses what the user did wrong, before a folder is made; `rounds`, or `carry_out`, does
+the rest.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import clear_leftovers, is_left, open_repeats, stored_limit
 from harness.runner.run import View, execution, keep_trace, whole
 from harness.scenario.schema import Overrides
-from harness.scenario.suite import Picked, Selected, load_suite
+from harness.scenario.suite import Picked, load_suite
 from harness.store import RunFolder, load_case
 from harness.store.merge import Whole, keep_whole
 from harness.store.verify import DEFAULT_OUT, unused
@@ -56,11 +56,10 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for. `slots`, `device` and `engine` override the scenario's.
+    """What the user asked for.
 
-    `paths`, files and folders, run together, of which `tiers` leaves some; `slurm` are
-    `KEY=YAML` texts over `launch.slurm`; `history` says what runs take; `mixed` goes on with a
-    folder of other code; `picked` are the cases that pytest selected.
+    `slurm` are `KEY=YAML` texts over `launch.slurm`; `history` says what runs take; `mixed` goes on
+    with a folder of other code; `picked` are the cases that pytest selected.
     """
 
     paths: tuple[Path, ...] = ()
@@ -87,29 +86,22 @@ class Request:
 class Prepared:
     """A request that can be carried out: nothing has been written yet.
 
-    `text` goes into the run folder as scenario.yaml, if there is any; `devices` are the GPU of
-    each slot, as CUDA_VISIBLE_DEVICES names it, none on the CPU; `slurm` is None where this machine
-    makes the runs; `resumed` is the folder to go on with; `whole` is what a shard is a part of.
+    `said` goes into the manifest, `text`, if there is any, into scenario.yaml; `devices` are the
+    GPU of each slot, as CUDA_VISIBLE_DEVICES names it, none on the CPU; `slurm` is None where this
+    machine makes the runs; `resumed` is the folder to go on with; `whole` is what a shard is of.
     """
 
-    name: str
-    why: str
-    text: str
+    said: Mapping[str, Any]
     plan: Plan
     device: Device
     devices: tuple[str, ...]
     machine: Machine
     slurm: SlurmOptions | None = None
+    text: str = ""
+    notes: tuple[str, ...] = ()
     retries: int = 0
     resumed: RunFolder | None = None
-    selected: tuple[Selected, ...] = ()
-    tiers: str = ""
     whole: Whole | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What selections leave out, a line each."""
-        return tuple(filter(None, (part.note() for part in self.selected)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +150,16 @@ def prepare(request: Request) -> Prepared:
     stated = request.slots or suite.slots(
         on_slurm.slots_on_slurm(None, chosen) if slurm else machine.default_slots(here)
     )
-    return Prepared(
-        name=suite.name, why=suite.why, text=suite.text, retries=suite.launch.retries,
-        selected=selected, tiers=suite.tiers, whole=part_of,
-        **_planned(
-            chosen, device, slurm, here, slots=stated, ranks_per_gpu=request.ranks_per_gpu,
-            jobs=request.jobs, history=request.history,
-        ),
+    notes = tuple(filter(None, (part.note() for part in selected)))
+    said = {
+        "scenario": suite.name, "why": suite.why, "tier": suite.tiers, "notes": notes,
+        "selected": [part.to_json() for part in selected],
+        "shard": "" if part_of is None else str(part_of.shard),
+    }  # fmt: skip
+    return _planned(
+        chosen, device, slurm, here, slots=stated, ranks_per_gpu=request.ranks_per_gpu,
+        jobs=request.jobs, history=request.history, said=said, text=suite.text, notes=notes,
+        retries=suite.launch.retries, whole=part_of,
     )  # fmt: skip
 
 
@@ -189,25 +184,15 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     stored = manifest.get("slots") if device == "cpu" and slurm is None else None
     stored_devices = manifest.get("devices") or ()
     crowd = max(map(stored_devices.count, stored_devices), default=None)
-    retries = stored_limit(manifest)
-    left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec)}
-    return Prepared(
-        name=str(manifest.get("scenario", "")), why=str(manifest.get("why", "")),
-        text=folder.scenario_text, retries=retries, resumed=folder,
-        **_planned(
-            cases, device, slurm, here, slots=request.slots or stored,
-            ranks_per_gpu=request.ranks_per_gpu or crowd, jobs=request.jobs,
-            history=request.history, finished=lambda key: key not in left,
-            repeats=open_repeats(folder),
-        ),
+    return _planned(
+        cases, device, slurm, here, slots=request.slots or stored,
+        ranks_per_gpu=request.ranks_per_gpu or crowd, jobs=request.jobs, history=request.history,
+        said=manifest, retries=stored_limit(manifest), resumed=folder,
     )  # fmt: skip
 
 
 def prepare_rerun(case_folder: Path, **room: Any) -> Prepared:
-    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here).
-
-    `room` has `slots`, `ranks_per_gpu` and `jobs`, None for the usual.
-    """
+    """Plan one case again, from its folder alone (`HarnessError`: none, or it cannot run here)."""
     case = dataclasses.replace(load_case(case_folder).case, skip_reason="")
     if case.reference.recorded:
         raise UsageError(
@@ -220,10 +205,13 @@ def prepare_rerun(case_folder: Path, **room: Any) -> Prepared:
 
 
 def prepare_cases(cases: Sequence[CaseSpec], *, name: str, why: str, **room: Any) -> Prepared:
-    """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here)."""
+    """Plan cases of one device from no scenario file (`HarnessError`: they cannot run here).
+
+    `room` has `slots`, `ranks_per_gpu` and `jobs`, None for the usual.
+    """
     here = machine.describe()
     device = _device(cases[0].candidate.device, None, here)
-    return Prepared(name=name, why=why, text="", **_planned(cases, device, None, here, **room))
+    return _planned(cases, device, None, here, said={"scenario": name, "why": why}, **room)
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
@@ -235,17 +223,12 @@ def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
 def _planned(
     cases: Sequence[CaseSpec], device: Device, slurm: SlurmOptions | None, here: Machine, *,
     slots: int | None = None, ranks_per_gpu: int | None = None, jobs: int | None = None,
-    history: Path | None = None, **left: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What of a `Prepared` depends on the machine (`UsageError`: GPUs to share where none are).
-
-    `left` are `finished` and `repeats` of a run folder that is resumed.
-    """
+    history: Path | None = None, **prepared: Any,
+) -> Prepared:  # fmt: skip
     if ranks_per_gpu is not None and (slurm is not None or device == "cpu"):
         where = "in Slurm" if slurm is not None else "on the CPU"
         raise UsageError(
-            f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs of this machine, this one is "
-            f"{where}"
+            f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs here, this one is {where}"
         )
     devices: tuple[str, ...] = ()
     memory_bytes: int | None = here.memory_bytes
@@ -256,15 +239,23 @@ def _planned(
     else:  # fewer GPUs than wanted: the plan skips what does not fit, and says so
         devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:slots]
         slots, memory_bytes = len(devices), sum(gpu.memory_bytes for gpu in here.gpus)
+    left: dict[str, Any] = {}
+    resumed: RunFolder | None = prepared.get("resumed")
+    if resumed is not None:
+        runs = unique_runs(cases).items()
+        made = {key for key, spec in runs if not is_left(resumed, spec)}
+        left = {"finished": made.__contains__, "repeats": open_repeats(resumed)}
     plan = make_plan(
         cases, slots=slots, jobs=jobs, expected=expected_here(history, here),
         memory_bytes=memory_bytes, **left,
     )  # fmt: skip
-    return {"plan": plan, "device": device, "devices": devices, "machine": here, "slurm": slurm}
+    return Prepared(
+        plan=plan, device=device, devices=devices, machine=here, slurm=slurm,
+        **prepared,
+    )  # fmt: skip
 
 
 def _check_configs(place: Path, cases: Iterable[CaseSpec]) -> None:
-    """See that stored configurations are whole and legal for this version of the trainer."""
     for spec in unique_runs(cases).values():
         try:
             full = TrainConfig.from_dict(spec.config).to_dict() if spec.is_builtin else {}
@@ -278,7 +269,6 @@ def _check_configs(place: Path, cases: Iterable[CaseSpec]) -> None:
 
 
 def _refuse_other_code(folder: RunFolder, here: Machine) -> None:
-    """Runs of two codes or environments compare these, and not what the scenario asks."""
     before, now = deciding(folder.manifest), deciding(provenance_of(here, folder.cases))
     if found := changes(before, now):
         raise UsageError(
@@ -292,10 +282,8 @@ def _refuse_secrets(cases: Iterable[CaseSpec]) -> None:
     masker = Masker(os.environ)
     for key, text in sorted({(key, text) for case in cases for key, text in _texts(case)}):
         if masker.text(text) != text:
-            raise UsageError(
-                f"{key}: expected no secret, as this is stored with every run; got one (not "
-                f"shown): leave it to a file or a variable that the machine holds"
-            )
+            raise UsageError(f"{key}: expected no secret, as this is stored with every run; leave "
+                             "it to a file or a variable that the machine holds")  # fmt: skip
 
 
 def _texts(case: CaseSpec) -> Iterator[tuple[str, str]]:
@@ -314,7 +302,7 @@ def _texts(case: CaseSpec) -> Iterator[tuple[str, str]]:
 
 def rounds(
     prepared: Prepared, view: View, *, out: Path | None, exit_first: bool, argv: Sequence[str]
-) -> Generator[None, None, Carried]:  # fmt: skip
+) -> Generator[None, None, Carried]:
     """Make the runs and judge the cases in rounds; closing them closes folder and engine, too.
 
     `out` is the run folder to make, None for a new one under `out/`; `argv` is for its manifest.
@@ -375,15 +363,10 @@ def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> Ru
 
     Raises `UsageError` if there is something else, `Infrastructure` if it cannot be written.
     """
-    part_of = prepared.whole
-    shard = "" if part_of is None else f"-{part_of.shard.index}of{part_of.shard.number}"
+    part_of, name = prepared.whole, prepared.said["scenario"]
     said = {
-        "scenario": prepared.name, "why": prepared.why, "device": prepared.device,
-        "slots": prepared.plan.slots,
-        "devices": list(prepared.devices), RETRIES_KEY: prepared.retries, "tier": prepared.tiers,
-        "shard": "" if part_of is None else str(part_of.shard),
-        "selected": [part.to_json() for part in prepared.selected],
-        "notes": list(prepared.notes),
+        **prepared.said, "device": prepared.device, "slots": prepared.plan.slots,
+        "devices": list(prepared.devices), RETRIES_KEY: prepared.retries,
         on_slurm.MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
         **provenance_of(prepared.machine, prepared.plan.cases),
     }  # fmt: skip
@@ -392,9 +375,10 @@ def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> Ru
         if part_of is not None:
             keep_whole(folder.path, part_of)
 
+    if part_of is not None:
+        name += f"-{part_of.shard.index}of{part_of.shard.number}"
     return create_folder(
-        out, f"{prepared.name}{shard}", prepared.plan.cases, said, fill, argv=argv,
-        text=prepared.text,
+        out, name, prepared.plan.cases, said, fill, argv=argv, text=prepared.text
     )  # fmt: skip
 
 

@@ -5,13 +5,11 @@
 
 A slot holds one rank: a GPU, or on the CPU one of a stated number. The widest runs come first, of
 these the longest; whenever slots are free, the first run of the order that fits starts: at most
-twice as long as the best order (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969). Expected seconds
-(`harness.runner.estimates`) order the work; no verdict depends on them.
+twice as long as the best order (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969).
 
-A group stays whole: each run is made in the shard that has all cases that need it. Its cost is the
-seconds of its runs times their ranks; costliest first is within 4/3 of the best cut (Graham, too).
-Every machine cuts alike: runs are estimated by their size (`SHARDS_BY`). `shards.json` in the
-folder of a shard holds every case of the matrix and its shard, so a lost shard is noticed.
+Each run is made in the shard that has all cases that need it. A group costs the seconds of its runs
+times their ranks; costliest first is within 4/3 of the best cut (Graham, too). Every machine cuts
+alike (`SHARDS_BY`). `shards.json` has every case and its shard, so a lost shard is noticed.
 """
 
 import dataclasses
@@ -138,10 +136,9 @@ def make_plan(
 def arrange(
     cases: Iterable[CaseSpec], seconds: Seconds, *, left: Callable[[str], bool] = lambda key: True
 ) -> tuple[Job, ...]:
-    """The runs of `cases` in the order in which they are to start, each once, but timed repeats.
+    """The runs of `cases` but timed repeats, in the order in which they are to start, each once.
 
     Runs that are compared with one reference stay together: one verdict does not wait for all.
-    `left` says whether the run of a key is still to be made.
     """
     groups: dict[str, list[Job]] = {}
     seen: set[str] = set()
@@ -217,7 +214,6 @@ def _with_reason(case: CaseSpec, slots: int, memory_bytes: int | None) -> CaseSp
 
 
 def _lacks(spec: RunSpec, slots: int, memory_bytes: int | None) -> Iterator[str]:
-    """Why this machine cannot make the run."""
     config, here = spec.config, f"this run is on {spec.device}"
     if spec.world_size > slots:
         if spec.device == "cuda":
@@ -237,24 +233,25 @@ def _lacks(spec: RunSpec, slots: int, memory_bytes: int | None) -> Iterator[str]
     backend = config.get("compile_backend") if config.get("compile") else ""
     if backend == "inductor" and not any(map(shutil.which, compilers)):
         yield "compile_backend inductor needs a C++ compiler, none is found (aot_eager needs none)"
-    if spec.is_builtin:
-        yield from _lacks_for_builtin(config, memory_bytes)
-
-
-def _lacks_for_builtin(config: Mapping[str, Any], memory_bytes: int | None) -> Iterator[str]:
-    model = config["model"]
-    if memory_bytes is not None:  # no memory of this machine can hold the run, however sharded
-        hidden = config["micro_batch_size"] * model["seq"] * model["hidden"]
-        for what, elements in (
-            ("one copy of the weights", num_parameters(model)),
-            ("a microbatch between two layers", hidden),
-        ):
-            if (need := LEAST_BYTES * elements) > memory_bytes:
-                gib, have = f"{need / GIB:,.0f} GiB", f"{memory_bytes / GIB:,.0f} GiB"
-                yield f"{what} needs {gib} of memory, this machine has {have}"
-    path = config.get("data", {}).get("path")
+    path = config.get("data", {}).get("path") if spec.is_builtin else None
     if path is not None and not Path(path).exists():
         yield f"data.path {path} is not on this machine"
+    if spec.is_builtin and memory_bytes is not None:
+        yield from _too_large(config, memory_bytes)
+
+
+def _too_large(config: Mapping[str, Any], memory_bytes: int) -> Iterator[str]:
+    """What of a run cannot be held by the memory of this machine, however it is sharded."""
+    model = config["model"]
+    least = {
+        "one copy of the weights": num_parameters(model),
+        "a microbatch between two layers":
+            config["micro_batch_size"] * model["seq"] * model["hidden"],
+    }  # fmt: skip
+    for what, elements in least.items():
+        if (need := LEAST_BYTES * elements) > memory_bytes:
+            gib, have = f"{need / GIB:,.0f} GiB", f"{memory_bytes / GIB:,.0f} GiB"
+            yield f"{what} needs {gib} of memory, this machine has {have}"
 
 
 # ---- shards, for machines that know nothing of each other: `--shard 2/4`
@@ -265,10 +262,8 @@ def parse_shard(text: str) -> Shard:
     match = _SHARD.fullmatch(text)
     index, number = map(int, match.groups()) if match else (0, 0)
     if not 1 <= index <= number <= MAX_SHARDS:
-        raise UsageError(
-            f"--shard: expected I/N, as 2/4, from 1 to {MAX_SHARDS} shards and I from 1 to N, got "
-            f"{shown(text)}"
-        )
+        why = f"expected I/N with 1 <= I <= N <= {MAX_SHARDS}, as 2/4"
+        raise UsageError(f"--shard: {why}, got {shown(text)}")
     return Shard(index=index, number=number)
 
 
@@ -331,9 +326,8 @@ def take_shard(cases: Sequence[CaseSpec], text: str) -> tuple[tuple[CaseSpec, ..
     chosen = shards[shard.index - 1]
     if not chosen:
         raise NothingSelected(
-            f"shard {shard} holds no case: those that share a reference stay together, so "
-            f"{len(cases)} cases fill {sum(map(bool, shards))} of {shard.number} shards "
-            f"(harness list --shards {shard.number} --json names those)"
+            f"shard {shard} holds no case: {len(cases)} cases, of which those that share a "
+            f"reference stay together, fill {sum(map(bool, shards))} of {shard.number} shards"
         )
     ids = tuple(tuple(case.id for case in held) for held in shards)
     fingerprint = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from harness.engine.evidence import last_place, place_path
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.errors import UsageError
 from harness.records import RankExit, RecordError, RunOutcome, RunResult, RunSpec, dumps
-from harness.store import MANIFEST_FILE, OUTCOME_FILE, SPEC_FILE, load_run_folder, sealed_outcome
+from harness.store import OUTCOME_FILE, SPEC_FILE, load_run_folder, sealed_outcome
 from harness.store.files import read_object, told, write_atomic, write_object, write_once
 from harness.store.streams import rank_path, read_rank, read_start
 
@@ -46,10 +46,8 @@ class Part(Json):
 def _read_spec(folder: Path) -> RunSpec:
     """The specification of a recorded run, completed by what its ranks say of themselves."""
     if not (folder / SPEC_FILE).is_file():
-        is_run_folder = (folder / MANIFEST_FILE).is_file()
-        other = "it is a run folder: name one of its runs, RUN/runs/KEY"
-        why = other if is_run_folder else f"it has no {SPEC_FILE}"
-        raise UsageError(f"{folder}: expected the folder of one recorded run; {why}")
+        raise UsageError(f"{folder}: expected the folder of one run, as RUN/runs/KEY; it has no "
+                         f"{SPEC_FILE}")  # fmt: skip
     try:
         spec = RunSpec.from_json(read_object(folder / SPEC_FILE, sealed=False))
     except (OSError, RecordError) as error:
@@ -87,7 +85,7 @@ def renamed(run: RunResult, **changes: Any) -> RunResult:
 
 
 def steps_on_rank_0(run: RunResult) -> int:
-    """Steps that rank 0 recorded, 0 if it has none."""
+    """Steps that rank 0 recorded."""
     return next((len(records.steps) for records in run.ranks if records.rank == 0), 0)
 
 

@@ -127,20 +127,16 @@ def clear_leftovers(folder: RunFolder) -> None:
     """Remove what a killed harness left half-written; the folder is locked by the caller.
 
     `.NAME.PID.tmp` was to be renamed into place, `cases/.CASE.tmp` to be sealed. Below `runs`
-    nothing is looked for, as Slurm jobs may be at work there. A disk that refuses keeps them.
+    nothing is looked for, as Slurm jobs may be at work there.
     """
     root = folder.path
-    found = [path for place in (".", "report", "cases", "cases/*")
-             for path in root.glob(f"{place}/.*.tmp")]  # fmt: skip
-    for path in found:
+    for path in root.glob("cases/.*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (path for at in (".", "report", "cases/*") for path in root.glob(f"{at}/.*.tmp")):
         process = _HALF_WRITTEN.fullmatch(path.name)
-        with suppress(OSError):
-            if path.parent == root / "cases" and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            # Reports are made without the lock: their harness may be at it.
-            elif path.parent == root / "cases" or (
-                process and not Path("/proc", process[1]).exists()
-            ):
+        # Reports are made without the lock: their harness may be at it.
+        if process and not Path("/proc", process[1]).exists():
+            with suppress(OSError):
                 path.unlink()
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, Outcome, RunOutcome, RunSpec, Verdict
-from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
+from harness.repeats import confirming_runs, in_turn, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.estimates import Seconds
 from harness.runner.plan import Plan, Queue, arrange
 from harness.runner.retries import held_against_attempts, is_left, why_again
@@ -41,28 +42,20 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-class Progress(Protocol):
-    """Who is notified of what happens, as it happens."""
-
-    def run_started(self, spec: RunSpec) -> None:
-        """A run was handed to the engine."""
-        return
-
-    def run_finished(self, outcome: RunOutcome) -> None:
-        """A run ended."""
-        return
-
-    def judged(self, verdict: Verdict) -> None:
-        """A case has its answer, whether new or stored earlier."""
-        return
-
-
-class View(Progress, Protocol):
-    """A progress that is shown; entered before the first call, left after the last."""
+class View(Protocol):
+    """Hears of what happens; `launch` enters it before the first call, leaves it after the last."""
 
     def planned(self, plan: Plan) -> None:
         """The plan is made; runs follow."""
-        return
+
+    def run_started(self, spec: RunSpec) -> None:
+        """A run was handed to the engine."""
+
+    def run_finished(self, outcome: RunOutcome) -> None:
+        """A run ended."""
+
+    def judged(self, verdict: Verdict) -> None:
+        """A case has its answer, whether new or stored earlier."""
 
     def __enter__(self) -> Self:
         return self
@@ -76,17 +69,15 @@ class Silent(View):
 
 
 def execution(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
-    folder: RunFolder, cases: Sequence[CaseSpec], engine: Engine, progress: Progress, *,
+    folder: RunFolder, cases: Sequence[CaseSpec], engine: Engine, progress: View, *,
     exit_first: bool = False, retries: int = 0, seconds: Seconds = lambda spec: 1.0,
     judge: Judge = judge_case, confirm: bool = True,
 ) -> Generator[None, None, tuple[Verdict, ...]]:  # fmt: skip
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
 
-    Each round starts what fits, waits until a run ends and judges what can be judged. Closed before
-    its end, or after the first verdict that is neither passed nor skipped (`exit_first`), it kills
-    the runs under way; `--resume` goes on with what is left. A run that the machine failed is
-    repeated at most `retries` times; expected `seconds` order the runs. The folder is locked here
-    if it is not yet, the engine stays open.
+    Each round starts what fits, waits until a run ends and judges what can be judged. Closed early,
+    or after the first failure with `exit_first`, it kills the runs under way. A run that the
+    machine failed is repeated at most `retries` times. The folder is locked, the engine stays open.
 
     Raises:
         UsageError: a run needs more than the engine has, or the folder is in use; nothing started.
@@ -115,10 +106,9 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
 def advance(
     rounds: Generator[None, None, Result], enough: Callable[[], bool] = lambda: False
 ) -> Result | None:
-    """Go through rounds until there is enough, or to their end.
+    """Go through rounds until there is enough; what they come to, None if they have not ended.
 
-    Returns what they come to; None if they have not ended, or had before. Raises what they do;
-    `Interrupted` for SIGINT, SIGTERM or SIGHUP.
+    Raises what they do; `Interrupted` for SIGINT, SIGTERM or SIGHUP.
     """
     with stop_on_signals():
         try:
@@ -155,12 +145,10 @@ def keep_trace(path: Path, error: Exception) -> str:
 
 @dataclass
 class _Matrix:
-    """State of one execution: which runs wait, which cases have their answer."""
-
     folder: RunFolder
     cases: Sequence[CaseSpec]
     engine: Engine
-    progress: Progress
+    progress: View
     judge: Judge
     retries: int
     seconds: Seconds
@@ -173,20 +161,16 @@ class _Matrix:
     of_run: dict[str, list[CaseSpec]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, spec in unique_runs(self.cases).items():
-            if is_left(self.folder, spec):
-                self.waiting[key] = spec
-            else:
-                self.ended.add(key)
-        self.turns = Turns(self.cases, self.waiting)
+        needed = unique_runs(self.cases)
+        self.waiting |= {k: spec for k, spec in needed.items() if is_left(self.folder, spec)}
+        self.ended |= needed.keys() - self.waiting.keys()
+        self.turns = deque(spec for spec in in_turn(self.cases) if spec.key in self.waiting)
         self.queue = Queue(arrange(self.cases, self.seconds, left=self.waiting.__contains__))
 
     def in_order(self) -> tuple[Verdict, ...]:
-        """The verdicts that there are, in the order of the cases."""
         return tuple(self.verdicts[case.id] for case in self.cases if case.id in self.verdicts)
 
     def rounds(self, *, exit_first: bool) -> Iterator[None]:
-        """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""
         touched = [case for case in self.cases if not self._answer_from_store(case)]
         for case in touched:
             for key in {spec.key for spec in runs_of(case)}:
@@ -212,8 +196,8 @@ class _Matrix:
             return  # it has the machine to itself, though a case may want to be confirmed
         while (spec := self.queue.next(self.engine.can_start)) is not None:
             self._start(spec)
-        if (spec := self.turns.next(len(self.under_way))) is not None:
-            self._start(spec)
+        if self.turns and not self.under_way:
+            self._start(self.turns.popleft())
 
     def _start(self, spec: RunSpec) -> None:
         self.under_way.add(spec.key)
@@ -234,14 +218,13 @@ class _Matrix:
             self.progress.run_finished(outcome)
             spec = self.waiting[outcome.key]
             if why_again(self.folder, spec, self.retries):
-                (self.turns.put_back if is_timed(spec) else self.queue.push)(spec)
-                continue
-            ended.append(outcome.key)
+                (self.turns.appendleft if is_timed(spec) else self.queue.push)(spec)
+            else:
+                ended.append(outcome.key)
         self.ended.update(ended)
         return ended
 
     def _answer_from_store(self, case: CaseSpec) -> bool:
-        """Take the stored verdict of a case whose runs need not be repeated."""
         if case.skip_reason:
             # A case that was planned otherwise, and may have failed, is not skipped.
             skipped = _no_answer(case, "skipped", case.skip_reason)
@@ -309,25 +292,23 @@ class _Matrix:
     def _confirmed(
         self, case: CaseSpec, verdict: Verdict, repeats: dict[str, RunSpec]
     ) -> Confirmation:
-        load, again = self.folder.load_run, (repeats["reference"], repeats["candidate"])
+        load = self.folder.load_run
+        first = load(case.reference), load(case.candidate)
+        again = load(repeats["reference"]), load(repeats["candidate"])
         try:
-            return confirmation.confirmation(
-                case, verdict, (load(case.reference), load(case.candidate)),
-                (load(again[0]), load(again[1])),
-            )  # fmt: skip
+            return confirmation.confirmation(case, verdict, first, again)
         except Exception as error:  # noqa: BLE001 - as in `_judged`
             keep_trace(self.folder.case_folder(case.id) / "judge_error.txt", error)
             return replace(confirmation.not_made(case), what="unsupported")
 
     def _is_made(self, spec: RunSpec) -> bool:
         """Whether a repeat has ended; queues it if nobody has."""
-        if spec.key not in self.ended and spec.key not in self.waiting:
-            if not is_left(self.folder, spec):
-                self.ended.add(spec.key)
-            else:
-                self.engine.check(spec)
-                self.waiting[spec.key] = spec
-                self.queue.push(spec)
+        if not is_left(self.folder, spec):
+            self.ended.add(spec.key)
+        elif spec.key not in self.waiting:
+            self.engine.check(spec)
+            self.waiting[spec.key] = spec
+            self.queue.push(spec)
         return spec.key in self.ended
 
     def _answer(self, case: CaseSpec, verdict: Verdict) -> None:
@@ -349,10 +330,9 @@ def _run_keys(case: CaseSpec) -> dict[str, str]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt; ignore more of them.
+    """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt, in the main thread.
 
-    Later ones must not cut the killing of runs short, which takes seconds at most. Only the main
-    thread can do this; elsewhere signals are left to whoever owns it.
+    More of them must not cut the killing of runs short, which takes seconds at most.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

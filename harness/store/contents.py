@@ -3,8 +3,7 @@
     rank0.contents    {"run": ..., "step": 3, "tensors": [{"name": ..., "dtype": ...}, ...], ...}
                       a line of JSON, then the bytes of all tensors
 
-What is not as it was written is left out and named in `problems`; so is a rank that wrote nothing,
-and a name that no rank has. Nothing is filled in.
+What is damaged or missing is left out and named in `problems`.
 """
 
 import itertools
@@ -56,9 +55,7 @@ class KeptTensor(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(Json):
-    """First line of a rank's file. Bytes of the tensors follow in their order."""
-
+class _Index(Json):
     run: str
     rank: int
     step: int
@@ -75,8 +72,7 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a run has kept of `step` (-1: nothing was to be kept), by rank; `problems` are sentences
-    about what was asked for and is not there, or is damaged."""
+    """What a run has kept of `step` (-1: nothing was to be kept), by rank."""
 
     step: int
     ranks: tuple[tuple[Loaded, ...], ...]
@@ -102,7 +98,7 @@ def write_contents(
 ) -> None:
     """Write a rank's file, whole or not at all (`Infrastructure`: the disk refused)."""
     listed = list(tensors)
-    index = Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
+    index = _Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
     head = dumps(index).encode() + b"\n"
     write_atomic(contents_path(folder, rank), head + b"".join(data for _, data in listed))
 
@@ -127,8 +123,7 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
         ranks.append(held)
     names = {each.about.name for rank in ranks for each in rank}
     problems += [
-        f"no rank has kept {name}: expected a tensor of its records, or a row of its taps that a "
-        f"call has written in step {keep.step}"
+        f"no rank has kept {name}: expected a tensor of its records, or a tap of step {keep.step}"
         for name in keep.names
         if "*" not in name and name not in names
     ]
@@ -139,10 +134,10 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
 
 def _read_rank(path: Path, key: str, rank: int, keep: KeepSpec) -> tuple[Loaded, ...]:
     head, _, body = read_plain(path, keep.max_bytes + MAX_INDEX_BYTES).partition(b"\n")
-    index = Index.from_json(parsed(head, path.name))
-    for name, value in {"run": key, "rank": rank, "step": keep.step}.items():
-        if (got := getattr(index, name)) != value:
-            raise RecordError(f"{name}: expected {value}, got {got}")
+    index = _Index.from_json(parsed(head, path.name))
+    expected, got = (key, rank, keep.step), (index.run, index.rank, index.step)
+    if got != expected:
+        raise RecordError(f"run, rank and step: expected {expected}, got {got}")
     if any(about.dtype not in ITEM_BYTES for about in index.tensors):
         raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}")
     sizes = (math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in index.tensors)

@@ -1,9 +1,8 @@
 """One file: written whole or not at all, read if it is a plain one, damage noticed by a checksum.
 
 A file of one object carries its own checksum, `{..., "sha256": of all other keys}`, and where it
-speaks for other files, theirs by name under `files`. They tell damage, not forgery: whoever can
-write a file can write its checksum. A file without one is damaged. Whatever the disk refuses is one
-`Infrastructure` error that names the path and the reason.
+speaks for other files, theirs by name under `files`. They tell damage, not forgery. A file without
+one is damaged. Whatever the disk refuses is an `Infrastructure` error with the path and the reason.
 """
 
 import errno
@@ -13,8 +12,8 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,36 +42,36 @@ def refusals(verb: str, path: Path) -> Iterator[None]:
 
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Write a file whole or not at all, so that it outlives a power cut (or `Infrastructure`)."""
-    _write(path, text, lambda made: made.replace(path))
+    with _written(path, text) as made:
+        made.replace(path)
 
 
 def write_once(path: Path, text: str) -> bool:
     """As `write_atomic` unless it is there; False if it is. One of several writers wins."""
-    try:
-        _write(path, text, lambda made: os.link(made, path))
-    except FileExistsError:
-        return False
+    with _written(path, text) as made:
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            return False
     return True
 
 
-def _write(path: Path, text: str | bytes, put: Callable[[Path], object]) -> None:
+@contextmanager
+def _written(path: Path, text: str | bytes) -> Iterator[Path]:
     # Unique among all machines that share the folder.
     made = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.{os.getpid()}.tmp")
     try:
-        with made.open("wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
-            file.flush()
-            os.fsync(file.fileno())
-        put(made)
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)  # makes the new name last
-        finally:
-            os.close(fd)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise refused("write", path, error) from error
+        with refusals("write", path):
+            with made.open("wb") as file:
+                file.write(text.encode() if isinstance(text, str) else text)
+                file.flush()
+                os.fsync(file.fileno())
+            yield made
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)  # makes the new name last
+            finally:
+                os.close(fd)
     finally:
         with suppress(OSError):
             made.unlink(missing_ok=True)
@@ -103,9 +102,9 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file to read it, if it is one: not a link to elsewhere, a pipe or a device.
+    """Open a file to read it, if it is one (`OSError`: a link, a pipe or a device).
 
-    `OSError` otherwise: a link would bring any file into a report, a pipe keep its reader for ever.
+    A link would bring any file into a report, a pipe keep its reader for ever.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -174,10 +173,10 @@ def read_object(path: Path, *, sealed: bool = True) -> dict[str, Any]:
         RecordError: not an object, or changed since it was written.
     """
     plain = parsed(read_plain(path), path.name)
-    if KEY not in plain:
-        if sealed:
-            raise RecordError(f"{path.name}: {GONE}")
+    if not sealed and KEY not in plain:
         return plain
+    if KEY not in plain:
+        raise RecordError(f"{path.name}: {GONE}")
     said = plain.pop(KEY)
     try:
         fits = said == with_checksum(plain)[KEY]
@@ -208,41 +207,23 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
     return plain
 
 
-class FolderLock:
-    """An exclusive lock on a file; the kernel frees it when its holder dies."""
+def lock(path: Path) -> int:
+    """Open a file and lock it for this process alone, until it is closed or the process dies.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd: int | None = None
-
-    def acquire(self) -> None:
-        """Take the lock, until `release` or the death of this process; no-op if taken.
-
-        Raises:
-            UsageError: another harness holds it (`Infrastructure`: the file system cannot lock).
-        """
-        if self._fd is not None:
-            return
-        with refusals("lock", self._path):
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-                os.close(fd)
-                where = self._path.parent
-                raise UsageError(f"{where} is in use by another harness ({holder})") from None
-            except OSError:
-                os.close(fd)
-                raise
-        self._fd = fd
+    Raises:
+        UsageError: another harness holds it (`Infrastructure`: the file system cannot lock).
+    """
+    with refusals("lock", path), ExitStack() as unless_locked:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        unless_locked.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_tail(path, 200).decode(errors="replace").strip()
+            raise UsageError(f"{path.parent} is in use by another harness ({holder})") from None
         # Only for the message of whoever comes second; a full disk must not matter here.
         with suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Give the lock back."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        unless_locked.pop_all()
+    return fd

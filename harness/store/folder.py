@@ -4,9 +4,8 @@
     runs/KEY/       spec.json, rankN.jsonl, rankN.contents; `save_outcome` makes the run finished
     cases/ID/       case.json, links to the files of its three runs, verdict.json
 
-A manifest speaks for the plan, a verdict for outcomes and these for what ranks wrote, by checksums:
-what is as they say is believed. What is not is reported in `RankRecords.problems`, never dropped
-and never an exception. What the disk refuses is one `Infrastructure` error.
+A manifest speaks for the plan, a verdict for outcomes and these for what ranks wrote, by checksums.
+What is not as they say is in `RankRecords.problems`, never dropped and never an exception.
 """
 
 import dataclasses
@@ -42,9 +41,9 @@ from harness.records import (
 from harness.repeats import confirming_runs, runs_of
 from harness.store.files import (
     CHANGED,
-    FolderLock,
     checksum_of,
     link_tree,
+    lock,
     make_folder,
     parsed,
     read_object,
@@ -109,18 +108,14 @@ class RunFolder:
     ) -> None:
         self.path, self.manifest, self.scenario_text = path, manifest, scenario_text
         self.cases = tuple(cases)
-        self._lock = FolderLock(path / LOCK_FILE)
-        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._lock: int | None = None
 
     @classmethod
     def create(
         cls, path: Path, manifest: Mapping[str, Any], scenario_text: str,
         cases: Sequence[CaseSpec], *, fill: Callable[[Self], None] = lambda folder: None,
     ) -> Self:  # fmt: skip
-        """Make a new run folder and lock it.
-
-        `scenario_text` may stand for several files; `fill` puts in what must be there whenever it
-        is a run folder, whoever is killed when.
+        """Make a new run folder and lock it; `fill` puts in what must be there once it is one.
 
         Raises:
             UsageError: there is something else at `path`, or two cases share an id.
@@ -161,7 +156,7 @@ class RunFolder:
         path = path.absolute()
         try:
             if not (path / MANIFEST_FILE).is_file():
-                raise UsageError(f"{path} is not a run folder ({_why_none(path)})")
+                raise UsageError(f"{path} is not a run folder: it has no {MANIFEST_FILE}")
             for name in OWN_FOLDERS:
                 if (path / name).is_symlink():
                     raise RecordError(f"{name} is a link: what is written there is somebody else's")
@@ -178,6 +173,17 @@ class RunFolder:
             return cls(path, manifest, data[SCENARIO_FILE].decode(), plan.cases)
         except (OSError, RecordError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
+
+    def acquire(self) -> None:
+        """Lock it, until `release` or the death of this process; raises as `files.lock`."""
+        if self._lock is None:
+            self._lock = lock(self.path / LOCK_FILE)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -367,7 +373,7 @@ _cached: dict[tuple[object, ...], tuple[int, tuple[RankRecords, ...]]] = {}
 
 def _records(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
     """Records of a run's ranks, those of damaged files with a problem; decoded once a process."""
-    state: list[object] = [world_size]
+    state: list[tuple[object, ...]] = [(world_size,)]
     num_bytes, newest_ns = 0, 0
     for path in (folder / OUTCOME_FILE, *files_of_run(folder)):
         with suppress(OSError):
@@ -376,8 +382,7 @@ def _records(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
             newest_ns = max(newest_ns, about.st_ctime_ns)
             state.append((path.name, about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns))
     key = tuple(state)
-    found = _cached.pop(key, None)
-    if found is None:
+    if (found := _cached.pop(key, None)) is None:
         changed, ranks = changed_files(folder), []
         for rank in read_ranks(folder, world_size):
             why = changed.get(f"rank{rank.rank}.jsonl")
@@ -404,17 +409,7 @@ def load_case(folder: Path) -> CaseRuns:
     return CaseRuns(case=case, **legs)
 
 
-def _why_none(path: Path) -> str:
-    why = f"it has no {MANIFEST_FILE}"
-    if (path / LOCK_FILE).is_file():
-        return f"{why}; its harness ended before it had begun: start it once more, with --out"
-    if (path / SPEC_FILE).is_file():
-        return f"{why}; it holds one recorded run, which harness compare-runs judges"
-    return why
-
-
 def _check_vacant(path: Path) -> None:
-    """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
     ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
     with refusals("look into", path):
         if path.is_file():

@@ -1,11 +1,9 @@
 """Run folders of shards, or of several scenarios, put together into one.
 
-Runs and cases are linked, or copied where links fail; the folders that are merged stay as they are.
-The result is a run folder like any other. What is missing shows: a case of a shard that was not
-given, or that cannot be read, has the outcome `error`, `not_run`, and says which shard; a case
-without a verdict has none in the result either, which no report takes for a pass. Refused are
-folders that hold the same case or run, and shards of different cuts or commits: their union could
-hold a case twice and another one never, or answer for other code.
+Runs and cases are linked, or copied where links fail. A case of a shard that was not given, or that
+cannot be read, has the outcome `error`, `not_run`, and says which shard. Refused are folders that
+hold the same case or run, and shards of different cuts or commits: their union could hold a case
+twice and another one never, or answer for other code.
 """
 
 import json
@@ -53,7 +51,6 @@ class Whole(Json):
 
 
 Opened = list[tuple[RunFolder, Whole | None]]
-"""Run folders, each with the matrix that it is a shard of."""
 
 
 def keep_whole(folder: Path, whole: Whole) -> None:
@@ -84,29 +81,26 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
     for folder in folders:
         folder.acquire()  # nobody works there, and nobody begins to
     try:
-        lost = "; ".join(unread)
+        lost = "".join(f" ({why})" for why in unread)
         whys = {
-            shard: f"shard {shard} is missing: its run folder was not among those merged"
-            + (f" ({lost})" if lost else "")
+            shard: f"shard {shard} is missing: its run folder was not among those merged{lost}"
             for shard in missing.values()
         }
         manifest = _manifest(opened, argv, [*whys.values()])
-        named = {key: json.dumps(manifest.get(key, "Several run folders, merged.")) for key in
-                 ("scenario", "why")}  # fmt: skip
         texts = {folder.scenario_text for folder in folders}
-        text = f"name: {named['scenario']}\nwhy: {named['why']}\n"
+        text = "".join(f"{key}: {json.dumps(manifest[key])}\n" for key in ("scenario", "why"))
+        text = texts.pop() if len(texts) == 1 else text.replace("scenario", "name", 1)
 
         def fill(merged: RunFolder) -> None:
             _link_all(folders, merged)
-            for case in cases:
-                if case.id not in held:
-                    why = whys[missing[case.id]]
-                    verdict = Verdict(case_id=case.id, outcome="error", what="not_run", message=why,
-                                      checks=(), runs={}, wall_s=0.0)  # fmt: skip
-                    merged.save_verdict(verdict, case)
+            for case in (case for case in cases if case.id not in held):
+                verdict = Verdict(
+                    case_id=case.id, outcome="error", what="not_run", checks=(), runs={},
+                    message=whys[missing[case.id]], wall_s=0.0,
+                )  # fmt: skip
+                merged.save_verdict(verdict, case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.
-        text = texts.pop() if len(texts) == 1 else text
         return RunFolder.create(out, manifest, text, cases, fill=fill)
     finally:
         for folder in folders:
@@ -168,10 +162,8 @@ def _held(folders: Sequence[RunFolder]) -> set[str]:
         things += [("run", run.name) for run in (folder.path / "runs").glob("*")]
         for thing in things:
             if (other := owners.setdefault(thing, folder.path)) != folder.path:
-                raise UsageError(
-                    f"{folder.path} holds the {' '.join(thing)}, and so does {other}: expected "
-                    f"shards of one matrix, or scenarios whose cases differ"
-                )
+                raise UsageError(f"{folder.path} holds the {' '.join(thing)}, and so does {other}: "
+                                 "expected cases that differ")  # fmt: skip
     return {name for kind, name in owners if kind == "case"}
 
 
@@ -194,8 +186,10 @@ def _manifest(opened: Opened, argv: Sequence[str], notes: list[str]) -> Mapping[
         | {key: said.get(key) for key in ("id", "created", "machine")}
         for said, (_, whole) in zip(manifests, opened, strict=True)
     ]
-    return {"scenario": "+".join(dict.fromkeys(str(m.get("scenario", "")) for m in manifests))} | {
-        **agreed, "notes": [*agreed.get("notes", ()), *notes], "id": uuid.uuid4().hex,
+    names = dict.fromkeys(str(said.get("scenario", "")) for said in manifests)
+    return {
+        "scenario": "+".join(names), "why": "Several run folders, merged.", **agreed,
+        "notes": [*agreed.get("notes", ()), *notes], "id": uuid.uuid4().hex,
         "created": max(str(said.get("created", "")) for said in manifests),
         "command": list(argv), "python": sys.version.split()[0], "merged": merged,
     }  # fmt: skip

@@ -4,8 +4,7 @@ A problem is worded 'line N: why' and says 'after end' of a line that follows th
 record that decodes is kept even if it is out of place, so that the checks can see it; one that
 belongs to another rank is a problem only.
 
-A program that the harness did not write makes optimizer state in its first step, leaves gradients
-out, adds parameters: its rank says from which step on a group has which tensors (`NamesRecord`).
+The rank of a foreign program says from which step on a group has which tensors (`NamesRecord`).
 Here every step gets the tensors of all steps, with the digest `ABSENT` for what it did not hold: so
 what one run has and another has not differs like any other tensor, at its step, by its name.
 """
@@ -40,6 +39,7 @@ END_BYTES, STEP_BYTES = 4096, 4 << 20
 """More than an end record has, and a step record of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
+AFTER_END = " after end"
 
 Names = tuple[Mapping[str, Sequence[str]], Sequence[str]]
 """Of tensors by group, and of rows of taps."""
@@ -51,10 +51,8 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def has_begun(path: Path, *, is_builtin: bool) -> bool:
-    """Whether a rank's file says anything of a step, or of a program's state in its first one.
-
-    The built-in trainer records its state before it compiles and captures anything.
-    """
+    """Whether a rank's file says anything of a step, or of a program's state in its first one."""
+    # The built-in trainer records its state before it compiles and captures anything.
     kinds = (b'"kind":"step"',) if is_builtin else (b'"kind":"step"', b'"kind":"initial"')
     try:
         with open_plain(path) as file:
@@ -89,13 +87,10 @@ def read_start(path: Path) -> StartRecord | None:
 
 
 def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
-    """Records of ranks 0 to `world_size` - 1; a rank without a file has nothing at all.
-
-    Files of ranks that cannot exist are a problem of the last rank.
-    """
+    """Records of ranks 0 to `world_size` - 1; files of others are a problem of the last rank."""
     ranks = [read_rank(rank_path(folder, rank), rank) for rank in range(world_size)]
-    expected = {rank_path(folder, rank).name for rank in range(world_size)}
-    extra = sorted(p.name for p in folder.glob("rank*.jsonl") if p.name not in expected)
+    expected = {rank_path(folder, rank) for rank in range(world_size)}
+    extra = sorted(path.name for path in set(folder.glob("rank*.jsonl")) - expected)
     if extra and ranks:
         problem = f"line 0: files beyond world size {world_size}: {', '.join(extra[:8])}"
         ranks[-1] = replace(ranks[-1], problems=(*ranks[-1].problems, problem))
@@ -104,22 +99,19 @@ def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
 
 def read_rank(path: Path, rank: int) -> RankRecords:
     """Everything that one rank's file says."""
-    held, problems, after_end = _Held(rank), list[str](), list[str]()
+    held, problems = _Held(rank), list[str]()
     try:
         with open_plain(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                     problems.append(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
                     break
-                is_after_end = held.once["end"] is not None
-                found = [f"line {number}: {why}" for why in held.take(number, line)]
-                problems += found
-                if is_after_end and not after_end:
-                    after_end = [each for each in found if each.endswith("after end")][:1]
+                problems += [f"line {number}: {why}" for why in held.take(number, line)]
     except FileNotFoundError:
         pass
     except OSError as error:
         problems.append(f"line 0: cannot be read: {error.strerror or error}")
+    after_end = [why for why in problems if why.endswith(AFTER_END)][:1]
     if (more := len(problems) - MAX_PROBLEMS) > 0:
         problems[MAX_PROBLEMS:] = [f"line 0: {more} more problems"]
     records = RankRecords(
@@ -131,8 +123,6 @@ def read_rank(path: Path, rank: int) -> RankRecords:
 
 
 class _Held:
-    """What one file has said so far: records of which there are many, and those there once."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lists: dict[str, list[Any]] = {"step": [], "event": [], "names": []}
@@ -147,7 +137,7 @@ class _Held:
             cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
             why = one_line(str(error))
             why = why if len(why) <= 200 else f"{why[:200]}..."
-            yield f"{cut}{why}{' after end' if is_after_end else ''}"
+            yield f"{cut}{why}{AFTER_END if is_after_end else ''}"
             return
         steps, kind = self.lists["step"], record.kind
         if record.rank != self.rank:
@@ -161,7 +151,7 @@ class _Held:
         if isinstance(record, StepRecord) and steps and record.step <= steps[-1].step:
             yield f"step {record.step} follows step {steps[-1].step}"
         if is_after_end:
-            yield f"{kind} record after end"
+            yield f"{kind} record{AFTER_END}"
         elif self.once["error"] is not None and kind != "event":
             yield f"{kind} record after an error record"
         if record.rank != self.rank and kind != "start":
@@ -178,10 +168,7 @@ class _Held:
 
 
 def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRecords:
-    """The records with one list of names for all steps, in the start record.
-
-    Lengths that do not fit the names become problems.
-    """
+    """The records with one list of names for all steps, in the start record."""
     if records.start is None:
         return records
     ordered = sorted(names, key=lambda record: record.step)
@@ -195,10 +182,7 @@ def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRe
 
 
 def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
-    """Runs of a program with the same names on each rank, in the order of the first run.
-
-    Of two runs one may have from the start what the other makes in its first step.
-    """
+    """Runs of a program with the same names on each rank, in the order of the first run."""
     if all(run.spec.is_builtin for run in runs):
         return runs
     held: dict[int, list[Names]] = {}
@@ -206,17 +190,17 @@ def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
         if (start := records.start) is not None:
             held.setdefault(records.rank, []).append((start.tensors, start.taps))
     wholes = {rank: _union(names) for rank, names in held.items()}
-    found = []
-    for run in runs:
-        ranks = list(run.ranks)
-        for place, records in enumerate(ranks):
-            start, whole = records.start, wholes.get(records.rank)
-            own = ({}, ()) if start is None else (start.tensors, start.taps)
-            if whole is not None and own != whole:
-                laid = _spread(records, lambda step, own=own: own, whole)  # type: ignore[misc]
-                ranks[place] = replace(laid, problems=records.problems)
-        found.append(replace(run, ranks=tuple(ranks)))
-    return tuple(found)
+
+    def laid(records: RankRecords) -> RankRecords:
+        if (start := records.start) is None:
+            return records
+        own, whole = (start.tensors, start.taps), wholes[records.rank]
+        same = own == whole
+        return records if same else replace(
+            _spread(records, lambda step: own, whole), problems=records.problems
+        )  # fmt: skip
+
+    return tuple(replace(run, ranks=tuple(map(laid, run.ranks))) for run in runs)
 
 
 def _union(names: Iterable[Names]) -> Names:

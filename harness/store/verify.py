@@ -11,7 +11,7 @@ turn the failure into a question. Nothing is judged again, and nothing is change
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from harness.store.folder import (
     MANIFEST_FILE,
     OUTCOME_FILE,
     SEARCH_FILE,
-    SPEC_FILE,
     VERDICT_FILE,
     RunFolder,
     changed_files,
@@ -38,8 +37,6 @@ DEFAULT_OUT = Path("out")
 TRUSTING = ("passed", "skipped")
 """Outcomes that damage must not leave standing."""
 _EARLIER = re.compile(r"\.attempt\d+$")
-Damage = Iterator[tuple[Path, str]]
-"""Files, each with what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +57,11 @@ class Inspection:
 def inspect(path: Path) -> Inspection:
     """Try every checksum of a run folder (`UsageError`: it is none, or damaged beyond reading)."""
     folder = RunFolder.open(path)
-    verdicts, unjudged, runs = [], [], dict[str, None]()
-    damage: dict[tuple[Path, str], None] = {}
-    """As keys: runs are shared by cases, and each file is named once."""
-    planned = {case.id for case in folder.cases}
+    verdicts, unjudged, runs = [], [], set[str]()
+    damage: dict[tuple[Path, str], None] = {}  # runs are shared by cases, each file is named once
     for case in folder.cases:
         stored = folder.load_verdict(case.id)
-        found = list(_case_damage(folder, case))
+        found = list(_damage(folder.case_folder(case.id), case, folder))
         damage |= dict.fromkeys(found)
         if stored is None:
             unjudged.append(case.id)
@@ -76,8 +71,9 @@ def inspect(path: Path) -> Inspection:
             repeats = None if stored is None else stored.confirmation
             is_made = repeats is not None and repeats.outcome != "not_made"
             specs = [*runs_of(case), *(confirming_runs(case).values() if is_made else ())]
-            runs |= dict.fromkeys(spec.key for spec in specs)
+            runs |= {spec.key for spec in specs}
     # Questions of a search are in no plan.
+    planned = {case.id for case in folder.cases}
     for place in sorted(each.parent for each in folder.path.glob(f"cases/*/{CASE_FILE}")):
         if place.name in planned or place.name.startswith(".") or _EARLIER.search(place.name):
             continue
@@ -85,7 +81,7 @@ def inspect(path: Path) -> Inspection:
             case = CaseSpec.from_json(read_object(place / CASE_FILE))
             if case.id != place.name:
                 raise RecordError(f"is that of case {case.id}")
-            damage |= dict.fromkeys(_case_damage(folder, case, is_question=True))
+            damage |= dict.fromkeys(_damage(place, case, folder, is_question=True))
         except (OSError, RecordError, UsageError) as error:
             damage[place / CASE_FILE, told(error)] = None
     return Inspection(
@@ -96,14 +92,12 @@ def inspect(path: Path) -> Inspection:
 
 def verified(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
     """The stored verdict, or an error if it is a pass and files that it rests on are damaged."""
-    return _standing(stored, _case_damage(folder, case), folder.path)
+    return _standing(stored, _damage(folder.case_folder(case.id), case, folder), folder.path)
 
 
 def verified_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
     """As `verified`, of a case's folder by itself, wherever it lies, with its three runs."""
-    if case.skip_reason:
-        return stored
-    return _standing(stored, _damage(place, case, _kept_legs(place, case)), place)
+    return stored if case.skip_reason else _standing(stored, _damage(place, case), place)
 
 
 def _standing(stored: Verdict, found: Iterable[tuple[Path, str]], root: Path) -> Verdict:
@@ -120,35 +114,10 @@ def _line(root: Path, path: Path, why: str) -> str:
     return f"{path.relative_to(root)}: {why.removeprefix(f'{path.name}: ')}"
 
 
-def _kept_legs(place: Path, case: CaseSpec) -> list[tuple[RunSpec, Path]]:
-    return [(getattr(case, leg), place / leg) for leg in LEGS]
-
-
-def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False) -> Damage:
-    place = folder.case_folder(case.id)
-    if case.skip_reason:
-        verdict, why = find_verdict(place, case.id)
-        if verdict is not None and verdict.outcome == "passed":
-            yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
-        elif verdict is None and place.exists():
-            yield place / VERDICT_FILE, why
-        yield from _case_file_damage(place / CASE_FILE, case, None)
-        return
-    runs = [(getattr(case, leg), folder.leg_folder(case, leg)) for leg in LEGS]
-    more = (*runs_of(case)[len(LEGS) :], *confirming_runs(case).values())
-    runs += [(spec, folder.run_folder(spec.key)) for spec in more]
-    if place.exists():
-        runs += [each for each in _kept_legs(place, case) if each not in runs]
-    yield from _damage(place, case, runs, is_question=is_question)
-
-
 def _damage(
-    place: Path, case: CaseSpec, runs: Sequence[tuple[RunSpec, Path]], *, is_question: bool = False
-) -> Damage:
-    """What is not as it was when the verdict was made, or since it was written.
-
-    `runs` are those that the case may rest on, each with the folder in which it is read.
-    """
+    place: Path, case: CaseSpec, folder: RunFolder | None = None, *, is_question: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """Files of the case at `place` and of its runs that are not as they were, and what is wrong."""
     sums: dict[str, str] = {}
     verdict, why = find_verdict(place, case.id)
     if verdict is not None:
@@ -156,21 +125,40 @@ def _damage(
     elif place.exists() and ((place / VERDICT_FILE).exists() or not is_question):
         yield place / VERDICT_FILE, why
     yield from _case_file_damage(place / CASE_FILE, case, sums.get(CASE_FILE))
+    if case.skip_reason:
+        if verdict is not None and verdict.outcome == "passed":
+            yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
+        return
     due = set(sums)
     if verdict is not None and verdict.outcome in TRUSTING:
         due |= {spec.key for spec in runs_of(case)}
-    for spec, folder in runs:
-        path = folder / OUTCOME_FILE
-        outcome, why = read_outcome(folder, spec)
+    for spec, at in _runs_at(place, case, folder):
+        path = at / OUTCOME_FILE
+        outcome, why = read_outcome(at, spec)
         if outcome is not None:
             if spec.key in due and sums.get(spec.key) != checksum_of(path):
                 yield path, "not the one that the verdict was made from"
         elif spec.key in due or path.exists():
             yield path, why if path.exists() or path.is_symlink() else "missing"
-        yield from ((folder / name, changed) for name, changed in changed_files(folder).items())
+        yield from ((at / name, changed) for name, changed in changed_files(at).items())
 
 
-def _case_file_damage(path: Path, case: CaseSpec, checksum: str | None) -> Damage:
+def _runs_at(
+    place: Path, case: CaseSpec, folder: RunFolder | None
+) -> Iterator[tuple[RunSpec, Path]]:
+    """Runs that the case may rest on, in the run folder and with the case."""
+    legs = [(getattr(case, leg), place / leg) for leg in LEGS]
+    if folder is not None:
+        at = [(getattr(case, leg), folder.leg_folder(case, leg)) for leg in LEGS]
+        more = (*runs_of(case)[len(LEGS) :], *confirming_runs(case).values())
+        yield from (*at, *((spec, folder.run_folder(spec.key)) for spec in more))
+        legs = [each for each in legs if place.exists() and each not in at]
+    yield from legs
+
+
+def _case_file_damage(
+    path: Path, case: CaseSpec, checksum: str | None
+) -> Iterator[tuple[Path, str]]:
     if checksum is None and not path.exists():
         return
     try:
@@ -211,15 +199,12 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
     path = Path(name)
     if run is None and (path / CASE_FILE).is_file():
         return path, load_case(path).case
-    if run is None and (path / SPEC_FILE).is_file():
-        run = path  # one run, which is refused for what it is
     if run is None and len(path.parts) > 1:  # no id has a slash
-        there = f"one without {CASE_FILE}" if path.is_dir() else "no folder there"
-        raise UsageError(f"{shown(name)}: expected a case folder, got {there}")
+        raise UsageError(f"{shown(name)}: expected a case folder, it has no {CASE_FILE}")
     folder = RunFolder.open(run or newest_run())
     ids = {each.id: each for each in folder.cases}
     if name not in ids:
-        known = ", ".join([*list(ids)[:10], *(["..."] if len(ids) > 10 else [])])
+        known = ", ".join([*ids][:10])
         raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
     return folder.case_folder(name), ids[name]
 

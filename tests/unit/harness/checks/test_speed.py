@@ -21,7 +21,7 @@ from harness.checks.speed import (
     step_times,
 )
 from harness.records import CaseSpec, CheckResult, ErrorRecord, RunResult
-from harness.repeats import Turns, in_turn, timed_pairs
+from harness.repeats import in_turn, timed_pairs
 from tests.support import run_records as lab
 from tests.support.run_records import LAB, ask, edit, edit_all, place, said
 
@@ -179,10 +179,6 @@ def test_legs_take_turns() -> None:
     )
     mine = case("attn", 2)
     assert names(replace(mine, skip_reason="no GPU")) == ""
-    order = in_turn([mine])
-    turns = Turns([mine], [spec.key for spec in order[1:]])
-    assert turns.next(1) is None
-    assert [turns.next(0) for _ in range(len(turns) + 1)] == [*order[1:], None]
 
 
 TOLD = ErrorRecord(rank=0, step=-1, what="crashed", type="DistBackendError", traceback="",

@@ -414,5 +414,5 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     clear_leftovers(folder)
     assert not [name for name in gone if (folder.path / name).exists()]
     assert [name for name in kept if not (folder.path / name).exists()] == []
-    assert {path.name for path in folder.path.glob("cases/*")} == {"a"}
+    assert {path.name for path in folder.path.glob("cases/*")} == {"a", ".b.tmp"}
     assert (tmp_path / "elsewhere/file").exists()

@@ -452,7 +452,7 @@ def test_times_of_runs_that_were_not_alone() -> None:
     timeline = Timeline(runs)
     assert [timeline.concurrent(each) for each in runs] == [0, 1, 1]
     found = cost({"reference": runs[0], "candidate": runs[1]}, timeline)
-    assert found.caution == "1 other run was under way meanwhile"
+    assert found.caution == "other runs under way meanwhile: 1"
     shared = made((1.0,) * 8, NCCL_HOSTID="shared-gpus-3")
     found = cost_of(reference=made((1.0,) * 8), candidate=shared)
     assert found.caution == "ranks shared GPUs, so times mean nothing"

@@ -172,7 +172,7 @@ def test_files_in_other_places_are_not_believed(tmp_path: Path) -> None:
     """Another run's file, another rank's, and one of another step, is refused."""
     path = write(tmp_path)
     other = run_spec(timeout_s=2.0, keep=KEEP)
-    assert "run: expected" in read_contents(tmp_path, other).problems[0]
+    assert "run, rank and step: expected" in read_contents(tmp_path, other).problems[0]
     path.rename(contents_path(tmp_path, 1))
     write(tmp_path, world_size=2)
     found = read_contents(tmp_path, spec(world_size=2))
