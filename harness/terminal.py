@@ -37,8 +37,7 @@ from harness.records import (
     RunSpec,
     Verdict,
 )
-from harness.runner.estimates import Timeline, cost
-from harness.runner.plan import Plan
+from harness.runner.plan import Plan, Timeline, cost
 from harness.runner.run import Silent
 from harness.runner.run import View as View
 from harness.store.files import read_tail

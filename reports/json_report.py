@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from harness.records import Verdict
-from harness.runner.retries import Attempt
+from harness.runner.run import Attempt
 from harness.tolerance import Expect
 from reports.reading import CaseReport, Output, Report
 from reports.text import well_formed

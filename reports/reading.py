@@ -22,8 +22,8 @@ from harness.checks.memory import peak_bytes
 from harness.history import DATABASE_FILE, NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
-from harness.runner.estimates import MIB, Cost, Timeline, cost
-from harness.runner.retries import Attempt, earlier_attempts
+from harness.runner.plan import MIB, Cost, Timeline, cost
+from harness.runner.run import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail

@@ -32,8 +32,7 @@ from harness.provenance import changes, everything
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
-from harness.runner.retries import clear_leftovers
-from harness.runner.run import stop_on_signals
+from harness.runner.run import clear_leftovers, stop_on_signals
 from harness.scenario.suite import whole_id
 from harness.store import LEGS, MANIFEST_FILE, RunFolder
 from harness.store.verify import DEFAULT_OUT

@@ -15,7 +15,7 @@ from harness.cli.options import PATH, print_json
 from harness.errors import one_line
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.repeats import past_legs, runs_of
-from harness.runner.retries import held_against_attempts
+from harness.runner.run import held_against_attempts
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_case, load_run_folder
 from harness.store.merge import merge
 from harness.store.verify import DEFAULT_OUT, Inspection, find_answer, inspect, unused

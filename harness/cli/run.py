@@ -16,7 +16,7 @@ from harness.history import DATABASE_FILE, remember
 from harness.masking import Masker
 from harness.records import ExitCode
 from harness.runner import launch
-from harness.runner.retries import set_killed_aside
+from harness.runner.run import set_killed_aside
 from harness.scenario.schema import ENGINES, Overrides
 from harness.store.verify import DEFAULT_OUT, bisect_line, find_case
 from harness.terminal import (

@@ -39,11 +39,18 @@ from harness.program.spec import codes_of, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps, each_of
 from harness.repeats import unique_runs
-from harness.runner.estimates import expected_here
-from harness.runner.plan import Plan, make_plan, take_shard
-from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
-from harness.runner.retries import clear_leftovers, is_left, open_repeats, stored_limit
-from harness.runner.run import View, execution, keep_trace, whole
+from harness.runner.plan import Plan, expected_here, make_plan, take_shard
+from harness.runner.run import (
+    RETRIES_KEY,
+    View,
+    clear_leftovers,
+    execution,
+    is_left,
+    keep_trace,
+    open_repeats,
+    stored_limit,
+    whole,
+)
 from harness.scenario.schema import Overrides
 from harness.scenario.suite import Picked, load_suite
 from harness.store import RunFolder, load_case

@@ -7,8 +7,7 @@ from typing import Any
 from harness.checks import judge
 from harness.engine.local import LocalEngine
 from harness.records import RunSpec
-from harness.runner.retries import earlier_attempts
-from harness.runner.run import Silent, execute
+from harness.runner.run import Silent, earlier_attempts, execute
 from harness.store import RunFolder
 from reports.reading import summarise
 from tests.planted import stub_ranks

@@ -28,7 +28,7 @@ from harness.records import (
     parse_record,
 )
 from harness.runner import launch
-from harness.runner.retries import clear_leftovers, earlier_attempts, stored_limit
+from harness.runner.run import clear_leftovers, earlier_attempts, stored_limit
 from harness.store import RunFolder, kept_folder, merge
 from reports.reading import summarise
 from tests.support import records

@@ -20,26 +20,23 @@ from harness.history.ledger import work_of
 from harness.machine import Machine
 from harness.records import CaseSpec, PlantSpec, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
-from harness.runner import estimates
 from harness.runner import plan as planning
-from harness.runner.estimates import (
+from harness.runner.plan import (
     Cost,
     Estimates,
-    Timeline,
-    cost,
-    estimate_s,
-    expected,
-    expected_here,
-    num_parameters,
-)
-from harness.runner.plan import (
     Job,
     Plan,
     Queue,
+    Timeline,
     arrange,
+    cost,
     cut,
+    estimate_s,
+    expected,
+    expected_here,
     make_plan,
     makespan_s,
+    num_parameters,
     parse_shard,
     parts,
     take_shard,
@@ -280,12 +277,12 @@ def test_every_machine_cuts_alike(monkeypatch: Patch) -> None:
     cases += [case(f"heavy{n}", 1, config=config) for n, config in enumerate(heavy)]
     orders = []
     for cores in (1, 64):  # else the cuts would be equal in any case
-        seconds = estimates.by_size(cores)
+        seconds = planning.by_size(cores)
         orders.append(cut(cases, 3, seconds))
     assert orders[0] != orders[1]
     cuts = []
     for cores in (1, 64):
-        monkeypatch.setattr(estimates, "num_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(planning, "num_cores", lambda cores=cores: cores)
         cuts.append(take_shard(cases, "1/3")[1])
     assert cuts[0] == cuts[1]
     assert cuts[0].cut != take_shard(cases, "1/4")[1].cut
@@ -338,7 +335,7 @@ ESTIMATE = -7.0
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: Patch) -> Iterable[History]:
     """A new history; what it does not know is -7 s."""
-    monkeypatch.setattr(estimates, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
+    monkeypatch.setattr(planning, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
     with History.open(tmp_path / "h.sqlite", create=True) as history:
         yield history
 
@@ -348,7 +345,7 @@ def of_preset(seed: int = 0, preset: str = "dense_tiny", **fields: Any) -> RunSp
     return run(2, **({"config": config, "device": "cuda"} | fields))
 
 
-def took(history: History, number: int, wall_s: float, **changes: Any) -> estimates.Seconds:
+def took(history: History, number: int, wall_s: float, **changes: Any) -> planning.Seconds:
     """Record that the work of `of_preset()` took so long; what is expected now."""
     own = {"work": work_of(of_preset()), "wall_s": wall_s, **changes}
     history.record(night(number, values=lambda run, leg: own if leg == "reference" else {}))
