@@ -111,7 +111,7 @@ def read_rank(path: Path, rank: int) -> RankRecords:
         pass
     except OSError as error:
         problems.append(f"line 0: cannot be read: {error.strerror or error}")
-    after_end = [why for why in problems if why.endswith(AFTER_END)][:1]
+    after_end = [each for each in problems if each.endswith(AFTER_END)][:1]
     if (more := len(problems) - MAX_PROBLEMS) > 0:
         problems[MAX_PROBLEMS:] = [f"line 0: {more} more problems"]
     records = RankRecords(

@@ -18,7 +18,7 @@ PATTERNS = {
     "harness/scenario/settings.py": (1, NAMES),
     "harness/campaign/scoring.py": (1, NAMES),
     "harness/store/verify.py": (1, NAMES),
-    "harness/runner/retries.py": (1, NAMES),
+    "harness/runner/run.py": (1, NAMES),
     "harness/records.py": (1, NAMES),
     "harness/provenance.py": (3, "variables of the environment, commits, the driver's version"),
     "harness/recorder/hooks.py": (2, NAMES),
