@@ -179,7 +179,7 @@ RUNNING = [
         ("shared_runs_in_two_shards", "            owner[other] = one\n", "            pass\n"),
     ),
     *slips_of(
-        "runner/estimates.py",
+        "runner/plan.py",
         "runner/test_plan",
         ("shards_by_this_machine", 'SHARDS_BY: Seconds = by_size(CORES, "cpu")',
          "SHARDS_BY: Seconds = lambda spec: estimate_s(spec, num_cores())"),
@@ -187,7 +187,7 @@ RUNNING = [
         ("a_hang_says_how_long", "{**failed, **ended}", "{**ended, **failed}"),
     ),
     *slips_of(
-        "runner/retries.py",
+        "runner/run.py",
         "runner/test_attempts",
         ("one_retry_more", "if spent < limit else", "if spent <= limit else"),
         ("every_kill_is_somebody_s", 'outcome.what == "killed" and outcome.from_outside',
@@ -201,7 +201,7 @@ RUNNING = [
         "runner/launch.py",
         "runner/test_attempts",
         ("resumed_by_other_code", 'if not request.mixed and "code" in manifest:', "if False:"),
-        ("repeats_not_resumed", "repeats=open_repeats(folder),", "",
+        ("repeats_not_resumed", ', "repeats": open_repeats(resumed)', "",
          "runner/test_run"),
     ),
     *slips_of(
