@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from harness.engine.evidence import read_place, tail_of
 from harness.masking import MASK
 from harness.records import RunSpec, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from harness.store.contents import KeptTensor, write_contents
-from harness.terminal import stderr_tail
-from reports.reading import history_note
+from harness.store.files import read_plain
 from reports.text import tail
 from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy, examine, specimens
@@ -182,15 +180,6 @@ def test_a_folder_is_not_merged_with_itself(cli: Cli) -> None:
 
 
 SECRET = "correct-horse-battery-7"
-READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "report": ("rank0.stderr", tail),
-    "leader": ("rank0.stderr", tail_of),
-    "show": ("rank0.stderr", stderr_tail),
-    "note": ("history_not_written.txt", lambda path: history_note(path.parent)),
-    "place": ("rank0.place", read_place),
-}
-
-
 ONE = SCENARIO.replace("[{dp: 1}, {dp: 2}]", "[{dp: 2}]").replace(", [full_iteration]", "")
 
 
@@ -211,24 +200,19 @@ def made(engine: FakeEngine, base: Path) -> Path:
     return copy(base, Path("r").absolute())
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_is_no_file_is_not_read(reader: str, kind: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
     """A link shows nothing of what it points to; a pipe, that nobody writes to, keeps nobody."""
-    name, read = READERS[reader]
-    kept = tmp_path / "kept"
-    content = {
-        "place": {"step": 1, "operator": "o", "label": "", "group": [0], "is_inside": True},
-    }.get(reader, "root:x:0:0")
-    kept.write_text(json.dumps(content))
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / name).write_bytes(kept.read_bytes())
-    assert read(tmp_path / "plain" / name)
+    kept, place = tmp_path / "kept", tmp_path / "rank0.stderr"
+    kept.write_text("root:x:0:0")
+    assert tail(kept)
     if kind == "link":
-        (tmp_path / name).symlink_to(kept)
+        place.symlink_to(kept)
     else:
-        os.mkfifo(tmp_path / name)
-    assert not read(tmp_path / name)
+        os.mkfifo(place)
+    assert not tail(place)
+    with pytest.raises(OSError, match=r"rank0\.stderr"):
+        read_plain(place)
 
 
 def without_layers(config: dict[str, Any]) -> None:
