@@ -233,24 +233,6 @@ class Matrix(Json):
         return {**super().to_json(), "rates": rates}
 
 
-def merged(parts: Sequence[Matrix]) -> tuple[Matrix, ...]:
-    """One matrix for each device: rows of later parts in place of earlier ones, cases once."""
-    found = []
-    for device in dict.fromkeys(part.device for part in parts):
-        held = [part for part in parts if part.device == device]
-        rows = {row.fault: row for part in held for row in part.rows}
-        alarms = {alarm.case_id: alarm for part in held for alarm in part.alarms}
-        found.append(
-            Matrix(
-                device=device, rows=tuple(rows[name] for name in CATALOGUE if name in rows),
-                clean=tuple(dict.fromkeys(name for part in held for name in part.clean)),
-                skipped=sum(part.skipped for part in held), alarms=tuple(alarms.values()),
-                wall_s=sum(part.wall_s for part in held),
-            )
-        )  # fmt: skip
-    return tuple(found)
-
-
 # ---- the campaign
 
 
@@ -344,7 +326,7 @@ class _View(Silent):
         self._say(self.rows[name] if name else said, self._done, max(self._num_runs, self._done))
 
 
-# ---- as text: lines, a table in Markdown, and a page of all faults
+# ---- as text: lines, and tables in Markdown
 
 HEADERS = ("fault", "class", "source", "seen by", "stressors", "step", "place", "runs", "seconds")
 LEGEND = (
@@ -356,10 +338,8 @@ HEAD = """# Planted faults
 Every fault below can be planted by name: in a scenario, `plant: {fault: ulp, step: 3, rank: last}`,
 or with `harness faults run ulp`. `harness faults show ulp` prints all of its entry and a scenario
 to copy. Words of setups and places are those of `harness/faults`; `F` and a number is a known
-failure mode of sharded training under graphs. `harness faults table RUN... --write FILE` makes this
-page, of runs of all faults or of some.
+failure mode of sharded training under graphs.
 """
-MEASURED = "## Measured"
 CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "shows in", "caught as", "points at")
 
 
@@ -415,11 +395,12 @@ def summary_lines(matrix: Matrix) -> list[str]:
     return lines
 
 
-def markdown(matrix: Matrix, heading: str = "# Detection matrix") -> str:
-    """The page of a run folder, and the section of a device in the page of all faults."""
+def markdown(matrix: Matrix) -> str:
+    """The page of a run folder."""
     points = [f"- {line}" for line in summary_lines(matrix)]
     rows = _table(HEADERS, map(fields_of, matrix.ran))
-    return "\n".join([f"{heading} ({matrix.device})", "", *points, "", LEGEND, "", *rows]) + "\n"
+    heading = f"# Detection matrix ({matrix.device})"
+    return "\n".join([heading, "", *points, "", LEGEND, "", *rows]) + "\n"
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -428,20 +409,12 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in shown]
 
 
-def document(matrices: Sequence[Matrix], before: str = "") -> str:
-    """A page: the catalogue as it is, and what matrices measured.
-
-    Args:
-        before: the page as it was: sections of devices that no matrix is of stay.
-    """
+def catalogue_page() -> str:
+    """A page of all faults of the catalogue."""
     kinds = [fault.kind for fault in CATALOGUE.values()]
     count = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in get_args(Kind))
-    lines = [HEAD, f"{len(CATALOGUE)} faults: {count}.", ""]
-    lines += _table(CATALOGUE_HEADERS, map(entry_of, CATALOGUE.values()))
-    kept = before.split(f"\n{MEASURED} (")[1:]
-    sections = {each.partition(")")[0]: f"{MEASURED} ({each}" for each in kept}
-    sections |= {matrix.device: markdown(matrix, MEASURED) for matrix in matrices}
-    return "\n".join(["\n".join(lines) + "\n", *sections.values()])
+    rows = _table(CATALOGUE_HEADERS, map(entry_of, CATALOGUE.values()))
+    return "\n".join([HEAD, f"{len(CATALOGUE)} faults: {count}.", "", *rows]) + "\n"
 
 
 def entry_of(fault: Fault) -> tuple[str, ...]:

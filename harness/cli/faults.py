@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -127,31 +126,10 @@ def run_faults(
 
 
 @faults_command.command("table")
-@click.argument("folders", type=options.PATH, nargs=-1, metavar="[RUN]...")
-@click.option(
-    "--write", type=options.PATH, metavar="FILE",
-    help="Write it to FILE, of which figures of devices that no RUN is of stay.",
-)  # fmt: skip
-def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
-    """The catalogue as a document, with what RUN folders of matrices measured."""
-    before = write.read_text() if write is not None and write.exists() else ""
-    text = made.document(made.merged([_read_json(folder) for folder in folders]), before)
-    if write is None:
-        click.echo(text, nl=False)
-    else:
-        write_atomic(write, text)
+def table_of_faults() -> int:
+    """The catalogue as a document."""
+    click.echo(made.catalogue_page(), nl=False)
     return ExitCode.PASSED
-
-
-def _read_json(folder: Path) -> Matrix:
-    """The matrix that `harness faults run` left in a folder."""
-    path = folder / MATRIX_FILES[1]
-    try:
-        plain = json.loads(path.read_text())
-        plain.pop("rates", None)
-        return Matrix.from_json(plain)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: expected the matrix of a finished run, got {error}") from None
 
 
 def exit_code(matrix: Matrix) -> ExitCode:

@@ -145,8 +145,6 @@ RUNNING = [
         ("not_planted_and_seen", '"step" in fault.takes and not each.acted', "False"),
         ("last_case_is_shown", "(seen or failed or held[-1:])[0]",
          "(seen or failed or held[-1:])[-1]"),
-        ("sections_lost", "sections |= {matrix.device", "sections = {matrix.device",
-         "faults/test_command"),
     ),
     *slips_of(
         "campaign/scoring.py",

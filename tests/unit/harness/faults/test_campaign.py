@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.bisect.found import Location
-from harness.campaign.campaign import Judged, Matrix, Row, fields_of, merged, row_of
+from harness.campaign.campaign import Judged, Matrix, Row, fields_of, row_of
 from harness.campaign.cases import (
     BARE,
     BROKEN,
@@ -144,21 +144,6 @@ def test_rates_count_what_ran() -> None:
     assert counted == [(2, 3), (1, 2), (2, 2), (1, 5)]
     assert all(0 <= rate.low <= rate.successes / rate.trials <= rate.high
                for rate in rates.values())  # fmt: skip
-
-
-def test_matrices_of_parts_are_one_and_count_nothing_twice() -> None:
-    """Later rows stand, clean cases that two folders ran count once, devices stay apart."""
-    row = Row(fault="ulp", status="missed")
-    seen, other = dataclasses.replace(row, status="detected"), Row(fault="leak", status="missed")
-    parts = [
-        matrix("cpu", row, clean="ab", skipped=1, wall_s=1.0),
-        matrix("cuda", row, clean="a"),
-        matrix("cpu", other, seen, clean="bc", wall_s=2.0),
-    ]
-    cpu, cuda = merged(parts)
-    assert [(r.fault, r.status) for r in cpu.rows] == [("ulp", "detected"), ("leak", "missed")]
-    assert (cpu.clean, cpu.skipped, cpu.wall_s) == (("a", "b", "c"), 1, 3.0)
-    assert cuda == parts[1]
 
 
 # ---- places

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from harness.campaign.campaign import document
 from harness.cli import main
 from harness.faults.catalogue import CATALOGUE
 from harness.records import RunSpec, StepRecord
@@ -41,11 +40,6 @@ def test_a_fault_that_is_seen_ends_with_0(plants: FakeEngine, capsys: Any) -> No
     made = Path("made")
     assert json.loads((made / "matrix.json").read_text())["rows"] == plain["rows"]
     assert "| ulp |" in (made / "matrix.md").read_text()
-    page = Path("page.md")
-    page.write_text(f"{document([])}\n## Measured (cuda)\n\n- all of it\n")
-    assert main(["faults", "table", "made", "--write", "page.md"]) == 0
-    assert "(cuda)\n\n- all of it\n" in page.read_text()
-    assert page.read_text().endswith((made / "matrix.md").read_text().split("\n\n", 1)[1])
 
 
 def test_a_fault_that_nobody_sees_ends_with_1(plants: FakeEngine, capsys: Any) -> None:
@@ -105,7 +99,6 @@ def test_a_matrix_that_was_finished_is_the_same_when_resumed(
         (("run", "earlyrelease"), 4, "did you mean early_release?"),
         (("list", "-k", "zzz"), 5, "selects none"),
         (("run", "--resume", "nowhere", "--clean", "3"), 4, "expected no names"),
-        (("table", "nowhere"), 4, "nowhere/matrix.json"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(
