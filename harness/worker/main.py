@@ -97,7 +97,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
 
 
 class Part(NamedTuple):
-    """Steps that one process of a run takes: from `start` on, up to `stop` or to the run's end."""
+    """Steps that one process of a run takes: from `start` on, up to `stop`."""
 
     start: int = 0
     stop: float = math.inf
@@ -222,7 +222,9 @@ class _Session:
             )  # fmt: skip
             file.write(observer.initial())
         if self.part.start:
-            self._load(trainer)
+            load_state(trainer, self.folder / CHECKPOINT)
+            if rank == 0:
+                shutil.rmtree(self.folder / CHECKPOINT)
         device.synchronize()
         startup_s = time.monotonic() - self.part_started_s
         try:
@@ -262,15 +264,9 @@ class _Session:
     def _train_elsewhere(self, trainer: Trainer) -> None:
         """The first steps in another layout, whose ranks have other tensors to record."""
         rounding = rounded(self.spec, self.rank)
-        for step in range(int(self.part.stop)):
-            self.step = step
+        for self.step in range(int(self.part.stop)):
             with rounding:
-                trainer.step(step)
-
-    def _load(self, trainer: Trainer) -> None:
-        load_state(trainer, self.folder / CHECKPOINT)
-        if self.rank == 0:
-            shutil.rmtree(self.folder / CHECKPOINT)
+                trainer.step(self.step)
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""

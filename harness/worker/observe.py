@@ -302,8 +302,7 @@ def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
 def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable[[int], None]:
     """What is to be called after each step, to write the tensors that a run keeps of one.
 
-    Made before the first step: copies have their memory before anything is captured. `ValueError`:
-    more bytes than the run allows.
+    Copies get their memory here, before anything is captured. `ValueError`: more than allowed.
     """
     keep = spec.keep
     if keep is None:

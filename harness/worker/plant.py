@@ -243,7 +243,7 @@ class Site:
 
 
 def surround(trainer: Any, where: str | tuple[Any, str], function: Callable[..., Any]) -> None:
-    """From now on calls of an attribute, by its path or its owner, are calls of `function`."""
+    """Put `function` in the place of calls of an attribute, given by path or owner."""
     for owner, name in places_at(trainer, where) if isinstance(where, str) else [where]:
         assign(owner, name, Site(trainer, owner, getattr(owner, name), function).called)
 

@@ -146,11 +146,7 @@ class Kept(ParamGroup):
 
 
 class _RestlessPool(DynamicPool):
-    """A dynamic pool whose allocator gives no block twice.
-
-    The allocator itself often would, to one key or another as luck has it; what is freed here is
-    taken at once, and kept.
-    """
+    """A dynamic pool that gives no block twice: what is freed is taken at once, and kept."""
 
     _taken: tuple[torch.Tensor, ...] = ()
 
@@ -187,10 +183,7 @@ def _assign_weights(trainer: Trainer) -> None:
 
 
 def _move_parameter(trainer: Trainer, name: str) -> str:
-    """Free the memory behind a parameter and let its storage live on somewhere else.
-
-    Only who remembers the old address is wrong: a tensor of NaN takes the old place.
-    """
+    """Move a parameter's storage; a tensor of NaN takes the old place."""
     held = {
         name: parameter
         for group in trainer.groups
@@ -213,7 +206,6 @@ def _move_parameter(trainer: Trainer, name: str) -> str:
             "moves; with fsdp.pool dynamic it has none"
         )
     # Growing allocates the new block before it frees the old one, so the address must change.
-    # Freed and allocated again at its old size, the storage could get its old place back.
     device.resize_storage(storage, 2 * nbytes)
     assert storage.data_ptr() != address
     keep(trainer, torch.full((nbytes // 4,), float("nan"), device=device.torch_device))
