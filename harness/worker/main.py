@@ -264,9 +264,10 @@ class _Session:
     def _train_elsewhere(self, trainer: Trainer) -> None:
         """The first steps in another layout, whose ranks have other tensors to record."""
         rounding = rounded(self.spec, self.rank)
-        for self.step in range(int(self.part.stop)):
+        for step in range(int(self.part.stop)):
+            self.step = step
             with rounding:
-                trainer.step(self.step)
+                trainer.step(step)
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""

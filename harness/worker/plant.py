@@ -314,6 +314,29 @@ def _argument(trainer: Any, path: str, key: str, *change: str) -> None:
     surround(trainer, path, changed)
 
 
+def _result(trainer: Any, path: str, fields: str, *change: str) -> None:
+    """What calls give is changed as by `set`, in a field of it such as `groups.0`."""
+
+    def changed(site: Site, *args: Any, **how: Any) -> Any:
+        return _with(trainer, site.call(*args, **how), fields.split("."), change)
+
+    surround(trainer, path, changed)
+
+
+def _with(trainer: Any, held: Any, fields: list[str], change: tuple[str, ...]) -> Any:
+    """A copy of frozen values in which one is changed."""
+    if not fields:
+        return _changed(trainer, held, *change)
+    first, *rest = fields
+    if first.isdigit():
+        values = list(held)
+        values[int(first)] = _with(trainer, values[int(first)], rest, change)
+        return tuple(values)
+    value = _with(trainer, getattr(held, first), rest, change)
+    put = held._replace if isinstance(held, tuple) else partial(dataclasses.replace, held)
+    return put(**{first: value})
+
+
 # ---- attributes and tensors
 
 
@@ -330,12 +353,15 @@ _VALUES: Mapping[str, Callable[..., Any]] = {
     "to": lambda was, value: value,
     "list_of": lambda was, value: [value],
     "plus": lambda was, value: was + value,
+    "times": lambda was, value: was * value,
     "power": lambda was, value: was**value,
     "with": lambda was, value: was | value,
     "not": lambda was: int(not was),
     "halves_swapped": lambda was: torch.cat(was.chunk(2)[::-1]),
+    "first_swapped": lambda was: torch.cat((was[:2].flip(0), was[2:])),
+    "zero_at": lambda was, index: was.index_fill(0, torch.tensor([index], device=was.device), 0),
 }
-_TENSORS: Mapping[str, Callable[..., Any]] = {
+TENSORS: Mapping[str, Callable[..., Any]] = {
     "add": torch.Tensor.add_,
     "times": torch.Tensor.mul_,
     "fill": torch.Tensor.fill_,
@@ -374,7 +400,7 @@ def _change(trainer: Any, path: str, how: str, *words: str) -> None:
     """A tensor, or each of a list, is changed in place."""
     with torch.no_grad():
         for tensor in flat(values_at(trainer, path)):
-            _TENSORS[how](tensor, *(value_of(trainer, word) for word in words))
+            TENSORS[how](tensor, *(value_of(trainer, word) for word in words))
 
 
 def _element(trainer: Trainer, tensor: str, how: str, *words: str) -> str:
@@ -387,7 +413,7 @@ def _element(trainer: Trainer, tensor: str, how: str, *words: str) -> str:
             f"{name!r}; legal values: {', '.join(names)}"
         )
     values = [float(word) for word in words]
-    _TENSORS[how](tensors[names.index(name)].view(-1)[:1], *values)
+    TENSORS[how](tensors[names.index(name)].view(-1)[:1], *values)
     return name
 
 
@@ -403,7 +429,7 @@ def _gradient(trainer: Trainer, how: str, row: str = "") -> None:
     def changed(site: Site, stream: Any, *, final: bool) -> Any:
         with torch.no_grad():
             rows = group.layout.views(group.gradients.pooled)[index]
-            _TENSORS[how](rows[int(row)] if row else rows)
+            TENSORS[how](rows[int(row)] if row else rows)
         return site.call(stream, final=final)
 
     surround(trainer, (group.gradients, "reduce"), changed)

@@ -23,13 +23,13 @@ from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import DynamicPool, SlotPool
 from fsdp_core.fsdp.unit import in_backward
-from fsdp_core.model.moe.dispatcher import Dispatched
 from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.stressors import WatchedPool
 from fsdp_core.train import Trainer
 from fsdp_core.train.graphs import CapturedRegion
 from harness.records import PlantSpec
 from harness.worker.plant import (
+    TENSORS,
     Site,
     first_unit,
     group_of_layer_1,
@@ -469,13 +469,6 @@ def _second_first(site: Site) -> None:
     site.call()
 
 
-def _swap_tokens(site: Site, *args: Any) -> Dispatched:
-    rows, groups = site.call(*args)
-    others = torch.arange(rows.shape[0], device=rows.device)
-    others[:2] = others[:2].flip(0)
-    return Dispatched(rows.index_select(0, others), groups)
-
-
 def _lose_first(site: Site, *args: Any) -> None:
     """Of the experts' gradients the first expert's of the first parameter."""
     group = unit_named(site.trainer, "layers.1.mlp.moe.experts").groups[0]
@@ -489,12 +482,6 @@ def _update_alone(site: Site, rate: float) -> None:
     router._axes = replace(axes, tokens=())
     site.call(rate)
     router._axes = axes
-
-
-def _one_row_more(site: Site, plan: Any) -> Any:
-    groups: Any = site.call(plan)
-    first, *others = groups.received
-    return replace(groups, received=(first + 1, *others))
 
 
 def _skip_hop(site: Site, hop: Any) -> Any:
@@ -563,19 +550,11 @@ def _update_neighbour(trainer: Trainer) -> None:
     params[-1] = weight.as_strided(weight.shape, weight.stride(), weight.storage_offset() - 1)
 
 
-def _forget_second_moment(site: Site, states: Any, loaded: Any) -> None:
-    """What was loaded of the last parameter's is left out."""
+def _spoil_second_moment(site: Site, states: Any, loaded: Any, how: str, *values: float) -> None:
+    """What was loaded of the last parameter's is changed."""
     site.call(states, loaded)
     *_, last = states.state.values()
-    last["exp_avg_sq"].to_local().zero_()
-
-
-def _misplace_second_moment(site: Site, states: Any, loaded: Any) -> None:
-    """What was loaded of the last parameter's lies in other rows."""
-    site.call(states, loaded)
-    *_, last = states.state.values()
-    rows = last["exp_avg_sq"].to_local()
-    rows.copy_(rows.flip(0))
+    TENSORS[how](last["exp_avg_sq"].to_local(), *values)
 
 
 def _copy_old_weights(trainer: Trainer) -> None:
@@ -584,30 +563,6 @@ def _copy_old_weights(trainer: Trainer) -> None:
     old = before_last_update(trainer, group)
     with on_its_stream(trainer), other_main_weight(group, old):
         group.main_weight_changed()
-
-
-def _log_double(site: Site, *args: Any) -> Any:
-    """What is logged of the balance loss is twice what its gradient belongs to."""
-    found = site.call(*args)
-    return found._replace(balance=found.balance * 2)
-
-
-def _count_all(site: Site, *args: Any) -> Any:
-    local = site.call(*args)
-    return replace(local, part=replace(local.part, counted=None))
-
-
-def _join_documents(site: Site, *args: Any, **how: Any) -> Any:
-    """The first two documents of a pack are one to attention."""
-
-    def joined(spans: Any) -> Any:
-        assert spans.offsets is not None
-        offsets = spans.offsets.clone()
-        offsets[1] = 0
-        return replace(spans, offsets=offsets)
-
-    whole: Any = site.call(*args, **how)
-    return replace(whole, spans=joined(whole.spans), half_spans=joined(whole.half_spans))
 
 
 def _weigh_alone(site: Site) -> list[Microbatch]:
