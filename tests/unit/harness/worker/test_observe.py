@@ -30,7 +30,6 @@ from harness.records import (
 )
 from harness.store.contents import Contents, read_contents
 from harness.worker import observe
-from harness.worker.main import rank_main
 from harness.worker.observe import DIGEST_TIMES, SKIPPED, Observer, StepClock, digest_time_event
 from tests.support.fake_engine import Patch
 
@@ -376,8 +375,3 @@ def test_what_cannot_be_kept_is_said(rank: Any, spec: Spec) -> None:
     run = keeping(spec(), "grads:*", step=9)
     rank.run(run)
     assert kept(rank, run).problems == ("rank 0 kept nothing: it did not end step 9",)
-
-
-def train(spec: RunSpec, folder: Path, rank: int, port: int) -> None:
-    """One rank, in a process of its own."""
-    raise SystemExit(rank_main(spec, folder, rank, port))
