@@ -333,7 +333,7 @@ def _with(trainer: Any, held: Any, fields: list[str], change: tuple[str, ...]) -
         values[int(first)] = _with(trainer, values[int(first)], rest, change)
         return tuple(values)
     value = _with(trainer, getattr(held, first), rest, change)
-    put = held._replace if isinstance(held, tuple) else partial(dataclasses.replace, held)
+    put = held._replace if hasattr(held, "_replace") else partial(dataclasses.replace, held)
     return put(**{first: value})
 
 
