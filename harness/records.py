@@ -146,6 +146,8 @@ class RunSpec(Json):
     soak: SoakSpec | None = None  # None: the steps of its configuration and no more
     keep: KeepSpec | None = None
     rounding: int = 0  # seed of a run that rounds at random, 0 for all others
+    # Of which steps a program's gradients are also written as `harness.recorder.sketch`.
+    sketch: Literal["none", "first", "all"] = "none"
     stall_s: float | None = None  # seconds without a record after which it counts as hung
     recorded: str = ""  # its name in start records, if it was recorded by hand or under another key
 
@@ -256,6 +258,7 @@ class StepRecord(Json):
     host_bytes: int | None = None  # of the rank's process, that no file holds
     skipped: str = ""  # why the optimizer did not take the step; "" where it did
     evaluation: FloatBits | None = None  # loss of the evaluation after it
+    sketches: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of gradients
     kind: Literal["step"] = "step"
 
 

@@ -1,7 +1,10 @@
 """What `compare.expect` states in place of `bitwise`: a tolerance, for arithmetic that differs.
 
-    {rtol: R, atol: A}        every loss, microbatch loss and gradient norm of every step and rank:
+    {rtol: R, atol: A,        every loss, microbatch loss and gradient norm of every step and rank:
                               |candidate - reference| <= A + R * |reference|
+     gradients: F}            also each parameter's gradient in the first step of a user's program:
+                              |candidate - reference| <= F * |reference|, 0.25 if it is not stated
+                              (`harness.checks.gradients`)
     {loss_gap: G, over: N}    the mean loss of the last N steps: |candidate - reference| <= G
     rounding                  as far as rounding alone takes the reference, which is measured
                               (`harness.checks.bits`)
@@ -20,8 +23,9 @@ from harness.codec import RecordError
 
 Expect = Literal["bitwise", "rounding"] | dict[str, float]
 ROUNDING: Literal["rounding"] = "rounding"
-FORMS = (("rtol", "atol"), ("loss_gap", "over"))
-"""Keys of each form; of the first one may be left out, which is 0."""
+FORMS = (("rtol", "atol", "gradients"), ("loss_gap", "over"))
+"""Keys of each form; of the first all but one of rtol and atol may be left out."""
+GRADIENTS = 0.25
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Close:
 
     rtol: float
     atol: float
+    gradients: float = GRADIENTS
 
     def __str__(self) -> str:
         return f"rtol {self.rtol:g} and atol {self.atol:g}"
@@ -83,10 +88,11 @@ def tolerance_of(expect: Expect, key: str = "expect") -> Close | LossGap | Round
         least = ">= 0" if is_close else "> 0"
         if not (math.isfinite(value) and value >= 0 and (is_close or value)):
             raise ToleranceError(f"{key}.{name}", f"a number {least}", value)
-    if is_close and not any(expect.values()):
+    if is_close and not (expect.get("rtol") or expect.get("atol")):
         raise ToleranceError(key, "rtol or atol above 0", "0: say bitwise")
     if is_close:
-        return Close(expect.get("rtol", 0.0), expect.get("atol", 0.0))
+        gradients = expect.get("gradients", GRADIENTS)
+        return Close(expect.get("rtol", 0.0), expect.get("atol", 0.0), gradients)
     if not float(expect["over"]).is_integer():
         raise ToleranceError(f"{key}.over", "an integer >= 1", expect["over"])
     return LossGap(expect["loss_gap"], int(expect["over"]))

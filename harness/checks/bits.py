@@ -51,6 +51,7 @@ from harness.checks.evidence import (
     where,
     with_same_copies,
 )
+from harness.checks.gradients import Allowed, fraction, measured, sketches, with_gradients
 from harness.provenance import different
 from harness.records import (
     ABSENT,
@@ -69,7 +70,7 @@ from harness.records import (
     ulp_distance,
 )
 from harness.repeats import samples_of
-from harness.tolerance import Close, LossGap, tolerance_of
+from harness.tolerance import Close, LossGap, Rounding, tolerance_of
 
 OTHER_PARTS: What = "other_parts"
 SKIPPED = FloatBits.from_bits(0x3F800000)  # 1: the optimizer left this step out
@@ -355,9 +356,20 @@ def within(runs: Runs, _: Options) -> CheckResult:
         result = loss(reference, candidate)
         message = f"no sample has rounded anything, so bits are due: {result.message}"
         return replace(result, message=message)
-    return _compare(
+    result = _compare(
         reference, candidate, str(tolerance), lambda at, a, b: excess(at, _number(a), _number(b))
     )
+    return with_gradients(
+        result, reference, candidate, str(tolerance), _of_gradients(runs, tolerance)
+    )
+
+
+def _of_gradients(runs: Runs, tolerance: Close | Rounding) -> Allowed:
+    if isinstance(tolerance, Close):
+        return fraction(tolerance.gradients)
+    places = len(sketches(runs.reference))
+    factor = quantile(FALSE_ALARM / (2 * max(places, 1)), len(runs.samples) - 1)
+    return measured(runs.reference, runs.samples, factor)
 
 
 def loss(reference: RunResult, candidate: RunResult) -> CheckResult:

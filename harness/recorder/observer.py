@@ -30,6 +30,7 @@ from harness.recorder import Recorder
 from harness.recorder.graphs import GraphInfo
 from harness.recorder.rows import HEX_CHARS, hashed, seconds_between, write_kept
 from harness.recorder.session import Session
+from harness.recorder.sketch import sketch
 from harness.recorder.state import (
     Named,
     Names,
@@ -63,6 +64,7 @@ class Step:
     losses: list[Tensor] = field(default_factory=list)
     told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
+    sketches: dict[str, Tensor] = field(default_factory=dict)
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
     places: dict[int, int] = field(default_factory=dict)
@@ -365,6 +367,8 @@ class Observer(Recorder):
         for optimizer, params in self._each_once(optimizers):
             named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
+            if self.session.sketch == "all" or (self.session.sketch == "first" and not step.index):
+                step.sketches |= {name: _to_host(sketch(tensor)) for name, tensor in named}
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.memory = memory()
@@ -479,7 +483,8 @@ class Observer(Recorder):
                 microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else _float_bits(step.norm),
                 step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.memory[0],
-                peak_bytes=step.memory[1], skipped=step.skipped, taps="".join(rows), **state,
+                peak_bytes=step.memory[1], skipped=step.skipped, taps="".join(rows),
+                sketches={name: row.tolist() for name, row in step.sketches.items()}, **state,
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark

@@ -74,6 +74,7 @@ class Session:
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
         self.rounding = int(spec.get("rounding", 0))
+        self.sketch = str(spec.get("sketch", "none"))
         self._file = RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
         self.pid, self.step, self.is_over = os.getpid(), -1, False
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""

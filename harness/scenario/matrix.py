@@ -38,7 +38,7 @@ from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Choice, Leg, check_has_part, overlay
 from harness.scenario.yaml_source import Origin, dotted
 from harness.soaking import LEAST_STEPS
-from harness.tolerance import ROUNDING, LossGap, tolerance_of
+from harness.tolerance import ROUNDING, Close, LossGap, tolerance_of
 
 MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
 Device = Literal["cpu", "cuda"]
@@ -276,8 +276,17 @@ class _Maker:
                 config=leg.plain(), device=self.device, world_size=leg.world_size,
                 timeout_s=launch.timeout_s, replica=1 if role == "control" else 0, plant=plant,
                 soak=self.scenario.soak if soaks else None, stall_s=launch.stall_s,
+                sketch=self._sketched,
             )  # fmt: skip
         return self.runs[key]
+
+    @property
+    def _sketched(self) -> Literal["none", "first", "all"]:
+        """Of which steps a user's program has gradients to compare within a tolerance."""
+        tolerance = tolerance_of(self.scenario.compare.expect)
+        if self.scenario.program is None or tolerance is None or isinstance(tolerance, LossGap):
+            return "none"
+        return "first" if isinstance(tolerance, Close) else "all"
 
     def _check_pair(self, origin: Origin, candidate: Leg, reference: Leg) -> None:
         """What must be equal for records of the runs to have a partner each, and their bits to."""

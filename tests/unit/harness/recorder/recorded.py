@@ -57,12 +57,12 @@ def plain() -> None:
 def record_folder(
     folder: Path,
     /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
-                  rounding: int = 0, **program: Any) -> Path:  # fmt: skip
+                  rounding: int = 0, sketch: str = "none", **program: Any) -> Path:  # fmt: skip
     """A run's folder with its specification, as far as the recorder reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"program": program, "steps": 2, "taps": list(taps)}
     (folder / "spec.json").write_text(
-        json.dumps({"config": config, "keep": keep, "rounding": rounding})
+        json.dumps({"config": config, "keep": keep, "rounding": rounding, "sketch": sketch})
     )
     return folder
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, Adam, Optimizer
 
+from harness.checks.gradients import distance
 from harness.recorder import record
 from tests.unit.harness.recorder.recorded import (
     PARAMS,
@@ -529,3 +530,32 @@ def test_names(name: str, tmp_path: Path) -> None:
     assert names(records, "frozen") == ()
     tensors = [each for each in names(records, "optim") if "momentum_buffer" in each]
     assert tensors == state.split()
+
+
+@pytest.mark.parametrize(("asked", "steps"), [("none", []), ("first", [0]), ("all", [0, 1])])
+def test_gradients_are_sketched_in_the_steps_asked_for(
+    tmp_path: Path, asked: str, steps: list[int]
+) -> None:
+    """Their numbers tell length and distance of the gradients that the optimizer is given."""
+
+    def program() -> None:
+        model = model_of()
+        train(model, SGD(model.parameters(), 0.0), steps=2)
+
+    def wrong() -> None:
+        model = model_of()
+        model[1].weight.register_hook(lambda grad: 3 * grad)
+        train(model, SGD(model.parameters(), 0.0), steps=2)
+
+    left, right = (
+        recorded(each, tmp_path / each.__name__, sketch=asked) for each in (program, wrong)
+    )
+    assert [step.step for step in left.steps if step.sketches] == steps
+    model = model_of()
+    for ours, theirs in zip(left.steps, right.steps, strict=True):
+        for name, numbers in ours.sketches.items():
+            assert numbers[0] == dict(model.named_parameters())[name].numel()
+            gap = distance(numbers, theirs.sketches[name])
+            length = 2 * numbers[1] if name == "1.weight" else 0.0
+            assert gap == pytest.approx(length, rel=0.6, abs=1e-12)
+    assert not steps or set(left.steps[0].sketches) == set(PARAMS)

@@ -396,3 +396,17 @@ def test_axes_of_variables_packages_and_more(tmp_path: Path) -> None:
     seen = [(of(run).env["ALGO"], run.world_size, of(run).args.get("seed")) for run in runs]
     assert seen == [("Ring", 1, 3), ("Ring", 2, None), ("Tree", 1, None)]
     assert len({case.id for case in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("expect", "sketch"),
+    [("bitwise", "none"), ({"rtol": 1e-3}, "first"), ({"rtol": 1e-3, "gradients": 0.1}, "first"),
+     ("rounding", "all"), ({"loss_gap": 0.1, "over": 2}, "none")],
+)  # fmt: skip
+def test_a_tolerance_has_the_gradients_of_programs_sketched(
+    tmp_path: Path, expect: Any, sketch: str
+) -> None:
+    """Reference, control and candidate alike; the built-in trainer records none."""
+    compare = {"axis": "args.n", "reference": 1, "expect": expect}
+    (case,) = cases_of_program(written(tmp_path, axes={"args.n": [1, 2]}, compare=compare))
+    assert {run.sketch for run in (case.reference, case.control, case.candidate)} == {sketch}
