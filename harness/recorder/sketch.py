@@ -41,5 +41,5 @@ def sketch(tensor: Tensor) -> Tensor:
         outer = _signs(number * (_CHUNK // _WIDTH), len(rows), 2, flat.device)
         sums = ((rows @ columns) * outer).sum(0)
         total += torch.cat([padded.square().sum()[None], sums])
-    elements = total.new_tensor([float(flat.numel())])
+    elements = torch.full_like(total[:1], flat.numel())
     return torch.cat([elements, total[:1].sqrt(), total[1:]])
