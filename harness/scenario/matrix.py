@@ -8,14 +8,12 @@
    entry wins. If no case agrees, one is added of exactly the entry's settings over `base`: it needs
    a value of the compared axis that is not the reference, and its values may be on no axis.
 
-An entry that changes nothing is an error. Each case has three runs: the candidate; the reference,
-with the compared axis at its reference value and nothing else changed; and the control, which is
-the reference again. A planted fault goes into the runs that it names, its counterpart, if the
-catalogue gives it one, into the others.
+An entry that changes nothing is an error. A planted fault goes into the runs that it names, its
+counterpart, if the catalogue gives it one, into the others.
 
 An id has one token a key: `parallel` first, the compared axis last, the others in alphabetical
-order, as in `dp2_tp4-lr0.001-attn`. It says all in which the case departs from `base`, so an edit
-of one part of a scenario renames only the cases that this part makes.
+order, as in `dp2_tp4-lr0.001-attn`. An edit of one part of a scenario renames only the cases that
+this part makes.
 """
 
 import dataclasses

@@ -1,22 +1,8 @@
 """A scenario file, decoded: what it says, where it says it, and nothing that it does not.
 
-    name     slug, safe as a file name
-    why      one sentence: what is at stake
-    base     settings of every run
-    program  in place of base: a training program of the user's own (`harness.scenario.settings`)
-    axes     axis -> list of values; the matrix is their product
-    exclude  partial mappings axis -> value: cases that match one are removed
-    include  mappings key -> value: extend the cases that they fit, or add a case (see `matrix`)
-    compare  the axis whose reference value every other value is compared with, and how equal they
-             are to be: `bitwise`, or a tolerance (harness.tolerance)
-    checks   name -> its limits (harness.checks)
-    soak     `SOAK`: how long runs go on, and stressors that take turns
-    launch   `LAUNCH`: where and for how long runs may run
-    tier     smoke (with every change), pr (before a merge), nightly or weekly; without one a
-             scenario is run by its name only
-    select   all, or pairwise: so many cases that every pair of values that some case has is covered
-
-Every refusal is a `ScenarioError`, one line with file, line and key.
+docs/GUIDE.md explains the sections; `settings` those of base and program, `matrix` exclude and
+include, `LAUNCH` and `SOAK` their keys. Every refusal is a `ScenarioError`, one line with file,
+line and key.
 """
 
 import dataclasses
@@ -113,8 +99,7 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A decoded scenario. `source` holds the file's bytes, as they go into the run folder;
-    `origins` are those of compare, its `expect`, checks and soak."""
+    """A decoded scenario: `source` holds the file's bytes, `origins` those of its sections."""
 
     name: str
     why: str
@@ -153,7 +138,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     sections, options = _with_options(written, overrides.sets)
     program = _decode_program(sections, path)
     decode = decode_settings if program is None else program.decode
-    base = _decode_base(sections.get("base"), decode) if program is None else program.base
+    base = program.base if program else _decode_base(sections.get("base"), decode)
     base += tuple(each for option in options for each in decode(*option, ""))
     axes, owners = _decode_axes(sections["axes"], overrides.axes, base, decode)
     for key, value, where in options:
@@ -262,17 +247,15 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     """The program of a scenario that has one; then nothing is said of the built-in trainer."""
     if "program" not in sections:
         return None
-    for other in (each for each in ("base", "soak") if each in sections):
+    for other in {"base", "soak"}.intersection(sections):
         expected = "none with program, which is another trainer"
         raise sections[other].origin.error(other, expected, "a section")
     return ProgramVocabulary(sections["program"], path)
 
 
 def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
-    owners: dict[str, str] = {}
-    found: list[Setting] = []
-    for key, value in () if node is None else take.take_mapping(node, "base").items():
-        assert node is not None
+    owners, found = dict[str, str](), list[Setting]()
+    for key, value in take.take_mapping(node, "base").items() if node else ():
         settings = decode(key, value, node.keys[key], "base")
         _claim(owners, key, (s.leaf for s in settings), dotted("base", key), value.origin)
         found += settings
@@ -298,11 +281,10 @@ def _decode_axes(
         leaves = (leaf for choice in axis.choices for leaf in choice.leaves)
         _claim(owners, axis.name, leaves, dotted("axes", axis.name), axis.origin)
     # Which layouts are legal depends on the model, so there can be but one.
-    models = [each for each in axes if any(owners[leaf] == each.name for leaf in owners
-                                           if leaf.startswith("model."))]  # fmt: skip
-    if models and any(is_listed(name, entry) for name, entry in entries.items()):
+    is_any_listed = any(is_listed(name, entry) for name, entry in entries.items())
+    for name in (owners[leaf] for leaf in owners if leaf.startswith("model.") and is_any_listed):
         expected = "the model in base, as the axis parallel lists layouts that are legal for it"
-        raise models[0].origin.error(dotted("axes", models[0].name), expected, "an axis of models")
+        raise origins[name].error(dotted("axes", name), expected, "an axis of models")
     return axes, owners
 
 
@@ -316,11 +298,8 @@ def _decode_axis(
     seen: dict[tuple[Any, ...], Choice] = {}
     for value in take.take_list(node, key, f"values of {name}"):
         choice = Choice(decode(name, value, origin, "axes"), value.origin)
-        if (first := seen.setdefault(choice.identity, choice)) is not choice:
-            line = first.origin.line
-            near = line in (None, value.origin.line)
-            got = f"{value.shown()} {'twice' if near else f'again (first on line {line})'}"
-            raise value.refused(key, "each value once", got=got)
+        if seen.setdefault(choice.identity, choice) is not choice:
+            raise value.refused(key, "each value once", got=f"{value.shown()} again")
     return Axis(name, tuple(seen.values()), origin)
 
 
@@ -490,11 +469,10 @@ def _decode_soak(
     if expect == ROUNDING:
         raise node.refused("soak", "no soak with compare.expect rounding", got="one")
     entries = take.take_mapping(node, "soak")
-    given = [name for name in LENGTHS if name in values]
-    if len(given) != 1:
-        expected = f"one of {', '.join(LENGTHS)}"
-        raise node.refused("soak", expected, got=" and ".join(given) or "none")
-    (name,) = given
+    name, *others = [name for name in LENGTHS if name in values] or [""]
+    if others or not name:
+        got = " and ".join([name, *others]) or "none"
+        raise node.refused("soak", f"one of {', '.join(LENGTHS)}", got=got)
     amount, rotate, period = values[name], values.get("rotate", ()), values.get("period", 0)
     if name == "duration_s" and amount >= timeout_s:
         expected = f"less than launch.timeout_s, {timeout_s:g}, which ends the whole run"

@@ -16,6 +16,7 @@ With the key `program` a scenario has somebody's training program in place of th
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
 import types
 import typing
@@ -229,10 +230,8 @@ def _plant(node: Node, full: str) -> PlantSpec | None:
     if not isinstance(node.value, tuple):
         return _fault(node, full)
     faults = [_fault(each, full) for each in take.take_list(node, full, "faults")]
-    names = [fault.fault for fault in faults]
-    if twice := [name for name in names if names.count(name) > 1]:
-        got = f"{twice[0]} {len(twice)} times"
-        raise node.refused(full, "each fault once", got=got)
+    if len({fault.fault for fault in faults}) < len(faults):
+        raise node.refused(full, "each fault once")
     return joined(faults)
 
 
@@ -240,24 +239,16 @@ def _fault(node: Node, full: str) -> PlantSpec:
     values = take.take_fields(node, full, FAULT, required=("fault",))
     takes = ("fault", *CATALOGUE[values["fault"]].takes, "legs", "chance")
     # A step left out would be step 0, before any graph is captured: say it.
-    due = {"step"} & set(takes)
-    for key in (*values, *due):
-        if key not in takes or key not in values:
-            got = "nothing" if key in due else "a key that it does not take"
-            raise node.keys.get(key, node.origin).error(
-                f"{full}.{key}", f"what the fault {values['fault']} takes", got, legal=takes
-            )
+    due = {"step"}.intersection(takes) - set(values)
+    for key in (*due, *(name for name in values if name not in takes)):
+        got, origin = "nothing" if key in due else "this key", node.keys.get(key, node.origin)
+        expected = f"what the fault {values['fault']} takes"
+        raise origin.error(f"{full}.{key}", expected, got, legal=takes)
     return PlantSpec(**values)
 
 
 def _rank(node: Node, full: str) -> int:
     return LAST_RANK if node.value in ("last", -1) else take.take_int(node, full, least=0)
-
-
-def _chance(node: Node, full: str) -> float:
-    if (chance := take.take_float(node, full, above=0)) > 1:
-        raise node.refused(full, "a number > 0, at most 1")
-    return chance
 
 
 FAULT: Mapping[str, Taker] = {
@@ -266,7 +257,7 @@ FAULT: Mapping[str, Taker] = {
     "rank": _rank,  # `last`, or a number
     "tensor": take.take_str,  # a parameter's name; by default the fault's own choice
     "legs": partial(take.take_words, what="legs", legal=LEGS, once="leg"),  # candidate
-    "chance": _chance,  # that it fires; 1
+    "chance": partial(take.take_float, above=0, most=1),  # that it fires; 1
 }
 _OF_TYPE: Mapping[Any, Taker] = {
     bool: take.take_bool, int: take.take_int, float: take.take_float, str: take.take_str,
@@ -342,19 +333,16 @@ def build_config(settings: Mapping[str, Setting], fallback: Origin) -> TrainConf
     """The configuration that settings describe (`ScenarioError` as `build_leg`)."""
     try:
         config = _build(settings)
+        if (ranks := config.parallel.world_size) > MAX_WORLD_SIZE:
+            largest = max(training.DENSE_DEGREES, key=lambda axis: getattr(config.parallel, axis))
+            expected = f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees"
+            raise ConfigError(f"parallel.{largest}", expected=expected, got=ranks)
     except ConfigError as error:
         # The leaf itself, else the last one written in the same part.
         part = error.key.partition(".")[0]
         near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
         found = settings.get(error.key) or (near[-1] if near else settings.get("graph"))
         raise _broken(found.origin if found else fallback, error) from None
-    if (ranks := config.parallel.world_size) > MAX_WORLD_SIZE:
-        degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
-        key, degree = max(degrees.items(), key=lambda item: item[1])
-        found = settings.get(f"parallel.{key}")
-        expected = f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees"
-        got = f"{degree}, which makes {ranks} ranks"
-        raise (found.origin if found else fallback).error(f"parallel.{key}", expected, got)
     return config
 
 
@@ -472,24 +460,20 @@ class ProgramVocabulary:
         if "folder" in entries:
             inner = take.take_str(entries["folder"], "program.folder")
             self.folder = (self.folder / inner).resolve()
-        named = entries[self.kind]
-        self.target = take.take_str(named, f"program.{self.kind}")
+        named, key = entries[self.kind], f"program.{self.kind}"
+        self.target = take.take_str(named, key)
         if self.kind == "script":
             if not (self.folder / self.target).is_file():
-                expected = "a file, by its path from the scenario's folder"
-                raise named.refused("program.script", expected)
+                raise named.refused(key, "a file, by its path from the scenario's folder")
             self.target = str((self.folder / self.target).resolve())
         if self.kind == "entry" and not all(self.target.partition(":")):
-            raise named.refused("program.entry", "module:function")
+            raise named.refused(key, "module:function")
         smaller, key = entries.get("smaller", Node({}, node.origin)), "program.smaller"
         self.smaller = {name: take.take_str(value, f"{key}.{name}")
                         for name, value in take.take_mapping(smaller, key).items()}  # fmt: skip
-        self.base = tuple(
-            each
-            for name, value in entries.items()
-            if name in OPEN or name in PROGRAM
-            for each in self.decode(name, value, node.keys[name], "program")
-        )
+        leaves = [name for name in entries if name in OPEN or name in PROGRAM]
+        decoded = (self.decode(n, entries[n], node.keys[n], "program") for n in leaves)
+        self.base = tuple(itertools.chain(*decoded))
 
     def decode(self, key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
         """As `decode_settings`."""
@@ -523,7 +507,7 @@ class ProgramVocabulary:
             record=values.get("record", "auto"), every=values.get("every", 1),
             determinism="enforce" if values.get("determinism") == "enforce" else "",
         )  # fmt: skip
-        world_size = values.get("ranks", 1)
+        ranks = values.get("ranks", 1)
         words = command_line(spec.args) if spec.kind != "entry" else spec.args
         started = dumps({"words": words, "env": spec.env, "packages": spec.packages})
         rest = (spec.kind, spec.target, spec.record, spec.determinism, spec.every)
@@ -532,7 +516,5 @@ class ProgramVocabulary:
             held = {"program": spec.to_json(), "steps": steps, "taps": list(taps)}
             return held | ({"stress": list(stress)} if stress else {})
 
-        return Leg(
-            plain=plain, identity=(started, rest, steps, world_size, taps, stress), steps=steps,
-            world_size=world_size, taps=taps,
-        )  # fmt: skip
+        identity = (started, rest, steps, ranks, taps, stress)
+        return Leg(plain=plain, identity=identity, steps=steps, world_size=ranks, taps=taps)
