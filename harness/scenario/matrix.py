@@ -304,42 +304,44 @@ class _Maker:
         builtin = reference.config is not None
         if compare.expect == ROUNDING and builtin and (why := refusal(reference.plain())):
             # A reference that cannot round at random has no bounds of rounding.
-            self._need(False, "compare", "compare.expect", f"{why[0]}, for rounding to be measured",
-                       why[1])  # fmt: skip
-
-    def _need(self, ok: object, section: str, key: str, expected: str, got: object) -> None:
-        if not ok:
-            raise self.scenario.origins[section].error(key, expected, str(got))
+            expected = f"{why[0]}, for rounding to be measured"
+            raise self.scenario.origins["compare"].error("compare.expect", expected, why[1])
 
     def _check_not_idle(self, candidate: Leg, reference: Leg) -> None:
         """A check or a soak with nothing to look at would be for nothing."""
         scenario, checks, steps = self.scenario, self.scenario.checks, candidate.steps
+
+        def need(ok: object, key: str, expected: str, got: object, at: str = "checks") -> None:
+            if not ok:
+                raise scenario.origins[at].error(key, expected, str(got))
+
         if "taps" in checks and scenario.program is None:  # a script may give its recorder some
-            self._need(candidate.taps and reference.taps, "checks", "checks.taps",
-                       "taps in base, of the modules to compare", "none")  # fmt: skip
+            expected = "taps in base, of the modules to compare"
+            need(candidate.taps and reference.taps, "checks.taps", expected, "none")
         if "state" in checks:
             expected = "no state, as ranks of two engines hold other parts of each tensor"
-            self._need(candidate.engine == reference.engine, "checks", "checks.state", expected,
-                       f"{candidate.engine} against {reference.engine}")  # fmt: skip
+            got = f"{candidate.engine} against {reference.engine}"
+            need(candidate.engine == reference.engine, "checks.state", expected, got)
         if timed := checks.get("throughput"):
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
             graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
             captured = max((c.resume_at + c.graph_warmup_steps + 1 for c in graphed), default=0)
             expected = f"{captured} or more, as graphs are captured in the step before"
-            key, least = "checks.throughput.skip_steps", skipped + TIMED_STEPS
-            self._need(skipped >= captured, "checks", key, expected, skipped)
+            need(skipped >= captured, "checks.throughput.skip_steps", expected, skipped)
+            least = skipped + TIMED_STEPS
             expected = f"skip_steps + {TIMED_STEPS} = {least} or more to time"
-            self._need(steps >= least, "checks", "steps", expected, steps)
+            need(steps >= least, "steps", expected, steps)
         tolerance = tolerance_of(scenario.compare.expect)
         if isinstance(tolerance, LossGap):
-            self._need(tolerance.over <= steps, "expect", "compare.expect.over",
-                       f"at most the number of steps, {steps}", tolerance.over)  # fmt: skip
+            over, expected = tolerance.over, f"at most the number of steps, {steps}"
+            need(over <= steps, "compare.expect.over", expected, over, at="expect")
         if (soak := scenario.soak) is not None:
             expected = f"{LEAST_STEPS} steps at least, as growth of memory shows from there on"
-            self._need(steps >= LEAST_STEPS, "soak", "soak", expected, f"steps {steps}")
-            self._need(soak.by != "replays" or candidate.graph, "soak", "soak.replays",
-                       "a graph in every candidate", "an eager one")  # fmt: skip
+            need(steps >= LEAST_STEPS, "soak", expected, f"steps {steps}", at="soak")
+            can_replay = soak.by != "replays" or candidate.graph
+            expected = "a graph in every candidate"
+            need(can_replay, "soak.replays", expected, "an eager one", at="soak")
 
 
 def _planted(candidate: Leg, reference: Leg) -> Mapping[str, PlantSpec | None]:
