@@ -162,7 +162,7 @@ def _select(
 ) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
     labels, pairs = {case.id: case.labels for case in held}, 0
     if ids is None and how == "pairwise":
-        ids, pairs = pairwise(labels, keep=kept), num_pairs(labels)
+        ids, pairs = set(pairwise(labels, keep=kept)), num_pairs(labels)
     elif ids is not None:
         how = "pytest"
     chosen = held if ids is None else tuple(case for case in held if case.id in ids)
@@ -343,8 +343,9 @@ def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Callable
 # --- pairwise ---------------------------------------------------------------------------------
 
 
-def pairwise(cases: Mapping[str, Labels], *, keep: Collection[str] = ()) -> set[str]:
-    """Of cases by id, those that cover every pair of values that any has; and those of `keep`."""
+def pairwise(cases: Mapping[str, Labels], *, keep: Collection[str] = ()) -> list[str]:
+    """Of cases by id, in their order, those that cover every pair of values that any has, and those
+    of `keep`."""
     names, covers = list(cases), _elements(cases)
     chosen = {place for place, name in enumerate(names) if name in keep}
     left = set(itertools.chain(*covers)).difference(*(covers[place] for place in chosen))
@@ -358,7 +359,7 @@ def pairwise(cases: Mapping[str, Labels], *, keep: Collection[str] = ()) -> set[
             continue
         chosen.add(place)
         left.difference_update(covers[place])
-    return {names[place] for place in chosen}
+    return [names[place] for place in sorted(chosen)]
 
 
 def num_pairs(cases: Mapping[str, Labels]) -> int:
