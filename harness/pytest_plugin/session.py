@@ -75,10 +75,10 @@ class ScenarioFile(pytest.File):
             cases, included = expand_marked(self.scenario, "cpu")
         except HarnessError as error:
             raise self.CollectError(str(error)) from error
-        labels = {case.id: case.labels for case in cases}
-        is_pairwise = self.scenario.select == "pairwise"
-        for name in pairwise(labels, keep=included) if is_pairwise else labels:
-            yield CaseItem.from_parent(self, name=name, labels=labels[name])
+        if self.scenario.select == "pairwise":
+            cases = pairwise(cases, keep=included)
+        for case in cases:
+            yield CaseItem.from_parent(self, name=case.id, labels=case.labels)
 
     def _is_left_out(self) -> bool:
         marks = {mark.name for mark in self.iter_markers()}

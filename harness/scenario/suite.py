@@ -1,9 +1,11 @@
 """What is run together: one scenario file, or several with one schedule and one report.
 
-    files -> those of the tiers -> cases of all -> `-k` -> what `select` leaves, or pytest picked
+    files -> those of the tiers -> cases of all, ids led by their scenario's name -> `-k`
+      -> what each scenario's `select` (or `--select`) leaves, or the cases that pytest picked
 
 Of several scenarios, a case is `SCENARIO.CASE` and has the label `scenario`; a scenario that is for
-another device than this run is skipped, case by case, with the reason.
+another device than this run is skipped, case by case, with the reason. What a selection leaves out
+is said in the plan, in the run folder's manifest and in its report.
 
 `-k` is an expression of words with `and`, `or`, `not` and brackets. A word selects the cases whose
 id contains it, or one of whose labels does, written `axis=value`; letter case does not matter.
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol, TypeVar
 
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.records import CaseSpec, ExitCode, Json
@@ -36,14 +38,15 @@ MAX_ID_CHARS = 180
 NO_OVERRIDES = Overrides()
 Picked = Mapping[Path, Collection[str]]
 """Ids of cases, by the path of their file."""
-Labels = Mapping[str, str]
-"""Of a case: its value on each axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selected(Json):
-    """What is run of one scenario: `left_out` counts what its `select` left, `-k` and the shard not
-    counted; `select` is "pytest" by its options; a pairwise choice covers `pairs` of values."""
+    """What is run of one scenario.
+
+    `select` is how cases were chosen, "pytest" by its options; `left_out` counts those that the
+    choice left, `-k` and the shard not counted; `pairs` of values are covered by a pairwise choice.
+    """
 
     scenario: str
     why: str
@@ -66,7 +69,9 @@ class Selected(Json):
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """Scenarios that are run together; `alone` is one named by its file, whose ids stay.
-    `tiers` are those asked for, joined by `+`."""
+
+    `tiers` are those asked for, joined by `+`; "" if none was.
+    """
 
     name: str
     why: str
@@ -89,18 +94,18 @@ class Suite:
     @property
     def launch(self) -> Launch:
         """Where and how they run (`UsageError`: they disagree on the engine or its options)."""
-        first, launches = self.scenarios[0], [scenario.launch for scenario in self.scenarios]
-        for scenario, launch in zip(self.scenarios, launches, strict=True):
-            if (launch.engine, launch.slurm) != (launches[0].engine, launches[0].slurm):
+        start, *others = self.scenarios
+        first = start.launch
+        for path, other in ((each.path, each.launch) for each in others):
+            if (other.engine, other.slurm) != (first.engine, first.slurm):
                 raise UsageError(
-                    f"{scenario.path}: launch.engine: expected that of {first.path}, "
-                    f"{first.launch.engine} with the same options, got {launch.engine}"
+                    f"{path}: launch.engine: expected that of {start.path}, {first.engine} with "
+                    f"the same options, got {other.engine}; say --engine, or run them one by one"
                 )
-        device, *others = {launch.device for launch in launches}
-        retries = min(launch.retries for launch in launches)
-        return dataclasses.replace(
-            first.launch, device="auto" if others else device, retries=retries
-        )
+        launches = [scenario.launch for scenario in self.scenarios]
+        devices = {launch.device for launch in launches}
+        device, retries = devices.pop(), min(launch.retries for launch in launches)
+        return dataclasses.replace(first, device="auto" if devices else device, retries=retries)
 
     def slots(self, default: int) -> int | None:
         """What all of them state, None for nothing; else the most, `default` among it.
@@ -158,14 +163,13 @@ class Suite:
 
 def _select(
     scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
-    ids: Collection[str] | None,
+    ids: set[str] | None,
 ) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
-    labels, pairs = {case.id: case.labels for case in held}, 0
-    if ids is None and how == "pairwise":
-        ids, pairs = set(pairwise(labels, keep=kept)), num_pairs(labels)
-    elif ids is not None:
-        how = "pytest"
-    chosen = held if ids is None else tuple(case for case in held if case.id in ids)
+    chosen, pairs = held, 0
+    if ids is not None:
+        how, chosen = "pytest", tuple(case for case in held if case.id in ids)
+    elif how == "pairwise":
+        chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
     return chosen, Selected(
         scenario=scenario.name, why=scenario.why, tier=scenario.tier, select=how,
         num_cases=len(chosen), left_out=len(held) - len(chosen), pairs=pairs,
@@ -270,17 +274,19 @@ def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, .
 # --- -k ---------------------------------------------------------------------------------------
 
 Predicate = Callable[[str], bool]
+Holds = Callable[[Predicate], bool]
 MAX_EXPRESSION_CHARS, MAX_DEPTH = 2000, 50
 _TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
 _OPERATORS = ("and", "or", "not", "(", ")")
 
 
-class Expression(NamedTuple):
+@dataclass(frozen=True)
+class Expression:
     """An expression that was read: its words, each once, and from a function that says which words
     are true to whether the expression is."""
 
     words: tuple[str, ...]
-    holds: Callable[[Predicate], bool]
+    holds: Holds
 
 
 def select(cases: Iterable[CaseSpec], expression: str | None) -> tuple[CaseSpec, ...]:
@@ -323,7 +329,7 @@ def read_expression(expression: str) -> Expression:
         ) from None
 
 
-def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Callable[[Predicate], bool]:
+def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
     if depth > MAX_DEPTH:  # as on the report's page
         raise SyntaxError
     match tree:
@@ -343,11 +349,30 @@ def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Callable
 # --- pairwise ---------------------------------------------------------------------------------
 
 
-def pairwise(cases: Mapping[str, Labels], *, keep: Collection[str] = ()) -> list[str]:
-    """Of cases by id, in their order, those that cover every pair of values that any has, and those
-    of `keep`."""
-    names, covers = list(cases), _elements(cases)
-    chosen = {place for place, name in enumerate(names) if name in keep}
+class Labelled(Protocol):
+    """What is asked of a case: its name, and its value on each axis."""
+
+    @property
+    def id(self) -> str:
+        """Of its own."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Values by axis."""
+        ...
+
+
+Case = TypeVar("Case", bound=Labelled)
+
+
+def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case, ...]:
+    """Cases that cover every pair of values that any of `cases` has, in their order.
+
+    Cases whose ids are in `keep` are chosen in any case.
+    """
+    covers = _elements(cases)
+    chosen = {place for place, case in enumerate(cases) if case.id in keep}
     left = set(itertools.chain(*covers)).difference(*(covers[place] for place in chosen))
     queue = [(-len(held), place) for place, held in enumerate(covers) if place not in chosen]
     heapq.heapify(queue)
@@ -359,25 +384,25 @@ def pairwise(cases: Mapping[str, Labels], *, keep: Collection[str] = ()) -> list
             continue
         chosen.add(place)
         left.difference_update(covers[place])
-    return [names[place] for place in sorted(chosen)]
+    return tuple(cases[place] for place in sorted(chosen))
 
 
-def num_pairs(cases: Mapping[str, Labels]) -> int:
+def num_pairs(cases: Sequence[Labelled]) -> int:
     """How many pairs of values the cases have; of one axis, values."""
     return len(set(itertools.chain(*_elements(cases))))
 
 
-def _elements(cases: Mapping[str, Labels]) -> list[list[tuple[int, ...]]]:
+def _elements(cases: Sequence[Labelled]) -> list[list[tuple[int, ...]]]:
     """What each case covers, by numbers: its pairs of values, or its values where it has but one.
 
     Values may read alike. Cases that do are told apart by their ids, and so all stay.
     """
-    labels = [tuple(held.items()) for held in cases.values()]
+    labels = [tuple(case.labels.items()) for case in cases]
     alike = Counter(labels)
     numbers: dict[tuple[str, str], int] = {}
     found = []
-    for name, held in zip(cases, labels, strict=True):
-        named = held if alike[held] == 1 else (*held, ("", name))
+    for case, held in zip(cases, labels, strict=True):
+        named = held if alike[held] == 1 else (*held, ("", case.id))
         values = sorted(numbers.setdefault(value, len(numbers)) for value in named)
         pairs: list[tuple[int, ...]] = list(itertools.combinations(values, 2))
         found.append(pairs or [(value,) for value in values])

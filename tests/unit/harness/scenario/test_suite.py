@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from harness.cli import main
 from harness.errors import UsageError
+from harness.records import CaseSpec
 from harness.scenario.suite import num_pairs, pairwise, select
 from harness.store import RunFolder
 from tests.support.fake_engine import SCENARIO, Cli, FakeEngine, Patch, unequal
+from tests.support.records import case_spec, run_spec
 
 WIDE = """\
 name: wide
@@ -212,6 +214,9 @@ def test_engines_must_agree(folder: Path, cli: Cli) -> None:
     assert reasons == {"its scenario is for cuda, this run is on cpu"}
 
 
+RUN = run_spec()
+
+
 def _case(name: str, **labels: str) -> Any:
     return SimpleNamespace(id=name, labels=labels)
 
@@ -258,19 +263,21 @@ def test_a_bad_expression_is_one_usage_error(expression: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-Labels = dict[str, dict[str, str]]
-"""Of cases by id."""
+def case(name: str, labels: dict[str, str]) -> CaseSpec:
+    return case_spec(name, RUN, RUN, RUN, labels=labels)
 
 
-def product(*lengths: int) -> Labels:
+def product(*lengths: int) -> list[CaseSpec]:
     rows = itertools.product(*map(range, lengths))
-    return {"-".join(map(str, row)): {f"a{n}": str(v) for n, v in enumerate(row)} for row in rows}
+    return [
+        case("-".join(map(str, row)), {f"a{n}": str(value) for n, value in enumerate(row)})
+        for row in rows
+    ]
 
 
-def pairs_of(cases: Labels, chosen: Collection[str]) -> set[tuple[tuple[str, str], ...]]:
+def pairs_of(cases: Sequence[CaseSpec]) -> set[tuple[tuple[str, str], ...]]:
     """Written apart from the module: unordered pairs of (axis, value) that share a case."""
-    held = (sorted(cases[name].items()) for name in chosen)
-    return {pair for each in held for pair in itertools.combinations(each, 2)}
+    return {pair for one in cases for pair in itertools.combinations(sorted(one.labels.items()), 2)}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -278,12 +285,13 @@ def pairs_of(cases: Labels, chosen: Collection[str]) -> set[tuple[tuple[str, str
 def test_every_pair_that_some_case_has_is_covered(lengths: list[int], seed: int) -> None:
     """Whatever was excluded, the chosen are of the cases, in their order, with all their pairs."""
     draw = random.Random(seed)
-    held = {name: each for name, each in product(*lengths).items() if draw.random() < 0.7}
-    keep = {name for name in held if draw.random() < 0.1}
+    held = [one for one in product(*lengths) if draw.random() < 0.7]
+    keep = {one.id for one in held if draw.random() < 0.1}
     chosen = pairwise(held, keep=keep)
-    assert pairs_of(held, chosen) == pairs_of(held, held)
-    assert chosen == [name for name in held if name in chosen]
-    assert keep <= set(chosen)
+    assert pairs_of(chosen) == pairs_of(held)
+    places = [held.index(one) for one in chosen]
+    assert places == sorted(set(places))
+    assert keep <= {one.id for one in chosen}
     assert pairwise(held, keep=keep) == chosen
 
 
@@ -292,10 +300,10 @@ def test_few_are_chosen() -> None:
     assert 9 <= len(pairwise(product(3, 3, 3, 3))) <= 12
     assert num_pairs(product(3, 3, 3, 3)) == 6 * 9
     assert len(pairwise(product(5))) == 5  # without pairs, every value
-    assert not pairwise({})
+    assert pairwise([]) == ()
 
 
 def test_values_that_read_alike_are_all_kept() -> None:
     """Two values with one label must not stand for each other."""
-    alike = {name: {"a": "v", "b": "w"} for name in ("x1", "x2")}
-    assert pairwise(product(2, 2) | alike)[-2:] == list(alike)
+    alike = [case("x1", {"a": "v", "b": "w"}), case("x2", {"a": "v", "b": "w"})]
+    assert pairwise([*product(2, 2), *alike])[-2:] == tuple(alike)
