@@ -27,7 +27,10 @@ MOST_NAMED = 5
 @click.command("bisect")
 @click.argument("case")
 @click.argument("folder", type=PATH, metavar="[RUN]", required=False)
-@options.options(options.keyword, options.device, options.sets, options.out, options.room)
+@options.options(options.keyword, options.device, options.sets, options.room)
+@click.option("--out", type=PATH, metavar="FOLDER",
+              help="Folder of the search, with which the same command goes on; by default one "
+              "under out/ that is named after the case.")  # fmt: skip
 @click.option(
     "--against", metavar="EXPR",
     help="With a scenario: compare with this case in place of the reference.",

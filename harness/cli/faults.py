@@ -78,7 +78,8 @@ def show_fault(*, name: str, as_json: bool) -> int:
               help="Device of every run.")  # fmt: skip
 @click.option(
     "--clean", type=click.IntRange(0), default=None, metavar="N",
-    help=f"Clean cases next to them, {CLEAN_CASES} by default, or none for named faults.",
+    help=f"Also run N cases without a fault, which must pass; {CLEAN_CASES} by default, none if "
+    "faults are chosen.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not look for the place of the fault.")
 @click.option(
@@ -87,7 +88,7 @@ def show_fault(*, name: str, as_json: bool) -> int:
 @options.options(options.out, options.room)
 @click.option(
     "--patience", type=click.FloatRange(min=1), metavar="X",
-    help="Time limits are X times as long: for a machine that is slow or busy. 1, on GPUs 4.",
+    help="Multiply time limits by X, on a machine that is slow or busy; by default 1, on GPUs 4.",
 )  # fmt: skip
 @options.as_json
 def run_faults(

@@ -68,12 +68,11 @@ suite = options(
                  help="Only shard I of N, for CI jobs in parallel; see harness merge."),
 )  # fmt: skip
 room = options(
-    click.option("--jobs", type=click.IntRange(1),
-                 help="Runs at the same time at most; by default as many as fit the slots."),
-    click.option(
-        "--slots", type=click.IntRange(1),
-        help="Ranks that run at the same time; by default one a GPU, or by memory on a CPU.",
-    ),
+    click.option("--jobs", type=click.IntRange(1), metavar="N",
+                 help="At most N runs at the same time; by default as many as fit the slots."),
+    click.option("--slots", type=click.IntRange(1), metavar="N",
+                 help="At most N ranks at the same time; by default one a GPU, on the CPU two a "
+                 "core and at least 8."),
     click.option("--ranks-per-gpu", type=click.IntRange(1), metavar="N",
                  help="Let N ranks share a GPU, to run layouts that need more GPUs; times are then "
                  "meaningless."),
