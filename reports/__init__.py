@@ -24,11 +24,8 @@ def build(
     """Write the report of a run folder: `html`, `markdown`, `junit` and `json`, by format.
 
     `history` is where earlier runs are looked up (None: next to the folder); `step` a file to which
-    a summary is added for the CI step that asked for one.
-
-    Raises:
-        UsageError: not a run folder, or damaged beyond reading.
-        Infrastructure: the report cannot be written.
+    a summary is added for the CI step that asked for one. `UsageError`: not a run folder, or
+    damaged beyond reading. `Infrastructure`: the report cannot be written.
     """
     report = summarise(run_folder, history)
     folder = report.folder / REPORT_FOLDER

@@ -109,10 +109,7 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
 
 
 def state_figure(shown: StateMap, group: GroupMap) -> str:
-    """One tensor group as an SVG element: a column a step, a row a rank.
-
-    Past `MAX_COLUMNS` steps and `MAX_ROWS` ranks several share a place, which shows the worst.
-    """
+    """One tensor group as an SVG element: a column a step, a row a rank; the worst of several."""
     columns, rows = _blocks(shown.steps, MAX_COLUMNS), _blocks(shown.ranks, MAX_ROWS)
     size = LARGE if len(columns) <= 40 and len(rows) <= 16 else SMALL
     parts = list(_labels(columns, rows, size))

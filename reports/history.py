@@ -44,10 +44,7 @@ NOTHING = Past(cases={}, flaky=())
 
 
 def look_back(place: Path, scenario: str, created: str, num_cases: int) -> Past:
-    """The last runs of a scenario's cases, up to when a folder of so many was `created`.
-
-    Raises nothing: `place` may be no history.
-    """
+    """The last runs of a scenario's cases, up to when a folder of so many was `created`."""
     if not place.is_file():
         return NOTHING
     days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, num_cases)))

@@ -4,6 +4,7 @@ Whatever came from a scenario or a log is escaped: it cannot start a table cell,
 mention.
 """
 
+import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,7 @@ MAX_BYTES = 60_000
 MAX_CAUSES, MAX_AGAIN = 20, 10
 MAX_ROW_CHARS, MAX_OUTPUT_CHARS = 300, 4000
 MAX_STEP_FILE_BYTES, MIN_STEP_BYTES = (1 << 20) - 4096, 4096
-"""GitHub Actions takes 1 MiB a step and drops a larger file whole; with little room one line is
-added that says so."""
+"""GitHub Actions drops a file of more than 1 MiB whole; with little room one line is added."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
@@ -73,7 +73,7 @@ def add_to_step(path: Path, report: Report) -> None:
 
 def escape(text: str) -> str:
     """Text that reads as itself in GitHub's Markdown, on one line."""
-    escaped = _SPECIAL.sub(r"\\\1", _html(short(one_line(text))))
+    escaped = _SPECIAL.sub(r"\\\1", html.escape(short(one_line(text)), quote=False))
     return escaped.replace("@", "&#64;").replace("://", "&#58;//")
 
 
@@ -115,7 +115,8 @@ def _row(case: CaseReport) -> str:
 
 
 def _details(case: CaseReport) -> str:
-    head = f"{SYMBOLS[case.outcome]} {case.outcome}: {_html(one_line(case.spec.id))}"
+    name = html.escape(one_line(case.spec.id), quote=False)
+    head = f"{SYMBOLS[case.outcome]} {case.outcome}: {name}"
     lines = ["<details>", f"<summary>{head}</summary>", "", escape(case.message), ""]
     if (place := case.verdict.difference) is not None:
         told = [place_words(place), f"reference {place.reference}", f"candidate {place.candidate}"]
@@ -137,10 +138,6 @@ def _details(case: CaseReport) -> str:
         lines += [f"Last output of rank {case.output.rank}, {case.output.role}:", ""]
         lines += [fenced(clean(case.output.text[-MAX_OUTPUT_CHARS:])), ""]
     return "\n".join([*lines, "</details>", ""])
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _size(lines: Sequence[str]) -> int:

@@ -108,8 +108,7 @@ class CaseReport:
     def cause(self) -> str:
         """What cases that fail for one reason share: fields of the verdict, or its message.
 
-        Numbers inside names are taken for one another: `layers.3.attn` and `layers.7.attn` that
-        both differ are one cause until somebody has looked.
+        `layers.3.attn` and `layers.7.attn` that both differ are one cause until somebody looked.
         """
         place, ended = self.verdict.difference, self.verdict.ending
         if ended is not None and (ended.exception or ended.signal or ended.collective):
@@ -177,8 +176,7 @@ class Report:
     @property
     def headline(self) -> str:
         """Counts in words, worst first, or that there was nothing."""
-        counted = [f"{n} {outcome}" for outcome, n in self.counts.items() if n]
-        return ", ".join(counted) if counted else "nothing ran"
+        return ", ".join(f"{n} {o}" for o, n in self.counts.items() if n) or "nothing ran"
 
     @property
     def causes(self) -> tuple[Cause, ...]:
@@ -188,10 +186,7 @@ class Report:
             if case.outcome not in GREEN:
                 key = (case.outcome, case.verdict.what, case.cause)
                 found.setdefault(key, []).append(case)
-        causes = [
-            Cause(outcome=outcome, what=what, words=words, cases=tuple(cases))
-            for (outcome, what, words), cases in found.items()
-        ]
+        causes = (Cause(*key, tuple(cases)) for key, cases in found.items())
         return tuple(sorted(causes, key=lambda c: (OUTCOME_ORDER.index(c.outcome), -len(c.cases))))
 
     @property
@@ -263,7 +258,6 @@ def summarise(path: Path, history: Path | None = None) -> Report:
     name = scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
     name, created = one_line(str(name), 200), one_line(str(manifest.get("created", "")), 60)
     outcomes = [case.outcome for case in planned]
-    notes = manifest.get("notes")
     return Report(
         folder=folder.path, scenario=name, why=one_line(str(scenario.get("why", ""))),
         created=created, commit=one_line(str(manifest.get("commit") or ""), 80),
@@ -275,7 +269,7 @@ def summarise(path: Path, history: Path | None = None) -> Report:
         matrix=_matrix(planned, _compare_axis(scenario, planned)),
         environments=read.environments,
         history_note=history_note(folder.path),
-        notes=tuple(one_line(str(n), 400) for n in notes) if isinstance(notes, list) else (),
+        notes=tuple(one_line(str(note), 400) for note in manifest.get("notes") or ()),
         past=look_back(history or folder.path.parent / DATABASE_FILE, name, created, len(planned)),
     )  # fmt: skip
 
@@ -396,8 +390,7 @@ def _scenario(text: str) -> dict[str, Any]:
 
 
 def _command_line(manifest: Mapping[str, Any]) -> str:
-    value = manifest.get("command") or ""
-    return one_line(shlex.join(map(str, value)) if isinstance(value, list) else str(value))
+    return one_line(shlex.join(map(str, manifest.get("command") or ())))
 
 
 def _peaks(run: RunResult) -> dict[int, int]:
@@ -406,10 +399,7 @@ def _peaks(run: RunResult) -> dict[int, int]:
 
 
 def addresses(run: RunResult) -> str:
-    """What graphs of a run hold on to and which long-lived tensors moved, in one sentence.
-
-    Counts are of the rank that has most: ranks run the same program.
-    """
+    """What graphs hold on to and which long-lived tensors moved, on the rank that has most."""
     details = [e.detail for records in run.ranks for e in records.events if e.name == "graphs"]
     moved: dict[int, int] = {}
     for record in (record for records in run.ranks for record in records.steps):
