@@ -114,9 +114,9 @@ def print_table(console: Console, columns: Iterable[str], rows: Iterable[Iterabl
         console.print(table)
 
 
-def print_line(console: Console, text: object, style: str = "", end: str = "\n") -> None:
+def print_line(console: Console, text: object, style: str = "") -> None:
     """A line that is not folded."""
-    console.print(text if isinstance(text, Text) else cell(text, style), soft_wrap=True, end=end)
+    console.print(text if isinstance(text, Text) else cell(text, style), soft_wrap=True)
 
 
 def typed(command: str) -> str:
