@@ -38,8 +38,7 @@ from harness.records import (
     Verdict,
 )
 from harness.runner.plan import Plan, Timeline, cost
-from harness.runner.run import Silent
-from harness.runner.run import View as View
+from harness.runner.run import Silent, View
 from harness.store.files import read_tail
 
 COLOURS: dict[Outcome, str] = {
