@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec, Protocol, Self, TypeVar, cast
+from typing import ParamSpec, Self, TypeVar, cast
 
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
@@ -74,7 +74,7 @@ TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", SHARED_GPU)
 _HALF_WRITTEN = re.compile(r"\..+\.(\d+)\.tmp")
 
 
-class View(Protocol):
+class View:
     """Hears of what happens; `launch` enters it before the first call, leaves it after the last."""
 
     def planned(self, plan: Plan) -> None:

@@ -255,7 +255,9 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
 
 def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
     owners, found = dict[str, str](), list[Setting]()
-    for key, value in take.take_mapping(node, "base").items() if node else ():
+    if node is None:
+        return ()
+    for key, value in take.take_mapping(node, "base").items():
         settings = decode(key, value, node.keys[key], "base")
         _claim(owners, key, (s.leaf for s in settings), dotted("base", key), value.origin)
         found += settings

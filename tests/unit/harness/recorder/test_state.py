@@ -544,7 +544,8 @@ def test_gradients_are_sketched_in_the_steps_asked_for(
 
     def wrong() -> None:
         model = model_of()
-        model[1].weight.register_hook(lambda grad: 3 * grad)
+        last: Any = model[1]
+        last.weight.register_hook(lambda grad: 3 * grad)
         train(model, SGD(model.parameters(), 0.0), steps=2)
 
     left, right = (
