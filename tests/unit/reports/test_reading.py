@@ -3,12 +3,14 @@
 import base64
 import dataclasses
 import json
+import struct
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import pandas as pd
 import pytest
 
 from harness.errors import UsageError
@@ -19,7 +21,6 @@ from harness.records import (
     Ending,
     Entered,
     EventRecord,
-    FloatBits,
     RunResult,
     Verdict,
 )
@@ -184,6 +185,10 @@ def test_addresses_are_those_of_the_rank_that_has_most(everything: Path) -> None
     )
     assert of_run(whole, ([0, 0], None)) == "no pointer moved"
     assert of_run(whole, ([None, None], None)) == "moved pointers were not counted"
+    hostile = {"captured": "many", "ledger_names": True, "moved": [1, None]}
+    assert of_run(whole, ([1], hostile)) == (
+        "1 pointers moved, at most 1 in a step, last in step 0; the first of them 1, None"
+    )
 
 
 # --- what the history says --------------------------------------------------------------------
@@ -233,11 +238,14 @@ ONE, PLUS3, ZERO, MINUS_ZERO = 0x3F800000, 0x3F800003, 0, 0x80000000
 NAN, OTHER_NAN, HUGE = 0x7FC00000, 0x7FC00001, 0x7F000000
 
 
-def losses(changed: dict[tuple[int, int], int | None]) -> dict[tuple[int, int], FloatBits]:
+def losses(changed: dict[tuple[int, int], int | None]) -> pd.DataFrame:
     """Two ranks, three steps of 1.0; by rank and step, others, or none."""
     plain = {(rank, step): ONE for rank in (0, 1) for step in (0, 1, 2)} | changed
-    return {(step, rank): FloatBits.from_bits(pattern)
-            for (rank, step), pattern in plain.items() if pattern is not None}  # fmt: skip
+    rows = [
+        (*place, f"{pattern:08x}", struct.unpack(">f", pattern.to_bytes(4, "big"))[0])
+        for place, pattern in plain.items() if pattern is not None
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["rank", "step", "bits", "value"])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +267,7 @@ def test_differing_losses_are_in_words(
     assert curve is not None
     assert (curve.rank, curve.differing, max(curve.delta_ulps, default=0.0)) == (0, differing, ulps)
     assert words in curve.words
-    assert loss_curve(losses(left), {}, 0) is None
+    assert loss_curve(losses(left), losses(right).iloc[:0], 0) is None
 
 
 def test_the_loss_picture_follows_the_scheme_and_fetches_nothing() -> None:
