@@ -407,8 +407,9 @@ def addresses(run: RunResult) -> str:
             moved[record.step] = max(moved.get(record.step, 0), record.pointer_changes)
 
     def most(key: str) -> int:
-        found = (detail.get(key) or 0 for detail in details)
-        return max((len(v) if isinstance(v, list) else int(v) for v in found), default=0)
+        found = [detail.get(key) for detail in details]
+        counts = [len(value) if isinstance(value, list) else value for value in found]
+        return max((n for n in counts if isinstance(n, int) and n is not True), default=0)
 
     parts = [
         f"{most('captured')} graphs rely on {most('ledger_names')} named tensors, "
@@ -420,7 +421,7 @@ def addresses(run: RunResult) -> str:
             f"{sum(moved.values())} pointers moved, at most {max(moved.values())} in a step, "
             f"last in step {last}"
         )
-        listed = (detail.get("moved") or () for detail in details)
+        listed = [d["moved"] for d in details if isinstance(d.get("moved"), list)]
         names = dict.fromkeys(one_line(str(name), 120) for held in listed for name in held)
         parts += [f"the first of them {', '.join([*names][:MOST_NAMES])}"] if names else []
     else:
