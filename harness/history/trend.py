@@ -114,13 +114,13 @@ def trends(
     until = until or "~"
     kept = history.query(days_of, [scenario, "", until, -1 if days is None else days])
     since = kept[-1][0] if kept else ""
-    chosen = "folder = ?1 AND (?2 IS NULL OR case_id = ?2)"
-    of_run = f'WHERE folder = ?1 AND "key" IN (SELECT candidate FROM cases WHERE {chosen})'
+    chosen = "folder = ? AND (? IS NULL OR case_id = ?)"
+    of_run = f'WHERE folder = ? AND "key" IN (SELECT candidate FROM cases WHERE {chosen})'
     found: dict[str, list[_Answered]] = {}
     for owner, folder in history.rows(FolderEntry, f"{of_scenario}, id", [scenario, since, until]):
-        asked = [owner, case_id]
+        asked = [owner, case_id, case_id]
         cases = [c for _, c in history.rows(CaseEntry, f"WHERE {chosen} ORDER BY attempt", asked)]
-        runs = history.rows(RunEntry, f"{of_run} ORDER BY attempt", asked)
+        runs = history.rows(RunEntry, f"{of_run} ORDER BY attempt", [owner, *asked])
         measured = {run.key: run for _, run in runs if not run.what}
         last = {case.case_id: case.attempt for case in cases}
         for case in cases:
