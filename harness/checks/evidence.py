@@ -9,6 +9,7 @@ from harness.program.spec import ENFORCED, program_of
 from harness.provenance import different, fingerprint, flat, told
 from harness.records import (
     COPIES,
+    DIGEST_HEX_CHARS,
     GROUP_ORDER,
     CaseSpec,
     CheckResult,
@@ -117,6 +118,7 @@ DETERMINISTIC = "deterministic"  # of the event, and no part of the environment
 _OF_TORCH = ("cuda", "cudnn", "nccl")
 _OF_THREADS = ("environment.OMP_NUM_THREADS", "environment.MKL_NUM_THREADS")
 _MOST_NAMES = 4
+_HEX = frozenset("0123456789abcdef")
 
 
 def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
@@ -206,8 +208,8 @@ def diverged(
     rank and name, each a `noun`; `pairs` of (step, rank) differ, and were compared."""
     names, ranks = len({name for _, name in places}), {rank for rank, _ in places}
     message = f"{named} differs first {where(found)}; in that step {count(names, noun)} on "
-    message += f"{show_ranks(ranks)} {'differs' if names == 1 else 'differ'}, in all {pairs[0]} of "
-    message += f"{count(pairs[1], '(step, rank) pair')}{note}"
+    message += f"{show_ranks(ranks)} {'differs' if names == 1 else 'differ'}; {pairs[0]} of "
+    message += f"{count(pairs[1], 'record')} of a step and rank differ{note}"
     figures = {f"differing_{noun}s": names, "differing_ranks": len(ranks), "pairs": pairs[1]}
     return failed(check, "diverged", message, found, **figures, differing_pairs=pairs[0])
 
@@ -233,8 +235,13 @@ def not_run(check: str, why: str) -> CheckResult:
 
 
 def where(found: Difference) -> str:
-    """`at step 3 on rank 1: 2.5 (0x40200000) became missing`."""
-    return f"{when(found.step)} on rank {found.rank}: {found.reference} became {found.candidate}"
+    """`at step 3 on rank 1: 2.5 (0x40200000) became missing`; two digests tell people nothing."""
+    texts = (found.reference, found.candidate)
+    sides = [
+        text if set(text) - _HEX or len(text) < DIGEST_HEX_CHARS else "a digest" for text in texts
+    ]
+    values = f": {sides[0]} became {sides[1]}" if sides != ["a digest"] * 2 else ""
+    return f"{when(found.step)} on rank {found.rank}{values}"
 
 
 def when(step: int) -> str:
