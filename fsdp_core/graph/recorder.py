@@ -27,6 +27,14 @@ from fsdp_core.dispatch import calling_line, opens_itself
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
                           "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
 _BAKES_A_VALUE = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
+_UPDATES_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
+        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+    )
+)  # fmt: skip
+"""Operators that write running statistics, which their schemas do not say."""
 _CHANGES_STORAGE = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 _READS_ON_HOST = ("tolist", "numpy", "__array__", "__dlpack__")
 
@@ -298,12 +306,18 @@ def _finish_collective(out: Any) -> Any:
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Arguments that the operator's schema says it writes, lists opened up."""
-    values = [
-        args[index] if index < len(args) else kwargs.get(argument.name)
+    """Arguments that the operator writes, as its schema says or does not say, lists opened up."""
+    given = {
+        argument.name: args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
+    }
+    values = [
+        given[argument.name]
+        for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    if func._schema.name in _UPDATES_STATISTICS and given.get("training", True):
+        values += [given["running_mean"], given["running_var"]]
     if func.namespace == "c10d":
         values += args[:1]  # schemas do not mark every output, which are all in here
     return [t for t in tree_iter(values) if isinstance(t, torch.Tensor)]

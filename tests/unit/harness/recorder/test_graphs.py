@@ -4,6 +4,7 @@ Most of the watch is tested over a class of graphs whose replay calls a function
 """
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -472,6 +473,19 @@ def test_a_capture_has_no_effect() -> None:
     assert torch.equal(x, torch.ones(3))
     torch.set_rng_state(state)
     assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_those_of_replays(*, training: bool) -> None:
+    """Operators of batch norm do not say that they write them: a capture must not, either."""
+    norm, x = nn.BatchNorm1d(3).train(training), torch.arange(12.0).reshape(4, 3)
+    twin = copy.deepcopy(norm)
+    made, _ = captured_on_host(lambda: norm(x))
+    for _ in range(2):
+        made.replay()
+        twin(x)
+    for ours, theirs in zip(norm.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def fails(x: Tensor) -> None:
