@@ -10,16 +10,21 @@ A save writes and syncs every file of the incomplete folder, then the folder, an
 all ranks are done. One run at a time saves into a folder.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,7 +32,9 @@ from torch.futures import Future
 
 DOCUMENT = "checkpoint.json"
 FORMAT = 1
+_METADATA = ".metadata"
 _COMPLETE = re.compile(r"step-(\d{8,})")
+_BLOCK_BYTES = 1 << 22
 
 
 class CheckpointError(RuntimeError):
@@ -40,21 +47,33 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := _COMPLETE.fullmatch(name)))
 
 
+def step_path(folder: Path, step: int) -> Path:
+    """Where the complete checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
 def find_step(folder: Path, step: int | None) -> Path:
-    """The complete checkpoint of `step`, or the latest (`ValueError`: there is none)."""
+    """The complete checkpoint of `step`, or the latest.
+
+    Raises:
+        ValueError: there is none.
+    """
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of {step=}"
         raise ValueError(f"Expected {wanted} in {folder}, got steps {steps}.")
-    return _step_path(folder, steps[-1] if step is None else step)
+    return step_path(folder, steps[-1] if step is None else step)
 
 
-def _step_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
+# --- reading ----------------------------------------------------------------------------------
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What `StepWriter` was given to keep (`CheckpointError`: missing, damaged, another format)."""
+    """What `StepWriter` was given to keep, of a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another format.
+    """
     try:
         whole = json.loads((path / DOCUMENT).read_text())
         document, crc = whole["document"], whole["crc32"]
@@ -68,51 +87,102 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path, document: dict[str, Any], share: int, num_shares: int) -> None:
-    """Compare every `num_shares`-th file (`CheckpointError`: missing, or not what was written)."""
+    """Read every `num_shares`-th file and compare size and checksum.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, or has other bytes than were written.
+    """
     for name, (size, crc) in list(document["files"].items())[share::num_shares]:
         try:
-            found = _FileSum.of(path / name)
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"Expected {size} bytes in {path / name}, got {found}.")
+            found_crc = _crc_of(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from error
-        if found.size != size:
-            raise CheckpointError(f"Expected {size} bytes in {path / name}, got {found.size}.")
-        if found.crc != crc:
+        if found_crc != crc:
             raise CheckpointError(f"{path / name} is damaged: its checksum does not fit.")
 
 
-class _FileSum(NamedTuple):
+def _crc_of(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FileSum:
     """Travels to the coordinator in the place of an item's storage data."""
 
     name: str
     size: int
     crc: int
 
-    @classmethod
-    def of(cls, path: Path, *, sync: bool = False) -> "_FileSum":
-        crc = 0
-        with path.open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            while block := file.read(1 << 22):
-                crc = zlib.crc32(block, crc)
-            return cls(path.name, file.tell(), crc)
+
+class _SummedFile(io.BufferedWriter):
+    """Sums what is written, and is on the disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"), _BLOCK_BYTES)
+        self.size = self.crc = 0
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        return super().write(view)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class _SummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, _SummedFile] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        """See `FileSystem`; for writing only."""
+        if mode != "wb":
+            raise ValueError(f"Expected mode 'wb', got {mode!r}.")
+        with _SummedFile(Path(path)) as stream:
+            self.written[Path(path).name] = stream
+            yield stream
 
 
 class StepWriter(FileSystemWriter):
     """DCP's file writer into an incomplete folder, which the coordinator makes complete at the end.
 
-    Files are synced here, once they are closed: DCP syncs before its last bytes left the buffer.
+    Args:
+        folder: of all steps.
+        step: names the checkpoint.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
-        self.complete_path = _step_path(folder, step)
+        self.complete_path = step_path(folder, step)
+        # Files sync themselves: DCP syncs .metadata before its last bytes left the buffer.
         incomplete = self.complete_path.with_name(f"{self.complete_path.name}.incomplete")
         super().__init__(incomplete, sync_files=False)
+        self._files = self.fs = _SummedFiles()
         self._document: dict[str, Any] = {}
 
     def begin(self, document: dict[str, Any]) -> None:
-        """On the coordinator, before anyone writes: make room (`ValueError`: the step exists)."""
+        """On the coordinator, before anyone writes: remove what a crash left, make room.
+
+        Raises:
+            ValueError: the step exists.
+        """
         self._document = document
         self._folder.mkdir(parents=True, exist_ok=True)
         if self.complete_path.exists():
@@ -125,10 +195,10 @@ class StepWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See `StorageWriter`; the results end with sums of this rank's files."""
         results = super().write_data(plan, planner).value()
-        for name in sorted({result.storage_data.relative_path for result in results}):
-            found = _FileSum.of(Path(self.path, name), sync=True)
-            results.append(WriteResult(MetadataIndex(name), found.size, found))
         _sync_folder(Path(self.path))
+        for name, file in self._files.written.items():
+            note = _FileSum(name, file.size, file.crc)
+            results.append(WriteResult(MetadataIndex(name), file.size, note))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -138,16 +208,18 @@ class StepWriter(FileSystemWriter):
         path = Path(self.path)
         flat = [result for part in results for result in part]
         sums = [r.storage_data for r in flat if isinstance(r.storage_data, _FileSum)]
-        if not all((path / file.name).is_file() for file in sums):
-            raise CheckpointError(f"Expected a folder that all ranks share, got {path}.")
-        super().finish(metadata, [[r for r in flat if not isinstance(r.storage_data, _FileSum)]])
-        sums.append(_FileSum.of(path / ".metadata", sync=True))
+        for file in sums:
+            if not (path / file.name).is_file():
+                raise CheckpointError(f"Expected a folder that all ranks share, got {path}.")
+        items = [result for result in flat if not isinstance(result.storage_data, _FileSum)]
+        super().finish(metadata, [items])
         files = {file.name: [file.size, file.crc] for file in sums}
+        files[_METADATA] = [(path / _METADATA).stat().st_size, _crc_of(path / _METADATA)]
         document = self._document | {"format": FORMAT, "torch": torch.__version__, "files": files}
         text = json.dumps(document)
-        whole = f'{{"crc32": {zlib.crc32(text.encode())}, "document": {text}}}'
-        (path / DOCUMENT).write_text(whole)
-        _FileSum.of(path / DOCUMENT, sync=True)
+        with self._files.create_stream(path / DOCUMENT, "wb") as stream:
+            whole = f'{{"crc32": {zlib.crc32(text.encode())}, "document": {text}}}'
+            stream.write(whole.encode())
         _sync_folder(path)
         path.rename(self.complete_path)
         _sync_folder(self._folder)

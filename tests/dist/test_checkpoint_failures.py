@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import filesystem
 
 from fsdp_core.checkpoint import CheckpointError, files, latest, load, save
 from tests.dist.checkpoint_layouts import OPTIMIZERS, build, fill, misses, snapshot, train
@@ -145,7 +144,7 @@ def _save_and_die(folder: str, victims: list[int], where: str, rank: int) -> Non
     fill(model, made, 2)
     if rank in victims:
         owner, name = {
-            "writing": (filesystem, "_write_item"),
+            "writing": (files._SummedFile, "write"),
             "renaming": (Path, "rename"),
         }[where]
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -218,8 +217,9 @@ def check_complete(folder: Path, steps: list[int]) -> None:
 
 
 def die_at(tick_to_die_at: int) -> None:
-    """Kill this process before its n-th change of the disk, write of a tensor or sync of a file."""
+    """Kill this process before its n-th change of the disk, or write or sync of a file."""
     ticks = count()
+    writes = count()
 
     def tick(*_: Any) -> None:
         if next(ticks) == tick_to_die_at:
@@ -229,17 +229,19 @@ def die_at(tick_to_die_at: int) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             tick()
 
-    def watched(function: Any) -> Any:
-        def watch(*args: Any, **options: Any) -> Any:
-            tick()
-            return function(*args, **options)
+    def watched(function: Any, *, every: int) -> Any:
+        def watch(*args: Any) -> Any:
+            if next(writes) % every == 0:
+                tick()
+            return function(*args)
 
         return watch
 
     # For good: the process ends with the save.
     sys.addaudithook(audit)
-    filesystem._write_item = watched(filesystem._write_item)
-    os.fsync = watched(os.fsync)
+    file_type: Any = files._SummedFile
+    file_type.write = watched(file_type.write, every=16)
+    os.fsync = watched(os.fsync, every=1)
 
 
 # ---- tests

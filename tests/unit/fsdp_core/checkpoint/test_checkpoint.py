@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core.checkpoint import CheckpointError, latest, load, save
+from fsdp_core.checkpoint import CheckpointError, files, latest, load, save
 from fsdp_core.checkpoint.files import DOCUMENT
 
 
@@ -275,15 +275,16 @@ def test_a_saved_step_is_not_overwritten(tmp_path: Path) -> None:
     assert bits(model) == before
 
 
-def test_a_full_disk_is_named_as_the_cause(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails in the middle of a tensor says why it did."""
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 16)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(
             CheckpointError, match=r"rank 0 with OSError: \[Errno 27\] File too large"
         ):
-            save(tmp_path, 1, model_of(10_000))
+            save(tmp_path, 1, model_of())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert latest(tmp_path) is None
