@@ -211,7 +211,8 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     light, whole = (line.split() for line in run(IMPORTS, tmp_path))
     facts = {"harness", "harness.provenance", "harness.masking"}
     assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
-    parts = ["capture", "collectives", "graphs", "hooks", "observer", "rows", "session", "state"]
+    parts = ["capture", "collectives", "graphs", "hooks", "observer", "rows", "session", "sketch",
+             "state"]  # fmt: skip
     expected = facts | {
         "harness.recorder",
         "fsdp_core",
