@@ -192,6 +192,10 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
             "groups": (sorted(record.digests), sorted(start.tensors)),
         }, record.step)  # fmt: skip
         _texts(rank, f"step {record.step}", record, start)
+        owes = run.spec.sketch == "all" or (run.spec.sketch == "first" and record.step == 0)
+        message = f"rank {rank}, step {record.step}: gradients without their sketches"
+        lacks = record.digests["grads"].replace(ABSENT, "") and not record.sketches
+        _need(not (owes and lacks), "corrupt_record", message, rank, record.step)
     if run.spec.is_builtin:
         tokens = start.tensors.get(SAMPLES, ())[:1]
         _facts(rank, "start record", {"digests of the tokens read": (tokens, (TOKENS,))})

@@ -140,6 +140,13 @@ MUTATIONS = [
          "compares=True, is_exact=True,"),
     ),
     *slips_of(
+        "checks/complete.py",
+        "checks/test_complete",
+        ("sketches_not_owed", "_need(not (owes and lacks),", "_need(True,"),
+        ("sketches_of_the_first_step_only", 'owes = run.spec.sketch == "all" or (',
+         'owes = run.spec.sketch == "all" and record.step == 0 or ('),
+    ),
+    *slips_of(
         "checks/gradients.py",
         "checks/test_gradients",
         ("lengths_in_place_of_directions", "zip(left[2:], right[2:], strict=True)",

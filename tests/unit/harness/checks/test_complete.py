@@ -366,3 +366,18 @@ def test_what_a_soak_asked_for_is_what_counts(run: RunResult, told: Any) -> None
     """Seconds of rank 0, replays of every rank, as each states them; all end at one step."""
     flaw = find_flaw(run)
     assert (flaw and (flaw.what, flaw.rank)) == told
+
+
+@pytest.mark.parametrize(("asked", "steps"), [("none", []), ("first", [0]), ("all", [0, 1, 2, 3])])
+def test_sketches_that_a_run_owes_are_there(asked: Any, steps: list[int]) -> None:
+    """Without them gradients would be within any tolerance."""
+    spec = replace(CANDIDATE.spec, sketch=asked)
+    run = edit(replace(CANDIDATE, spec=spec), key=spec.key)
+    numbers = {"a.weight": (1.0, 2.0, 2.0)}
+    for step in steps:
+        flaw = flaw_of(run)
+        assert (flaw.what, flaw.rank, flaw.step) == ("corrupt_record", 0, step)
+        run = edit(run, 0, step, sketches=numbers)
+    for step in steps:
+        run = edit(run, 1, step, sketches=numbers)
+    assert find_flaw(run) is None
