@@ -368,7 +368,8 @@ class Observer(Recorder):
             named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
             if self.session.sketch == "all" or (self.session.sketch == "first" and not step.index):
-                step.sketches |= {name: _to_host(sketch(tensor)) for name, tensor in named}
+                scale = getattr(optimizer, "grad_scale", None)  # of fused ones
+                step.sketches |= {name: _to_host(sketch(held, scale)) for name, held in named}
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.memory = memory()

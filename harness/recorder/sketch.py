@@ -26,9 +26,10 @@ def _signs(first: int, count: int, salt: int, device: torch.device) -> Tensor:
     return (1 - 2 * (number >> 41 & 1)).double().view(count, NUM_SIGNS)
 
 
-def sketch(tensor: Tensor) -> Tensor:
+def sketch(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     """Float64 [2 + NUM_SIGNS] on the tensor's device, made without waiting for it.
 
+    `scale`: what a `GradScaler` has multiplied the tensor by, where the optimizer itself undoes it.
     A tensor is read as rows of `_WIDTH`; the sign of an element is that of its row times that of
     its column. In float64, which no setting of float32 products changes.
     """
@@ -42,4 +43,7 @@ def sketch(tensor: Tensor) -> Tensor:
         sums = ((rows @ columns) * outer).sum(0)
         total += torch.cat([padded.square().sum()[None], sums])
     elements = torch.full_like(total[:1], flat.numel())
-    return torch.cat([elements, total[:1].sqrt(), total[1:]])
+    numbers = torch.cat([total[:1].sqrt(), total[1:]])
+    if scale is not None:
+        numbers /= scale.to(numbers)
+    return torch.cat([elements, numbers])

@@ -560,3 +560,19 @@ def test_gradients_are_sketched_in_the_steps_asked_for(
             length = 2 * numbers[1] if name == "1.weight" else 0.0
             assert gap == pytest.approx(length, rel=0.6, abs=1e-12)
     assert not steps or set(left.steps[0].sketches) == set(PARAMS)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sketches_are_of_gradients_without_a_scale(tmp_path: Path, *, fused: bool) -> None:
+    """Fused optimizers get scaled gradients from a GradScaler, others get them unscaled."""
+
+    def program(scale: float) -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+        scaler.step(optimizer)
+
+    left, right = pair(program, tmp_path, 1.0, 1024.0, sketch="first")
+    for name, numbers in left.steps[0].sketches.items():
+        assert right.steps[0].sketches[name] == pytest.approx(numbers)
