@@ -359,9 +359,7 @@ def within(runs: Runs, _: Options) -> CheckResult:
     result = _compare(
         reference, candidate, str(tolerance), lambda at, a, b: excess(at, _number(a), _number(b))
     )
-    return with_gradients(
-        result, reference, candidate, str(tolerance), _of_gradients(runs, tolerance)
-    )
+    return with_gradients(result, reference, candidate, _of_gradients(runs, tolerance))
 
 
 def _of_gradients(runs: Runs, tolerance: Close | Rounding) -> Allowed:

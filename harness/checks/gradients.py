@@ -29,10 +29,11 @@ Allowed = Callable[[Place, float, float], float]
 
 
 def sketches(run: RunResult) -> dict[Place, Sketch]:
-    """Sketches of gradients; empty where none were recorded."""
+    """Sketches of gradients, but of steps that were skipped, where they may be infinite."""
     return {
         (step, rank, name): numbers
         for (step, rank), record in step_table(run).items()
+        if not record.skipped
         for name, numbers in record.sketches.items()
     }
 
@@ -55,7 +56,8 @@ def measured(reference: RunResult, samples: Sequence[RunResult], factor: float) 
     largest: dict[tuple[int, str], float] = {}
     bounds: dict[Place, float] = {}
     for place in sorted(ours):
-        squares = [distance(ours[place], table[place]) ** 2 for table in tables if place in table]
+        near = [distance(ours[place], table[place]) for table in tables if place in table]
+        squares = [each**2 for each in near if math.isfinite(each)]  # NaN is no measure
         spread = math.sqrt(math.fsum(squares) / max(len(squares), 1))
         largest[place[1:]] = max(largest.get(place[1:], 0.0), spread)
         bounds[place] = factor * largest[place[1:]]
@@ -63,9 +65,8 @@ def measured(reference: RunResult, samples: Sequence[RunResult], factor: float) 
 
 
 def with_gradients(
-    losses: CheckResult, reference: RunResult, candidate: RunResult, tolerance: str,
-    allowed: Allowed,
-) -> CheckResult:  # fmt: skip
+    losses: CheckResult, reference: RunResult, candidate: RunResult, allowed: Allowed
+) -> CheckResult:
     """What losses answered, or the first gradient that is beyond the tolerance before they were.
 
     In one step a loss is computed before the gradients.
@@ -80,7 +81,7 @@ def with_gradients(
     step, rank, name = place
     length = ours[place][1] if place in ours else 0.0
     where = f"{name} at step {step} on rank {rank}: {gap:.3g} from the reference's, of length "
-    where += f"{length:.3g}, {units:.3g} times what {tolerance} allow for gradients"
+    where += f"{length:.3g}, {units:.3g} times its bound"
     if units <= 1:
         message = f"{losses.message}; of {len(gaps)} gradients the farthest is {where}"
         message += f"; {left_out} are cut or named otherwise" if left_out else ""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.checks.gradients import measured
 from harness.recorder.sketch import sketch
 from harness.records import RunResult
 from harness.repeats import NUM_SAMPLES, samples_of
@@ -131,3 +132,18 @@ def test_within_rounding_samples_are_the_measure(share: float, outcome: str) -> 
     answer = ask("loss", *runs, case, samples=samples)
     assert answer.outcome == outcome
     assert outcome == "passed" or place(answer)[:3] == (2, 1, "grads")
+
+
+def test_gradients_of_a_skipped_step_may_be_infinite() -> None:
+    """Both runs left the step out: nothing was trained with them."""
+    endless = drawn() | {"b.weight": torch.full((50,), float("inf"))}
+    runs = [edit(holding(run, endless), 1, 0, skipped="scaler") for run in (REFERENCE, CANDIDATE)]
+    assert ask("loss", *runs, LAB.case(expect=CLOSE)).outcome == "passed"
+
+
+def test_a_sample_that_is_no_number_widens_no_bound() -> None:
+    """The others still are the measure."""
+    near = [holding(REFERENCE, rounded(drawn(), 1e-6, seed)) for seed in range(5)]
+    broken = holding(REFERENCE, drawn() | {"b.weight": torch.full((50,), float("nan"))})
+    allowed = measured(holding(REFERENCE, drawn()), [*near, broken], 1.0)
+    assert 0 < allowed((0, 1, "b.weight"), 1.0, 1.0) < 1e-3
