@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core.model.moe.dispatcher import Combine, Delivery, Dispatch, MoeAxes, Preprocess
+from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
@@ -38,7 +38,6 @@ class Spec:
     """One run.
 
     Attributes:
-        path: how experts compute, see `Experts`.
         padding: which tokens are no tokens: "none", "some", "rank" (all of the first rank and some
             others) or "microbatch" (all of the first one and some others).
         shared: "none", "plain" or "gated".
@@ -52,8 +51,6 @@ class Spec:
     sp: bool = False
     rule: RouterRule = field(default_factory=lambda: RouterRule(num_experts=8, top_k=2))
     delivery: Delivery = field(default_factory=Delivery)
-    dtype: torch.dtype = torch.float64
-    path: str = "auto"
     padding: str = "none"
     microbatches: int = 1
     shared: str = "none"
@@ -159,11 +156,6 @@ class Seen:
     bias: torch.Tensor | None
     slots: torch.Tensor
 
-    def bits(self) -> list[bytes]:
-        """Bytes of results and gradients."""
-        tensors = [*self.y, *self.x_grad, *(grad for grad, _ in self.grads.values())]
-        return [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
 
 def run_specs(specs: list[Spec]) -> list[Seen]:
     """Every spec on this rank; specs of one layout share its groups."""
@@ -201,13 +193,13 @@ def _layer(spec: Spec, axes: MoeAxes, data: Data) -> MoeLayer:
         shared = SharedExperts(
             HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=spec.sp, gated=spec.shared == "gated"
         )
-    experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes, spec.path)
+    experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes)
     layer = MoeLayer(
         HIDDEN, spec.rule, axes, delivery=spec.delivery, experts=experts, shared=shared
     )
     cuts = named_cuts(layer)
     for name, parameter in layer.named_parameters():
-        parameter.data = take(data.weights[name], cuts[name]).to(spec.dtype)
+        parameter.data = take(data.weights[name], cuts[name]).double()
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.copy_(data.bias)
     layer.router.loss_scale.fill_(1 / spec.microbatches)
@@ -222,12 +214,12 @@ def _run(spec: Spec, axes: MoeAxes) -> Seen:
     for number in range(spec.microbatches):
         valid = data.valid[number].flatten()[mine]
         x = data.x[number].flatten(0, 1)[mine].masked_fill(~valid[..., None], math.nan)
-        x = x.to(spec.dtype).requires_grad_()
+        x.requires_grad_()
         y = layer(x, None if spec.padding == "none" else valid)
         cotangent = data.cotangent[number].flatten(0, 1)[mine] * valid[..., None]
-        y.backward((cotangent * spec.num_averaged / spec.microbatches).to(spec.dtype))
+        y.backward((cotangent * spec.num_averaged / spec.microbatches).double())
         assert x.grad is not None
-        assert y.dtype == spec.dtype
+        assert y.dtype == torch.float64
         ys.append(y.detach())
         grads.append(x.grad)
         losses.append((router.balance_loss.item(), router.z_loss.item()))
@@ -374,85 +366,3 @@ def errors(spec: Spec, ranks: list[Seen]) -> dict[str, float]:
             total += piece
         compare(name, total / spec.num_averaged, expected_grad)
     return found
-
-
-# ---- tokens that carry their numbers to experts and back, without any expert in between
-
-COTANGENT = 31.0
-"""Its products with numbers of tokens are exact in float32, and not in 16 bits."""
-
-
-@dataclass(frozen=True)
-class Trip:
-    """Where every token is to go: experts and weights, [N, K] of all tokens."""
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-    factor: float | None = None
-    drop: str = "position"
-    dtype: torch.dtype = torch.float64
-
-    def delivery(self, dispatcher: str = "all_to_all") -> Delivery:
-        """By a dispatcher."""
-        return Delivery(dispatcher=dispatcher, capacity_factor=self.factor, drop=self.drop)
-
-
-@dataclass(frozen=True)
-class Travelled:
-    """What one rank saw.
-
-    Attributes:
-        arrived: numbers of the tokens at each of this rank's experts, in order.
-        first_expert: number of its first expert.
-        sums: [S, 2]: sum of weight times (token's number + 1), and of weight times (expert's
-            number + 1), over the choices that came back.
-        x_grad, weight_grad: of the sum of `sums[:, 0]` times `COTANGENT`.
-        rows_shape: shape of the rows at the experts.
-        dropped: slots that this rank counted as dropped.
-    """
-
-    arrived: list[list[int]]
-    first_expert: int
-    sums: torch.Tensor
-    x_grad: torch.Tensor
-    weight_grad: torch.Tensor
-    rows_shape: tuple[int, ...]
-    dropped: int
-
-
-def travel(spec: Spec, trips: list[Trip], dispatcher: str) -> list[Travelled]:
-    """Every trip on this rank."""
-    axes = make_axes(spec)
-    return [_travel(spec, axes, trip, trip.delivery(dispatcher)) for trip in trips]
-
-
-def _travel(spec: Spec, axes: MoeAxes, trip: Trip, delivery: Delivery) -> Travelled:
-    mine, num = spec.tokens(dist.get_rank()).flatten(), spec.rule.num_experts
-    # Two columns: the number, and one for the expert to write to.
-    x = torch.stack([mine + 1.0, torch.zeros(len(mine))], 1).to(trip.dtype).requires_grad_()
-    wide = torch.promote_types(trip.dtype, torch.float32)
-    weights = trip.weights[mine].to(wide).requires_grad_()
-    preprocess = Preprocess(num, delivery, axes)
-    plan = preprocess(trip.experts[mine], weights)
-    rows, groups = Dispatch(delivery, axes)(x, plan)
-    num_local = axes.local_experts(num)
-    first = axes.ep.rank * num_local
-    own = torch.arange(first + 1, first + num_local + 1, dtype=trip.dtype)
-    numbers = torch.zeros_like(rows)
-    if groups is None:
-        arrived = [part.tolist() for part in rows.detach()[..., 0]]
-        numbers[..., 1] = (rows[..., 0] != 0) * own[:, None]
-    else:
-        arrived = [part.tolist() for part in rows.detach()[:, 0].split(list(groups.counts))]
-        numbers[:, 1] = own.repeat_interleave(torch.tensor(groups.counts))
-    # What the experts of one etp group give are parts of a sum, here not all alike.
-    part = {1: (1.0,), 2: (0.75, 0.25)}[axes.etp.size][axes.etp.rank]
-    sums = Combine(delivery, axes)((rows + numbers) * part, weights, plan, groups)
-    (sums[:, 0] * COTANGENT).sum().backward()
-    assert x.grad is not None
-    assert weights.grad is not None
-    return Travelled(
-        [[int(number) - 1 for number in each if number] for each in arrived],
-        first, sums.detach(), x.grad[:, 0], weights.grad, tuple(rows.shape),
-        int(preprocess.dropped),
-    )  # fmt: skip

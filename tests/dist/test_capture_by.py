@@ -1,7 +1,6 @@
 """Partial scopes captured by libraries, over their stand-ins: each bit of each step is eager's."""
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from fsdp_core.train import Trainer
 from tests.dist.library_graphs_stand_in import stood_in
 from tests.dist.rank_pool import RankPool
 from tests.dist.scope_programs import CAPACITY, MIXED, STEPS, WARMUP, Scoped, act, train_all
-from tests.dist.test_te_graphs import train_all as train_all_by_te
 from tests.dist.train_layout_programs import DEVICE, Run
 
 FAILING_CALL = {
@@ -110,18 +108,6 @@ def test_graphs_of_libraries_have_the_bits_of_eager(name: str, warm_ranks: RankP
             counts = {(each.captured, each.replays) for each in found[number : number + 3]}
             assert len(counts) == 1, "each maker captures and replays as much"
             assert min(counts.pop()) > 0
-
-
-@pytest.mark.parametrize("by", LIBRARIES)
-def test_delayed_scales_move_as_eagerly(by: str, warm_ranks: RankPool) -> None:
-    """TransformerEngine moves scales around its own graphs, we do around those of torch."""
-    options: dict[str, Any] = {"backend": "te", "fp8": "delayed"}
-    run = Run({"dp": 1}, "dense_tiny_dropout", {"layers": 2}, **options)
-    runs = [run, replace(run, graph=("attn", "mlp"), capture_by=by)]
-    ((eager, seen),) = warm_ranks.run(train_all_by_te, runs, world_size=1)
-    for what in ("steps", "scales", "moved"):
-        assert seen[what] == eager[what], what
-    assert seen["captured"] > 0 < seen["replays"]
 
 
 @pytest.mark.parametrize("where", ["warm-up", "capture", "backward"])

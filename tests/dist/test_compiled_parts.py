@@ -1,11 +1,9 @@
 """torch.compile inside and beside graph scopes: graphed runs have compiled eager ones' bits."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 
 from fsdp_core.config import FsdpConfig, TrainConfig
@@ -15,7 +13,7 @@ from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.compiled import StaleGuards
 from tests.dist.rank_pool import RankPool
-from tests.dist.scope_programs import CAPACITY, MIXED, STEPS, WARMUP, act
+from tests.dist.scope_programs import STEPS, WARMUP, act
 from tests.dist.train_layout_programs import DEVICE, Run
 
 
@@ -148,72 +146,7 @@ def planted_all(runs: list[Compiled], plant: str) -> list[Planted]:
 TIMEOUT_S = 240.0
 """The compiler takes seconds on an idle machine."""
 ATTN, MLP, FULL = ("attn",), ("mlp",), ("full_iteration",)
-PLANS, EXPERTS = ("moe_router", "moe_preprocess"), ("experts",)
 DENSE = Run({"dp": 2}, "dense_tiny")
-MIXED_RUN = Run(
-    {"dp": 2, "ep": 2}, "moe_tiny",
-    MIXED | CAPACITY | {"score": "sigmoid", "expert_bias": True, "aux_loss": 0.1}, dtype="bf16",
-)  # fmt: skip
-
-
-def without_addresses(seen: Seen) -> list[tuple[str, str, bool]]:
-    """Compilations, whatever lay where."""
-    return [(part, re.sub(r"\d{9,}", "", reason), late) for part, reason, late in seen.compilations]
-
-
-def check(ranks: list[list[Seen]], graphs: list[tuple[str, ...]]) -> list[Seen]:
-    """Bits and compilations of every run are those of the first, the compiled eager one.
-
-    Reasons name the addresses of classes that are made for a module.
-    """
-    for eager, *graphed in ranks:
-        assert eager.compilations
-        for graph, seen in zip(graphs, graphed, strict=True):
-            assert seen.bits == eager.bits, graph
-            assert without_addresses(seen) == without_addresses(eager), graph
-            assert seen.captured, graph
-            assert seen.replays, graph
-            assert seen.unnamed == 0, graph
-    return ranks[0]
-
-
-def compare(
-    pool: RankPool, run: Run, parts: tuple[str, ...], graphs: list[tuple[str, ...]]
-) -> list[Seen]:
-    """Train eagerly and under each scope with the same compiled parts; the first rank's."""
-    runs = [Compiled(run, parts, graph) for graph in ((), *graphs)]
-    world = run.parallel.world_size
-    return check(pool.run(train_all, runs, world_size=world, timeout_s=TIMEOUT_S), graphs)
-
-
-def test_inside_beside_and_around(warm_ranks: RankPool) -> None:
-    """A part in a graph of its own, beside others, and in larger ones: compiled eager's bits.
-
-    It is compiled once for training, whatever captures it, with or without a graph.
-    """
-    eager, *_ = compare(warm_ranks, DENSE, MLP, [MLP, ATTN, ("layer",), FULL])
-    assert [part for part, _, _ in eager.compilations] == ["layers.0.mlp"]
-
-
-def test_parts_over_tp(warm_ranks: RankPool) -> None:
-    """Collectives in compiled code, and gradients of norms that are summed over tp there."""
-    run = Run({"tp": 2, "sequence_parallel": True}, "dense_tiny")
-    compare(warm_ranks, run, ATTN + MLP, [ATTN + MLP])
-
-
-def test_parts_of_expert_layers(warm_ranks: RankPool) -> None:
-    """Routers that count over ranks, plans in the same graph, experts beside it."""
-    eager, *_ = compare(warm_ranks, MIXED_RUN, (*PLANS, *EXPERTS), [PLANS])
-    assert [part for part, _, _ in eager.compilations] == [
-        "layers.1.mlp router and preprocess", "layers.1.mlp.moe.experts",
-    ]  # fmt: skip
-
-
-def test_dropout_breaks_a_part(warm_ranks: RankPool) -> None:
-    """Numbers are drawn between two halves of a part, by the stream that eager steps draw from."""
-    run = Run({}, "dense_tiny_dropout")
-    eager, *_ = compare(warm_ranks, run, MLP, [MLP])
-    assert [part for part, _, _ in eager.compilations] == ["layers.0.mlp", "layers.0.mlp"]
 
 
 def test_late_work_is_compiled_and_listed(warm_ranks: RankPool) -> None:
@@ -243,15 +176,6 @@ def test_pointers_of_eager_compiled_runs_are_counted(warm_ranks: RankPool) -> No
         assert stays.moved == [0] * len(stays.moved)
         assert moves.moved[-1]
         assert moves.bits == stays.bits
-
-
-@pytest.mark.parametrize("stress", [("races",), ("jitter", "poison", "scramble")])
-def test_under_stress(warm_ranks: RankPool, stress: tuple[str, ...]) -> None:
-    """Stressors leave compiled parts compiled, and their bits alone."""
-    runs = [Compiled(DENSE, MLP, ATTN), Compiled(DENSE, MLP, ATTN, options={"stress": stress})]
-    for calm, stressed in warm_ranks.run(train_all, runs, world_size=2, timeout_s=TIMEOUT_S):
-        assert stressed.bits == calm.bits
-        assert stressed.compilations == calm.compilations
 
 
 def test_compiled_while_memory_is_counted(warm_ranks: RankPool) -> None:

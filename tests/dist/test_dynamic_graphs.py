@@ -1,25 +1,22 @@
-"""Graph banks of dynamic context parallelism in the trainer: eager's bits, or an error."""
+"""Graph banks of dynamic context parallelism in the trainer: groups that differ, and errors."""
 
 import gc
-import itertools
 import weakref
 from dataclasses import fields, replace
 from typing import Any, cast
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.data import PackedDocuments, SyntheticTokens
+from fsdp_core.data import PackedDocuments
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.model.batch import Capacity, Document, Part, pack
 from fsdp_core.parallel.mesh import build_axes
-from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.train import Trainer
 from fsdp_core.train.inputs import PackInputs
 from tests.dist.rank_pool import RankPool
-from tests.dist.train_layout_programs import DEVICE, STEPS, WARMUP, Run, bits, same_bits, train_all
+from tests.dist.train_layout_programs import DEVICE, STEPS, WARMUP, Run, bits
 
 Bits = list[tuple[Any, ...]]
 
@@ -32,20 +29,6 @@ def trainer_of(run: Run) -> Trainer:
 def inputs_of(trainer: Trainer) -> PackInputs:
     """Its packs."""
     return cast("PackInputs", trainer._inputs)
-
-
-def replayed(run: Run) -> set[tuple[int, int]]:
-    """Size and slot of every microbatch after the capture."""
-    parallel = run.parallel
-    source, sizes = SyntheticTokens(1), parallel.dynamic_cp
-    documents = PackedDocuments(source, run.config.seed, sizes, 1, dict.fromkeys(sizes, 1), 1)
-    schedule = make_schedule(parallel.pp, parallel.pp_chunks, run.microbatches)
-    slots = slots_needed(schedule)
-    return {
-        (documents.size(step, microbatch), microbatch % slots)
-        for step in range(WARMUP, STEPS)
-        for microbatch in range(run.microbatches)
-    }
 
 
 # ---- groups that differ
@@ -220,48 +203,9 @@ def lifetime_of_tables(run: Run) -> tuple[bool, str, bool]:
 # ---- tests
 
 
-SP: dict[str, Any] = {"sequence_parallel": True}
 ATTN, FRONT = ("attn",), ("attn", "moe_router", "moe_preprocess")
 ONE: dict[str, Any] = {"layers": 1}
 DENSE = "dense_tiny_dropout"
-
-CASES = {
-    "DP4": (Run({"dp": 4, "dynamic_cp": (1, 4)}, DENSE, ONE), ATTN),
-    "DP2xTP2 SP": (
-        Run({"dp": 2, "tp": 2, "dynamic_cp": (1, 2)} | SP, DENSE, ONE), ATTN),
-    "DP2xPP2": (
-        Run({"dp": 2, "pp": 2, "dynamic_cp": (1, 2)}, DENSE, dtype="bf16", microbatches=4), ATTN),
-    "MLA and experts": (
-        Run({"dp": 2, "ep": 2, "dynamic_cp": (1, 2)}, "mla_moe_tiny",
-            fsdp={"pool": "traced"}), FRONT),
-}  # fmt: skip
-NUM_SLOTS = {"DP2xPP2": 2}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_banks_have_the_bits_of_eager(name: str, warm_ranks: RankPool) -> None:
-    """Losses, norm, digests and random states are eager's, whichever size and slot is replayed."""
-    run, scopes = CASES[name]
-    runs = [run, replace(run, graph=scopes)]
-    # Every size is replayed, in every slot.
-    sizes, num_slots = run.parallel.dynamic_cp, NUM_SLOTS.get(name, 1)
-    assert replayed(run) == set(itertools.product(sizes, range(num_slots)))
-    for eager, seen in warm_ranks.run(train_all, runs, world_size=run.parallel.world_size):
-        for group in ("grads", "weights", "optim"):
-            assert len({digests[group] for digests in eager.digests}) == STEPS
-        same_bits(eager, seen)
-        # Forward and backward of as many pieces for each.
-        assert seen.captured % (2 * num_slots * len(sizes)) == 0 < seen.captured
-        assert seen.replays > 0
-        assert seen.places == []
-
-
-def test_a_forced_size(warm_ranks: RankPool) -> None:
-    """Every microbatch on one size, which is not the layout's, has eager's bits."""
-    run = Run({"dp": 2, "dynamic_cp": (2,)}, overrides=ONE)
-    for eager, seen in warm_ranks.run(train_all, [run, replace(run, graph=ATTN)], world_size=2):
-        same_bits(eager, seen)
-        assert (seen.captured, seen.places) == (2, [])
 
 
 def test_groups_may_differ(warm_ranks: RankPool) -> None:

@@ -1,119 +1,139 @@
-"""Taps over ranks: the same rows in every graph scope, on every layout, and no bit changed."""
+"""Taps over ranks by stage, and kept contents with their places in the whole model.
 
-from dataclasses import dataclass, replace
-from typing import Any
+That taps are alike in every graph scope is shown by scenarios: `nightly/all_axes`, `pr/`.
+"""
+
+from collections.abc import Iterable
 
 import pytest
+import torch
 
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
-from fsdp_core.train.taps import NEVER, PLACE_COLUMN
+from fsdp_core.train.taps import Snapshot
 from tests.dist.rank_pool import RankError, RankPool
-from tests.dist.train_layout_programs import DEVICE, STEPS, Run
+from tests.dist.train_layout_programs import DEVICE, Run
 
-PAST = f"[{Run({}).microbatches}]"
-"""Rows for calls of a module that others share; none of those looked into here is."""
-LOOK = (
-    "layers.*:input", "layers.*.*:output", "layers.*.*:gradient", "**.norm:output",
-    "embedding:output", "head:gradient",
-)  # fmt: skip
-ROUTER = ("attn", "moe_router", "moe_preprocess")
+GROUPS = ("grads:*", "weights:*", "optim:*")
 
 
-def run_of(degrees: dict[str, Any], preset: str = "dense_tiny_dropout", **options: Any) -> Run:
-    """One training that is looked into."""
-    return Run(degrees, preset, fsdp={"pool": "double"}, **({"taps": LOOK} | options))
+def trainer_of(run: Run) -> Trainer:
+    """The trainer of a run on this rank."""
+    return Trainer(run.config, build_axes(run.parallel, DEVICE), DEVICE)
 
 
-@dataclass
-class Seen:
-    """What a rank saw: digests by step, rows of taps by step and name, stages, unnamed memory."""
-
-    digests: list[Any]
-    rows: list[dict[str, list[int]]]
-    stages: dict[str, int]
-    places: list[str]
-
-
-def train_all(runs: list[Run]) -> list[Seen]:
-    """Runs of one layout, one after another."""
-    axes = build_axes(runs[0].config.parallel, DEVICE)
-    found = []
-    for run in runs:
-        trainer = Trainer(run.config, axes, DEVICE)
-        seen = Seen([], [], dict(zip(trainer.taps.names, trainer.taps.stages, strict=True)), [])
-        for step in range(STEPS):
-            outputs = trainer.step(step)
-            seen.digests.append({g: r.flatten().tolist() for g, r in outputs.digests.items()})
-            rows = dict(zip(trainer.taps.names, trainer.taps.rows.tolist(), strict=True))
-            past = [rows.pop(name) for name in trainer.taps.names if name.endswith(PAST)]
-            assert all(row[PLACE_COLUMN] == NEVER for row in past)
-            seen.rows.append(rows)
-        seen.places = trainer.counts.external_places
-        trainer.close()
-        found.append(seen)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("run", "scopes"),
-    [
-        (run_of({"tp": 2, "pp": 2}), [("layer",), ("full_iteration",)]),
-        (run_of({"dp": 2, "ep": 2}, "moe_tiny", overrides={"capacity_factor": 1.25},
-             taps=(*LOOK, "**.moe:input", "**.router")),
-         [ROUTER, ("full_iteration",)]),
-    ],
-    ids=["pipeline of tensor parallel ranks", "experts"],
-)  # fmt: skip
-def test_graphs_show_what_eager_shows(
-    run: Run, scopes: list[tuple[str, ...]], warm_ranks: RankPool
-) -> None:
-    """Each call that both run has eager's digest, in every step, on every rank; none is lost."""
-    runs = [replace(run, graph=graph) for graph in ((), *scopes)]
-    plain = replace(run, taps=())
-    world_size = run.config.parallel.world_size
-    for untapped, eager, *graphed in warm_ranks.run(
-        train_all, [plain, *runs], world_size=world_size
-    ):
-        assert untapped.digests == eager.digests
-        assert all(row[PLACE_COLUMN] != NEVER for rows in eager.rows for row in rows.values())
-        # Two steps and two calls of a module are never alike: what is compared says something.
-        outputs = [row[:4] for rows in eager.rows for name, row in rows.items() if "attn:" in name]
-        assert len({tuple(row) for row in outputs}) == len(outputs)
-        for seen, scope in zip(graphed, scopes, strict=True):
-            assert seen.digests == eager.digests, scope
-            assert seen.places == [], scope
-            for a, b in zip(eager.rows, seen.rows, strict=True):
-                lost = {name for name, row in b.items() if row[PLACE_COLUMN] == NEVER}
-                # Where the router is captured apart, experts are not called as one module.
-                assert {name.partition(":")[0] for name in lost} <= (
-                    {f"layers.{i}.mlp.moe" for i in range(2)} if scope == ROUTER else set()
-                )
-                for name in a.keys() - lost:
-                    assert a[name][:5] == b[name][:5], (scope, name)
+def stages_of(taps: tuple[str, ...]) -> dict[str, int]:
+    """Stage by module of a trainer of two stages."""
+    found = trainer_of(Run({"pp": 2}, taps=taps)).taps
+    return {
+        name.partition(":")[0]: stage for name, stage in zip(found.names, found.stages, strict=True)
+    }
 
 
 def test_stages_are_those_of_the_model(warm_ranks: RankPool) -> None:
-    """Ranks of a pipeline say which stage a module is in, by the number in the whole pipeline."""
-    run = run_of({"pp": 2}, taps=("layers.*:output", "embedding", "head"))
-    first, second = (ranks[0] for ranks in warm_ranks.run(train_all, [run], world_size=2))
-    assert {n.partition(":")[0]: stage for n, stage in first.stages.items()} == {
-        "embedding": 0, "layers.0": 0,
-    }  # fmt: skip
-    assert {n.partition(":")[0]: stage for n, stage in second.stages.items()} == {
-        "layers.1": 1, "head": 1,
-    }  # fmt: skip
-
-
-def look_for(taps: tuple[str, ...]) -> None:
-    """A trainer of two stages."""
-    run = run_of({"pp": 2}, taps=taps)
-    Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
-
-
-def test_a_pattern_may_mean_modules_of_one_rank_alone(warm_ranks: RankPool) -> None:
-    """A module of another stage is found there; one of no stage is refused on every rank."""
-    warm_ranks.run(look_for, ("head", "embedding"), world_size=2)
+    """By the number in the whole pipeline; a module of no stage is refused on every rank."""
+    taps = ("layers.*:output", "embedding", "head")
+    assert warm_ranks.run(stages_of, taps, world_size=2) == [
+        {"embedding": 0, "layers.0": 0}, {"layers.1": 1, "head": 1},
+    ]  # fmt: skip
     refused = r"expected a pattern that means a module .*, got 'layers\.9:output'"
     with pytest.raises(RankError, match=refused):
-        warm_ranks.run(look_for, ("head", "layers.9"), world_size=2)
+        warm_ranks.run(stages_of, ("head", "layers.9"), world_size=2)
+
+
+def keep(run: Run, names: tuple[str, ...] = GROUPS, most: int = 1 << 24) -> list[list[Snapshot]]:
+    """What a rank has kept of every step; at most so many bytes."""
+    trainer = trainer_of(run)
+    keeping = trainer.keep(names, most)
+    found = []
+    for step in range(run.steps):
+        outputs = trainer.step(step)
+        found.append(keeping.read(outputs.digests))
+    assert not trainer.counts.external_places
+    trainer.close()
+    return found
+
+
+def initial(runs: list[Run]) -> list[list[Snapshot]]:
+    """The weights that each of some runs begins with."""
+    found = []
+    for run in runs:
+        trainer = trainer_of(run)
+        keeping = trainer.keep(("weights:*",), 1 << 24)
+        trainer.redigest_state()
+        found.append(keeping.read(trainer.outputs.digests))
+        assert all(kept.as_digested for kept in found[-1])
+        trainer.close()
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def whole(ranks: Iterable[list[Snapshot]]) -> dict[str, torch.Tensor]:
+    """Whole tensors of float32 out of every rank's pieces, by group and global name.
+
+    Where two ranks have the same element they must agree; every element must be had by some rank.
+    """
+    found: dict[str, torch.Tensor] = {}
+    covered: dict[str, torch.Tensor] = {}
+    for kept in (each for rank in ranks for each in rank):
+        group = kept.name.partition(":")[0]
+        for place in kept.places:
+            name = f"{group}:{place.name}"
+            tensor = found.setdefault(name, torch.zeros(place.shape))
+            seen = covered.setdefault(name, torch.zeros(place.shape, dtype=torch.bool))
+            into, out = boxes(place.offsets, place.sizes), boxes(place.local_offsets, place.sizes)
+            mine = kept.tensor[out].float()
+            twice = seen[into]
+            assert torch.equal(tensor[into][twice], mine[twice]), name
+            tensor[into] = mine
+            seen[into] = True
+    assert all(bool(seen.all()) for seen in covered.values())
+    return found
+
+
+def boxes(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    """Slices of a box."""
+    return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+
+
+MOE, MLA = "moe_tiny", "mla_moe_tiny"
+LAYOUTS = {
+    1: [Run({}), Run({}, preset=MOE), Run({}, preset=MLA)],
+    2: [
+        Run({"dp": 2}), Run({"tp": 2}), Run({"pp": 2}), Run({"cp": 2}),
+        Run({"dp": 2}, fsdp={"strategy": "no_shard"}), Run({"tp": 2, "sequence_parallel": True}),
+        Run({"dp": 2}, preset=MOE), Run({"dp": 2, "ep": 2}, preset=MOE),
+        Run({"dp": 2, "etp": 2}, preset=MLA), Run({"dp": 2, "ep": 2}, preset=MLA),
+    ],
+    4: [
+        Run({"dp": 2, "tp": 2}), Run({"dp": 2, "dp_outer": 2}), Run({"tp": 2, "pp": 2}),
+        Run({"dp": 4, "ep": 2, "etp": 2}, preset=MOE),
+        Run({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, preset=MLA),
+        Run({"dp": 2, "pp": 2, "ep": 2}, preset=MLA),
+    ],
+}  # fmt: skip
+
+
+def test_pieces_of_every_layout_make_the_whole_model(warm_ranks: RankPool) -> None:
+    """Put together, first weights of each layout have every element, and the bits of one rank."""
+    wholes: dict[str, dict[str, torch.Tensor]] = {}
+    for world_size, runs in LAYOUTS.items():
+        ranks = warm_ranks.run(initial, runs, world_size=world_size)
+        for run, *pieces in zip(runs, *ranks, strict=True):
+            found = whole(pieces)
+            expected = wholes.setdefault(run.preset, found)
+            assert found.keys() == expected.keys(), run
+            for name, tensor in expected.items():
+                assert bits(found[name]) == bits(tensor), (run, name)
+    layers = wholes[MOE]
+    assert layers["weights:layers.1.mlp.moe.experts.gate.weight"].shape == (8, 32, 32)
+
+
+def test_a_rank_without_room_says_so(warm_ranks: RankPool) -> None:
+    """The cap is a rank's own, in bytes."""
+    with pytest.raises(RankError, match="Expected copies of at most 4000 bytes on a rank"):
+        warm_ranks.run(keep, Run({"dp": 2}), GROUPS, 4000, world_size=2)

@@ -126,37 +126,6 @@ def train_all(runs: list[Run]) -> list[Seen]:
     return [train(run, axes) for run in runs]
 
 
-def same_bits(one: Seen, other: Seen) -> None:
-    """Every step shows the same."""
-    assert one.names == other.names
-    assert len(one.floats) == len(other.floats)
-    for step in range(len(one.floats)):
-        for kind in ("floats", "digests", "rng"):
-            assert getattr(one, kind)[step] == getattr(other, kind)[step], (kind, step)
-
-
-def check(runs: list[Run], ranks: list[list[Seen]]) -> None:
-    """Each run has the first one's bits, and its graphs were captured and replayed as they should.
-
-    Whole iterations are one graph, attention has two a layer, replayed in each microbatch.
-    """
-    for eager, *others in ranks:
-        # No two steps look alike, or the comparison would compare nothing.
-        for group in ("grads", "weights", "optim"):
-            assert len({digests[group] for digests in eager.digests}) == runs[0].steps
-        assert (eager.captured, eager.replays, eager.places) == (0, 0, [])
-        for run, seen in zip(runs[1:], others, strict=True):
-            same_bits(eager, seen)
-            replayed, layers = run.steps - WARMUP, run.config.model.layers
-            expected = {
-                (): (0, 0),
-                ("full_iteration",): (1, replayed),
-                ("attn",): (2 * layers, replayed * run.microbatches * 2 * layers),
-            }[run.graph]
-            assert (seen.captured, seen.replays) == expected, run
-            assert seen.places == [], run
-
-
 # ---- against one process
 
 

@@ -1,16 +1,73 @@
 """Stressors on GPUs: right programs keep their bits, and late streams show what does not wait."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+import torch
 
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.parallel.mesh import build_axes
+from fsdp_core.train import make_trainer
+from harness.worker.plants import act_before_step
 from tests.dist.rank_pool import RankPool
-from tests.dist.stress_programs import Stressed, train_each, train_misordered_each
-from tests.dist.train_layout_programs import STEPS, Run
+from tests.dist.train_layout_programs import STEPS, Run, bits
 
 FULL, ATTN = ("full_iteration",), ("attn",)
 LATE = ("jitter", "poison", "scramble")
 SHARDED = Run({"dp": 2}, dtype="bf16", fsdp={"pool": "double"})
+
+
+@dataclass(frozen=True)
+class Stressed:
+    """A run under some stressors."""
+
+    run: Run
+    stress: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run as the trainer takes it."""
+        return replace(self.run.config, stress=self.stress, stress_seed=self.seed)
+
+
+def train(stressed: Stressed) -> tuple[list[Any], int]:
+    """What every step shows, as bits, and how often graphs were replayed."""
+    config, device = stressed.config, Device("cuda", torch.cuda.current_device())
+    trainer = make_trainer(config, build_axes(config.parallel, device), device)
+    try:
+        return [bits(trainer, step) for step in range(STEPS)], trainer.counts.replays
+    finally:
+        trainer.close()
+
+
+def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:
+    """One run after another."""
+    return [train(run) for run in runs]
+
+
+def train_misordered_each(
+    runs: list[Stressed], fault: str, steps: list[int]
+) -> list[tuple[str, Any]]:
+    """One run after another, each with the fault from its step on."""
+    return [train_misordered(run, fault, step) for run, step in zip(runs, steps, strict=True)]
+
+
+def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
+    """All steps with a fault of `harness.worker.plants` on every rank: what was raised, or seen."""
+    config, device = stressed.config, Device("cuda", torch.cuda.current_device())
+    trainer = make_trainer(config, build_axes(config.parallel, device), device)
+    seen = []
+    try:
+        for number in range(STEPS):
+            if number == step:
+                act_before_step(fault, trainer)
+            seen.append(bits(trainer, number))
+    except Exception as error:  # noqa: BLE001 - the answer
+        return type(error).__name__, str(error)
+    return "", seen
 
 
 @pytest.mark.gpu(2)
