@@ -1,9 +1,35 @@
 """Compiled parts on GPUs, inside of graphs and beside them: the bits of compiled eager runs."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_core.device import Device
+from fsdp_core.parallel.mesh import build_axes
 from tests.dist.rank_pool import RankPool
-from tests.gpu import compiled_on_gpus as programs
+from tests.gpu.scopes_on_gpus import config_of, first_difference, train
+
+
+def compare(
+    preset: str, layout: str, parts: tuple[str, ...], backend: str, scopes: tuple[str, ...]
+) -> dict[str, str]:
+    """By scope, where its run parts from the compiled eager one; "again" is eager's second run."""
+    device = Device("cuda", torch.cuda.current_device())
+    eager = replace(config_of(preset, layout), compile=parts, compile_backend=backend)
+    axes = build_axes(eager.parallel, device)
+    expected, _ = train(eager, axes, device)
+    found = {"again": first_difference(expected, train(eager, axes, device)[0])}
+    for scope in scopes:
+        steps, graphs = train(replace(eager, graph=tuple(scope.split("+"))), axes, device)
+        found[scope] = first_difference(expected, steps) if graphs else "nothing was captured"
+    dist.barrier()
+    return found
+
+
+# ---- tests
+
 
 MODELS = {
     "dense_tiny_dropout": (("attn", "mlp"), ("attn", "mlp", "attn+mlp", "layer", "full_iteration")),
@@ -18,7 +44,7 @@ def check(ranks: RankPool, preset: str, layout: str, backend: str, world_size: i
     """All scopes around compiled parts of a model on one layout."""
     parts, scopes = MODELS[preset]
     args = (preset, layout, parts, backend, scopes)
-    for found in ranks.run(programs.compare, *args, world_size=world_size, timeout_s=600.0):
+    for found in ranks.run(compare, *args, world_size=world_size, timeout_s=600.0):
         assert found == dict.fromkeys(("again", *scopes), "")
 
 

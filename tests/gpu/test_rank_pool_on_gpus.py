@@ -1,9 +1,27 @@
 """GPU ranks stay in one default group for life, so that it can be split again and again."""
 
+import os
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.dist.rank_pool import RankPool
-from tests.gpu.rank_pool_on_gpus import split_and_sum
+
+
+def split_and_sum() -> tuple[int, int, float, int]:
+    """Process id, id of the default group, a sum over a fresh half of it, and how many groups."""
+    world = dist.group.WORLD
+    assert world is not None
+    size = dist.get_world_size()
+    halves = [list(range(start, size, 2)) for start in range(min(2, size))]
+    half = dist.split_group(world, halves)
+    number = torch.full((), float(dist.get_rank()), device="cuda")
+    dist.all_reduce(number, group=half)
+    return os.getpid(), id(world), float(number), len(dist.distributed_c10d._world.pg_map)
+
+
+# ---- tests
 
 
 @pytest.mark.gpu(2)

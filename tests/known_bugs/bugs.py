@@ -191,7 +191,7 @@ BUGS = (
         FSDP + "gradients.py",
         "        if self.scale != 1.0:",
         "        if False:",
-        "tests/dist/test_fsdp.py::test_equals_one_process",
+        "tests/dist/test_gradients.py::test_every_way_to_accumulate_gives_the_sum",
     ),
     Bug(
         "copies_do_not_follow_the_optimizer",
