@@ -4,8 +4,8 @@
     python -m tests.scope_fuzz --seconds 300 --ranks 2,4 --seed 7
     python -m tests.scope_fuzz --replay '{"settings": ...}'      one case, as it was printed
 
-A failing case is made smaller, then printed: as the line that `--replay` takes, and as a scenario
-for `harness run`. Exit codes: 0, 1 a case failed, 4 usage.
+A failing case is printed as the line that `--replay` takes, and as a scenario for `harness run` and
+`harness bisect`, which makes it smaller. Exit codes: 0, 1 a case failed, 4 usage.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from tests.dist.rank_pool import RankPool
 from tests.scope_fuzz.case import Case
 from tests.scope_fuzz.draw import Draw
 from tests.scope_fuzz.judge import Judge, Verdict
-from tests.scope_fuzz.shrink import shrunk
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--ranks", default="1", help="world sizes to draw from: 1,2,4")
     parser.add_argument("--case-seconds", type=float, default=90.0, help="a case is hung then")
-    parser.add_argument("--shrink-seconds", type=float, default=60.0)
     parser.add_argument("--small", action="store_true", help="few layers and steps, no stress")
     parser.add_argument("--replay", help="one case, as it was printed")
     try:
@@ -55,19 +53,12 @@ def main(arguments: Sequence[str]) -> int:
             verdict = judge(case)
             if verdict.kind:
                 failed += 1
-                _show(_smallest(case, verdict, judge, asked.shrink_seconds), verdict)
+                _show(case, verdict)
     finally:
         pool.close()
     refused = ", ".join(f"{rule} {number}" for rule, number in judge.refused.most_common())
     _tell(f"ran {judge.ran}, failed {failed}, refused {judge.refused.total()}: {refused}")
     return int(bool(failed))
-
-
-def _smallest(case: Case, verdict: Verdict, judge: Judge, limit_s: float) -> Case:
-    ran = judge.ran
-    smallest = shrunk(case, verdict.kind, lambda smaller: judge(smaller).kind, limit_s)
-    judge.ran = ran
-    return smallest
 
 
 def _show(case: Case, verdict: Verdict) -> None:
