@@ -13,11 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.dist.compiled_frames import Comparison, Run, fresh_compiler
 from tests.dist.fsdp_models import WIDTH, Net, loss_of, net, rows

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.utils import (
-    clear_compilation_metrics,
-    counters,
-    get_compilation_metrics,
-)
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 METRICS_KEPT = 64
 """How many frames torch remembers."""

@@ -44,11 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     # Widths that are multiples of 16, which products of eight-bit numbers ask for.
     "mla_moe_even": (
         "mla_moe_tiny",
-        {
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
-        },
+        {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     ),
 }
 """Models that no preset has: the preset that they are made of, and what differs."""

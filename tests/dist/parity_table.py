@@ -180,12 +180,7 @@ def main(arguments: list[str]) -> int:
         chosen.model, chosen.layout, chosen.dtype, backend=chosen.backend, device=chosen.device
     ))  # fmt: skip
     # The pool first: what it has its fork server import serves the processes of `prepare`, too.
-    pool = RankPool(
-        8,
-        timeout_s=120.0,
-        device=chosen.device,
-        ranks_per_gpu=chosen.ranks_per_gpu,
-    )
+    pool = RankPool(8, timeout_s=120.0, device=chosen.device, ranks_per_gpu=chosen.ranks_per_gpu)
     try:
         prepare([(cell.problem, cell.layout.arithmetic) for group in groups for cell in group])
         rows = table(groups, pool)

@@ -99,11 +99,7 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        num_ranks: int,
-        timeout_s: float = 60.0,
-        device: str = "cpu",
-        ranks_per_gpu: int = 1,
+        self, num_ranks: int, timeout_s: float = 60.0, device: str = "cpu", ranks_per_gpu: int = 1
     ) -> None:
         self.num_ranks = num_ranks
         self.device = device

@@ -143,10 +143,7 @@ def _save_and_die(folder: str, victims: list[int], where: str, rank: int) -> Non
     save(saved, 1, model, made)
     fill(model, made, 2)
     if rank in victims:
-        owner, name = {
-            "writing": (files._SummedFile, "write"),
-            "renaming": (Path, "rename"),
-        }[where]
+        owner, name = {"writing": (files._SummedFile, "write"), "renaming": (Path, "rename")}[where]
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
     text = attempt(save, saved, 2, model, made)

@@ -2,11 +2,7 @@
 
 import pytest
 
-from tests.dist.context_programs import (
-    all_dense_errors,
-    all_packed_errors,
-    sparse_packs_errors,
-)
+from tests.dist.context_programs import all_dense_errors, all_packed_errors, sparse_packs_errors
 from tests.dist.rank_pool import RankPool
 
 SIZES = (1, 2, 4, 8)

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_core.config import (
-    FsdpConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-    model_from_preset,
-)
+from fsdp_core.config import FsdpConfig, OptimConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.data import Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
 from fsdp_core.model.batch import dense_part

@@ -29,11 +29,7 @@ from tests.dist.context_programs import (
 )
 from tests.dist.rank_pool import RankPool
 
-SHAPES = {
-    "gqa": Shape(8, 2, 64, 64),
-    "mla": Shape(4, 4, 192, 128),
-    "odd": Shape(4, 2, 20, 12),
-}
+SHAPES = {"gqa": Shape(8, 2, 64, 64), "mla": Shape(4, 4, 192, 128), "odd": Shape(4, 2, 20, 12)}
 LENGTH, BATCH, SLOTS = 512, 2, 6
 DOCUMENTS = (130, 1, 77, 200)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

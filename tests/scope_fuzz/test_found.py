@@ -14,12 +14,10 @@ STEPS = tuple(("step", index) for index in range(4))
 
 FOUND = {
     "a trainer that goes on with another's run warms up before it captures": Case(
-        SMALL | {"graph": ("attn",), "fsdp.pool": "traced"},
-        (("step", 0), ("resume",), *STEPS[1:]),
+        SMALL | {"graph": ("attn",), "fsdp.pool": "traced"}, (("step", 0), ("resume",), *STEPS[1:])
     ),
     "gradients of chunks lie alike under a recorder and without": Case(
-        SMALL | {"graph": ("attn",), "model.head_dim": 2, "model.qk_norm": True},
-        STEPS[:2],
+        SMALL | {"graph": ("attn",), "model.head_dim": 2, "model.qk_norm": True}, STEPS[:2]
     ),
     "nothing is captured twice, nor after graphs were dropped": Case(
         SMALL | {"graph": ("attn", "mlp")},
