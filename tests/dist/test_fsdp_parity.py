@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.dist import fsdp_interface_programs, fsdp_parameter_programs, fsdp_programs
+from tests.dist import fsdp_parameter_programs, fsdp_programs
 from tests.dist.fsdp_models import loss_of, net, rows
 from tests.dist.fsdp_programs import OPTIMIZERS
 from tests.dist.fsdp_sides import differences, run_sides, within
@@ -29,7 +29,7 @@ def answers(
     ranks: RankPool, program: str, shape: tuple[int, ...], sides: tuple[str, ...], **options: Any
 ) -> list[dict[str, Any]]:
     """What each side answered, one dict a rank."""
-    homes = (fsdp_programs, fsdp_parameter_programs, fsdp_interface_programs)
+    homes = (fsdp_programs, fsdp_parameter_programs)
     home = next(module for module in homes if hasattr(module, program))
     found = ranks.run(
         run_sides,

@@ -14,11 +14,12 @@ from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for
 from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan
 from fsdp_core.parallel.mesh import Axis
-from tests.dist.attention_bounds import RESULTS, attention_with_bounds
 from tests.dist.context_programs import (
+    RESULTS,
     Errors,
     Inputs,
     Shape,
+    attention_with_bounds,
     compare,
     copy_contents,
     draw,

@@ -14,8 +14,16 @@ from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
 from tests.dist import fsdp_sides
-from tests.dist.pipeline_models import Stage, batches, gradients, loop, whole
-from tests.dist.pipeline_programs import SPEC, make_stages, world_axis
+from tests.dist.pipeline_programs import (
+    SPEC,
+    Stage,
+    batches,
+    gradients,
+    loop,
+    make_stages,
+    whole,
+    world_axis,
+)
 from tests.dist.rank_pool import RankPool
 
 Shape = tuple[int, int]

@@ -20,8 +20,15 @@ from fsdp_core.model.cp_attention import (
 )
 from fsdp_core.parallel.context import ContextPlan, Spans, dense_plan
 from fsdp_core.parallel.mesh import Axis
-from tests.dist.attention_bounds import RESULTS, attention_with_bounds
-from tests.dist.context_programs import SHAPES, Inputs, Shape, draw, run_attention
+from tests.dist.context_programs import (
+    RESULTS,
+    SHAPES,
+    Inputs,
+    Shape,
+    attention_with_bounds,
+    draw,
+    run_attention,
+)
 from tests.dist.parity_bounds import Bounded
 
 TIME = 24

@@ -17,7 +17,7 @@ from fsdp_core.model.te import layers as experts
 from fsdp_core.model.te.attention import by_rank, by_sequence
 from fsdp_core.model.te.fp8 import Scaling, amax_group
 from fsdp_core.parallel.mesh import Axis
-from tests.dist import te_fp8_stand_in as fp8
+from tests.dist import te_stand_in as fp8
 from tests.dist.parity_programs import single_axes
 from tests.dist.te_stand_in import GroupedLinear, Linear, StandIn
 
