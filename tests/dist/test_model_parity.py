@@ -4,7 +4,6 @@ That layouts have the tensors of one process is shown by `python -m tests.dist.p
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.dist.parity_programs import (
     Problem,
     Routes,
     join,
-    one_thread,
     run_case,
     sharding_of,
     streams_of,
@@ -78,12 +76,6 @@ def run_masks(problem: Problem, layout: Layout) -> Outcome:
 
 
 DENSE, MLA = "dense_tiny", "mla_moe_tiny"
-
-
-@pytest.fixture(autouse=True)
-def _calm() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 CP2: dict[str, Any] = {"cp": 2}

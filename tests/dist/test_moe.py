@@ -1,11 +1,10 @@
 """A mixture of experts over ranks: what one process with the whole weights computes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -368,15 +367,6 @@ analysis of these sums allows. A fault changes results by a percent."""
 EXACT = {"losses": 2.0**-23, "bias": 2.0**-23, "slots": 0.0}
 """Float32 buffers of sums in float64, and counts."""
 GATHERED = Delivery(dispatcher="all_gather")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products are slower on several threads, much slower beside busy ranks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rule(experts: int, top_k: int, **changes: Any) -> RouterRule:

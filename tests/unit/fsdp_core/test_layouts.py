@@ -161,7 +161,7 @@ def is_sound(model: ModelConfig, layout: Fields, microbatches: int) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(models(), layouts(), of(1, 2, 3, 6))
 def test_accepted_is_what_comes_out_even(
     model: ModelConfig, layout: Fields, microbatches: int
@@ -171,7 +171,7 @@ def test_accepted_is_what_comes_out_even(
     assert accepted == is_sound(model, layout, microbatches)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(models(), layouts(), of(1, 2, 3, 6))
 def test_listed_exactly_when_accepted(
     model: ModelConfig, layout: Fields, microbatches: int
@@ -184,7 +184,7 @@ def test_listed_exactly_when_accepted(
     assert listed == ([ParallelConfig(**layout)] if accepted else [])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(models(), layouts(), of(1, 2, 3, 6))
 def test_a_refusal_tells_the_truth(model: ModelConfig, layout: Fields, microbatches: int) -> None:
     """It names a rule, the key with the value that was given, and values that keep the rule."""

@@ -151,7 +151,7 @@ ranges = st.lists(
 
 
 @given(ranges)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_arena_plan(buffers: list[tuple[int, int, int]]) -> None:
     """Buffers alive together never overlap, all are aligned and inside, and reuse happens."""
     offsets, total = plan_arena(buffers)
