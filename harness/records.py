@@ -51,6 +51,7 @@ SAMPLES, TOKENS = "samples", "tokens"
 GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
 COPIES = "copies"  # group of what the built-in trainer computes with, kept between steps
+OTHERS = "others"  # group of a program's modules that no optimizer trains: an EMA, a teacher
 DIGEST_HEX_CHARS = 32  # of a tensor's 128 bits; a group is their concatenation in tensor order
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8  # a digest, and its place in the step
 NEVER_RAN, ABSENT = "f" * 8, "f" * DIGEST_HEX_CHARS

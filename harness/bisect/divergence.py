@@ -30,7 +30,7 @@ from harness.checks.evidence import (
     state_table,
     step_table,
     with_groups,
-    with_same_copies,
+    with_same_groups,
 )
 from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, Tapped, in_program_order, shared_rows
 from harness.faults.fault import Phase
@@ -107,7 +107,7 @@ class RunPair:
         self.shares_state = len(engines) == 1
         if not self.shares_state:
             reference, candidate = _random_states_of(reference), _random_states_of(candidate)
-        reference, candidate = with_same_copies(reference, candidate)
+        reference, candidate = with_same_groups(reference, candidate)
         self._states = state_table(reference), state_table(candidate)
         self.ours, self.theirs = step_table(reference), step_table(candidate)
         others = rank_table(candidate)

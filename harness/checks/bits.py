@@ -32,6 +32,7 @@ from harness.checks.evidence import (
     BEFORE,
     Options,
     Runs,
+    StateTable,
     StepTable,
     alike,
     count,
@@ -49,7 +50,7 @@ from harness.checks.evidence import (
     step_table,
     when,
     where,
-    with_same_copies,
+    with_same_groups,
 )
 from harness.checks.gradients import Allowed, fraction, measured, sketches, with_gradients
 from harness.provenance import different
@@ -57,6 +58,7 @@ from harness.records import (
     ABSENT,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
+    OTHERS,
     SAMPLES,
     TOKENS,
     CheckResult,
@@ -123,7 +125,7 @@ def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare every digest of the (step, rank) pairs that both runs hold."""
-    reference, candidate = with_same_copies(reference, candidate)
+    reference, candidate = with_same_groups(reference, candidate)
     if (renamed := _names_differ(reference, candidate)) is not None:
         return renamed
     starts = {r: records.start for r, records in rank_table(reference).items() if records.start}
@@ -139,7 +141,11 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     if not differing:
         number = sum(_num_digests(ours[key]) for key in pairs)
         message = f"{count(number, 'tensor digest')} equal in {len(pairs)} (step, rank) pairs"
-        return passed("state", message, digests=number, differing_pairs=0)
+        if left_out := sum(_num_left_out(start, ours) for start in starts.values()):
+            message += f"; {count(left_out, 'tensor')} of modules that no optimizer trains not "
+            message += "compared, since one run has others"
+        figures = {"left_out": left_out} if left_out else {}
+        return passed("state", message, digests=number, differing_pairs=0, **figures)
     order: dict[tuple[str, str], int] = {}  # over all ranks, which may hold different tensors
     for start in starts.values():
         for group in groups_of(start.tensors):
@@ -176,6 +182,16 @@ def _num_digests(record: StepRecord | InitialRecord) -> int:
     """How many tensors a record holds digests of."""
     texts = record.digests.values()
     return sum(len(text) // DIGEST_HEX_CHARS - text.count(ABSENT) for text in texts)
+
+
+def _num_left_out(start: StartRecord, table: StateTable) -> int:
+    """How many tensors of `OTHERS` one run alone holds."""
+    texts = [r.digests.get(OTHERS, "") for (_, rank), r in table.items() if rank == start.rank]
+    size = DIGEST_HEX_CHARS
+    return sum(
+        all(text[i * size : (i + 1) * size] in ("", ABSENT) for text in texts)
+        for i in range(len(start.tensors.get(OTHERS, ())))
+    )
 
 
 def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | None:

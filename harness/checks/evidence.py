@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 from harness.program.spec import ENFORCED, program_of
 from harness.provenance import different, fingerprint, flat, told
 from harness.records import (
+    ABSENT,
     COPIES,
     DIGEST_HEX_CHARS,
     GROUP_ORDER,
+    OTHERS,
     CaseSpec,
     CheckResult,
     Difference,
@@ -103,12 +105,70 @@ def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
     return replace(run, ranks=tuple(map(part, run.ranks)))
 
 
-def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
-    """The runs without `COPIES` where their strategies keep other ones; else as they are."""
+def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
+    """The runs without `COPIES` where their strategies keep other ones; of `OTHERS` what all hold.
+
+    Modules of a class of which one run has more or others are left out: digests are `ABSENT`.
+    """
     sharded = [run.spec.config.get("fsdp", {}) for run in runs]
-    if len({(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}) == 1:
+    if len({(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}) > 1:
+        runs = tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
+    if all(run.spec.is_builtin for run in runs):
         return runs
-    return tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
+    tables = [_others(run) for run in runs]
+    held = [{(rank, name) for (_, rank), t in table.items() for name in t} for table in tables]
+    odd = {_class_of(name) for each in held for _, name in each ^ held[0]}
+
+    def part(table: _Others, records: RankRecords) -> RankRecords:
+        names = records.start.tensors.get(OTHERS, ()) if records.start else ()
+
+        def laid(record: Any, step: int) -> Any:
+            if record is None or OTHERS not in record.digests:
+                return record
+            here = [each.get((step, records.rank), {}) for each in tables]
+            own = table[step, records.rank]
+            # A module may live longer in one run, until the garbage is collected.
+            text = "".join(
+                own[name] if _class_of(name) not in odd and all(name in each for each in here)
+                else ABSENT for name in names
+            )  # fmt: skip
+            return replace(record, digests={**record.digests, OTHERS: text})
+
+        steps = tuple(laid(step, step.step) for step in records.steps)
+        return replace(records, initial=laid(records.initial, BEFORE), steps=steps)
+
+    return tuple(
+        replace(run, ranks=tuple(part(table, records) for records in run.ranks))
+        for run, table in zip(runs, tables, strict=True)
+    )
+
+
+_Others = Mapping[Key, Mapping[str, str]]
+
+
+def _others(run: RunResult) -> _Others:
+    """Digests of `OTHERS` that there are, by step and rank; of twins in the order of digests.
+
+    Twins are modules of one class: which of them was found first tells nothing.
+    """
+    found: dict[Key, dict[str, str]] = {}
+    size, starts = DIGEST_HEX_CHARS, {r: each.start for r, each in rank_table(run).items()}
+    for key, record in state_table(run).items():
+        start, text = starts[key[1]], record.digests.get(OTHERS, "")
+        names = start.tensors.get(OTHERS, ()) if start else ()
+        chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(names)}
+        twins: dict[tuple[str, str], list[str]] = {}
+        for name in names:
+            twins.setdefault((_class_of(name), name.partition(".")[2]), []).append(name)
+        for same in twins.values():
+            chunks |= zip(same, sorted(chunks[name] for name in same), strict=True)
+        found[key] = {name: each for name, each in chunks.items() if each not in ("", ABSENT)}
+    return found
+
+
+def _class_of(name: str) -> str:
+    """Of `EMA#2.layers.0.weight` the class."""
+    return name.partition(".")[0].partition("#")[0]
 
 
 # --- the environment of two runs --------------------------------------------------------------

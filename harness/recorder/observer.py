@@ -32,6 +32,7 @@ from harness.recorder.rows import HEX_CHARS, hashed, seconds_between, write_kept
 from harness.recorder.session import Session
 from harness.recorder.sketch import sketch
 from harness.recorder.state import (
+    OTHERS,
     Named,
     Names,
     cuda_is_used,
@@ -43,7 +44,7 @@ from harness.recorder.state import (
     random_states,
 )
 
-GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
+GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
@@ -105,7 +106,7 @@ class Observer(Recorder):
         self.current: Step | None = None
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = False
-        self.num_taken = 0
+        self.num_taken = self._num_states = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
@@ -389,6 +390,10 @@ class Observer(Recorder):
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
+        self._num_states += 1
+        if not self._num_states & (self._num_states - 1):  # looking costs more than digests do
+            self.names.find_others()
+        named[OTHERS] = self.names.others()
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
             self._digest(step, group, group, tensors)

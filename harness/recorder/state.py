@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 Named = list[tuple[str, Tensor]]
 OUTSIDE = (
@@ -32,6 +32,8 @@ PAGE_BYTES = 4096
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own; of all but the first, the wrapper calls
 what it wraps as a module, which is not to be seen twice."""
+OTHERS = "others"
+"""Group of modules that no optimizer trains; `harness.records` has the name, too."""
 HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 """Attributes of a parameter in which engines keep its gradient; the first that is not None."""
 ORIGINAL, MAIN = "orig_param", "main_param"
@@ -57,6 +59,7 @@ class Names:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Root | None, str]] = {}
         self._roots: list[Root] = []
+        self._others: list[tuple[weakref.ref[nn.Module], str]] = []
         self._unnamed = 0
         self.is_settled = False
 
@@ -169,17 +172,42 @@ class Names:
             for each in plain(self.of(param), param)
         ]
 
+    def find_others(self) -> None:
+        """Look for outermost modules of which no optimizer trains a part: an EMA, a teacher."""
+        held = [module() for module, _ in self._others]
+        for outer in _outermost():
+            *_, module = _around(outer)
+            if not any(module is each for each in held) and not isinstance(module, fx.GraphModule):
+                kind = type(module).__name__
+                number = sum(kind == known.partition("#")[0] for _, known in self._others) + 1
+                name = kind if number == 1 else f"{kind}#{number}"
+                self._others.append((weakref.ref(module), name))
+
+    def others(self) -> Named:
+        """Parameters and buffers of those modules, `EMA.layers.0.weight`; of twins `EMA#2...`."""
+        return [
+            each
+            for ref, prefix in self._others
+            if (module := ref()) is not None
+            if not any(map(self.knows, (*module.modules(), *module.parameters())))
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            for each in plain(_join(prefix, name), tensor)
+        ]
+
+
+def _outermost() -> Iterator[nn.Module]:
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    parts = {id(child) for each in modules for child in vars(each).get("_modules", {}).values()}
+    return (each for each in modules if id(each) not in parts and "_modules" in vars(each))
+
 
 def _holding(place: Mapping[int, int]) -> list[nn.Module]:
     """Outermost modules that hold one of the parameters, in the order of those."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    parts = {id(child) for each in modules for child in vars(each).get("_modules", {}).values()}
     found = []
-    for module in modules:
-        if id(module) not in parts and "_modules" in vars(module):
-            first = min((place.get(id(p), len(place)) for p in module.parameters()), default=None)
-            if first is not None and first < len(place):
-                found.append((first, type(module).__qualname__, module))
+    for module in _outermost():
+        first = min((place.get(id(p), len(place)) for p in module.parameters()), default=None)
+        if first is not None and first < len(place):
+            found.append((first, type(module).__qualname__, module))
     return [module for *_, module in sorted(found, key=lambda each: each[:2])]
 
 

@@ -35,6 +35,12 @@ MUTATIONS = [
             "table.setdefault((record.step, rank.rank), record)",
             "table[record.step, rank.rank] = record",
         ),
+        ("other_modules_of_any_run_left_out", "not in odd and all(", "in odd and all("),
+        (
+            "twins_in_the_order_they_were_found",
+            "sorted(chunks[name] for name in same)",
+            "[chunks[name] for name in same]",
+        ),
     ),
     *slips_of(
         "checks/bits.py",

@@ -17,6 +17,8 @@ from harness.records import (
     ABSENT,
     COPIES,
     DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    OTHERS,
     SAMPLES,
     CaseSpec,
     FloatBits,
@@ -189,6 +191,45 @@ def test_what_is_excused(ours: Edit, theirs: Edit) -> None:
     """Copies that strategies keep otherwise, a mask of both runs, gradients of a skipped step."""
     for check in ("state", "finite"):
         assert ask(check, ours(REFERENCE), theirs(CANDIDATE)).outcome == "passed"
+
+
+def others(**digests: str) -> Edit:
+    """Modules without an optimizer of rank 0, with a digest in step 2: `f` none, `-` none ever."""
+
+    def changed(run: RunResult) -> RunResult:
+        names = tuple(f"{name.replace('_', '#')}.bias" for name in digests)
+        run = edit(run, 0, start={"tensors": {OTHERS: names}})
+        for step in range(4):
+            shown = (each if step == 2 or each == "-" else "0" for each in digests.values())
+            text = "".join(each.replace("-", "f") * DIGEST_HEX_CHARS for each in shown)
+            run = edit(run, 0, step, digests={OTHERS: text})
+        return configured(run, program={"target": "train.py"})
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found", "left_out"),
+    [
+        ({"EMA": "1"}, {"EMA": "1"}, False, 0), ({"EMA": "1"}, {"EMA": "2"}, True, 0),
+        ({"EMA": "1"}, {"EMA": "f"}, False, 0),  # until the garbage is collected
+        ({"EMA": "1", "EMA_2": "2"}, {"EMA": "2", "EMA_2": "1"}, False, 0),  # in another order
+        ({"EMA": "1", "EMA_2": "2"}, {"EMA": "2", "EMA_2": "3"}, True, 0),
+        ({"EMA": "1", "EMA_2": "2"}, {"EMA": "3", "EMA_2": "-"}, False, 2),
+        ({"EMA": "1", "Twin": "-"}, {"EMA": "1", "Twin": "2"}, False, 1),
+        ({"EMA": "1", "Twin": "-"}, {"EMA": "2", "Twin": "2"}, True, 1),
+    ],
+)  # fmt: skip
+def test_modules_without_an_optimizer_are_compared_where_both_runs_have_them(
+    ours: dict[str, str], theirs: dict[str, str], found: bool, left_out: int
+) -> None:
+    """By class, twins in any order; a class of which one run has more is left out, and said."""
+    answer = ask("state", others(**ours)(REFERENCE), others(**theirs)(CANDIDATE))
+    assert answer.outcome == ("failed" if found else "passed")
+    if found:
+        assert place(answer)[:4] == (2, 0, OTHERS, "EMA.bias")
+    else:
+        assert answer.figures.get("left_out", 0) == left_out
 
 
 def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None:

@@ -1,5 +1,6 @@
 """What differs between two programs' weights, gradients, optimizers and buffers, and its names."""
 
+import copy
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -183,6 +184,25 @@ def frozen_weight(value: float) -> None:
     optimizer.step()
 
 
+class Average(nn.Module):
+    """Keeps a copy of a model, as a mean over steps does."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.held = copy.deepcopy(of)
+
+
+def average(value: float, number: int = 1) -> None:
+    """The last copy changes after the first step; torch.fx's own modules do not count."""
+    model = model_of()
+    averages = [Average(model) for _ in range(number)]
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    for _ in range(2):
+        step_of(model)
+        nn.init.constant_(averages[-1].held[1].bias, value)
+    del traced
+
+
 DIFFERENCES: dict[str, tuple[Callable[[float], None], set[str]]] = {
     "group": (numbers_of_a_group, {"optim:group0.lr", "optim:group0.of_a_schedule"}),
     "in a list": (number_in_a_list, {"optim:weight.count.1.x", "optim:bias.count.1.x"}),
@@ -321,6 +341,16 @@ def test_frozen_parameters_and_buffers_are_groups(tmp_path: Path) -> None:
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert digests(records, "buffers", 0).keys() == buffers
     assert digests(records, "buffers", 0) != digests(records, "buffers", -1)
+
+
+def test_modules_that_no_optimizer_trains_are_a_group(tmp_path: Path) -> None:
+    """A mean over steps is found by its class, twins by number; a change shows in the next step."""
+    first, other = pair(lambda value: average(value, 2), tmp_path, 1.0, 2.0)
+    names = {f"{each}.held.{name}" for each in ("Average", "Average#2") for name in PARAMS}
+    assert digests(first, "others", -1).keys() == digests(first, "others", 1).keys() == names
+    assert changed(first, other, 0) == set()
+    (name,) = changed(first, other, 1)
+    assert name in ("others:Average.held.1.bias", "others:Average#2.held.1.bias")
 
 
 @pytest.mark.parametrize(("to_none", "held"), [(True, set(PARAMS[2:])), (False, set(PARAMS))])
