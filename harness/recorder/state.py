@@ -174,14 +174,18 @@ class Names:
 
     def find_others(self) -> None:
         """Look for outermost modules of which no optimizer trains a part: an EMA, a teacher."""
-        held = [module() for module, _ in self._others]
-        for outer in _outermost():
-            *_, module = _around(outer)
-            if not any(module is each for each in held) and not isinstance(module, fx.GraphModule):
-                kind = type(module).__name__
-                number = sum(kind == known.partition("#")[0] for _, known in self._others) + 1
-                name = kind if number == 1 else f"{kind}#{number}"
-                self._others.append((weakref.ref(module), name))
+        if self._new_others():
+            gc.collect()  # nor must those count that nobody has any more
+        for module in self._new_others():
+            kind = type(module).__name__
+            number = sum(kind == known.partition("#")[0] for _, known in self._others) + 1
+            self._others.append((weakref.ref(module), kind if number == 1 else f"{kind}#{number}"))
+
+    def _new_others(self) -> list[nn.Module]:
+        held = {id(module()) for module, _ in self._others}
+        inner = [list(_around(outer))[-1] for outer in _outermost()]
+        new = [each for each in inner if id(each) not in held and not self.knows(each)]
+        return [each for each in new if not isinstance(each, fx.GraphModule)]
 
     def others(self) -> Named:
         """Parameters and buffers of those modules, `EMA.layers.0.weight`; of twins `EMA#2...`."""

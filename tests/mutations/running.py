@@ -70,8 +70,8 @@ RUNNING = [
          "elif isinstance(value, Mapping):"),
         ("frozen_left_out", "if id(param) not in seen and self.knows(param)",
          "if id(param) in seen and self.knows(param)"),
-        ("other_modules_never_found", "not isinstance(module, fx.GraphModule)", "not module"),
-        ("traces_are_modules", "not isinstance(module, fx.GraphModule)", "module is not None"),
+        ("other_modules_never_found", "not isinstance(each, fx.GraphModule)", "not each"),
+        ("traces_are_modules", "not isinstance(each, fx.GraphModule)", "each is not None"),
     ),
     *slips_of(
         "recorder/hooks.py",
