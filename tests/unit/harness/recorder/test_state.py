@@ -199,7 +199,7 @@ def average(value: float, number: int = 1) -> None:
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))
     for _ in range(2):
         step_of(model)
-        nn.init.constant_(averages[-1].held[1].bias, value)
+        nn.init.constant_(averages[-1].held.get_parameter("1.bias"), value)
     del traced
 
 
