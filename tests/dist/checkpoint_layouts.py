@@ -43,7 +43,6 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 
 
 def world_of(layout: str) -> int:
-    """Ranks of a layout."""
     shape = LAYOUTS[layout][0]
     return shape[0] * (shape[1] if len(shape) > 1 else 1)
 

@@ -122,7 +122,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def world_axis() -> Axis:
-    """A context axis over all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return Axis("cp", dist.get_world_size(), dist.get_rank(), group)
@@ -178,7 +177,6 @@ def copy_contents(batch: PackedBatch, other: PackedBatch) -> None:
 
 
 def largest(errors: list[Errors]) -> Errors:
-    """The worst of each result."""
     return {name: max(e[name] for e in errors) for name in RESULTS}
 
 
@@ -259,7 +257,6 @@ def packed_errors(lengths: tuple[int, ...], dtype_name: str, tokens: int) -> Err
 
 
 def all_packed_errors(tokens: int) -> dict[str, Errors]:
-    """Worst errors of two dtypes."""
     return {dtype: packed_errors(DOCUMENTS, dtype, tokens) for dtype in ("float64", "bfloat16")}
 
 

@@ -59,7 +59,6 @@ class FreshProcess:
         return value
 
     def close(self) -> None:
-        """End it, and what it runs."""
         if self._started is not None:
             process, pipe = self._started
             process.kill()
@@ -83,7 +82,6 @@ def fork_each(function: Callable[[int], Any], num: int) -> list[int]:
 
 
 def _end_with(function: Callable[[int], Any], number: int) -> None:
-    """Call it and end this process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         function(number)

@@ -24,7 +24,6 @@ class Block(nn.Module):
         """Recompute the inside, reentrant or not; None: keep it."""
 
     def inside(self, x: torch.Tensor) -> torch.Tensor:
-        """The branch beside the residual."""
         branch: torch.Tensor = self.down(torch.tanh(self.up(x)))
         return branch
 

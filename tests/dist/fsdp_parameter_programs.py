@@ -18,7 +18,6 @@ from tests.dist.fsdp_sides import Api, gradients, is_piece, local, weights
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """All rows, on every rank."""
     value: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return value.detach()
 

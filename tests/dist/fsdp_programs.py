@@ -69,12 +69,10 @@ class Training:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, step: int) -> None:
-        """A plain step."""
         self.backward(self.forward(step))
         self.update()
 
     def result(self) -> dict[str, Any]:
-        """All that was seen."""
         seen = {"losses": self.losses, "grads": self.grads, "extra": self.extra}
         return seen | {"weights": weights(self.model, self.mesh)}
 
@@ -115,7 +113,6 @@ def listed(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def only_root(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """The whole model as one unit."""
     training = Training(api, api.fully_shard(net(), mesh=mesh), mesh)
     for step in range(2):
         training.step(step)

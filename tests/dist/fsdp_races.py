@@ -40,7 +40,6 @@ class Races(races.Races):
 
     @property
     def collectives(self) -> list[Collective]:
-        """What was communicated, in order."""
         return [entry for entry in self.log if isinstance(entry, Collective)]
 
     def _collective(self, name: str, args: Any) -> None:

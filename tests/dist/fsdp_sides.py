@@ -150,12 +150,10 @@ def _join(pieces: list[tuple[tuple[int, ...], torch.Tensor] | None]) -> torch.Te
 
 
 def gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor | None]:
-    """Full gradients by name. Collective."""
     return whole({name: p.grad for name, p in model.named_parameters()}, mesh)
 
 
 def weights(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor | None]:
-    """Full parameters by name. Collective."""
     return whole(dict(model.named_parameters()), mesh)
 
 
@@ -195,5 +193,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def within(bound: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """Equality up to `bound`, absolute."""
     return lambda a, b: bool(((a.double() - b.double()).abs() <= bound).all())

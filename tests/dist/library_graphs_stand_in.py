@@ -43,7 +43,6 @@ class Pair:
         self.forward_graph, self.backward_graph = HostGraph(Device("cpu")), HostGraph(Device("cpu"))
 
     def run(self) -> None:
-        """The forward."""
         result = self.module(*self.samples)
         self.is_tuple = isinstance(result, tuple)
         self.outputs = list(result) if self.is_tuple else [result]
@@ -70,11 +69,9 @@ class Pair:
         self.parameters = [parameter for parameter, grad in named if grad is not None]
 
     def capture_forward(self) -> None:
-        """Capture the forward."""
         self.forward_graph.capture(self.run)
 
     def capture_backward(self) -> None:
-        """Capture the backward."""
         self.static = [torch.zeros_like(o) if o.requires_grad else None for o in self.outputs]
         kept = [static for static in self.static if static is not None]
         found = iter(self.backward_graph.capture(lambda: self._differentiated(kept)))
@@ -88,7 +85,6 @@ class Pair:
             yield from (m for m in (getattr(module, "_fp8_metas", None) or {}).values() if m)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Replay."""
         if self.is_te and Manager.enabled:
             for meta in self._metas():
                 Manager.add_fp8_tensors_to_global_buffer(meta)
@@ -96,7 +92,6 @@ class Pair:
         return results if self.is_tuple else results[0]
 
     def reset(self) -> None:
-        """Drop the graphs."""
         self.forward_graph.reset()
         self.backward_graph.reset()
 
@@ -144,11 +139,9 @@ class TeGraphs:
         self.calls: list[int] = []
 
     def get_all_rng_states(self) -> dict[str, Any]:
-        """The dictionary itself."""
         return self.states
 
     def set_capture_end(self) -> None:
-        """Lower the flag."""
         self.is_capturing = False
 
     def make_graphed_callables(
@@ -205,7 +198,6 @@ def torch_callables(
     module: nn.Module, sample_args: tuple[torch.Tensor, ...], *, num_warmup_iters: int,
     allow_unused_input: bool, pool: Any,
 ) -> nn.Module:  # fmt: skip
-    """Stands for `torch.cuda.make_graphed_callables`."""
     del pool
     assert allow_unused_input
     pair = Pair(module, sample_args, te=False)

@@ -58,7 +58,6 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """The largest, and what of."""
         key = max(self.units, key=lambda key: self.units[key])
         return self.units[key], name_of(key)
 
@@ -72,7 +71,6 @@ class Comparison:
 
 
 def name_of(key: Key) -> str:
-    """In words."""
     if key[0] == "forward":
         return f"{key[2]} forward, microbatch {key[1]}"
     return "loss" if key[0] == "loss" else f"gradient of {key[1]}"

@@ -55,7 +55,6 @@ def after_sharding(stage: DecoderStage, axes: Axes, fault: str) -> None:
 
 
 def loss_scale(right: float, fault: str) -> float:
-    """The scale of the balancing loss."""
     return 2 * right if fault == "aux loss twice" else right
 
 

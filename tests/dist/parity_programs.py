@@ -75,11 +75,9 @@ class Batch:
 
     @property
     def is_packed(self) -> bool:
-        """Whether documents are packed."""
         return bool(self.sizes)
 
     def packs(self, microbatch: int) -> list[list[Document]]:
-        """Documents of every pack."""
         generator = torch.Generator().manual_seed(1000 + microbatch)
         if not self.is_packed:
             return [[self._document(self.seq, generator)] for _ in range(PACKS)]
@@ -110,7 +108,6 @@ class Batch:
         return sum(len(d.tokens) if d.counted is None else int(d.counted.sum()) for d in documents)
 
     def num_tokens(self, microbatch: int) -> int:
-        """Numbers of tokens are below this."""
         return sum(len(d.tokens) for p in self.packs(microbatch) for d in p)
 
 
@@ -358,7 +355,6 @@ def single_axes() -> Axes:
 
 
 def streams_of(axes: Axes, device: torch.device = CPU) -> RandomStreams:
-    """Random streams of a rank."""
     return RandomStreams(11, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), device)
 
 
@@ -535,7 +531,6 @@ def take_step(
 
 
 def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
-    """Precision and strategy of a layout."""
     bf16 = dtype == torch.bfloat16
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if bf16 else None,
@@ -546,7 +541,6 @@ def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
 
 
 def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:
-    """This rank's part of every microbatch."""
     batch, axes, device = problem.batch, place.axes, place.device.torch_device
     ranks = num_averaged(axes)
     weight = problem.weight * ranks

@@ -58,7 +58,6 @@ class HalfKernel:
     def forward(
         self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
     ) -> Pair:
-        """See `BlockKernel.forward`."""
         time, heads = qkv[0].shape[1], qkv[1].shape[2]
         q, k, v = (sdpa._by_head(t, heads) for t in qkv)
         scores = sdpa._scores(q, k, time, spans, causal=causal, scale=scale)
@@ -70,7 +69,6 @@ class HalfKernel:
         self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans], *,
         causal: bool, scale: float,
     ) -> Three:  # fmt: skip
-        """See `BlockKernel.backward`."""
         time, heads = qkv[0].shape[1], qkv[1].shape[2]
         q, k, v = (sdpa._by_head(t, heads) for t in qkv)
         grad, out, lse = (
@@ -148,7 +146,6 @@ class _Rounder:
         return to_eighth(x, kind, self._generator)
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """e4m3, the same each time."""
         key = (weight.data_ptr(), weight.shape)
         if key not in self._weights:
             self._weights[key] = self(weight.detach(), E4M3)
@@ -191,7 +188,6 @@ class Allowed:
     along: float = math.inf
 
     def scaled(self, factor: float) -> "Allowed":
-        """Both times a factor."""
         return Allowed(factor * self.norm, factor * self.along)
 
     def units(self, got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -120,7 +120,6 @@ def _show(row: Row) -> str:
 
 
 def write_report(rows: list[Row], folder: Path, title: str) -> None:
-    """`parity.md` and `parity.csv`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [field.name for field in fields(Row)]
     with Path(folder, "parity.csv").open("w", newline="") as file:
@@ -137,7 +136,6 @@ def write_report(rows: list[Row], folder: Path, title: str) -> None:
 
 
 def table(groups: Iterable[list[Cell]], pool: RankPool) -> list[Row]:
-    """Run and print all cells."""
     sys.stdout.write(_line("model", "layout", "dtype", "    units", "worst tensor", ""))
     rows = []
     for chosen in groups:
@@ -173,7 +171,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table."""
     chosen = parse(arguments)
     began = time.perf_counter()
     groups = list(cells(

@@ -39,7 +39,6 @@ class Watch:
         self._outputs: list[Any] = []
 
     def look(self) -> None:
-        """A forward begins."""
         self.peak_graphs = max(self.peak_graphs, 1 + _alive(self._graphs))
         self.peak_outputs = max(self.peak_outputs, _alive(self._outputs))
 
@@ -129,7 +128,6 @@ def fill(name: str, parameter: torch.Tensor) -> None:
 
 
 def whole() -> Stage:
-    """The model in one piece."""
     return Stage(range(LAYERS), is_first=True, is_last=True)
 
 
@@ -160,7 +158,6 @@ def loop(
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A tensor's bits."""
     return tensor.detach().contiguous().numpy().tobytes()
 
 
@@ -198,7 +195,6 @@ def world_axis(timeout_s: float | None = None) -> Axis:
 
 
 def make_stages(axis: Axis, chunks: int = 1) -> list[Stage]:
-    """This rank's chunks of the model."""
     last = axis.size * chunks - 1
     parts = split_layers(LAYERS, axis.size, chunks)[axis.rank]
     numbers = range(axis.rank, axis.size * chunks, axis.size)
@@ -218,7 +214,6 @@ def watch_anew(stages: list[Stage]) -> None:
 
 
 def grads_of(stages: list[Stage]) -> dict[str, bytes]:
-    """Bits of the gradients by name."""
     return {name: raw(grad) for name, grad in gradients(stages)}
 
 
@@ -324,7 +319,6 @@ class Static(nn.Module):
         self._memory = torch.zeros(SPEC.shape)
 
     def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """The stage's output, in static memory."""
         out: torch.Tensor = _Into.apply(self.inner(x, **keywords), self._memory)
         if keywords["microbatch"] == 1 and self._ran is not None:
             self._ran.set("second", "ran")

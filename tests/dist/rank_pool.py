@@ -236,7 +236,6 @@ class RankPool:
         return answer
 
     def _stacks(self, silent: Sequence[int]) -> str:
-        """Where each silent rank is."""
         for number in silent:
             os.kill(self._ranks[number].process.pid, STACKS_SIGNAL)
         # The handler runs at once, in C; a rank that died instead ends the wait.

@@ -28,7 +28,6 @@ SHAPES: list[tuple[int, ...]] = [(7, 3), (5,), (), (1, 4), (2, 3, 2, 2), (0, 3),
 
 
 def world_of(name: str) -> int:
-    """Ranks that a layout needs."""
     return math.prod(MESHES[name][0])
 
 

@@ -39,7 +39,6 @@ class Scoped:
 
     @property
     def config(self) -> TrainConfig:
-        """As the trainer takes it."""
         return replace(
             self.run.config, graph=self.graph, graph_optimizer=self.graph_optimizer,
             graph_layers=self.graph_layers, capture_by=self.capture_by, steps=STEPS,
@@ -48,7 +47,6 @@ class Scoped:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.run.parallel.world_size
 
 

@@ -83,7 +83,6 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """As there."""
         cls.registered, cls.groups, cls.moved = {}, {}, []
 
     @classmethod
@@ -94,13 +93,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """Once in each outermost autocast."""
         found, cls.is_first = cls.is_first, False
         return found
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, meta: dict[str, Any]) -> None:
-        """Once a module."""
         if "buffer_index_and_autocast_key" in meta or "scaling_fwd" not in meta:
             return
         meta["buffer_index_and_autocast_key"] = True
@@ -287,7 +284,6 @@ class GroupedLinear(nn.Module):
             self.register_parameter(f"weight{i}", _parameter(*shape, device=device))
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
-        """Rows by expert."""
         if Manager.enabled:
             prepare(self, self.num_gemms)
             weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
@@ -339,7 +335,6 @@ class Sequential(nn.Sequential):
     _module_groups: Any = None
 
     def forward(self, x: torch.Tensor, *extra: torch.Tensor) -> torch.Tensor:
-        """Rows, then sizes, scales and sizes."""
         if self._module_groups is None:
             listed = [list(op.parameters()) for op in self]
             flat = [p for each in listed for p in each]
@@ -419,9 +414,7 @@ class StandIn(TeLayers):
         self.fused_rope = fused_rope
 
     def rms_norm(self, width: int, eps: float) -> nn.Module:
-        """On the CPU."""
         return RMSNorm(width, eps)
 
     def precision(self, axes: Axes) -> Precision:
-        """With the stand-in's recipe."""
         return precision.precision(self.te, self.recipe, axes, Delayed())

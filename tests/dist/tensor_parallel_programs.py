@@ -34,7 +34,6 @@ def draw(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 
 def whole_axis(name: str = "tp") -> Axis:
-    """One axis over all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return Axis(name, dist.get_world_size(), dist.get_rank(), group)
@@ -119,14 +118,12 @@ def load(model: nn.Module, weights: Named) -> None:
 
 
 def chain_on(axis: Axis, dtype: torch.dtype, *, sequence_parallel: bool) -> Chain:
-    """The chain with its weights."""
     model = Chain(axis, sequence_parallel=sequence_parallel).to(dtype)
     load(model, chain_weights(dtype))
     return model
 
 
 def chain_cotangent(dtype: torch.dtype) -> torch.Tensor:
-    """Gradient of the global logits."""
     return draw("cotangent", BATCH, TIME, VOCAB, dtype=dtype)
 
 
@@ -141,7 +138,6 @@ def run_chain(dtype: torch.dtype, sequence_parallel: bool) -> Parts:
 
 
 def gradient_parts(model: nn.Module) -> Parts:
-    """Every parameter's gradient."""
     found, cuts = {}, named_cuts(model)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -169,7 +165,6 @@ def join(ranks: list[Parts]) -> tuple[Named, set[str]]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     flat = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))

@@ -31,7 +31,6 @@ LAYOUTS = {
 
 
 def group_of(parallel: ParallelConfig, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The group of a rank."""
     return next(group for group in groups(parallel, axes) if rank in group)
 
 
@@ -41,7 +40,6 @@ def built(parallel: ParallelConfig) -> Axes:
 
 
 def named(axes: Axes) -> dict[str, Axis]:
-    """Axis by name."""
     return {name: getattr(axes, name) for name in AXES}
 
 

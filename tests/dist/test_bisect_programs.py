@@ -49,7 +49,6 @@ def scenario(folder: Path, axis: str, values: list[Any], **program: Any) -> Path
 
 
 def harness(folder: Path, *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "harness", *map(str, words)], cwd=folder, capture_output=True,
         text=True, check=False, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
@@ -58,7 +57,6 @@ def harness(folder: Path, *words: object) -> tuple[int, str, str]:
 
 
 def bisected(folder: Path, path: Path, *words: object) -> dict[str, Any]:
-    """The findings."""
     code, answer, said = harness(folder, "bisect", path, "--json", *words)
     assert code == 1, said
     found: dict[str, Any] = json.loads(answer)
@@ -92,7 +90,6 @@ def test_a_difference_before_step_0_is_one_of_initialisation(tmp_path: Path) -> 
 
 
 def git(folder: Path, *words: str) -> None:
-    """git, as somebody."""
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
 

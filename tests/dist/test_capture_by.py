@@ -34,7 +34,6 @@ class Failing:
         self.plain, self.left = plain, call
 
     def __call__(self, x: torch.Tensor, *args: Any) -> Any:
-        """The forward."""
         self.left -= 1
         if self.left == 0:
             _fail()

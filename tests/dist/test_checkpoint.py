@@ -35,7 +35,6 @@ from tests.dist.rank_pool import RankPool
 
 
 def fill_and_save(folder: str, seed: int, layout: str, optimizer: str = "AdamW") -> None:
-    """Known values, saved as step 3."""
     model, made = build(layout, optimizer)
     train(model, made, range(1))
     fill(model, made, seed)
@@ -72,7 +71,6 @@ def continue_or_not(folder: str, layout: str, optimizer: str) -> list[str]:
 
 
 def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Where states and learning rates lie."""
     values = [v for states in optimizer.state.values() for v in states.values()]
     values += [v for group in optimizer.param_groups for v in group.values()]
     return [local(v).data_ptr() for v in values if torch.is_tensor(v)]
@@ -104,7 +102,6 @@ def rank_statistics(folder: str, saving: bool) -> list[list[float]]:
 
 
 def warned_statistics(folder: str) -> tuple[list[list[float]], list[str]]:
-    """As loaded, and what was said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = rank_statistics(folder, False)

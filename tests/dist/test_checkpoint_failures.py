@@ -30,12 +30,10 @@ from tests.dist.test_checkpoint import fill_and_save
 
 
 def names_in(folder: str | Path) -> list[str]:
-    """Entries of a folder."""
     return sorted(path.name for path in Path(folder).iterdir())
 
 
 def attempt(action: Any, *args: Any) -> str:
-    """What an action raised, or nothing."""
     try:
         action(*args)
     except (ValueError, CheckpointError) as error:
@@ -68,7 +66,6 @@ def fail_then_save(folder: str, how: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def planted(how: str, extra: dict[str, Any]) -> Iterator[None]:
-    """What goes wrong on rank 1."""
     if dist.get_rank() != 1:
         yield
         return
@@ -246,7 +243,6 @@ def die_at(tick_to_die_at: int) -> None:
 
 @pytest.fixture(scope="module")
 def fresh_process() -> Iterator[FreshProcess]:
-    """Runs what kills its processes."""
     process = FreshProcess(__name__)
     yield process
     process.close()

@@ -64,7 +64,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def code_of(function: Any) -> str:
-    """`file:line:function`."""
     code = function.__code__
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}:{code.co_name}"
 
@@ -127,28 +126,24 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def compile_then_shard(model: Net, shard: Shard, backend: str) -> None:
-    """In place, before."""
     for block in model.blocks:
         block.compile(backend=backend)
         shard(block)
 
 
 def shard_then_compile(model: Net, shard: Shard, backend: str) -> None:
-    """In place, after."""
     for block in model.blocks:
         shard(block)
         block.compile(backend=backend)
 
 
 def wrap_then_shard(model: Net, shard: Shard, backend: str) -> None:
-    """The unit is torch.compile's wrapper."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = cast("nn.Module", torch.compile(block, backend=backend))
         shard(model.blocks[index])
 
 
 def shard_then_wrap(model: Net, shard: Shard, backend: str) -> None:
-    """torch.compile's wrapper has a unit inside."""
     for index, block in enumerate(model.blocks):
         shard(block)
         model.blocks[index] = cast("nn.Module", torch.compile(block, backend=backend))
@@ -185,7 +180,6 @@ def nested(model: Net, shard: Shard, backend: str) -> None:
 
 
 def blocks_sharded(model: Net, shard: Shard, backend: str) -> None:
-    """The root is compiled, later."""
     del backend
     for block in model.blocks:
         shard(block)
@@ -216,7 +210,6 @@ class Setting:
 
 
 def eager_twin(model: Net, shard: Shard, way: Way) -> None:
-    """The units that `way` makes, uncompiled."""
     for block in cast("Any", model.blocks):
         if way is nested:
             shard(block.up)
@@ -235,7 +228,6 @@ class Straight(Net):
 
 
 def build(setting: Setting, *, compiled: bool, base: type[Net] = Net) -> tuple[Any, DeviceMesh]:
-    """The model of a setting, sharded."""
     names = ("outer", "inner")[-len(setting.shape) :]
     mesh = init_device_mesh("cpu", setting.shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setting.bf16 else None
@@ -309,7 +301,6 @@ def train(
 
 
 def compare(setting: Setting) -> Comparison:
-    """Train uncompiled and compiled."""
     with fresh_compiler():
         eager = train(setting, *build(setting, compiled=False))
         assert not eager.frames
@@ -366,7 +357,6 @@ def few_steps(model: Any, step: Step) -> Run:
 
 
 def step_of(call: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-    """Forward and backward."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = loss_of(call(x))
@@ -488,7 +478,6 @@ BLOCK, UP = code_of(Block.forward), code_of(Up.forward)
 
 
 def on_ranks(ranks: RankPool, program: Any, *args: Any, world_size: int = 1) -> list[Comparison]:
-    """What each rank answered."""
     return ranks.run(program, *args, world_size=world_size, timeout_s=TIMEOUT_S)
 
 

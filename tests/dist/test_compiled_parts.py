@@ -30,7 +30,6 @@ class Compiled:
 
     @property
     def config(self) -> TrainConfig:
-        """As the trainer takes it."""
         return replace(
             self.run.config, graph=self.graph, compile=self.parts, compile_backend=self.backend,
             steps=STEPS, graph_warmup_steps=WARMUP, **self.options,
@@ -57,7 +56,6 @@ class Seen:
 
 
 def train(compiled: Compiled, axes: Axes, device: Device = DEVICE) -> Seen:
-    """All events of a run."""
     torch.set_num_threads(1)
     trainer = make_trainer(compiled.config, axes, device)
     pointers, moved, bits = trainer.pointer_changes(), [], []
@@ -104,7 +102,6 @@ def change_before_the_capture(trainer: Trainer, index: int) -> None:
 
 
 def change_after_the_capture(trainer: Trainer, index: int) -> None:
-    """In the step after."""
     if index == WARMUP + 1:
         _change(trainer)
 
@@ -136,7 +133,6 @@ def planted(compiled: Compiled, plant: str) -> Planted:
 
 
 def planted_all(runs: list[Compiled], plant: str) -> list[Planted]:
-    """Runs, one after another."""
     return [planted(run, plant) for run in runs]
 
 
@@ -188,7 +184,6 @@ def test_compiled_while_memory_is_counted(warm_ranks: RankPool) -> None:
 
 
 def run_planted(pool: RankPool, plant: str, *runs: Compiled) -> list[Planted]:
-    """On one rank."""
     (found,) = pool.run(planted_all, list(runs), plant, world_size=1, timeout_s=TIMEOUT_S)
     return list(found)
 

@@ -22,12 +22,10 @@ Bits = list[tuple[Any, ...]]
 
 
 def trainer_of(run: Run) -> Trainer:
-    """The trainer of a run."""
     return Trainer(run.config, build_axes(run.parallel, DEVICE), DEVICE)
 
 
 def inputs_of(trainer: Trainer) -> PackInputs:
-    """Its packs."""
     return cast("PackInputs", trainer._inputs)
 
 

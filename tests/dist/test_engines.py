@@ -49,7 +49,6 @@ def refused(run: TrainConfig) -> list[str]:
 
 
 def make(run: TrainConfig) -> None:
-    """Make a trainer and no step."""
     _made(run).close()
 
 

@@ -38,7 +38,6 @@ class Decoder(DecoderStage):
 
 
 def decoder() -> Decoder:
-    """The model, the same bits everywhere."""
     axes = single_axes()
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
     model = Decoder(CONFIG, axes, LayerFactory(), streams)

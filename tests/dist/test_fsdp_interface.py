@@ -127,7 +127,6 @@ def test_interface(warm_ranks: RankPool, program: Any) -> None:
 
 
 def one_rank_is_silent() -> None:
-    """There is nobody to talk to."""
     with CommDebugMode() as seen:
         _grads(_wrapped())
     assert seen.get_total_counts() == 0

@@ -103,7 +103,6 @@ def reference(world_size: int, num_steps: int) -> tuple[list[float], list[dict[s
 
 
 def rows_of(step: int, rank: int) -> torch.Tensor:
-    """A rank's rows in float64."""
     return rows(step, rank).double()
 
 

@@ -35,7 +35,6 @@ OURS, PLAIN = "ours", "plain"
 
 
 def whole_mesh() -> DeviceMesh:
-    """All ranks on one axis."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
@@ -142,19 +141,16 @@ class WatchedPool:
         self._out: dict[str, int] = {}
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """See `Pool`."""
         count = self._out[key.role] = self._out.get(key.role, 0) + 1
         self.most[key.role] = max(self.most.get(key.role, 0), count)
         return self.inner.acquire(key, numel, dtype, stream).fill_(torch.nan)
 
     def release(self, key: Key, stream: Any) -> None:
-        """See `Pool`."""
         self._out[key.role] -= 1
         self.inner.release(key, stream)
 
     @property
     def out(self) -> int:
-        """Buffers that are held now."""
         return sum(self._out.values())
 
     def __getattr__(self, name: str) -> Any:
@@ -394,7 +390,6 @@ TIMEOUT_S = 30.0
 
 
 def on_ranks(ranks: RankPool, program: Any, *args: Any, world_size: int = 2) -> list[Any]:
-    """What each rank answered."""
     return ranks.run(program, *args, world_size=world_size, timeout_s=TIMEOUT_S)
 
 

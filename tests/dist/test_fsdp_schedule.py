@@ -141,7 +141,6 @@ def logs_of(ranks: RankPool, step: Step) -> list[list[str]]:
 
 
 def counts(log: list[str]) -> dict[str, int]:
-    """How many collectives of each kind."""
     kinds = Counter(line.split()[0] for line in log)
     return {kind: kinds[kind] for kind in ("gather", "scatter", "all_reduce")}
 

@@ -50,13 +50,11 @@ def two_d(api: Api, width: int, sizes: tuple[int, ...], **options: Any) -> Net:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """All of it."""
     value: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return value.detach()
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """All of them, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -54,7 +54,6 @@ def due(ranks: int, numbers: range) -> dict[str, torch.Tensor]:
 
 
 def shard(mesh: DeviceMesh, strategy: Strategy, **options: Any) -> FSDPModule:
-    """Two inner units and the root."""
     model = Sums()
     for inner in model.inner:
         fully_shard(inner, mesh=mesh, strategy=strategy, **options)

@@ -51,7 +51,6 @@ State = dict[str, torch.Tensor]
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -80,7 +79,6 @@ def reduce_all(s: State) -> Any:
 
 
 def broadcast(s: State) -> Any:
-    """Broadcast from the last rank."""
     sent = s["shard"] * 3
     dist.broadcast(sent, src=dist.get_world_size() - 1)
     s["shard"].add_(sent)
@@ -88,7 +86,6 @@ def broadcast(s: State) -> Any:
 
 
 def gather_list(s: State) -> Any:
-    """The list form of all-gather."""
     parts = [torch.empty(NUMEL) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, s["shard"])
     return torch.stack(parts) * 1.0
@@ -130,7 +127,6 @@ PROGRAMS: list[Callable[[State], Any]] = [
 
 
 def fresh_state() -> State:
-    """Static tensors that differ by rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     return {

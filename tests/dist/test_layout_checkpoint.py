@@ -67,7 +67,6 @@ def adamw(stages: Stages) -> torch.optim.Optimizer:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's rows: the very memory."""
     plain = tensor.detach()
     rows: torch.Tensor = plain.to_local() if isinstance(plain, RowSharded) else plain
     return rows
@@ -100,7 +99,6 @@ def parts(
 
 
 def fill(stages: Stages, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Give everything known values."""
     for name, tensor, cuts in parts(stages, optimizer):
         local(tensor).copy_(known(name, tensor, cuts, seed))
 
@@ -115,7 +113,6 @@ def wrong(stages: Stages, optimizer: torch.optim.Optimizer, seed: int) -> list[s
 
 
 def fill_and_save(folder: str, seed: int, what: Problem, layout: Layout | None) -> None:
-    """Known values, saved as step 5."""
     stages, optimizer = build(what, layout)
     fill(stages, optimizer, seed)
     model = stages if layout is not None else stages[0]
@@ -206,14 +203,12 @@ def build_fused(tp: int, dim: int) -> tuple[nn.Module, torch.optim.Optimizer, Cu
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The parameter and its states."""
     (parameter,) = model.parameters()
     made = optimizer.state.get(parameter, {})
     return {"weight": parameter, **{k: v for k, v in made.items() if k != "step"}}
 
 
 def save_fused(folder: str, tp: int, dim: int) -> None:
-    """Known values, fused."""
     model, optimizer, cut = build_fused(tp, dim)
     (parameter,) = model.parameters()
     parameter.grad = torch.zeros_like(parameter)
@@ -224,7 +219,6 @@ def save_fused(folder: str, tp: int, dim: int) -> None:
 
 
 def save_apart(folder: str) -> None:
-    """Known values, of one process."""
     model = Apart()
     optimizer = torch.optim.AdamW(model.parameters())
     for name, parameter in model.named_parameters():
@@ -275,11 +269,9 @@ class Scaled(nn.Linear):
     scale = 1.0
 
     def get_extra_state(self) -> dict[str, float]:
-        """The scale."""
         return {"scale": self.scale}
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """Take a scale over."""
         self.scale = state["scale"]
 
 
@@ -320,7 +312,6 @@ FEW = Layout(ParallelConfig(tp=2, pp=2, sequence_parallel=True))
 
 
 def world_of(name: str) -> int:
-    """Ranks of a layout."""
     layout = LAYOUTS[name]
     return 1 if layout is None else layout.parallel.world_size
 

@@ -50,7 +50,6 @@ class Spec:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.dp * self.cp * self.tp
 
     @property
@@ -60,7 +59,6 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """For a test's id."""
         degrees = {name: getattr(self, name) for name in ("dp", "cp", "tp", "ep", "etp")}
         return "-".join(f"{n}{d}" for n, d in degrees.items() if d > 1) + "-sp" * self.sp or "one"
 
@@ -106,7 +104,6 @@ class Data:
 
 
 def data_of(spec: Spec) -> Data:
-    """The same on every rank."""
     num = spec.rule.num_experts
     shapes = {
         "router.weight": (num, HIDDEN),
@@ -180,7 +177,6 @@ def make_axes(spec: Spec) -> MoeAxes:
 
 
 def _layer(spec: Spec, axes: MoeAxes, data: Data) -> MoeLayer:
-    """This rank's part of the layer."""
     shared = None
     if spec.shared != "none":
         shared = SharedExperts(

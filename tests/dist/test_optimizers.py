@@ -40,7 +40,6 @@ class Net(nn.Module):
 
 
 def net(device: str = "cpu") -> Net:
-    """The same values everywhere."""
     torch.manual_seed(3)
     with torch.device(device):
         return Net()
@@ -174,7 +173,6 @@ STEPS = 3
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """All rows, or a plain tensor."""
     whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, RowSharded) else tensor
     return whole.detach()
 
@@ -412,11 +410,9 @@ class BlindAdam(torch.optim.Optimizer):
                     _kernel(self.rows(tensors), group["lr"], group["step"])
 
     def new_state(self, p: Any) -> torch.Tensor:
-        """Zeros laid out as a parameter."""
         return torch.zeros_like(p)
 
     def rows(self, tensors: list[Any]) -> list[torch.Tensor]:
-        """What the kernel gets."""
         return tensors
 
 
@@ -431,7 +427,6 @@ class FusedAdam(BlindAdam):
         self.name_to_dtype_map = {"exp_avg": dtype, "exp_avg_sq": dtype}
 
     def new_state(self, p: Any) -> torch.Tensor:
-        """Zeros laid out as a parameter."""
         if not isinstance(p, DTensor):
             return torch.zeros_like(p)
         zeros = torch.zeros_like(p._local_tensor)
@@ -440,7 +435,6 @@ class FusedAdam(BlindAdam):
         )
 
     def rows(self, tensors: list[Any]) -> list[torch.Tensor]:
-        """What the kernel gets."""
         assert len({isinstance(tensor, DTensor) for tensor in tensors}) == 1
         assert all(tensor.numel() for tensor in tensors)  # TransformerEngine's do wrong over none
         return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]

@@ -27,7 +27,6 @@ def numbers(name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def total(parts: Ranks) -> torch.Tensor:
-    """The sum over ranks."""
     return torch.stack(parts).sum(0)
 
 
@@ -154,7 +153,6 @@ def test_an_axis_that_is_not_the_world(warm_ranks: RankPool) -> None:
 
 
 def second_derivative(name: str) -> str:
-    """The error of differentiating a gradient."""
     axis, case = whole_axis(), COLLECTIVES[name]
     x = torch.ones(SHAPE, requires_grad=True)
     out = case.call(x, axis).square().sum()

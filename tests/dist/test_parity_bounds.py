@@ -47,7 +47,6 @@ def test_the_bound_of_a_sum_is_nearly_reached(dtype: torch.dtype) -> None:
 
 
 def quadratic(named: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A gated layer."""
     return F.linear(named["x"], named["a"]) * F.linear(named["x"], named["b"])
 
 

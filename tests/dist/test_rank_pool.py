@@ -29,7 +29,6 @@ def describe(offset: int) -> tuple[int, int, int, float]:
 
 
 def own_pid() -> int:
-    """The rank's process."""
     return os.getpid()
 
 
@@ -48,13 +47,11 @@ def crash_on(rank: int) -> None:
 
 
 def hang_on(rank: int) -> None:
-    """One rank never comes back."""
     if dist.get_rank() == rank:
         threading.Event().wait()
 
 
 def unpicklable() -> object:
-    """A result that cannot travel."""
     return threading.Lock()
 
 
@@ -129,7 +126,6 @@ def test_misuse_is_refused(pool: RankPool) -> None:
 
 
 def keep_threads(number: int) -> int:
-    """Leave threads behind."""
     for _ in range(number):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     return os.getpid()

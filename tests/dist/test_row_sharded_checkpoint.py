@@ -127,7 +127,6 @@ def test_torchs_full_state_dict_can_be_set(
 
 
 def step_with(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One step along fixed gradients."""
     for index, parameter in enumerate(net.parameters()):
         grad = reference(tuple(parameter.shape), seed=seed + index)
         tensor: Any = parameter

@@ -29,7 +29,6 @@ def _trainer(scoped: Scoped, device: Device) -> Trainer:
 
 
 def whole_step(trainer: Trainer, index: int) -> Any:
-    """A step that is never captured."""
     with mock.patch.object(trainer, "_is_capture_due", return_value=False):
         trainer.step(index)
     return act(trainer, ("shown",))
@@ -133,7 +132,6 @@ class Stream(ClockStream):
     """Refuses events of another capture, as CUDA does."""
 
     def record_event(self) -> Event:
-        """Mark this point."""
         found = super().record_event()
         event = Event(found._clocks, found.clock)
         event.capture = _CAPTURES[-1]
@@ -154,7 +152,6 @@ class StrictClocks(Clocks):
     """Whose streams are such."""
 
     def new_stream(self, name: str) -> ClockStream:
-        """A side stream."""
         made = super().new_stream(name)
         strict = Stream(self, made.number, made.name)
         strict.clock = made.clock

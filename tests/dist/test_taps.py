@@ -68,7 +68,6 @@ def initial(runs: list[Run]) -> list[list[Snapshot]]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -96,7 +95,6 @@ def whole(ranks: Iterable[list[Snapshot]]) -> dict[str, torch.Tensor]:
 
 
 def boxes(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of a box."""
     return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
 
 

@@ -48,7 +48,6 @@ class Run:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout."""
         return ParallelConfig(**self.degrees)
 
     @property
@@ -102,7 +101,6 @@ def bits(
 
 
 def train(run: Run, axes: Axes) -> Seen:
-    """All steps of a run."""
     trainer = Trainer(run.config, axes, DEVICE)
     steps = [bits(trainer, step) for step in range(run.steps)]
     floats, digests, rng = (list(each) for each in zip(*steps, strict=True))
@@ -139,7 +137,6 @@ class Shown:
 
 
 def show(run: Run) -> Shown:
-    """All steps of a run."""
     axes = build_axes(run.parallel, DEVICE)
     trainer = Trainer(run.config, axes, DEVICE)
     floats = []
@@ -154,7 +151,6 @@ def show(run: Run) -> Shown:
 
 
 def first_loss(run: Run) -> float:
-    """The loss of the first step."""
     trainer = Trainer(run.config, build_axes(run.parallel, DEVICE), DEVICE)
     return trainer.step(0).loss.item()
 

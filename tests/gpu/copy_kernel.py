@@ -6,6 +6,5 @@ import triton.language as tl
 
 @triton.jit
 def copy(source, target, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copies `count` elements, `block` a program."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)

@@ -24,7 +24,6 @@ MIB = 2**20
 
 
 def device_here() -> Device:
-    """This rank's GPU."""
     return Device("cuda", torch.cuda.current_device())
 
 

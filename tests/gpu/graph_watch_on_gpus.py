@@ -47,20 +47,17 @@ def observed(
 
 
 def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
-    """The same on every call."""
     generator = torch.Generator("cuda").manual_seed(7)
     return [torch.randn(rows, WIDTH, device="cuda", generator=generator) for _ in range(count)]
 
 
 def model_of(layers: int = 1) -> nn.Sequential:
-    """The same on every call."""
     torch.manual_seed(3)
     parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)]
     return nn.Sequential(*parts).cuda()
 
 
 def bits(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
-    """Bits of each tensor."""
     return [t.detach().flatten().view(torch.int32).tolist() for t in tensors]
 
 

@@ -65,7 +65,6 @@ PARTS = (
 
 
 def here() -> Device:
-    """This rank's device."""
     on_gpu = torch.cuda.is_available()
     return Device("cuda", torch.cuda.current_device()) if on_gpu else Device("cpu")
 
@@ -83,7 +82,6 @@ class Branch(nn.Module):
         self.norm, self.part = norm, part
 
     def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """As the part."""
         result: torch.Tensor = self.part(self.norm(x), *rest)
         return result
 
@@ -137,7 +135,6 @@ def run_part(made: Branch, inputs: tuple[Any, ...]) -> Tensors:
 
 
 def set_dtype(made: nn.Module, dtype: torch.dtype) -> None:
-    """Of parameters alone."""
     for parameter in made.parameters():
         parameter.data = parameter.data.to(dtype)
 

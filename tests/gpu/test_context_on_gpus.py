@@ -37,7 +37,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def device_here() -> torch.device:
-    """This rank's GPU."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -17,7 +17,6 @@ needs_te = pytest.mark.skipif(
 
 
 def ask(ranks: RankPool, function: Any, *args: Any) -> Any:
-    """A program's answer from one GPU."""
     (answer,) = ranks.run(function, *args, world_size=1, timeout_s=240.0)
     return answer
 

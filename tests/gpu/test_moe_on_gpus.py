@@ -92,7 +92,6 @@ def waits(device: Device, delivery: Delivery) -> int:
 
 
 def waits_on_gpu() -> dict[str, int]:
-    """By delivery."""
     device = Device("cuda", torch.cuda.current_device())
     return {
         "dropless": waits(device, Delivery()),
@@ -121,7 +120,6 @@ def replays_and_eager(device: Device, delivery: Delivery) -> list[bool]:
 
 
 def replays_on_gpu() -> dict[str, list[bool]]:
-    """By how rows are dropped."""
     make_deterministic(0)
     device = Device("cuda", torch.cuda.current_device())
     return {

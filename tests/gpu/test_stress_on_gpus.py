@@ -44,7 +44,6 @@ def train(stressed: Stressed) -> tuple[list[Any], int]:
 
 
 def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:
-    """One run after another."""
     return [train(run) for run in runs]
 
 

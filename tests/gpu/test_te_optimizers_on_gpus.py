@@ -52,7 +52,6 @@ def batch(step: int) -> torch.Tensor:
 
 
 def optimizer_of(name: str, net: nn.Module, *, capturable: bool = False) -> Any:
-    """`FusedAdam` or `FusedSGD` of TransformerEngine."""
     from transformer_engine.pytorch import optimizers
 
     if name == "FusedSGD":
@@ -63,7 +62,6 @@ def optimizer_of(name: str, net: nn.Module, *, capturable: bool = False) -> Any:
 
 
 def rows(tensor: Any) -> torch.Tensor:
-    """All of a tensor, plain."""
     whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, RowSharded) else tensor
     return whole.detach().clone()
 

@@ -36,7 +36,6 @@ STEPS = 4
 
 
 def gpu() -> torch.device:
-    """This rank's device."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -87,7 +86,6 @@ def runner(
 
 
 def states_of(streams: RandomStreams) -> list[torch.Tensor]:
-    """Every random state of this GPU."""
     return [torch.cuda.get_rng_state(), *streams.get_states().values()]
 
 
