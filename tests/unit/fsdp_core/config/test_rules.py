@@ -19,6 +19,7 @@ from fsdp_core.config import (
     ParallelConfig,
     TrainConfig,
     broken,
+    captured_layers,
     divisors,
     model_from_preset,
     tap_pattern,
@@ -562,6 +563,14 @@ def test_what_is_no_pattern_is_refused(text: str, why: str) -> None:
     """A run that would look into nothing, or elsewhere, is refused by the key and the reason."""
     with pytest.raises(ConfigError, match=f"^taps: expected {why}"):
         TrainConfig(taps=(text,))
+
+
+def test_captured_layers_are_in_the_range_and_have_the_part() -> None:
+    """Both ends of the range are in it; `mlp` is of dense layers, scopes of experts of the others."""
+    run = build({"model": MOE | {"layers": 5, "first_dense_layers": 3}, "graph": ("attn",),
+                 "graph_layers": (1, 3)})  # fmt: skip
+    found = {scope: captured_layers(run, scope) for scope in ("attn", "mlp", "moe_router")}
+    assert found == {"attn": [1, 2, 3], "mlp": [1, 2], "moe_router": [3]}
 
 
 def test_every_partial_scope_begins_somewhere() -> None:
