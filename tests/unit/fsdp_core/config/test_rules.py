@@ -566,7 +566,7 @@ def test_what_is_no_pattern_is_refused(text: str, why: str) -> None:
 
 
 def test_captured_layers_are_in_the_range_and_have_the_part() -> None:
-    """Both ends of the range are in it; `mlp` is of dense layers, scopes of experts of the others."""
+    """Both ends of the range; `mlp` is of dense layers, scopes of experts are of the others."""
     run = build({"model": MOE | {"layers": 5, "first_dense_layers": 3}, "graph": ("attn",),
                  "graph_layers": (1, 3)})  # fmt: skip
     found = {scope: captured_layers(run, scope) for scope in ("attn", "mlp", "moe_router")}
