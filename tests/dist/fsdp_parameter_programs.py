@@ -12,9 +12,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
 from tests.dist.fsdp_programs import Training
-from tests.dist.fsdp_sides import Api, gradients, is_piece, local, weights
+from tests.dist.fsdp_sides import (
+    WIDTH,
+    Api,
+    Block,
+    Net,
+    gradients,
+    is_piece,
+    local,
+    loss_of,
+    net,
+    rows,
+    shard,
+    weights,
+)
 
 
 def full(tensor: Any) -> torch.Tensor:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.fsdp_models import ROWS, loss_of, net, rows, shard
-from tests.dist.fsdp_sides import Api, average, gradients, weights
+from tests.dist.fsdp_sides import ROWS, Api, average, gradients, loss_of, net, rows, shard, weights
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -14,7 +14,7 @@ from fsdp_core.fsdp.norms import PendingNorm
 from fsdp_core.fsdp.optimizer import clip_grad_norm_
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 from tests.dist.rank_pool import RankPool
-from tests.dist.row_layouts import layouts, reference, same_bits, sharded, world_of
+from tests.dist.test_row_sharded import layouts, reference, same_bits, sharded, world_of
 
 NAMES = ["one", "two", "three", "four", "replicas of two", "inner then outer", "whole"]
 ORDERS = (2.0, 1.0, 3.0, math.inf)

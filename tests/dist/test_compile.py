@@ -24,8 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows
-from tests.dist.fsdp_sides import differences, plain_values, weights, within
+from tests.dist.fsdp_sides import (
+    WIDTH,
+    Block,
+    Net,
+    differences,
+    loss_of,
+    net,
+    plain_values,
+    rows,
+    weights,
+    within,
+)
 from tests.dist.rank_pool import RankPool
 
 METRICS_KEPT = 64

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
-from tests.dist.fsdp_models import net, rows, shard
-from tests.dist.fsdp_sides import api_of
+from tests.dist.fsdp_sides import api_of, net, rows, shard
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp_regressions import whole_mesh
 

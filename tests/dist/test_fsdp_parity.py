@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tests.dist import fsdp_parameter_programs, fsdp_programs
-from tests.dist.fsdp_models import loss_of, net, rows
 from tests.dist.fsdp_programs import OPTIMIZERS
-from tests.dist.fsdp_sides import differences, run_sides, within
+from tests.dist.fsdp_sides import differences, loss_of, net, rows, run_sides, within
 from tests.dist.rank_pool import RankPool
 
 EPS = torch.finfo(torch.float32).eps

@@ -15,17 +15,23 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp import unit as fsdp_unit
 from fsdp_core.fsdp.pool import Key, Pool, make_pool
-from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
 from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
 from tests.dist.fsdp_programs import Training
 from tests.dist.fsdp_races import watching
 from tests.dist.fsdp_sides import (
+    WIDTH,
+    Block,
+    Net,
     api_of,
     differences,
     gradients,
     local,
+    loss_of,
+    net,
     plain_values,
+    rows,
     same_bits,
+    shard,
     weights,
     within,
 )

@@ -23,8 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core.fsdp import clip_grad_norm_, fully_shard
-from tests.dist.fsdp_models import WIDTH, Net, loss_of, net, rows
-from tests.dist.fsdp_sides import Api, api_of, same_bits
+from tests.dist.fsdp_sides import WIDTH, Api, Net, api_of, loss_of, net, rows, same_bits
 from tests.dist.rank_pool import RankPool
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
-from tests.dist.row_layouts import same_bits
 from tests.dist.test_compile import Frame, frames, fresh_compiler
+from tests.dist.test_row_sharded import same_bits
 
 WIDTH, INNER = 5, 61
 

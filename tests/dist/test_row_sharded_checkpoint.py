@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
-from tests.dist.row_layouts import SHAPES, layouts, reference, same_bits, sharded, world_of
+from tests.dist.test_row_sharded import SHAPES, layouts, reference, same_bits, sharded, world_of
 
 IS_DTENSOR = issubclass(RowSharded, DTensor)
 

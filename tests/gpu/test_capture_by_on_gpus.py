@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.dist.rank_pool import RankPool
-from tests.gpu import scopes_on_gpus as programs
+from tests.gpu import test_scopes_on_gpus as programs
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")

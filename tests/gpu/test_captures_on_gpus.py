@@ -16,8 +16,8 @@ from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
 from tests.dist.rank_pool import RankPool
-from tests.gpu.fsdp_on_gpus import device_here
-from tests.gpu.scopes_on_gpus import WARMUP, config_of, first_difference, look, train
+from tests.gpu.test_fsdp_on_gpus import device_here
+from tests.gpu.test_scopes_on_gpus import WARMUP, config_of, first_difference, look, train
 
 STEPS = WARMUP + 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from tests.dist.rank_pool import RankPool
-from tests.gpu.scopes_on_gpus import config_of, first_difference, train
+from tests.gpu.test_scopes_on_gpus import config_of, first_difference, train
 
 
 def compare(

@@ -14,7 +14,8 @@ from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for
 from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan
 from fsdp_core.parallel.mesh import Axis
-from tests.dist.context_programs import (
+from tests.dist.rank_pool import RankPool
+from tests.dist.test_context_parallel import (
     RESULTS,
     Errors,
     Inputs,
@@ -28,7 +29,6 @@ from tests.dist.context_programs import (
     world_axis,
     zigzag,
 )
-from tests.dist.rank_pool import RankPool
 
 SHAPES = {"gqa": Shape(8, 2, 64, 64), "mla": Shape(4, 4, 192, 128), "odd": Shape(4, 2, 20, 12)}
 LENGTH, BATCH, SLOTS = 512, 2, 6

@@ -1,12 +1,21 @@
 """Sharding on GPUs over NCCL: graphs bit for bit, memory, overlap, checkpoints."""
 
+import gc
 import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.fsdp.trace import summarise
+from fsdp_core.checkpoint import load, save
 from fsdp_core.config import (
     POOLS,
     STRATEGIES,
@@ -15,9 +24,206 @@ from fsdp_core.config import (
     TrainConfig,
     model_from_preset,
 )
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.parallel.mesh import Axes, build_axes
+from fsdp_core.train import Trainer
 from tests.conftest import RANKS_PER_GPU
 from tests.dist.rank_pool import RankPool
-from tests.gpu import fsdp_on_gpus as programs
+
+MIB = 2**20
+
+
+def device_here() -> Device:
+    return Device("cuda", torch.cuda.current_device())
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+def train(config: TrainConfig, axes: Axes) -> list[str]:
+    """Loss bits of each step, and of some the digests of weights and moments."""
+    trainer = Trainer(config, axes, device_here())
+    found = []
+    for step in range(config.steps):
+        outputs = trainer.step(step)
+        trainer.stream.synchronize()  # what reads the outputs runs on another stream
+        if step == config.steps - 1 or step % 4 == 0:
+            state = {name: rows.tolist() for name, rows in outputs.digests.items()}
+            found.append(f"{outputs.losses.view(torch.int32).tolist()} {state}")
+        else:
+            found.append(str(outputs.losses.view(torch.int32).tolist()))
+    trainer.close()
+    return found
+
+
+def graphs_and_eager(configs: list[TrainConfig]) -> dict[str, Any]:
+    """Of each configuration the first step at which its graph's run differs from eager, or None.
+
+    And how many different losses there were, since a run that does not train agrees with anything.
+    """
+    found: dict[str, Any] = {}
+    axes = build_axes(configs[0].parallel, device_here())  # once: each has its own communicators
+    for config in configs:
+        eager, graphed = train(replace(config, graph=()), axes), train(config, axes)
+        at = [n for n, (a, b) in enumerate(zip(eager, graphed, strict=True)) if a != b]
+        key = f"{config.fsdp.outer_strategy} {config.fsdp.strategy} {config.fsdp.pool} "
+        key += f"{config.dtype} {config.fsdp.reduce_dtype}"
+        found[key] = (at[0] if at else None, len(set(eager)))
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+UNITS, WIDTH, LINEARS = 8, 1024, 4
+UNIT_BYTES = 4 * LINEARS * WIDTH * WIDTH
+
+
+def equal_units(mesh: DeviceMesh, device: torch.device, **options: Any) -> nn.Sequential:
+    """`UNITS` units of `UNIT_BYTES` each, and a root without parameters of its own."""
+    model = nn.Sequential()
+    for _ in range(UNITS):
+        unit = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(LINEARS))
+        )
+        model.append(fully_shard(unit, mesh=mesh, **options))
+    root: nn.Sequential = fully_shard(model, mesh=mesh, **options)
+    return root
+
+
+def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
+    """Bytes: at rest beyond the formula; each step's peak over rest; left after each step."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    x = torch.ones(1, WIDTH, device=device, requires_grad=True)
+    warm = torch.ones(WIDTH, WIDTH, device=device, requires_grad=True)
+    (warm @ warm).sum().backward()  # the library's workspaces, one a thread, are nobody's
+    del warm
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = equal_units(mesh, device, overlap=streams, pool=pool)
+    groups = cast("FSDPModule", model).fsdp_groups
+    formula = sum(4 * group.layout.shard_numel for group in groups)
+    gc.collect()
+    found: dict[str, Any] = {"beyond": torch.cuda.memory_allocated() - before - formula}
+    found |= {"rest": [], "grads": [], "peak": []}
+    rest = torch.cuda.memory_allocated()
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        h = x
+        for unit in model if recompute else ():
+            h = checkpoint(unit, h, use_reentrant=recompute == "reentrant")
+        out = h if recompute else model(x)
+        out.square().mean().backward()
+        del h, out
+        x.grad = None
+        pieces = [cast("Any", p.grad).to_local() for p in model.parameters() if p.grad is not None]
+        grads = sum(piece.nbytes for piece in pieces)
+        del pieces
+        found["peak"].append(torch.cuda.max_memory_allocated() - rest - grads)
+        found["grads"].append(torch.cuda.memory_allocated() - rest - grads)
+        for parameter in model.parameters():
+            parameter.grad = None
+        found["rest"].append(torch.cuda.memory_allocated() - rest)
+    return found
+
+
+# --- what a profiler sees ---------------------------------------------------------------------
+
+WIDE, TOKENS, SLEEP_CYCLES = 4096, 32768, 200_000_000
+
+
+def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
+    """Collectives of one step of `UNITS` units in bf16, as a trace of this rank has them."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential()
+    for _ in range(UNITS):
+        unit = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False, device=device) for _ in range(2)))
+        model.append(fully_shard(unit, mesh=mesh, mp_policy=policy, strategy=strategy))
+    fully_shard(model, mesh=mesh, mp_policy=policy, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(TOKENS, WIDE, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    # The first step under a profiler pays for its start.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+        for number in range(2):
+            dist.barrier()
+            torch.cuda.synchronize()
+            if number:
+                profiler.step()
+            # So that the host is ahead, as in a long run, and not the device waiting for it.
+            torch.cuda._sleep(SLEEP_CYCLES)
+            step()
+            torch.cuda.synchronize()
+    path = Path(folder, f"trace{strategy}{dist.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    found = summarise(events)
+    ranges = {e["name"].rsplit(" ", 1)[0] for e in events if str(e.get("name")).startswith("fsdp ")}
+    return {
+        "counts": found.counts,
+        "exposed": [(c.kind, c.number) for c in found.exposed],
+        "comm_ms": found.comm_ms,
+        "exposed_ms": found.exposed_ms,
+        "ranges": sorted(ranges),
+    }
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def save_and_load(folder: str) -> list[bool]:
+    """Train, save, go on; load into another strategy, go on: equal bits of every weight."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+
+    def build(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 3)).to(device)
+        fully_shard(model[0], mesh=mesh, strategy=strategy)
+        fully_shard(model, mesh=mesh, strategy=strategy)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            generator = torch.Generator(device).manual_seed(number)
+            x = torch.randn(16, 37, device=device, generator=generator)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build("optim_grads_params")
+    steps(model, optimizer, range(3))
+    save(folder, 3, model, optimizer)
+    other, other_optimizer = build("optim_grads_params")
+    load(folder, other, other_optimizer)
+    whole, whole_optimizer = build("no_shard")
+    load(folder, whole, whole_optimizer)
+    expected = [cast("Any", p).full_tensor() for p in model.parameters()]
+    at_load = [cast("Any", p).full_tensor() for p in whole.parameters()]
+    same = [torch.equal(a, b) for a, b in zip(expected, at_load, strict=True)]
+    steps(model, optimizer, range(3, 6))
+    steps(other, other_optimizer, range(3, 6))
+    return same + [
+        torch.equal(cast("Any", a).full_tensor(), cast("Any", b).full_tensor())
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    ]
+
+
+# ---- tests
+
 
 PARAMS = "optim_grads_params"
 DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
@@ -44,7 +250,7 @@ def cells(parallel: ParallelConfig, outers: tuple[str, ...]) -> list[TrainConfig
 
 def check_cells(ranks: RankPool, configs: list[TrainConfig], world_size: int) -> None:
     """On every rank, each configuration trains, and its graph's bits are those of eager."""
-    for found in ranks.run(programs.graphs_and_eager, configs, world_size=world_size,
+    for found in ranks.run(graphs_and_eager, configs, world_size=world_size,
                            timeout_s=280.0):  # fmt: skip
         assert len(found) == len(configs)
         assert {key: at for key, (at, _) in found.items() if at is not None} == {}
@@ -75,14 +281,12 @@ def test_two_axes_graphs_are_bitwise(gpu_ranks: RankPool) -> None:
 def check_memory(ranks: list[dict[str, Any]], units: int, pool: str) -> None:
     """The bound on the peak, and nothing left over."""
     for rank in ranks:
-        assert abs(rank["beyond"]) < programs.MIB
-        assert max(rank["peak"]) < units * programs.UNIT_BYTES, [
-            peak / programs.UNIT_BYTES for peak in rank["peak"]
-        ]
-        assert min(rank["peak"]) > programs.UNIT_BYTES, "a whole unit is gathered at some time"
+        assert abs(rank["beyond"]) < MIB
+        assert max(rank["peak"]) < units * UNIT_BYTES, [peak / UNIT_BYTES for peak in rank["peak"]]
+        assert min(rank["peak"]) > UNIT_BYTES, "a whole unit is gathered at some time"
         if pool == "dynamic":
-            assert max(rank["grads"] + rank["rest"]) < programs.MIB
-        assert abs(rank["rest"][-1] - rank["rest"][-2]) < programs.MIB
+            assert max(rank["grads"] + rank["rest"]) < MIB
+        assert abs(rank["rest"][-1] - rank["rest"][-2]) < MIB
 
 
 @pytest.mark.gpu(2)
@@ -91,17 +295,17 @@ def check_memory(ranks: list[dict[str, Any]], units: int, pool: str) -> None:
 def test_peak_memory(gpu_ranks: RankPool, recompute: str, streams: int, units: int) -> None:
     """Persistent memory is the formula's; a step holds under 5 full units, 4 with one stream."""
     args = (streams, "dynamic", recompute)
-    check_memory(gpu_ranks.run(programs.memory_of_steps, *args, world_size=2), units, "dynamic")
+    check_memory(gpu_ranks.run(memory_of_steps, *args, world_size=2), units, "dynamic")
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("pool", ["double", "traced"])
 def test_peak_memory_of_fixed_buffers(gpu_ranks: RankPool, pool: str) -> None:
     """Pools that keep their buffers stay under the same bound, and stop growing."""
-    check_memory(gpu_ranks.run(programs.memory_of_steps, 2, pool, "", world_size=2), 5, pool)
+    check_memory(gpu_ranks.run(memory_of_steps, 2, pool, "", world_size=2), 5, pool)
 
 
-GATHERS, REDUCTIONS = 2 * programs.UNITS - 1, programs.UNITS
+GATHERS, REDUCTIONS = 2 * UNITS - 1, UNITS
 """Backward begins with the unit that forward ended with, so that one is gathered once."""
 
 
@@ -113,8 +317,8 @@ GATHERS, REDUCTIONS = 2 * programs.UNITS - 1, programs.UNITS
     ("strategy", "counts"),
     [
         (PARAMS, {"AllGather": GATHERS, "ReduceScatter": REDUCTIONS}),
-        ("optim_grads", {"AllGather": programs.UNITS, "ReduceScatter": REDUCTIONS}),
-        ("optim", {"AllGather": programs.UNITS, "ReduceScatter": REDUCTIONS}),
+        ("optim_grads", {"AllGather": UNITS, "ReduceScatter": REDUCTIONS}),
+        ("optim", {"AllGather": UNITS, "ReduceScatter": REDUCTIONS}),
         ("no_shard", {"AllReduce": REDUCTIONS}),
     ],
 )
@@ -126,7 +330,7 @@ def test_collectives_overlap(
     Where weights are whole they are gathered after the optimizer, with nothing to hide under.
     """
     size = min(torch.cuda.device_count(), 4)
-    for rank in gpu_ranks.run(programs.profiled_step, strategy, str(tmp_path), world_size=size):
+    for rank in gpu_ranks.run(profiled_step, strategy, str(tmp_path), world_size=size):
         assert rank["counts"] == counts, rank
         allowed = {("AllGather", 1), ("ReduceScatter", REDUCTIONS), ("AllReduce", REDUCTIONS)}
         after = strategy in ("optim", "optim_grads")
@@ -138,5 +342,5 @@ def test_collectives_overlap(
 @pytest.mark.gpu(2)
 def test_checkpoints(gpu_ranks: RankPool, tmp_path: Path) -> None:
     """Saved and loaded over NCCL, into another strategy too, training goes on bit for bit."""
-    for rank in gpu_ranks.run(programs.save_and_load, str(tmp_path), world_size=2):
+    for rank in gpu_ranks.run(save_and_load, str(tmp_path), world_size=2):
         assert rank == [True] * len(rank)

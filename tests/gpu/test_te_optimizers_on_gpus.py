@@ -14,7 +14,7 @@ from fsdp_core.fsdp import fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.dist.rank_pool import RankPool
-from tests.gpu.fsdp_on_gpus import device_here
+from tests.gpu.test_fsdp_on_gpus import device_here
 
 WIDTH, ROWS, STEPS, GRAPH_FROM = 96, 32, 6, 3
 LR, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8

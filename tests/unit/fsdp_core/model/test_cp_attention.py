@@ -20,7 +20,8 @@ from fsdp_core.model.cp_attention import (
 )
 from fsdp_core.parallel.context import ContextPlan, Spans, dense_plan
 from fsdp_core.parallel.mesh import Axis
-from tests.dist.context_programs import (
+from tests.dist.parity_bounds import Bounded
+from tests.dist.test_context_parallel import (
     RESULTS,
     SHAPES,
     Inputs,
@@ -29,7 +30,6 @@ from tests.dist.context_programs import (
     draw,
     run_attention,
 )
-from tests.dist.parity_bounds import Bounded
 
 TIME = 24
 CPU = torch.device("cpu")
