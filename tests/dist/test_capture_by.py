@@ -74,9 +74,6 @@ def fail_and_try_again(scoped: Scoped, where: str) -> tuple[str, list[Any], list
     return text, left, bits
 
 
-# ---- tests
-
-
 LIBRARIES = ("te", "torch")
 PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
 EXPERTS = ("moe_tiny", MIXED | CAPACITY)

@@ -59,9 +59,6 @@ def test_backwards_are_captured_in_reverse(warm_ranks: RankPool) -> None:
     ]
 
 
-# ---- tests
-
-
 def branch(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     counts.add_(1)
     return F.dropout(x * weight, 0.5)

@@ -326,9 +326,6 @@ def check_copies(model: Any) -> None:
                 assert same_bits(copy.detach(), parameter.detach().full_tensor().bfloat16())
 
 
-# ---- tests
-
-
 HUBS = ("plain", "more units")
 """Every layout is loaded into these; into others the first of these and the layout before it."""
 

@@ -347,9 +347,6 @@ def die_at(tick_to_die_at: int) -> None:
     os.fsync = watched(os.fsync, every=1)
 
 
-# ---- tests
-
-
 @pytest.fixture(scope="module")
 def fresh_process() -> Iterator[FreshProcess]:
     process = FreshProcess(__name__)

@@ -136,9 +136,6 @@ def planted_all(runs: list[Compiled], plant: str) -> list[Planted]:
     return [planted(run, plant) for run in runs]
 
 
-# ---- tests
-
-
 TIMEOUT_S = 240.0
 """The compiler takes seconds on an idle machine."""
 ATTN, MLP, FULL = ("attn",), ("mlp",), ("full_iteration",)

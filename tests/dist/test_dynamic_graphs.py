@@ -198,9 +198,6 @@ def lifetime_of_tables(run: Run) -> tuple[bool, str, bool]:
     return is_kept, message, table() is None
 
 
-# ---- tests
-
-
 ATTN, FRONT = ("attn",), ("attn", "moe_router", "moe_preprocess")
 ONE: dict[str, Any] = {"layers": 1}
 DENSE = "dense_tiny_dropout"

@@ -66,9 +66,6 @@ def by(engine: str) -> TrainConfig:
     return replace(Run({"dp": 2}).config, engine=engine)
 
 
-# ---- tests
-
-
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_digests_are_of_what_the_engine_computes_with(engine: str, warm_ranks: RankPool) -> None:
     """Not of copies: names, bits and a write to one of them."""

@@ -155,9 +155,6 @@ def refuse_cast() -> str:
     return "accepted"
 
 
-# ---- tests
-
-
 @pytest.mark.parametrize("pool", ["dynamic", "double"])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_fused_trains_as_unfused(pool: str, ragged: bool, warm_ranks: RankPool) -> None:

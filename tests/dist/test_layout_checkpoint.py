@@ -296,9 +296,6 @@ def change_library(folder: str) -> tuple[list[str], float, list[str]]:
     return wrong, scaled.scale, said
 
 
-# ---- tests
-
-
 LAYOUTS: dict[str, Layout | None] = {
     "one process": None,
     "DP2xTP2xPP2 SP": Layout(ParallelConfig(dp=2, tp=2, pp=2, sequence_parallel=True)),

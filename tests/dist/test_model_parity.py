@@ -72,9 +72,6 @@ def run_masks(problem: Problem, layout: Layout) -> Outcome:
     return watch.outcome
 
 
-# ---- tests
-
-
 DENSE, MLA = "dense_tiny", "mla_moe_tiny"
 
 

@@ -226,9 +226,6 @@ def refused(scoped: Scoped, where: str) -> tuple[str, list[Any]]:
     return said, seen
 
 
-# ---- tests
-
-
 RUN = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY)
 ROUTER, LAYER = ("attn", "mlp", "moe_router"), ("layer",)
 

@@ -173,9 +173,6 @@ def largest_tensors(block_rows: int) -> dict[str, Any]:
     }
 
 
-# ---- tests
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "dtype"), [(2, DTYPES[0]), (2, DTYPES[2]), (4, DTYPES[1]),
                                            (8, DTYPES[2])])  # fmt: skip

@@ -116,9 +116,6 @@ def memory_left(scopes: tuple[str, ...]) -> dict[str, int]:
     }
 
 
-# ---- tests
-
-
 NOT_PERMITTED = "not permitted when stream is capturing"
 
 

@@ -28,9 +28,6 @@ def compare(
     return found
 
 
-# ---- tests
-
-
 MODELS = {
     "dense_tiny_dropout": (("attn", "mlp"), ("attn", "mlp", "attn+mlp", "layer", "full_iteration")),
     "moe_tiny": (

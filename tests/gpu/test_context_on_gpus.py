@@ -162,9 +162,6 @@ def graphs_and_eager(order: tuple[int, ...]) -> int:
     return agreed
 
 
-# ---- tests
-
-
 @pytest.mark.gpu(1)
 def test_one_gpu_is_attention(gpu_ranks: RankPool) -> None:
     """On one GPU both kernels are off by rounding alone, dense and packed."""

@@ -222,9 +222,6 @@ def save_and_load(folder: str) -> list[bool]:
     ]
 
 
-# ---- tests
-
-
 PARAMS = "optim_grads_params"
 DTYPES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
 

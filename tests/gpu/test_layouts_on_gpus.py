@@ -52,9 +52,6 @@ def run_fault(
     return run_cells([cell_of(model, name, dtype, device=device, fault=fault)], pool)[0]
 
 
-# ---- tests
-
-
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
 

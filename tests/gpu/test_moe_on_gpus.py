@@ -172,9 +172,6 @@ def grouped_on_gpu() -> dict[str, Any]:
     return grouped_products(Device("cuda", torch.cuda.current_device()), "auto")
 
 
-# ---- tests
-
-
 @pytest.mark.gpu(1)
 def test_the_host_waits_once_where_it_must(gpu_ranks: RankPool) -> None:
     """A dropless step reads its sizes once, drop-and-pad never waits, backward included."""

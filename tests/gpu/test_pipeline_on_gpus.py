@@ -167,9 +167,6 @@ def _compare_captured(device: Device, axis: Axis, maker: GraphMaker, shape: Shap
     ]
 
 
-# ---- tests
-
-
 SHAPES = [(1, 1), (1, 3), (1, 8), (2, 4), (2, 8)]
 
 

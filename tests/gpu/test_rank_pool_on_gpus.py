@@ -21,9 +21,6 @@ def split_and_sum() -> tuple[int, int, float, int]:
     return os.getpid(), id(world), float(number), len(dist.distributed_c10d._world.pg_map)
 
 
-# ---- tests
-
-
 @pytest.mark.gpu(2)
 def test_calls_share_the_default_group_and_nothing_else(gpu_ranks: RankPool) -> None:
     """Each call splits it anew and sums right; groups of the call before are gone."""

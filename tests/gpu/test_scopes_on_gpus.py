@@ -108,9 +108,6 @@ def compare(kind: str, eager: TrainConfig, scopes: tuple[str, ...]) -> dict[str,
     return found
 
 
-# ---- tests
-
-
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
 MOE = ("dp4", "tp2", "ep2 etp2")

@@ -85,9 +85,6 @@ def fuses(fp8: str) -> bool:
     return experts.fuses(te, recipe, torch.bfloat16)
 
 
-# ---- tests
-
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="needs the extra te (transformer-engine), which is not installed",

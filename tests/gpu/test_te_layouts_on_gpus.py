@@ -364,9 +364,6 @@ def _differing_scales(stages: list[DecoderStage], axes: Axes) -> int:
     return differing
 
 
-# ---- tests
-
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="needs the extra te (transformer-engine), which is not installed",

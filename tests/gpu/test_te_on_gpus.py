@@ -93,9 +93,6 @@ def fused_gradients(strategy: str) -> dict[str, Any]:
     return {"wrong": wrong, "norm": whole[0].up.weight.main_grad.norm().item()}
 
 
-# ---- tests
-
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="needs the extra te (transformer-engine), which is not installed",

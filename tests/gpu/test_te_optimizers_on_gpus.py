@@ -175,9 +175,6 @@ def resumes() -> list[int]:
     return [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
 
 
-# ---- tests
-
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="needs the extra te (transformer-engine), which is not installed",

@@ -156,9 +156,6 @@ def replay_and_eager(sequence_parallel: bool) -> list[bool]:
     return [all(map(torch.equal, eager, replayed)) for eager, replayed in zip(*found, strict=True)]
 
 
-# ---- tests
-
-
 @pytest.mark.gpu(1)
 def test_streams_draw_in_graphs_as_eagerly(gpu_ranks: RankPool) -> None:
     """Replays draw what eager runs draw, step by step, and neither waits for the device."""
