@@ -30,18 +30,6 @@ def warm_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def _share(text: str) -> tuple[int, int]:
-    index, slash, number = text.partition("/")
-    if not (slash and index.isdigit() and number.isdigit() and 1 <= int(index) <= int(number)):
-        raise pytest.UsageError(f"--share: expected K/N with K from 1 to N, got {text}")
-    return int(index), int(number)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of the long tests of ranks, `tests/dist/conftest.py` takes a share."""
-    parser.addoption("--share", type=_share, default=(1, 1), metavar="K/N", help="of long tests")
-
-
 def pytest_report_header() -> list[str]:
     """Say that GPU tests ran with shared GPUs."""
     return [f"ranks per GPU: {RANKS_PER_GPU}"] if RANKS_PER_GPU > 1 else []
