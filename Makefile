@@ -56,7 +56,7 @@ lint: $(VENV)/.ready-dev
 	$(TOOLS) ruff format --check .
 	$(BIN)/python -m mypy
 	$(TOOLS) lint-imports
-	$(TOOLS) check-jsonschema --builtin-schema vendor.github-workflows docs/ci/github/*.yml
+	$(TOOLS) check-jsonschema --builtin-schema vendor.github-workflows docs/ci/github/*.yml .github/workflows/*.yml
 	$(TOOLS) check-jsonschema --builtin-schema vendor.gitlab-ci --data-transform gitlab-ci docs/ci/gitlab.yml
 	$(TOOLS) codespell
 

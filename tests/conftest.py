@@ -22,6 +22,11 @@ settings.register_profile(
 settings.load_profile("any_machine")
 
 
+def pytest_configure() -> None:
+    """One thread of torch: several wait busily for cores that other tests are on."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="session")
 def warm_ranks() -> Iterator[RankPool]:
     """CPU ranks that stay warm for the whole run: `warm_ranks.run(function, world_size=4)`."""

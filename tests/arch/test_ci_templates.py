@@ -1,4 +1,4 @@
-"""The CI templates of docs/ci: what they type exists, and they ask for no more than they need.
+"""The CI templates of docs/ci and our own: what they type exists, they ask for what they need.
 
 Their syntax is checked against the schemas of GitHub and GitLab by `make lint`.
 """
@@ -20,7 +20,7 @@ from tests.arch.tree import ROOT
 
 pytest_plugins = ["pytester"]
 
-GITHUB = sorted((ROOT / "docs/ci/github").glob("*.yml"))
+GITHUB = [*sorted((ROOT / "docs/ci/github").glob("*.yml")), ROOT / ".github/workflows/ci.yml"]
 GITLAB = ROOT / "docs/ci/gitlab.yml"
 VARIABLES = {
     "${{ matrix.shard }}": "1/8", "$CI_NODE_INDEX": "1", "$CI_NODE_TOTAL": "8",
@@ -74,6 +74,8 @@ def test_what_a_template_types_exists(line: str, pytester: pytest.Pytester) -> N
             config = pytester.parseconfig("-p", "harness.pytest_plugin.plugin", *args)
             assert config.getoption("harness")
             assert set(str(config.getoption("markexpr")).split(" or ")) <= set(TIERS)
+        case ["bash", script]:
+            assert (ROOT / script).is_file()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case ["python", "-m", "pip", "install", "--editable", extras]:

@@ -1,47 +1,16 @@
 """Evidence is data: nothing reads our own sentences, paths of tracebacks or printed lines again.
 
 What a message says is also in a field of the exception, the record, the outcome or the answer that
-it came from. Patterns are for formats of others, and for grammars of names.
+it came from.
 """
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from tests.arch.tree import ROOT, code_files, syntax
 
-NAMES = "a grammar of names or of what a user writes"
-PATTERNS = {
-    "harness/bisect/repro.py": (1, NAMES),
-    "harness/scenario/settings.py": (1, NAMES),
-    "harness/campaign/scoring.py": (1, NAMES),
-    "harness/store/verify.py": (1, NAMES),
-    "harness/runner/run.py": (1, NAMES),
-    "harness/records.py": (1, NAMES),
-    "harness/provenance.py": (3, "variables of the environment, commits, the driver's version"),
-    "harness/recorder/hooks.py": (2, NAMES),
-    "harness/recorder/observer.py": (1, NAMES),
-    "harness/scenario/schema.py": (1, NAMES),
-    "harness/scenario/suite.py": (1, NAMES),
-    "harness/runner/plan.py": (1, NAMES),
-    "harness/store/folder.py": (1, NAMES),
-    "harness/pytest_plugin/session.py": (1, NAMES),
-    "harness/engine/evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
-    "harness/engine/outcome.py": (5, "faulthandler's stacks, srun's log, the kernel's counters"),
-    "harness/engine/slurm.py": (1, "scontrol's output"),
-    "harness/worker/node.py": (1, "scontrol's output"),
-    "harness/program/packages.py": (13, "pip's output, and the grammar of requirements"),
-    "harness/recorder/session.py": (1, "the table of library errors: gloo's places"),
-    "harness/masking.py": (10, "secrets, in whatever form"),
-    "harness/scenario/yaml_source.py": (2, "YAML"),
-    "harness/terminal.py": (1, "blanks that rich leaves at ends of lines"),
-    "reports/markdown.py": (2, "Markdown's own characters"),
-    "reports/reading.py": (1, NAMES),
-    "reports/text.py": (3, "digests, and characters that a terminal or XML does not take"),
-}
-"""Files that use patterns: how often, and on what. Our own sentences are no reason."""
 PROSE = frozenset(
     {"message", "messages", "told", "said", "traceback", "evidence", "unknown", "notes", "stderr",
      "stderr_tail", "text", "words", "why"}
@@ -52,11 +21,11 @@ TAKES_APART = frozenset(
      "index", "removeprefix", "removesuffix", "count", "replace"}
 )  # fmt: skip
 READS = {
-    "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
-    "harness/history/ledger.py": (1, "SQLite gives text that does not decode no error code"),
-    "harness/provenance.py": (1, "PyTorch says of a cuDNN that it refuses which one that is"),
+    "harness/engine/outcome.py": "faulthandler's stacks of a process that answers no more",
+    "harness/history/ledger.py": "SQLite gives text that does not decode no error code",
+    "harness/provenance.py": "PyTorch says of a cuDNN that it refuses which one that is",
 }
-"""Files that take sentences apart: how often, and whose they are."""
+"""Files that take sentences apart, and whose they are."""
 
 
 def takes_apart(tree: ast.AST) -> Iterator[ast.expr]:
@@ -109,34 +78,6 @@ def is_prose(node: ast.expr) -> bool:
             return False
 
 
-def uses_of_patterns(tree: ast.AST) -> list[ast.Call]:
-    """Calls of functions of `re`."""
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "re"
-        and node.func.attr != "escape"
-    ]
-
-
-def test_patterns_are_for_formats_of_others() -> None:
-    """A new one has a reason in the list above, and one that went leaves it."""
-    found = Counter[str]()
-    for path in code_files("harness", "reports"):
-        found[str(path.relative_to(ROOT))] += len(uses_of_patterns(syntax(path)))
-    assert dict(+found) == {path: number for path, (number, _) in PATTERNS.items()}
-
-
-def test_nothing_is_imported_from_re() -> None:
-    """So that the test above sees every use."""
-    for path in code_files("harness", "reports"):
-        for node in ast.walk(syntax(path)):
-            assert not (isinstance(node, ast.ImportFrom) and node.module == "re"), path
-
-
 def test_no_sentence_is_taken_apart() -> None:
     """What somebody wants to know of a failure is a field of it."""
     found = {
@@ -144,8 +85,7 @@ def test_no_sentence_is_taken_apart() -> None:
         for path in code_files("harness", "reports")
         if (read := list(takes_apart(syntax(path))))
     }
-    allowed = {path: number for path, (number, _) in READS.items()}
-    assert {path: len(each) for path, each in found.items()} == allowed, found
+    assert found.keys() <= READS.keys(), found
 
 
 @pytest.mark.parametrize(
@@ -155,10 +95,8 @@ def test_no_sentence_is_taken_apart() -> None:
         ("any(p in error.message.lower() for p in ps)", 1), ("str(error).partition(':')", 1),
         ("one_line(flaw.message).split()", 1), ("name.partition('.')", 0), ("a.name in b.names", 0),
         ("found.message != NO_ANSWER", 1), ("error.message == 'gone'", 1), ("a.message != ''", 0),
-        ("re.compile('x') or re.escape('y')", 0),
     ],
 )  # fmt: skip
 def test_the_rule_finds_what_it_should(text: str, number: int) -> None:
     """It is not green by being blind."""
     assert len(list(takes_apart(ast.parse(text)))) == number
-    assert len(uses_of_patterns(ast.parse(text))) == ("re.compile" in text)

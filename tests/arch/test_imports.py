@@ -29,36 +29,6 @@ def may_use_torch(module: str) -> bool:
     return inside and not free
 
 
-def layered_packages() -> dict[str, set[str]]:
-    """Package -> its children named by an exhaustive layers contract; `a.b` is one of a room."""
-    found: dict[str, set[str]] = {}
-    for contract in settings()["tool"]["importlinter"]["contracts"]:
-        if contract["type"] == "layers":
-            assert contract["exhaustive"], contract["name"]
-            names = {n for layer in contract["layers"] for n in re.findall(r"[\w.]+", layer)}
-            for container in contract["containers"]:
-                for name in names:
-                    room, _, module = name.partition(".")
-                    found.setdefault(container, set()).add(room)
-                    if module:
-                        found.setdefault(f"{container}.{room}", set()).add(module)
-    return found
-
-
-@pytest.mark.parametrize("package", layered_packages())
-def test_every_module_is_in_a_layer(package: str) -> None:
-    """A new module has to say where it stands, and a removed one leaves no layer behind."""
-    folder = ROOT / package.replace(".", "/")
-    children = {p.stem for p in folder.glob("*.py")} - {"__init__"}
-    children |= {p.name for p in folder.iterdir() if p.is_dir() and list(p.glob("*.py"))}
-    assert layered_packages()[package] == children
-
-
-def test_each_package_has_layers() -> None:
-    """All three packages are under a layers contract."""
-    assert set(PACKAGES) <= set(layered_packages())
-
-
 def test_torch_is_imported_only_where_it_may_be() -> None:
     """torch belongs to the engine and the worker, not even inside a function elsewhere."""
     wrong = [e for e in all_imports() if e.top == "torch" and not may_use_torch(e.module)]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import datetime
+import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from harness.history import DATABASE_FILE, History, gather
 from harness.history.ledger import CaseEntry, FolderEntry, RunEntry
 from harness.store import RunFolder
-from tests.unit.reports.folders import Edit, Writer, drift, nan_at_12, same
+from tests.unit.reports.folders import Edit, Writer, drift, nan_at_12
 
 SCENARIO = """\
 name: nightly
@@ -25,49 +27,15 @@ NIGHTS = 14
 FIRST = datetime.datetime(2031, 2, 1, 3, tzinfo=datetime.UTC)
 
 
-def write_nightly(folder: Path, num_cases: int, *, failing: float = 0.06) -> Path:
-    """A run folder of `num_cases` cases of which a part fails, some as one of three causes."""
-    rng = random.Random(num_cases)
-    writer = Writer(folder, scenario=SCENARIO, steps=STEPS, created=_created(NIGHTS))
-    names = [
-        (model, strategy, pool, seed, graph)
-        for seed in range(num_cases)
-        for model in MODELS
-        for strategy in STRATEGIES
-        for pool in POOLS
-        for graph in GRAPHS
-    ][:num_cases]
-    for model, strategy, pool, seed, graph in names:
-        labels = {
-            "model": model, "strategy": strategy, "pool": pool, "seed": str(seed), "graph": graph,
-        }  # fmt: skip
-        name = "-".join([model, strategy, pool, f"s{seed}", graph])
-        draw = rng.random()
-        changes: dict[str, Any] = {}
-        if draw < failing * 0.5:
-            changes["candidate"] = {"edit": _early(drift)}
-        elif draw < failing * 0.7:
-            changes["candidate"] = {"edit": _early(nan_at_12)}
-        elif draw < failing * 0.8:
-            printed = "".join(f"step {n} took 12 ms\n" for n in range(60))
-            changes["candidate"] = {
-                "what": "hang", "culprit": 1, "stop": 4, "printed": printed,
-                "message": "time was up after 300 s; the others waited for rank 1 in all_gather",
-            }  # fmt: skip
-        elif draw < failing * 0.9:
-            changes["candidate"] = {"peak": 100 << 20}
-        elif draw < failing:
-            changes["control"] = {"edit": _early(drift)}
-        elif draw > 0.97:
-            changes["skip_reason"] = "needs GPUs for 8 ranks, this machine has them for 4"
-        writer.add(name, 2, graph, labels=labels, scenario="nightly", **changes)
-    return writer.write()
+HANG = {
+    "what": "hang", "culprit": 1, "stop": 4,
+    "printed": "".join(f"step {n} took 12 ms\n" for n in range(60)),
+    "message": "time was up after 300 s; the others waited for rank 1 in all_gather",
+}  # fmt: skip
 
 
 def _early(edit: Edit) -> Edit:
     """An edit that is written for twenty steps, six steps earlier."""
-    if edit is same:
-        return edit
     return lambda record: (
         None
         if (changed := edit(dataclasses.replace(record, step=record.step + 6))) is None
@@ -75,45 +43,68 @@ def _early(edit: Edit) -> Edit:
     )
 
 
+def _changes(draw: float, failing: float) -> dict[str, Any]:
+    """What becomes of a case: some of the failing part each."""
+    share = draw / failing if failing else math.inf
+    for limit, changes in (
+        (0.5, {"candidate": {"edit": _early(drift)}}),
+        (0.7, {"candidate": {"edit": _early(nan_at_12)}}), (0.8, {"candidate": HANG}),
+        (0.9, {"candidate": {"peak": 100 << 20}}), (1.0, {"control": {"edit": _early(drift)}}),
+    ):  # fmt: skip
+        if share < limit:
+            return changes
+    if draw > 0.97:
+        return {"skip_reason": "needs GPUs for 8 ranks, this machine has them for 4"}
+    return {}
+
+
+def write_nightly(folder: Path, num_cases: int, *, failing: float = 0.06) -> Path:
+    """A run folder of `num_cases` cases of which a part fails, some as one of three causes."""
+    rng = random.Random(num_cases)
+    writer = Writer(folder, scenario=SCENARIO, steps=STEPS, created=_created(NIGHTS))
+    every = itertools.product(range(num_cases), MODELS, STRATEGIES, POOLS, GRAPHS)
+    for seed, model, strategy, pool, graph in itertools.islice(every, num_cases):
+        labels = {
+            "model": model, "strategy": strategy, "pool": pool, "seed": str(seed), "graph": graph,
+        }  # fmt: skip
+        name = "-".join([model, strategy, pool, f"s{seed}", graph])
+        changes = _changes(rng.random(), failing)
+        writer.add(name, 2, graph, labels=labels, scenario="nightly", **changes)
+    return writer.write()
+
+
 def _created(night: int) -> str:
     return (FIRST + datetime.timedelta(days=night)).isoformat(timespec="seconds")
 
 
-def write_history(folder: Path, *, nights: int = NIGHTS) -> Path:
+def write_history(folder: Path) -> Path:
     """Nights before the folder's own: values that vary, some failures, and the night itself."""
-    entry = gather(RunFolder.open(folder))
+    entry, rng = gather(RunFolder.open(folder)), random.Random(NIGHTS)
     path = folder.parent / DATABASE_FILE
-    rng = random.Random(nights)
     with History.open(path, create=True) as history:
-        for night in range(nights + 1):
-            history.record(_night(entry, night, rng, last=night == nights))
+        for night in range(NIGHTS + 1):
+            history.record(_night(entry, night, rng))
     return path
 
 
-def _night(entry: FolderEntry, night: int, rng: random.Random, *, last: bool) -> FolderEntry:
+def _night(entry: FolderEntry, night: int, rng: random.Random) -> FolderEntry:
     slow = 1.3 if night >= 9 else 1.0
 
-    def run(plain: RunEntry) -> RunEntry:
-        if plain.step_s is None:
-            return plain
-        return dataclasses.replace(plain, step_s=0.0125 * slow * rng.uniform(0.99, 1.01))
-
     def case(plain: CaseEntry, place: int) -> CaseEntry:
-        if last or plain.outcome in ("passed", "skipped"):
-            return plain
         # Failures are of different ages, and some come and go.
-        if night >= (place % 11) + 3 or (place % 7 == 0 and night % 5 == 0):
+        fails = night >= (place % 11) + 3 or (place % 7 == 0 and night % 5 == 0)
+        if night == NIGHTS or plain.outcome in ("passed", "skipped") or fails:
             return plain
         return dataclasses.replace(
             plain, outcome="passed", what="", message="", causes=(), difference=None
         )
 
+    def run(plain: RunEntry) -> RunEntry:
+        step_s = 0.0125 * slow * rng.uniform(0.99, 1.01)
+        return plain if plain.step_s is None else dataclasses.replace(plain, step_s=step_s)
+
     return dataclasses.replace(
-        entry,
-        id=f"{night:016x}",
-        created=_created(night),
-        commit=f"{night // 2:012x}",
-        environment={"cores": 8},
+        entry, id=f"{night:016x}", created=_created(night), commit=f"{night // 2:012x}",
+        environment={"cores": 8}, runs=tuple(map(run, entry.runs)),
         cases=tuple(case(c, place) for place, c in enumerate(entry.cases)),
-        runs=tuple(run(r) for r in entry.runs),
-    )
+    )  # fmt: skip

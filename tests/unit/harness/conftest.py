@@ -1,12 +1,25 @@
 """Fixtures of the harness' unit tests."""
 
+import functools
+import os
 from pathlib import Path
 
 import pytest
 
+from harness import provenance
 from harness.cli import report as report_commands
 from harness.runner import launch
 from tests.support.fake_engine import SCENARIO, Capsys, Cli, FakeEngine
+
+
+_packages = functools.cache(provenance.installed_packages)
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only they would lose need not reach the disk; packages are read once."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(provenance, "installed_packages", lambda: dict(_packages()))
 
 
 @pytest.fixture

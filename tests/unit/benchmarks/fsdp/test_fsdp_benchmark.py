@@ -18,10 +18,8 @@ REDUCE = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<
 
 def kernel(name: str, stream: int, begin_us: float, end_us: float) -> dict[str, Any]:
     """An event as `torch.profiler` writes it."""
-    times = {"ts": begin_us, "dur": end_us - begin_us}
-    return {"ph": "X", "cat": "kernel", "name": name, "tid": stream, "args": {"stream": stream}} | (
-        times
-    )
+    return {"ph": "X", "cat": "kernel", "name": name, "tid": stream, "args": {"stream": stream},
+            "ts": begin_us, "dur": end_us - begin_us}  # fmt: skip
 
 
 STEP: list[dict[str, Any]] = [
@@ -46,25 +44,16 @@ def test_summary_of_a_trace() -> None:
     assert summary.comm_ms == pytest.approx(0.44, abs=1e-12)
     assert summary.exposed_ms == pytest.approx(0.1 + 0.09 + 0.05 + 0.04, abs=1e-12)
     exposed = [(c.kind, c.number, c.exposed_us) for c in summary.exposed]
-    assert exposed == [
-        ("AllGather", 1, 100.0),
-        ("AllGather", 3, 90.0),
-        ("ReduceScatter", 1, 50.0),
-        ("ReduceScatter", 2, 40.0),
-    ]
+    assert exposed == [("AllGather", 1, 100.0), ("AllGather", 3, 90.0),
+                       ("ReduceScatter", 1, 50.0), ("ReduceScatter", 2, 40.0)]  # fmt: skip
     assert "AllGather 3 of 3, 90 of 100 us" in described(summary)[3]
 
 
-def test_collectives_at_once_count_once() -> None:
+def test_collectives_at_once_count_once_and_a_trace_may_have_none() -> None:
     """Communication that goes on twice at a time is not twice as long."""
     events = [kernel(GATHER, 20, 0, 100), kernel(REDUCE, 22, 50, 150), kernel("gemm", 7, 140, 200)]
     summary = summarise(events)
-    assert summary.comm_ms == 0.15
-    assert summary.exposed_ms == 0.14
-
-
-def test_a_trace_without_kernels() -> None:
-    """A trace of the processor alone has nothing to say, and says so."""
+    assert (summary.comm_ms, summary.exposed_ms) == (0.15, 0.14)
     summary = summarise(STEP[:2])
     assert summary.counts == {}
     assert described(summary)[1].startswith("collectives: none")
@@ -103,20 +92,18 @@ def result(engine: str, times_ms: list[float], second_loss: float = 2.5, **more:
     )
 
 
+def judged(*results: Result) -> dict[str, Any]:
+    """Rows by engine."""
+    return {row.engine: row for row in rows(results)}
+
+
 def test_ratios_are_to_the_peer_of_the_same_kind() -> None:
     """Times of all rounds are pooled, and compiled engines are compared with a compiled FSDP2."""
-    found = {
-        row.engine: row
-        for row in rows(
-            [
-                result("ours", [10.0, 30.0]),
-                result("fsdp2", [40.0]),
-                result("ours", [20.0]),
-                result("ours_compiled", [10.0]),
-                replace(result("fsdp2_compiled", [12.0]), reserved_gib=20.0),
-            ]
-        )
-    }
+    found = judged(
+        result("ours", [10.0, 30.0]), result("fsdp2", [40.0]), result("ours", [20.0]),
+        result("ours_compiled", [10.0]),
+        replace(result("fsdp2_compiled", [12.0]), reserved_gib=20.0),
+    )  # fmt: skip
     assert found["ours"].step_ms == (12.0, 20.0, 28.0)
     assert found["ours"].speed == 2.0
     assert found["ours_compiled"].speed == 1.2
@@ -124,32 +111,42 @@ def test_ratios_are_to_the_peer_of_the_same_kind() -> None:
     assert "last loss has fsdp2's bits" in found["ours"].notes
 
 
-@pytest.mark.parametrize("loss", [2.6, math.nan])
-def test_another_loss_is_not_right(loss: float) -> None:
-    """An engine whose loss is not the peer's is flagged; one that does not train is not."""
-    others = [result("fsdp2", [1.0]), result("limit", [1.0], loss), result("ours", [1.0], loss)]
-    judged = {row.engine: row for row in rows(others)}
-    assert not judged["ours"].is_right
-    assert "SECOND LOSS DIFFERS from fsdp2's on ranks 0" in judged["ours"].notes
-    assert judged["limit"].is_right
+PEER = replace(result("fsdp2", [1.0]), losses=((3.0, 2.5, 2.0), (4.0, 3.5, 3.0)))
+CUT = Result("decoder", "fsdp2", 0, 0.0, error="not run: out of time")
 
 
-def test_a_loss_of_any_rank_is_compared() -> None:
-    """A rank whose weights are others than rank 0's is named."""
-    peer = replace(result("fsdp2", [1.0]), losses=((3.0, 2.5, 2.0), (4.0, 3.5, 3.0)))
-    mine = replace(peer, engine="ours", losses=((3.0, 2.5, 2.0), (4.0, 3.6, 3.0)))
-    judged = {row.engine: row for row in rows([peer, mine])}
-    assert not judged["ours"].is_right
-    assert "SECOND LOSS DIFFERS from fsdp2's on ranks 1" in judged["ours"].notes
+def of_losses(*losses: tuple[float, float, float]) -> Result:
+    return replace(PEER, engine="ours", losses=losses, last_loss_bits="other")
 
 
-@pytest.mark.parametrize(("second", "is_right"), [(2.999, True), (3.0, False), (2.9975, False)])
-def test_an_engine_that_does_not_train_is_not_right(second: float, is_right: bool) -> None:
-    """However little the peer's loss moves, one that moves by none of it, or twice it, is wrong."""
-    peer, mine = result("fsdp2", [1.0], 2.9988), result("ours", [1.0], second)
-    judged = {row.engine: row for row in rows([peer, mine])}
-    assert judged["ours"].is_right == is_right
-    assert ("LOSS DOES NOT MOVE as fsdp2's" in judged["ours"].notes) != is_right
+@pytest.mark.parametrize(
+    ("mine", "peer", "note"),
+    [
+        *((result("ours", [1.0], loss), result("fsdp2", [1.0]),
+           "SECOND LOSS DIFFERS from fsdp2's on ranks 0") for loss in (2.6, math.nan)),
+        # A rank whose weights are others than rank 0's is named.
+        (of_losses((3.0, 2.5, 2.0), (4.0, 3.6, 3.0)), PEER,
+         "SECOND LOSS DIFFERS from fsdp2's on ranks 1"),
+        # However little the peer's loss moves, one that moves by none of it, or twice it, is wrong.
+        *((result("ours", [1.0], second), result("fsdp2", [1.0], 2.9988), note)
+          for second, note in ((2.999, ""), (3.0, "LOSS DOES NOT MOVE as fsdp2's"),
+                               (2.9975, "LOSS DOES NOT MOVE as fsdp2's"))),
+        # Sums without a fixed order make two right runs differ; neither ends in NaN.
+        (of_losses((3.0, 2.5, 2.2), (4.0, 3.5, 3.0)), PEER, ""),
+        (of_losses((3.0, 2.5, math.nan), (4.0, 3.5, 3.0)), PEER, None),
+        # A peer that was asked for and has no figures lets nothing pass.
+        (result("ours", [1.0]), CUT, "losses compared with nothing: fsdp2 has no figures"),
+        (result("limit", [1.0], 2.6), result("fsdp2", [1.0]), ""),  # it does not train
+        (result("ours", [1.0]), None, ""),
+    ],
+)  # fmt: skip
+def test_an_engine_whose_losses_are_not_the_peers_is_not_right(
+    mine: Result, peer: Result | None, note: str | None
+) -> None:
+    """On any rank; it is flagged with the reason."""
+    found = judged(mine, *([peer] if peer else []))[mine.engine]
+    assert found.is_right == (note == "")
+    assert not note or note in found.notes
 
 
 def test_times_of_shared_gpus_are_called_meaningless() -> None:
@@ -160,24 +157,6 @@ def test_times_of_shared_gpus_are_called_meaningless() -> None:
     assert "speed" not in lines
     assert " x " not in lines
     assert "2.00 x " in "\n".join(table(found))
-
-
-def test_last_losses_may_wander_and_must_be_finite() -> None:
-    """Sums without a fixed order make two right runs differ; neither ends in NaN."""
-    for last, is_right in ((2.2, True), (math.nan, False)):
-        mine = replace(result("ours", [1.0]), losses=((3.0, 2.5, last),), last_loss_bits="other")
-        judged = {row.engine: row for row in rows([result("fsdp2", [1.0]), mine])}
-        assert judged["ours"].is_right == is_right
-
-
-def test_losses_compared_with_nothing_are_not_right() -> None:
-    """A peer that was asked for and has no figures, because time was up, lets nothing pass."""
-    cut = Result("decoder", "fsdp2", 0, 0.0, error="not run: out of time")
-    judged = {row.engine: row for row in rows([result("ours", [1.0]), cut])}
-    assert not judged["ours"].is_right
-    assert judged["ours"].notes == ["losses compared with nothing: fsdp2 has no figures"]
-    (alone,) = rows([result("ours", [1.0])])
-    assert alone.is_right
 
 
 def test_an_error_is_a_row() -> None:
@@ -191,14 +170,8 @@ def test_an_error_is_a_row() -> None:
 
 def test_the_slowest_rank_counts() -> None:
     """Times are those of the slowest rank, memory is the most of any, losses are of all ranks."""
-    base = {
-        "device": "CPU",
-        "losses": (1.0, 0.7, 0.5),
-        "last_loss_bits": "a",
-        "graphs": 1,
-        "graph_breaks": 0,
-        "late_graphs": 0,
-    }
+    base = {"device": "CPU", "losses": (1.0, 0.7, 0.5), "last_loss_bits": "a", "graphs": 1,
+            "graph_breaks": 0, "late_graphs": 0}  # fmt: skip
     ranks = [
         base | {"times_ms": [1.0, 9.0, 2.0], "allocated_gib": 3.0, "reserved_gib": 4.0},
         base | {"times_ms": [3.0, 3.0, 3.0], "allocated_gib": 2.0, "reserved_gib": 5.0},
@@ -211,17 +184,9 @@ def test_the_slowest_rank_counts() -> None:
 
 
 JOB = Job(
-    workload="stack",
-    engine="fsdp2",
-    ranks=2,
-    steps=2,
-    reduce="bf16",
-    devices=(),
-    tiny=True,
-    compile_backend="eager",
-    folder="",
-    timeout_s=120.0,
-)
+    workload="stack", engine="fsdp2", ranks=2, steps=2, reduce="bf16", devices=(), tiny=True,
+    compile_backend="eager", folder="", timeout_s=120.0,
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from harness.bisect.commits import (
 from harness.bisect.experiments import Answer, Questions, Reply
 from harness.errors import Interrupted, UsageError
 from harness.records import Ending, Verdict
-from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
+from tests.support.git_history import BROKEN, WRONG, git, make_history, programs
 from tests.unit.harness.bisect.made_up_asker import case_of, program_run, run, verdict_of
 
 NUMBER = 64

@@ -528,15 +528,18 @@ def test_right_programs_are_refused_no_more_often_than_stated(
     monkeypatch: pytest.MonkeyPatch, *, walks: bool
 ) -> None:
     """Errors as wide as those of samples, fresh or added up: alarms as stated, and not fewer."""
-    stated, trials = 0.2, 300
+    stated, trials = 0.2, 200
     monkeypatch.setattr(bits, "FALSE_ALARM", stated)
     size = lab.Lab(steps=4 if walks else 1, world_size=1, microbatches=1)
     draw, alarms = np.random.default_rng(20), 0
+    flat = Case(zero, [zero] * NUM_SAMPLES, lab=size)
     for _ in range(trials):
         errors = draw.normal(0, 1e-3, (NUM_SAMPLES + 2, size.steps, 4))
         errors = errors.cumsum(1) if walks else errors
         made = [table(each) for each in errors]
-        alarms += Case(made[0], made[2:], made[1], size).judged().outcome != "passed"
+        legs = [rewritten(run, made[int(n < 2)]) for n, run in enumerate(flat.legs)]
+        samples = [rewritten(*each) for each in zip(flat.samples, made[2:], strict=True)]
+        alarms += judge(flat.case, *legs, samples=samples).outcome != "passed"
     deviation = math.sqrt(trials * stated * (1 - stated))
     assert alarms <= trials * stated + 4 * deviation
     assert walks or alarms >= trials * stated / 2

@@ -13,7 +13,6 @@ from harness.bisect.experiments import AskedQuestion, Asker
 from harness.bisect.render import asked
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
-from tests.bisect_history.history import git, harnesses, make_history
 from tests.support.fake_engine import (
     SCENARIO,
     Capsys,
@@ -24,6 +23,7 @@ from tests.support.fake_engine import (
     other_bits,
     run_json,
 )
+from tests.support.git_history import git, harnesses, make_history
 
 PLACE = ("--until", "place", "--no-element")
 FOUND = ("bisect", "dp2-attn", "r", "--out", "b")

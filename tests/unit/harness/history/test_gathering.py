@@ -13,7 +13,7 @@ from harness.history import gather, machine_kind
 from harness.history.ledger import FolderEntry
 from harness.records import StepRecord
 from harness.store import RunFolder
-from tests.damaged_folders.rewrite import rewrite
+from tests.chaos.good import rewrite
 from tests.unit.harness.history.nights import LEGS
 from tests.unit.reports.folders import ENVIRONMENT, Writer, drift, ulp
 

@@ -139,7 +139,7 @@ program: {{{kind}, ranks: {ranks}, steps: 4, taps: ["*:input"]}}
 axes: {{args.mode: {modes}}}
 compare: {{axis: args.mode, reference: plain, expect: bitwise}}
 checks: {{loss: {{}}, state: {{}}, taps: {{}}, finite: {{}}}}
-launch: {{device: cpu, timeout_s: 120, confirm: true}}
+launch: {{device: cpu, timeout_s: 120, confirm: {confirm}}}
 """
 
 
@@ -165,10 +165,20 @@ def run(folder: Path, **keys: Any) -> tuple[int, dict[str, Verdict], Path]:
 
 
 def test_two_ranks_of_a_script(tmp_path: Path) -> None:
-    """A neutral change passes; step, rank and tensor of a planted difference are fields."""
-    (tmp_path / "rare.mark").touch()
+    """Step, rank and tensor of a planted difference are fields."""
     code, verdicts, _ = run(tmp_path, name="of_script", kind="script: train.py", ranks=2,
-                            modes="[plain, loop, planted, rare]")  # fmt: skip
+                            modes="[plain, planted]", confirm="false")  # fmt: skip
+    (verdict,) = verdicts.values()
+    found = verdict.difference
+    assert found is not None
+    assert (code, found.step, found.rank, found.quantity) == (1, 2, 1, "taps.input")
+
+
+def test_a_difference_comes_again_or_not(tmp_path: Path) -> None:
+    """A neutral change passes, a rare fault stays a failure; of a function, as ranks are forked."""
+    (tmp_path / "rare.mark").touch()
+    code, verdicts, _ = run(tmp_path, name="of_entry", kind="entry: train:main", ranks=2,
+                            modes="[plain, loop, planted, rare]", confirm="true")  # fmt: skip
     loop, planted, rare = (
         next(verdict for case, verdict in verdicts.items() if mode in case)
         for mode in ("loop", "planted", "rare")

@@ -128,12 +128,9 @@ MISSING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [*((k, m) for k in TARGETS for m in MISSING if m != "stays_away"),
-                       ("script", "stays_away")],
-)  # fmt: skip
-def test_a_collective_that_a_rank_never_enters(kind: str, mode: str, run: Run) -> None:
-    outcome, folder = run(kind, mode)
+@pytest.mark.parametrize("mode", MISSING)
+def test_a_collective_that_a_rank_never_enters(mode: str, run: Run) -> None:
+    outcome, folder = run("script" if mode == "stays_away" else "entry", mode)
     assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
     entered, *others = MISSING[mode]
     for words in (f"rank 1 never entered {entered}", *others):
@@ -141,10 +138,9 @@ def test_a_collective_that_a_rank_never_enters(kind: str, mode: str, run: Run) -
     assert not list(folder.glob("*.ask"))
 
 
-@KINDS
-def test_swapped_collectives_disagree(kind: str, run: Run) -> None:
+def test_swapped_collectives_disagree(run: Run) -> None:
     """Both wait in the collective of one number, each in another."""
-    outcome, folder = run(kind, "swapped")
+    outcome, folder = run("entry", "swapped")
     assert outcome.what == "hang"
     assert outcome.culprit_rank is None
     answers = [read_place(answer_path(folder, rank)) for rank in range(2)]
@@ -174,10 +170,9 @@ def test_a_process_that_does_not_exit_is_a_hang(kind: str, run: Run) -> None:
     assert [end and end.steps for end in ends] == [3, 3]
 
 
-@KINDS
-def test_a_program_that_stays_before_its_end_is_a_hang(kind: str, run: Run) -> None:
+def test_a_program_that_stays_before_its_end_is_a_hang(run: Run) -> None:
     """All steps were taken, but `main` is not over."""
-    outcome, _ = run(kind, "late")
+    outcome, _ = run("entry", "late")
     assert outcome.what == "hang"
     at = line('"late"', 1)
     assert f"at {at} in main" in outcome.message

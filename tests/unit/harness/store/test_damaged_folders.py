@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,9 @@ from harness.store import RunFolder
 from harness.store.contents import KeptTensor, write_contents
 from harness.store.files import read_plain
 from reports.text import tail
-from tests.damaged_folders import good, hands
-from tests.damaged_folders.corpus import copy, examine, specimens
-from tests.damaged_folders.kinds import CASE
-from tests.damaged_folders.rewrite import rewrite
+from tests.chaos import damage, good
+from tests.chaos.damage import CASE, copy, examine, specimens
+from tests.chaos.good import rewrite
 from tests.support.fake_engine import SCENARIO, Cli, FakeEngine, Patch, unequal
 
 SAMPLE = (
@@ -231,7 +231,8 @@ def test_a_plan_of_another_version_is_refused(
     engine: FakeEngine, cli: Cli,
 ) -> None:  # fmt: skip
     """One line and exit 4, before anything runs, though all checksums fit."""
-    hands._plan(made, lambda case: change(case["candidate"]["config"]))
+    edited = damage.in_plan(lambda case: change(case["candidate"]["config"]))
+    edited(made, random.Random(0))
     path = made / "cases" / CASE / "case.json"
     plain = json.loads(path.read_bytes())
     change(plain["candidate"]["config"])
@@ -248,7 +249,7 @@ def test_a_pass_from_elsewhere_is_judged_again(
     """All checksums fit and records say otherwise: `check` and `merge` say so, and do not pass."""
     engine.spoil = unequal
     cli("run", "one.yaml", "--out", "d", code=1)
-    rewrite(Path("d") / "cases" / CASE / "verdict.json", hands.FORGED)
+    rewrite(Path("d") / "cases" / CASE / "verdict.json", damage.FORGED)
     said = f"cases/{CASE}/verdict.json: says passed, but: w (weights)"
     assert said in cli(*command, code=1).err
 

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import io
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from harness.cli import report as report_commands
 from harness.errors import Infrastructure
 from harness.records import FloatBits, RunSpec, StepRecord, What
 from harness.runner import launch
+from harness.store.files import KEY, with_checksum
 from tests.support.fake_engine import FakeEngine, unequal
 
 SCENARIO = """\
@@ -90,6 +92,13 @@ def harness(
     ):
         code = cli.main([*args, "--no-history"] if args[0] == "run" else args)
     return code, out.getvalue(), err.getvalue()
+
+
+def rewrite(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change an object, and its checksum with it."""
+    plain = json.loads(path.read_bytes()) | changes
+    plain.pop(KEY, None)
+    path.write_text(json.dumps(with_checksum(plain)))
 
 
 @contextlib.contextmanager
