@@ -11,7 +11,6 @@ from harness.cli import report as report_commands
 from harness.runner import launch
 from tests.support.fake_engine import SCENARIO, Capsys, Cli, FakeEngine
 
-
 _packages = functools.cache(provenance.installed_packages)
 
 

@@ -191,14 +191,14 @@ def test_parts_as_srun_starts_them_share_a_run(alone: Path, monkeypatch: Patch) 
 
 def test_parts_by_number_share_a_run(lab: Path, alone: Path, capsys: Capsys) -> None:
     """`--part I/N`, in whatever order: a rank that another part lost is named by the last one."""
-    for part, rank, lines, then, code in (
-        ("2/2", 1, -1, "kill -9 $$", 128 + signal.SIGKILL),
-        ("1/2", 0, -0, "true", ExitCode.NO_VERDICT),
+    for part, rank, read, then, code in (
+        ("2/2", 1, "head -n -1", "kill -9 $$", 128 + signal.SIGKILL),
+        ("1/2", 0, "cat", "true", ExitCode.NO_VERDICT),
     ):
         assert not (alone / "run" / "outcome.json").exists()
         # Records of an earlier job, which the killed rank has not ended.
         name = f"rank{rank}.jsonl"
-        record = f'head -n {lines} {lab}/a/{name} > "$DELTAZERO_RECORD/{name}"; {then}'
+        record = f'{read} {lab}/a/{name} > "$DELTAZERO_RECORD/{name}"; {then}'
         assert wrap(alone, "run", "sh", "-c", record, options=("--part", part)) == code
     outcome = recorded.load(alone / "run").outcome
     assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
