@@ -22,12 +22,9 @@ from tests.report_page.nightly import write_history, write_nightly
 MAX_PAGE_BYTES = 3_000_000
 MAX_FILTER_MS = 1000
 PICTURES = {
-    "page": ("", 1400, 1800),
-    "dark": ("", 1400, 1800),
-    "narrow": ("", 500, 1400),
-    "case": ("#{failed}", 1400, 1600),
+    "page": ("", 1400, 1800), "narrow": ("", 500, 1400), "case": ("#{failed}", 1400, 1600),
     "filtered": ("#?k=moe_tiny%20and%20not%20mlp&o=failed", 1400, 900),
-}
+}  # fmt: skip
 
 
 def main() -> int:
@@ -63,10 +60,9 @@ def look(page: Path, folder: Path) -> bool:
         say(json.dumps(told, indent=1))
         for name, (fragment, width, height) in PICTURES.items():
             place = fragment.format(failed=failed[1] if failed else "")
-            browser.open(address + place, width=width, height=height, dark=name == "dark")
+            browser.open(address + place, width=width, height=height)
             browser.run("new Promise((done) => setTimeout(done, 300))")
             browser.picture(folder / f"{name}.png")
-        browser.paper(folder / "paper.pdf")
     times = [ms for ms, _ in [*told["filters"].values(), told["chip"], told["facet"]]]
     arrived = told["opened"][1:] == [True, True, True] and told["copied"] in ("Copied", "Selected")
     works = arrived and told["unpacked"] and not told["errors"]

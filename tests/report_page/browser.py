@@ -41,13 +41,9 @@ class Browser:
         )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)
-        self._number = 0
-        self._unread = b""
-        self._session = ""
-        (page,) = [
-            target for target in self.ask("Target.getTargets")["targetInfos"]
-            if target["type"] == "page"
-        ]  # fmt: skip
+        self._number, self._unread, self._session = 0, b"", ""
+        targets = self.ask("Target.getTargets")["targetInfos"]
+        (page,) = (target for target in targets if target["type"] == "page")
         attached = self.ask("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = attached["sessionId"]
         self.ask("Page.enable")
@@ -62,7 +58,7 @@ class Browser:
         os.close(self._from)
         self._profile.cleanup()
 
-    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+    def ask(self, method: str, **params: Any) -> Any:
         """The browser's answer to one request; events before it are passed over.
 
         Raises:
@@ -70,35 +66,27 @@ class Browser:
         """
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
+        message |= {"sessionId": self._session} if self._session else {}
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._next()
-            if answer.get("id") == self._number:
-                if "error" in answer:
-                    raise RuntimeError(f"{method}: {answer['error']}")
-                result: dict[str, Any] = answer["result"]
-                return result
+        while (answer := self._next()).get("id") != self._number:
+            pass
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self) -> Any:
         while b"\0" not in self._unread:
             data = os.read(self._from, 1 << 20)
             if not data:
                 raise RuntimeError("the browser has gone")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\0")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
-    def open(self, address: str, *, width: int, height: int, dark: bool = False) -> None:
+    def open(self, address: str, *, width: int, height: int) -> None:
         """Open a page and wait until it is loaded."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.ask("Emulation.setEmulatedMedia", features=[scheme])
-        self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height,
-            deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
         # A change of the fragment alone loads nothing.
         self.ask("Page.navigate", url="about:blank")
         self.ask("Page.navigate", url=address)
@@ -107,10 +95,8 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression, or of its promise, as JSON has it."""
-        answer = self.ask(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True,
-            userGesture=True,
-        )  # fmt: skip
+        how = {"awaitPromise": True, "returnByValue": True, "userGesture": True}
+        answer = self.ask("Runtime.evaluate", expression=script, **how)
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:1000])
         return answer["result"].get("value")
@@ -118,7 +104,3 @@ class Browser:
     def picture(self, place: Path) -> None:
         """What is seen of the page."""
         place.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
-
-    def paper(self, place: Path) -> None:
-        """The page as it is printed."""
-        place.write_bytes(base64.b64decode(self.ask("Page.printToPDF")["data"]))

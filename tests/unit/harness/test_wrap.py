@@ -50,6 +50,16 @@ rank("0").wait()
 """
 """Rank 1 has ended, and is not waited for, while rank 0 trains."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCH = """
+import os, socket, subprocess, sys
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+places = [met | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+ranks = [subprocess.Popen(sys.argv[1:], env=os.environ | place) for place in places]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+"""What torchrun does, without importing torch itself."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrapped")
     (folder / "train.py").write_text(TRAIN)
     for name in ("a", "b"):
-        assert wrap(folder, name, *TORCHRUN, str(folder / "train.py")) == 0
+        launch = (sys.executable, "-c", LAUNCH, sys.executable, str(folder / "train.py"))
+        assert wrap(folder, name, *launch) == 0
     return folder
 
 
