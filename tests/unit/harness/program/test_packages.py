@@ -111,12 +111,9 @@ def test_an_overlay_has_the_lock_and_sees_the_base(
     make_wheel(index, "iniconfig", "0.0.1")
     over = request_for(iniconfig="0.0.1")
     assert seen(over, "import iniconfig; print(iniconfig.VERSION)") == "0.0.1"
-    new = request_for(tiny=">=1.1, <1.2")
-    assert lock(new) == ["tiny==1.1"]
     request_for.said.clear()
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
     assert request_for(tiny="1.0") == python
-    assert request_for(tiny=">=1.1, <1.2") == new
     assert not request_for.said
 
 
@@ -137,7 +134,9 @@ def test_torch_and_its_libraries_are_never_replaced(request_for: Requests, index
             request_for(**asked)  # type: ignore[arg-type]
     assert not list(request_for.cache.glob("*/bin"))
     make_wheel(index, "greedy", "2.0", "torch>=2")
-    assert lock(request_for(greedy=">=1")) == ["greedy==2.0"]
+    within = request_for(greedy=">=1, <3")
+    assert lock(within) == ["greedy==2.0"]
+    assert request_for(greedy=">=1, <3") == within
     assert lock(request_for(binds="1.0")) == ["binds==1.0", "nvidia-cudnn-frontend==1.0"]
 
 
