@@ -14,6 +14,7 @@ from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.store import RunFolder
 from tests.planted import stub_ranks
 from tests.planted.local_runs import PATIENCE_S, TIMEOUT_S, wait_for
+from tests.support import records
 
 HARNESS = """
 import sys
@@ -51,14 +52,11 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
 
 def run(name: str, replica: int = 0) -> RunSpec:
     config = {"steps": 4, "microbatches": 1, "parallel": {"dp": 2}, "seed": SEEDS[name]}
-    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=TIMEOUT_S, replica=replica)
+    return records.run_spec(2, config=config, timeout_s=TIMEOUT_S, replica=replica)
 
 
 def case(name: str) -> CaseSpec:
-    return CaseSpec(
-        id=name, scenario="s", labels={}, reference=run("ref"), control=run("ref", 1),
-        candidate=run(name), expect="bitwise", checks={"loss": {}},
-    )  # fmt: skip
+    return records.case_spec(name, run("ref"), run("ref", 1), run(name), checks={"loss": {}})
 
 
 @pytest.fixture

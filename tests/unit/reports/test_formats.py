@@ -23,13 +23,14 @@ from junitparser.xunit2 import FlakyError, RerunError
 from junitparser.xunit2 import TestCase as ParsedCase
 
 from harness.errors import Infrastructure, UsageError
-from harness.records import ErrorRecord, Verdict, dumps
+from harness.records import dumps
 from harness.store import RunFolder, begin_run, save_outcome
 from reports import build, html, json_report, markdown
 from reports.history import CasePast, Past
 from reports.reading import Report, summarise
 from reports.text import clean, one_line, tail, well_formed
 from tests.pace import in_paces
+from tests.support import records
 from tests.support.same_report import normalised
 from tests.unit.reports.folders import HOSTILE, Writer
 
@@ -215,10 +216,8 @@ def test_a_run_that_proves_nothing_is_not_green(writer: Writer, skipped: bool) -
 
 def fail_first(folder: Path, case_id: str, leg: str) -> None:
     """Put an attempt before the one that a run's folder holds."""
-    error = ErrorRecord(
-        rank=0, step=-1, what="crashed", type="DistNetworkError", traceback="",
-        message="EADDRINUSE, address already in use",
-    )  # fmt: skip
+    taken = "EADDRINUSE, address already in use"
+    error = records.error(step=-1, type="DistNetworkError", message=taken)
     with RunFolder.open(folder) as opened:
         spec = getattr(next(case for case in opened.cases if case.id == case_id), leg)
         current = opened.run_folder(spec.key)
@@ -316,11 +315,8 @@ def test_markdown_fits_a_comment_and_the_summary_of_a_step(writer: Writer, tmp_p
     folder = writer.write()
     with RunFolder.open(folder) as opened:
         for case in opened.cases:
-            wordy = Verdict(
-                case_id=case.id, outcome="failed", what="diverged", message="漢|" * 900, checks=(),
-                runs={}, wall_s=0.0,
-            )  # fmt: skip
-            opened.save_verdict(wordy, case)
+            wordy: dict[str, Any] = {"what": "diverged", "message": "漢|" * 900}
+            opened.save_verdict(records.verdict(case.id, outcome="failed", **wordy), case)
     report = summarise(folder)
     text = markdown.render(report).encode()
     assert len(text) <= markdown.MAX_BYTES

@@ -22,13 +22,13 @@ from harness.records import (
     Entered,
     EventRecord,
     RunResult,
-    Verdict,
 )
 from harness.store import RunFolder
 from reports.compared import BEFORE, LOSS, MISSING, GroupMap, StateMap, loss_curve, state_map
 from reports.figures import loss_figure, state_figure
 from reports.history import Past, look_back
 from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
+from tests.support import records
 from tests.unit.harness.history.nights import FAILED, night, only
 from tests.unit.reports.folders import Writer, drift
 
@@ -112,10 +112,8 @@ def test_each_measured_case_has_its_costs(summary: Report) -> None:
 
 def failing(message: str, ending: Ending | None = None, tensor: str = "") -> Any:
     place = Difference(step=1, rank=0, quantity="grads", tensor=tensor) if tensor else None
-    verdict = Verdict(
-        case_id="x", outcome="failed", what="crashed", message=message, checks=(), runs={},
-        wall_s=0.0, difference=place, ending=ending,
-    )  # fmt: skip
+    said: dict[str, Any] = {"outcome": "failed", "what": "crashed", "message": message}
+    verdict = records.verdict(difference=place, ending=ending, **said)
     return SimpleNamespace(outcome="failed", verdict=verdict, message=message)
 
 
@@ -155,13 +153,13 @@ def test_cases_are_one_cause_by_fields_of_their_verdicts(cases: Any, causes: Any
 def of_run(whole: RunResult, *ranks: tuple[list[int | None], dict[str, Any] | None]) -> str:
     """What is said of ranks by the pointers that moved in their steps, and what of graphs."""
     made = []
-    for records, (moved, detail) in zip(whole.ranks, ranks, strict=False):
+    for own, (moved, detail) in zip(whole.ranks, ranks, strict=False):
         steps = tuple(
             dataclasses.replace(record, pointer_changes=count)
-            for record, count in zip(records.steps, moved, strict=False)
+            for record, count in zip(own.steps, moved, strict=False)
         )
         events = (EventRecord(name="graphs", rank=0, step=1, detail=detail or {}),) * bool(detail)
-        made.append(dataclasses.replace(records, steps=steps, events=events))
+        made.append(dataclasses.replace(own, steps=steps, events=events))
     return addresses(dataclasses.replace(whole, ranks=tuple(made)))
 
 

@@ -9,6 +9,7 @@ from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.differences import RunChanges
 from harness.bisect.experiments import Asker, Questions, question_key
 from harness.records import CaseSpec, Outcome, PlantSpec, RunSpec, Verdict, joined
+from tests.support import records
 
 Rule = Callable[[frozenset[str]], str]
 """From the changes of a candidate to the `what` of its failure, "" if it passes."""
@@ -62,20 +63,16 @@ def _rule_of(rule: Rule | None, case: CaseSpec) -> str:
 def verdict_of(case: CaseSpec, what: Any) -> Verdict:
     """A pass, a failure of that name, or no verdict for what is unsupported."""
     outcome: Outcome = "error" if what == "unsupported" else "failed" if what else "passed"
-    return Verdict(
-        case_id=case.id, outcome=outcome, what=what,
-        message=f"planted {what}", checks=(), runs={}, wall_s=0.0,
-    )  # fmt: skip
+    return records.verdict(case.id, outcome=outcome, what=what, message=f"planted {what}")
 
 
 def run(*plants: PlantSpec, **settings: Any) -> RunSpec:
     """A run of two ranks, or of as many as its layout has."""
     given: dict[str, Any] = {"parallel": ParallelConfig(dp=2), "steps": 6}
     config = TrainConfig(**(given | settings))
-    return RunSpec(
-        config=config.to_dict(), device="cpu", world_size=config.parallel.world_size,
-        timeout_s=60.0, plant=joined(plants),
-    )  # fmt: skip
+    return records.run_spec(
+        config.parallel.world_size, config=config.to_dict(), timeout_s=60.0, plant=joined(plants)
+    )
 
 
 def program_run(folder: Path = Path("/x"), **parts: Any) -> RunSpec:
@@ -87,13 +84,13 @@ def program_run(folder: Path = Path("/x"), **parts: Any) -> RunSpec:
         "smaller": {"steps": "args.steps"}, **parts,
     }  # fmt: skip
     config = {"program": program, "steps": 6, "taps": [], **stress}
-    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0)
+    return records.run_spec(2, config=config, timeout_s=60.0)
 
 
 def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
     """A case of these legs."""
     control = RunSpec.from_json(reference.to_json() | {"replica": 1})
-    return CaseSpec(
-        id="dp2-attn", scenario="made_up", labels={}, reference=reference, control=control,
-        candidate=candidate, expect="bitwise", checks={"loss": {}, "state": {}},
-    )  # fmt: skip
+    checks: dict[str, Any] = {"loss": {}, "state": {}}
+    return records.case_spec(
+        "dp2-attn", reference, control, candidate, scenario="made_up", checks=checks
+    )

@@ -12,13 +12,13 @@ from harness.records import (
     NEVER_RAN,
     SAMPLES,
     TAP_HEX_CHARS,
-    CaseSpec,
     FloatBits,
     RankRecords,
     RunResult,
     StepRecord,
 )
 from harness.store import CaseRuns
+from tests.support import records
 from tests.support.run_records import Lab, configured, digest_of, edit, edit_all
 
 WEIGHTS = (
@@ -166,10 +166,8 @@ def of_rank(run: RunResult, rank: int, **fields: Any) -> RunResult:
 def case_of(candidate: RunResult, control: RunResult | None = None) -> CaseRuns:
     """A case whose reference is the plain run."""
     reference, control = run_of(), control or run_of(replica=1)
-    case = CaseSpec(
-        id="x", scenario="s", labels={}, reference=reference.spec, control=control.spec,
-        candidate=candidate.spec, expect="bitwise", checks={"state": {}},
-    )  # fmt: skip
+    specs = reference.spec, control.spec, candidate.spec
+    case = records.case_spec("x", *specs, checks={"state": {}})
     return CaseRuns(case=case, reference=reference, control=control, candidate=candidate)
 
 

@@ -22,9 +22,10 @@ from harness.bisect.layouts import (
     runs_to_compare,
 )
 from harness.errors import UsageError
-from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.records import FloatBits, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES
 from harness.store.contents import Contents, KeptTensor, Loaded, Place
+from tests.support import records
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
 HEAD, LATE, EARLY = "head.weight", "layers.1.mlp.norm.weight", "layers.0.attn.wq.weight"
@@ -38,8 +39,7 @@ Change = Callable[[dict[str, Floats]], None]
 def spec(world_size: int = 1, **config: Any) -> RunSpec:
     """A run of a layout."""
     values: dict[str, Any] = {"model": MODEL, "steps": 3} | config
-    plain = TrainConfig(**values).to_dict()
-    return RunSpec(config=plain, device="cpu", world_size=world_size, timeout_s=9.0)
+    return records.run_spec(world_size, config=TrainConfig(**values).to_dict(), timeout_s=9.0)
 
 
 def leg(
@@ -61,19 +61,11 @@ def leg(
         )  # fmt: skip
         held[rank].append(Loaded(about=about, data=part.tobytes()))
     number = FloatBits.from_bits(int(np.float32(loss).view(np.uint32)))
-    step = StepRecord(
-        step=2, rank=0, loss=number, microbatch_losses=(), grad_norm=number, digests={},
-        nonfinite={}, step_s=0.0, live_bytes=0, peak_bytes=0,
-    )  # fmt: skip
-    records = RankRecords(
-        rank=0, start=None, steps=(step,), events=(), error=None, end=None, problems=()
-    )
-    outcome = RunOutcome(
-        key="k", what=what, message="it fell over" if what else "", culprit_rank=None, ranks=(),
-        started_unix_s=0.0, wall_s=0.0,
-    )  # fmt: skip
+    step = records.step(2, loss=number, microbatch_losses=(), grad_norm=number)
+    outcome = records.outcome(what=what, message="it fell over" if what else "")
     kept: dict[str, Any] = {"step": 2, "ranks": tuple(map(tuple, held)), "problems": ()}
-    result = RunResult(spec=spec(), outcome=outcome, ranks=(records,))
+    ranks = (records.rank_records(steps=(step,)),)
+    result = RunResult(spec=spec(), outcome=outcome, ranks=ranks)
     return Leg(result=result, contents=Contents(**(kept | contents)))
 
 

@@ -21,16 +21,15 @@ from harness.records import (
     CollectiveFault,
     Ending,
     Entered,
-    ErrorRecord,
     EventRecord,
     GivenCall,
     RaceEvidence,
     RunResult,
     StepRecord,
     StreamUse,
-    Verdict,
     What,
 )
+from tests.support import records
 from tests.unit.harness.bisect.small_model import (
     BIAS,
     CALLS,
@@ -89,9 +88,7 @@ CAPTURING = dataclasses.replace(
 def ended(what: What, message: str = "boom", *, captured_in: int = 0, **fields: Any) -> RunResult:
     """A graphed run that rank 1 ended in step 2, with these fields of its error record."""
     run = run_of(graph=("attn",), captured_in=captured_in)
-    error = ErrorRecord(
-        rank=1, step=2, what=what, type="Error", message=message, traceback="", **fields
-    )
+    error = records.error(1, step=2, what=what, type="Error", message=message, **fields)
     for rank in range(2):
         steps = run.ranks[rank].steps[:2]
         run = of_rank(run, rank, steps=steps, end=None, error=error if rank else None)
@@ -179,10 +176,7 @@ def test_memory_that_grows_is_led_to_the_step_from_which_it_does() -> None:
     for step in (2, 3):
         candidate = edited(candidate, {1: floats(live_bytes=1000 + 64 * step)}, step=step)
     bad = failed("peak_memory", "memory_regression", "it grew", growth_rank=1.0)
-    verdict = Verdict(
-        case_id="x", outcome="failed", what="memory_regression", message="", checks=(bad,),
-        runs={}, wall_s=0.0,
-    )  # fmt: skip
+    verdict = records.verdict(outcome="failed", what="memory_regression", checks=(bad,))
     found = between(run_of(), candidate, verdict)
     assert (found.phase, found.step, found.rank) == ("outside", 2, 1)
 
@@ -211,8 +205,8 @@ def stopped(edit: Edit, what: What, *, reached: int, captured_in: int = 1) -> Ru
     """The run with that edit of rank 1 if it fails in step 2, after so many calls of it."""
     whole = edited(run_of(graph=("attn",), captured_in=captured_in), {1: edit})
     run = ended(what, captured_in=captured_in, phase="backward")
-    for rank, records in enumerate(whole.ranks):
-        taps = records.steps[2].taps
+    for rank, held in enumerate(whole.ranks):
+        taps = held.steps[2].taps
         rows = [taps[i : i + TAP_HEX_CHARS] for i in range(0, len(taps), TAP_HEX_CHARS)]
         text = "".join(
             row if place_of(*name) < reached else "0" * DIGEST_HEX_CHARS + NEVER_RAN
@@ -482,9 +476,9 @@ def test_what_one_rank_alone_has_wrong() -> None:
 def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
     """Ranks hold other parts of each tensor, by other names: no digest of these is a difference."""
     candidate = run_of()
-    for rank, records in enumerate(candidate.ranks):
-        assert records.start is not None
-        candidate = of_rank(candidate, rank, tensors=records.start.tensors | {"weights": ("x",)})
+    for rank, held in enumerate(candidate.ranks):
+        assert held.start is not None
+        candidate = of_rank(candidate, rank, tensors=held.start.tensors | {"weights": ("x",)})
     spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | {"engine": "ddp"})
     candidate = dataclasses.replace(candidate, spec=spec)
     candidate = edited(candidate, {0: digests(grads=WEIGHTS), 1: calls_from("embedding:input")})
@@ -507,9 +501,9 @@ def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
         held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
         return dataclasses.replace(record, digests=held)
 
-    for rank, records in enumerate(run.ranks):
-        steps = tuple(map(renamed, records.steps))
-        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(records.initial))
+    for rank, own in enumerate(run.ranks):
+        steps = tuple(map(renamed, own.steps))
+        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(own.initial))
     return run
 
 

@@ -21,7 +21,7 @@ from harness.bisect.render import (
     print_findings,
 )
 from harness.bisect.repro import MinimalCase
-from harness.records import RunOutcome
+from tests.support import records
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
@@ -100,10 +100,7 @@ def test_on_a_terminal_runs_are_counted_against_no_total() -> None:
     now, file = [0.0], io.StringIO()
     view = LiveSearch(Console(file=file, force_terminal=True, width=80), lambda: now[0])
     with view:
-        view.run_finished(RunOutcome(
-            key="w2-x", what="crashed", message="boom", culprit_rank=0, ranks=(),
-            started_unix_s=0.0, wall_s=1.0,
-        ))  # fmt: skip
+        view.run_finished(records.outcome("w2-x", what="crashed", message="boom"))
         now[0] = 12.0
         view.answered(3, replace(FINDINGS.questions[0], answer="failed crashed", runs=1))
         live = Console(file=io.StringIO(), width=80, record=True)

@@ -8,9 +8,10 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, to_plain
 from harness.checks.complete import find_flaw, launches
-from harness.records import ABSENT, ErrorRecord, GraphUse, RankExit, RunResult
+from harness.records import ABSENT, GraphUse, RankExit, RunResult
 from harness.soaking import SoakSpec
 from tests.support import run_records as lab
+from tests.support.records import error
 from tests.support.run_records import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place
 
 Break = Callable[[Any], Any]
@@ -31,10 +32,6 @@ def steps(change: Callable[[Any], Any], rank: int = 0, **more: Any) -> Break:
 
 def exits(*codes: int | None) -> Break:
     return ended(ranks=tuple(RankExit(rank=rank, code=code) for rank, code in enumerate(codes)))
-
-
-def error(what: Any) -> ErrorRecord:
-    return ErrorRecord(rank=1, step=3, what=what, type="E", message="m", traceback="")
 
 
 def of_start(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
@@ -101,9 +98,9 @@ FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
     "line after end": (rank(0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
                        ("record_after_end", 0)),
     "step past the last": (steps(lambda s: (*s, LAB.step(0, 4))), ("record_after_end", 0)),
-    "error and end": (rank(1, error=error("oom")), ("record_after_end", 1)),
-    "error": (rank(1, error=error("oom"), end=None), ("oom", 1, 3)),
-    "error without name": (rank(1, error=error(""), end=None), ("crashed", 1, 3)),
+    "error and end": (rank(1, error=error(1, what="oom")), ("record_after_end", 1)),
+    "error": (rank(1, error=error(1, step=3, what="oom"), end=None), ("oom", 1, 3)),
+    "error without name": (rank(1, error=error(1, step=3, what=""), end=None), ("crashed", 1, 3)),
     "exit 3": (exits(0, 3), ("crashed", 1)), "exit -9": (exits(0, -9), ("killed", 1)),
     "exit unknown": (exits(0, None), ("missing_rank", 1)),
     "exit missing": (exits(0), ("missing_rank", 1)),

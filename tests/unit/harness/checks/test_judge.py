@@ -9,13 +9,8 @@ import pytest
 from harness.checks import CHECKS, Check, defaults, exit_code, judge, refusal, table
 from harness.checks.evidence import alike, show_float
 from harness.program.spec import ProgramSpec
-from harness.records import (
-    CheckResult,
-    ErrorRecord,
-    FloatBits,
-    RunResult,
-    Verdict,
-)
+from harness.records import CheckResult, FloatBits, RunResult, Verdict
+from tests.support import records
 from tests.support import run_records as lab
 from tests.support.run_records import (
     CANDIDATE,
@@ -129,7 +124,7 @@ def test_an_incomplete_run_is_compared_with_nothing() -> None:
     for runs in ((short, CONTROL, CANDIDATE), (REFERENCE, CONTROL, crash("oom")(CANDIDATE))):
         found = answers(judge(LAB.case(), *runs))
         assert {found[name].outcome for name in LAB.case().checks} == {"skipped"}
-    error = ErrorRecord(rank=0, step=1, message="", traceback="", what="crashed", type="ValueError")
+    error = records.error(type="ValueError")
     verdict = judge(LAB.case(), REFERENCE, CONTROL, edit(CANDIDATE, 0, error=error))
     assert said(verdict) == ("failed", "record_after_end")
     assert "incomplete" not in verdict.message
@@ -236,9 +231,7 @@ def test_without_a_control_a_difference_is_no_verdict() -> None:
 )  # fmt: skip
 def test_exit_codes(outcomes: list[Any], code: int) -> None:
     """Of a set of verdicts; 0 needs a pass and allows only skips with it."""
-    verdict = Verdict(case_id="c", outcome="passed", what="", message="", checks=(), runs={},
-                      wall_s=0)  # fmt: skip
-    assert exit_code(replace(verdict, outcome=outcome) for outcome in outcomes) == code
+    assert exit_code(records.verdict(outcome=outcome) for outcome in outcomes) == code
 
 
 # --- the registry -----------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from harness.checks.speed import (
     step_flops,
     step_times,
 )
-from harness.records import CaseSpec, CheckResult, ErrorRecord, RunResult
+from harness.records import CaseSpec, CheckResult, RunResult
 from harness.repeats import in_turn, timed_pairs
+from tests.support import records
 from tests.support import run_records as lab
 from tests.support.run_records import LAB, ask, edit, edit_all, place, said
 
@@ -181,8 +182,7 @@ def test_legs_take_turns() -> None:
     assert names(replace(mine, skip_reason="no GPU")) == ""
 
 
-TOLD = ErrorRecord(rank=0, step=-1, what="crashed", type="DistBackendError", traceback="",
-                   message="NCCL error: unhandled system error")  # fmt: skip
+TOLD = records.error(step=-1, type="DistBackendError", message="NCCL error: unhandled system error")
 SHARED = {"fingerprint": {"environment": {"NCCL_HOSTID": "shared-gpus-1"}}}
 
 

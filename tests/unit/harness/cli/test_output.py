@@ -8,19 +8,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_core.config import TrainConfig
-from harness.records import (
-    CaseSpec,
-    CheckResult,
-    Difference,
-    ErrorRecord,
-    RankExit,
-    RankRecords,
-    RunOutcome,
-    RunResult,
-    RunSpec,
-    Verdict,
-    What,
-)
+from harness.records import CheckResult, Difference, RankExit, RunOutcome, RunResult, RunSpec
 from harness.runner.plan import Plan, PlannedRun
 from harness.terminal import (
     LiveView,
@@ -31,17 +19,15 @@ from harness.terminal import (
     print_outcome,
     verdict_text,
 )
+from tests.support import records
 
-SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
+SPEC = records.run_spec(2, config=TrainConfig().to_dict(), timeout_s=60.0)
 EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"
-CASE = CaseSpec(
-    id="dp2-attn", scenario="s", labels={}, reference=SPEC, control=SPEC, candidate=SPEC,
-    expect="bitwise", checks={"loss": {}},
-)  # fmt: skip
-FAILED = Verdict(
-    case_id="dp2-attn", outcome="failed", what="diverged", message=f"differs {EVIL}",
+CASE = records.case_spec("dp2-attn", SPEC, SPEC, SPEC, checks={"loss": {}})
+FAILED = records.verdict(
+    "dp2-attn", outcome="failed", what="diverged", message=f"differs {EVIL}",
     checks=(CheckResult(check="state", outcome="failed", what="diverged", message=EVIL),),
-    runs={}, wall_s=1.0, difference=Difference(
+    difference=Difference(
         step=7, rank=1, quantity="weights", tensor="layers.0.w", reference="aa", candidate="bb",
         ulps=1,
     ),
@@ -56,13 +42,8 @@ def plan_of(*specs: RunSpec) -> Plan:
     return Plan(slots=2, jobs=None, cases=(CASE,), estimate_s=total_s, start_s=0.0, runs=runs)
 
 
-def outcome(
-    what: What = "", message: str = "", spec: RunSpec = SPEC, wall_s: float = 2.0, **more: object
-) -> RunOutcome:
-    return RunOutcome(
-        key=spec.key, what=what, message=message, wall_s=wall_s, started_unix_s=0.0,
-        **{"culprit_rank": None, "ranks": (), **more},  # type: ignore[arg-type]
-    )  # fmt: skip
+def outcome(what: str = "", message: str = "", spec: RunSpec = SPEC, **more: object) -> RunOutcome:
+    return records.outcome(spec.key, what=what, message=message, wall_s=2.0, **more)
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -107,14 +88,8 @@ def test_both_views_say_everything(*, terminal: bool) -> None:
 def test_a_case_is_shown_with_its_difference_exits_and_last_words(tmp_path: Path) -> None:
     """Verdict, first difference, each rank that ended badly, and what it printed last."""
     (tmp_path / "rank1.stderr").write_text("".join(f"line {i}\n" for i in range(100)) + EVIL)
-    error = ErrorRecord(
-        rank=1, step=3, what="crashed", type="ValueError", message=EVIL, traceback=""
-    )
-    ranks = tuple(
-        RankRecords(rank=rank, start=None, steps=(), events=(), error=error if rank else None,
-                    end=None, problems=())
-        for rank in range(3)
-    )  # fmt: skip
+    error = records.error(1, step=3, type="ValueError", message=EVIL)
+    ranks = tuple(records.rank_records(n, error=error if n else None) for n in range(3))
     exits = (RankExit(rank=0, code=3), RankExit(rank=1, code=-9, killed_by_harness=True))
     ended = outcome("crashed", "rank 1", culprit_rank=1, ranks=exits)
     target, text = console()

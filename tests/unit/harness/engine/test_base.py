@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from harness.engine.base import Slots, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
+from tests.support.records import run_spec
 
 
 def run(world_size: int, name: str = "", device: str = "cuda") -> RunSpec:
-    config = {"graph": [], "name": name}
-    plain = {"config": config, "device": device, "world_size": world_size, "timeout_s": 1.0}
-    return RunSpec.from_json(plain)
+    return run_spec(world_size, config={"graph": [], "name": name}, device=device)
 
 
 @given(st.lists(st.integers(1, 4), max_size=30), st.randoms(use_true_random=False))

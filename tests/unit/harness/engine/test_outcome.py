@@ -13,26 +13,16 @@ import torch.distributed as dist
 from harness.engine import outcome as outcomes
 from harness.engine.evidence import Place
 from harness.engine.outcome import Answer, FirstFailure, RankEvidence, classify, ending_of
-from harness.records import (
-    CollectiveFault,
-    Ending,
-    EndRecord,
-    Entered,
-    ErrorRecord,
-    RankExit,
-    RunOutcome,
-    RunSpec,
-    What,
-)
-from harness.records import RankRecords as Records
+from harness.records import CollectiveFault, Ending, Entered, RankExit, RunOutcome, What
 from tests.planted.stub_ranks import start_record, step_record
+from tests.support import records
 
 GLOO_LOST = "[/pytorch/gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:13327"
 NCCL_LOST = "NCCL error: remote process exited or there was a network error"
 GLOO_WAITED = "Timed out waiting 5000ms for recv operation to complete"
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 NO_SPACE = "[Errno 28] No space left on device"
-SPEC = RunSpec(config={"graph": []}, device="cpu", world_size=4, timeout_s=5.0)
+SPEC = records.run_spec(4, config={"graph": []}, timeout_s=5.0)
 
 
 def rank(
@@ -40,16 +30,15 @@ def rank(
     what: What | None = None, tail: str = "", end: bool = False, **error: Any,
 ) -> RankEvidence:  # fmt: skip
     """Evidence of one rank; `what` gives it an error record."""
-    plain: dict[str, Any] = {"type": "E", "message": "", "traceback": ""}
-    failure = ErrorRecord(rank=number, step=steps, what=what or "", **plain | error)
-    last = EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
-    records = Records(
-        rank=number, start=start_record(SPEC, number), events=(), problems=(),
+    failure = records.error(number, step=steps, what=what or "", **({"message": ""} | error))
+    of_rank = records.rank_records(
+        number, start=start_record(SPEC, number),
         steps=tuple(step_record(step, number) for step in range(steps)),
-        error=None if what is None else failure, end=last if end else None,
+        error=None if what is None else failure,
+        end=records.end(number, steps=steps) if end else None,
     )  # fmt: skip
     exit_state = RankExit(rank=number, code=code, killed_by_harness=ours)
-    return RankEvidence(exit=exit_state, records=records, stderr_tail=tail)
+    return RankEvidence(exit=exit_state, records=of_rank, stderr_tail=tail)
 
 
 def good(number: int) -> RankEvidence:
@@ -288,10 +277,8 @@ def test_an_ending_is_in_fields(culprit: RankEvidence, ending: Ending) -> None:
 
 
 def killed(code: int = -9, what: What = "killed", culprit: int | None = 1) -> RunOutcome:
-    return RunOutcome(
-        key="k", what=what, message="it died", culprit_rank=culprit, started_unix_s=0.0, wall_s=1.0,
-        ranks=(RankExit(rank=0, code=1), RankExit(rank=1, code=code)),
-    )  # fmt: skip
+    ranks = (RankExit(rank=0, code=1), RankExit(rank=1, code=code))
+    return records.outcome(what=what, message="it died", culprit_rank=culprit, ranks=ranks)
 
 
 def test_who_sent_a_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

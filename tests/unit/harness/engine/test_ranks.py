@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from harness.engine.ranks import (
-    CappedOutput,
-    Job,
-    Limits,
-    Records,
-    Watch,
-)
-from harness.records import RunSpec
+from harness.engine.ranks import CappedOutput, Job, Limits, Records, Watch
 from harness.soaking import SoakSpec
 from harness.store.streams import has_begun, has_end_record, rank_path
 from tests.planted.local_runs import wait_gone
+from tests.support.records import run_spec
 
 LIMITS = Limits(grace_s=3.0, stacks_s=1.0, leave_s=5.0)
 STACKS, KILL = signal.SIGUSR1, signal.SIGKILL
@@ -99,7 +93,7 @@ def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
 
 
 def job(soak: SoakSpec | None = None, **config: Any) -> Job:
-    spec = RunSpec(config=config, device="cpu", world_size=2, timeout_s=100, soak=soak)
+    spec = run_spec(2, config=config, timeout_s=100, soak=soak)
     return Job(spec=spec, folder=Path(), ranks=range(2))
 
 

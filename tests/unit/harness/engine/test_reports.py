@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from harness.engine.outcome import NO_WORD, NOT_THE_KERNEL, NodeReport, Word, put_together
-from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
+from harness.records import RankExit, RunOutcome, dumps
 from tests.planted.stub_ranks import start_record, step_record
+from tests.support import records
 from tests.unit.harness.engine.nccl_dump import GATHER, dump
 
-SPEC = RunSpec(
-    config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=4, timeout_s=60.0
-)
+SPEC = records.run_spec(4, config={"graph": [], "steps": 4, "microbatches": 1}, timeout_s=60.0)
 LOST = "Connection closed by peer"
 BY_SOMEBODY = (
     "0: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n"
@@ -53,10 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def fails(folder: Path, rank: int, message: str) -> None:
     with (folder / f"rank{rank}.jsonl").open("a") as file:
-        record = ErrorRecord(
-            rank=rank, step=1, what="crashed", type="E", message=message, traceback=""
-        )
-        file.write(dumps(record) + "\n")
+        file.write(dumps(records.error(rank, message=message)) + "\n")
 
 
 def outcome(folder: Path, *reports: NodeReport, word: Word = NO_WORD) -> RunOutcome:

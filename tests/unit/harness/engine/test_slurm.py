@@ -9,11 +9,11 @@ import pytest
 from harness.engine import slurm
 from harness.engine.slurm import Patience, SlurmEngine, SlurmOptions
 from harness.errors import Infrastructure, UsageError
-from harness.records import RunSpec
+from tests.support.records import run_spec
 
 CUDA8 = SlurmOptions(gpus_per_node=8)
 PATIENCE = Patience(poll_s=0.01, late_s=0.1, cancel_s=5.0)
-RUN = RunSpec(config={"graph": []}, device="cpu", world_size=4, timeout_s=60.0)
+RUN = run_spec(4, config={"graph": []}, timeout_s=60.0)
 
 
 @pytest.mark.parametrize(

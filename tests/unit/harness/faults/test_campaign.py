@@ -33,7 +33,7 @@ from harness.records import (
 from harness.scenario.matrix import Device
 from harness.scenario.schema import decode_scenario
 from harness.store import LEGS, CaseRuns
-from tests.support import run_records
+from tests.support import records, run_records
 
 FAULT = CATALOGUE["early_release"]
 Said = tuple[Outcome, What]
@@ -43,10 +43,7 @@ SEEN: Said = ("failed", "nonfinite")
 
 def verdict(case_id: str, outcome: Outcome, what: What = "") -> Verdict:
     at = Difference(step=4, rank=1, quantity="weights") if outcome == "failed" else None
-    return Verdict(
-        case_id=case_id, outcome=outcome, what=what, message="why", checks=(), runs={}, wall_s=1.0,
-        difference=at,
-    )  # fmt: skip
+    return records.verdict(case_id, outcome=outcome, what=what, message="why", difference=at)
 
 
 def held(said: dict[str, Said], *, acted: bool = True, fault: str = FAULT.name) -> list[Judged]:

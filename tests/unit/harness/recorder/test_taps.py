@@ -12,8 +12,9 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from harness.recorder import record
-from harness.records import KeepSpec, RunSpec
+from harness.records import KeepSpec
 from harness.store.contents import read_contents
+from tests.support.records import run_spec
 from tests.unit.harness.recorder.recorded import names, pair, recorded, taps
 
 
@@ -126,9 +127,7 @@ def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
 def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     """Tensors of a step that a run keeps can be read by the harness, under their names."""
     keep = KeepSpec(step=1, names=("first:input*", "grads:second.*"))
-    spec = RunSpec(
-        config={"program": {}, "steps": 2}, device="cpu", world_size=1, timeout_s=1.0, keep=keep
-    )
+    spec = run_spec(config={"program": {}, "steps": 2}, keep=keep)
     recorded(program(2.0), tmp_path, taps=("first:input",), keep=keep.to_json(), run=spec.key)
     found = read_contents(tmp_path, spec)
     assert found.problems == ()
