@@ -15,7 +15,7 @@ from fsdp_core.config import TrainConfig
 from harness.checks.complete import launches, owed
 from harness.recorder import RecordFile
 from harness.records import RunSpec
-from harness.store.contents import KeptTensor, write_contents
+from harness.store.contents import write_contents
 from tests.planted.stub_ranks import initial_record, start_record, step_record
 from tests.support import records
 
@@ -62,9 +62,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
             record = replace(record, digests=record.digests | {"weights": "1" * 32})
         file.write(record)
     if spec.keep is not None:
-        about = KeptTensor(
-            name=spec.keep.names[0], part=0, dtype="float32", shape=(1,), as_digested=True
-        )
+        about = records.kept_tensor(spec.keep.names[0], (1,))
         write_contents(folder, spec.key, rank, spec.keep.step, [(about, bytes([is_wrong] * 4))])
     graphs = tuple(owed(TrainConfig.from_dict(config), rank, config["steps"]))
     file.write(records.end(rank, steps=config["steps"], replays=launches(graphs), graphs=graphs))

@@ -15,6 +15,7 @@ from harness.records import (
     StepRecord,
     Verdict,
 )
+from harness.store.contents import KeptTensor
 
 ONE = FloatBits.from_bits(0x3F800000)
 
@@ -72,6 +73,12 @@ def error(rank: int = 0, **fields: Any) -> ErrorRecord:
     """An exception that ended a rank in step 1."""
     given: dict[str, Any] = {"step": 1, "what": "crashed", "type": "E", "message": "m"}
     return ErrorRecord(rank=rank, **(given | {"traceback": "t"} | fields))
+
+
+def kept_tensor(name: str, shape: tuple[int, ...], **fields: Any) -> KeptTensor:
+    """What a rank says of a tensor that it keeps."""
+    given: dict[str, Any] = {"part": 0, "dtype": "float32", "as_digested": True}
+    return KeptTensor(name=name, shape=shape, **(given | fields))
 
 
 def rank_records(rank: int = 0, **fields: Any) -> RankRecords:

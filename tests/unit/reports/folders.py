@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from harness.records import (
     CaseSpec,
     FloatBits,
     RankExit,
-    RunOutcome,
     RunSpec,
     StepRecord,
     dumps,
 )
 from harness.store import RunFolder, begin_run, save_outcome
-from tests.support.run_records import Lab
+from tests.support import records
+from tests.support.run_records import Lab, f32
 
 TENSORS = {
     "samples": ("tokens",),
@@ -45,10 +44,6 @@ ENVIRONMENT = {
     "python": "3.11.7", "torch": "2.12.0", "device": "cpu", "threads": 1,
     "corpus": "sha256:2f1c9a", "deterministic": True,
 }  # fmt: skip
-
-
-def bits(value: float) -> FloatBits:
-    return FloatBits.from_bits(int.from_bytes(struct.pack(">f", value), "big"))
 
 
 def ulp(value: FloatBits | None, distance: int) -> FloatBits:
@@ -84,15 +79,15 @@ class Writer:
                 "steps": self.steps, "microbatches": 2, "graph": scopes, "seed": len(self.cases),
                 "parallel": {"dp": world_size},
             }  # fmt: skip
-            legs[leg] = RunSpec(
-                config=config, device="cpu", world_size=world_size, timeout_s=300.0, replica=replica
+            legs[leg] = records.run_spec(
+                world_size, config=config, timeout_s=300.0, replica=replica
             )
             if not skipped:
                 self.runs.append((legs[leg], changes.get(leg, {})))
-        self.cases.append(CaseSpec(
-            id=case_id, scenario=changes.get("scenario", "fsdp_cudagraph_alignment"),
+        self.cases.append(records.case_spec(
+            case_id, **legs, scenario=changes.get("scenario", "fsdp_cudagraph_alignment"),
             labels=changes.get("labels", {"parallel": f"dp{world_size}", "graph": graph}),
-            expect="bitwise", skip_reason=skipped, **legs,
+            skip_reason=skipped,
             checks={"loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0}},
         ))  # fmt: skip
         if changes.get("unjudged"):
@@ -138,20 +133,20 @@ class Writer:
             (path / f"rank{rank}.stderr").write_bytes(said)
         exits = [RankExit(rank=r, code=-9 if what and r == culprit else 0)
                  for r in range(spec.world_size)]  # fmt: skip
-        save_outcome(path, RunOutcome(
-            key=spec.key, what=what, message=message, culprit_rank=culprit,  # type: ignore[arg-type]
-            ranks=tuple(exits), started_unix_s=0.0, wall_s=self.wall_s,
+        save_outcome(path, records.outcome(
+            spec.key, what=what, message=message, culprit_rank=culprit, ranks=tuple(exits),
+            wall_s=self.wall_s,
         ))  # fmt: skip
 
 
 def _step(record: StepRecord, peak: int) -> StepRecord:
     step, rank = record.step, record.rank
     micro = tuple(
-        bits(1.5 + 4.0 * math.exp(-step / 6) + 0.05 * math.sin(3 * step + rank + 2 * m))
+        f32(1.5 + 4.0 * math.exp(-step / 6) + 0.05 * math.sin(3 * step + rank + 2 * m))
         for m in range(2)
     )
     return dataclasses.replace(
-        record, loss=micro[0], microbatch_losses=micro, grad_norm=bits(1.0 / (1 + step)),
+        record, loss=micro[0], microbatch_losses=micro, grad_norm=f32(1.0 / (1 + step)),
         live_bytes=peak // 2, peak_bytes=peak,
     )  # fmt: skip
 

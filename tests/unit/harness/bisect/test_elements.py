@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.bisect.elements import FORMS, compare, shown, ulps, value
-from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place
+from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place
+from tests.support.records import kept_tensor
 
 NAME = "grads:layers.0.w"
 Shape = tuple[int, ...]
@@ -21,8 +22,7 @@ Shape = tuple[int, ...]
 
 def kept(data: bytes, shape: Shape, *places: Place, **options: Any) -> Loaded:
     """One tensor of a rank."""
-    given: dict[str, Any] = {"name": NAME, "part": 0, "dtype": "float32", "as_digested": True}
-    return Loaded(about=KeptTensor(shape=shape, places=places, **(given | options)), data=data)
+    return Loaded(about=kept_tensor(NAME, shape, places=places, **options), data=data)
 
 
 def contents(*ranks: tuple[Loaded, ...], problems: tuple[str, ...] = (), step: int = 3) -> Contents:

@@ -24,7 +24,7 @@ from harness.bisect.layouts import (
 from harness.errors import UsageError
 from harness.records import FloatBits, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES
-from harness.store.contents import Contents, KeptTensor, Loaded, Place
+from harness.store.contents import Contents, Loaded, Place
 from tests.support import records
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
@@ -55,10 +55,8 @@ def leg(
             name=name, shape=whole.shape, offsets=(*rows, first), local_offsets=(*rows, 0),
             sizes=part.shape,
         )  # fmt: skip
-        about = KeptTensor(
-            name=name if ":" in name else f"grads:{name}", part=0, dtype="float32",
-            shape=part.shape, as_digested=True, places=(place,),
-        )  # fmt: skip
+        called = name if ":" in name else f"grads:{name}"
+        about = records.kept_tensor(called, part.shape, places=(place,))
         held[rank].append(Loaded(about=about, data=part.tobytes()))
     number = FloatBits.from_bits(int(np.float32(loss).view(np.uint32)))
     step = records.step(2, loss=number, microbatch_losses=(), grad_norm=number)

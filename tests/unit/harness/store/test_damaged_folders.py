@@ -15,12 +15,13 @@ from harness.records import RunSpec, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
-from harness.store.contents import KeptTensor, write_contents
+from harness.store.contents import write_contents
 from harness.store.files import read_plain
 from reports.text import tail
 from tests.chaos import damage, good
 from tests.chaos.damage import CASE, copy, examine, specimens
 from tests.chaos.good import rewrite
+from tests.support import records
 from tests.support.fake_engine import SCENARIO, Cli, FakeEngine, Patch, unequal
 
 SAMPLE = (
@@ -68,10 +69,7 @@ class KeepingEngine(FakeEngine):
             return
         for rank in range(spec.world_size):
             data = b"held" * (1 + bool(spec.config["graph"]))
-            about = KeptTensor(
-                name=spec.keep.names[0], part=0, dtype="float32", shape=(len(data) // 4,),
-                as_digested=True,
-            )  # fmt: skip
+            about = records.kept_tensor(spec.keep.names[0], (len(data) // 4,))
             write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
 
 

@@ -1,6 +1,7 @@
 """Files of ranks in every state: records and contents, or problems, and never an exception."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,16 @@ from harness.records import EventRecord, KeepSpec, RankRecords, Record, RecordEr
 from harness.store import save_outcome
 from harness.store.contents import KeptTensor, Place, contents_path, read_contents, write_contents
 from harness.store.streams import MAX_PROBLEMS, read_rank, read_ranks
-from tests.support.records import end, error, outcome, rank_records, run_spec, start, step
+from tests.support.records import (
+    end,
+    error,
+    kept_tensor,
+    outcome,
+    rank_records,
+    run_spec,
+    start,
+    step,
+)
 
 
 def read(folder: Path, *records: Record, tail: bytes = b"") -> RankRecords:
@@ -115,21 +125,17 @@ def spec(keep: KeepSpec | None = KEEP, world_size: int = 1) -> RunSpec:
     return run_spec(world_size, keep=keep)
 
 
-def entry(name: str, data: bytes, dtype: str = "float32", places: tuple[Place, ...] = ()) -> tuple[
-    KeptTensor, bytes
-]:  # fmt: skip
+def entry(name: str, data: bytes, size: int = 4, **fields: Any) -> tuple[KeptTensor, bytes]:
     """A tensor of one dimension, as a rank writes it."""
-    size = {"float32": 4, "bfloat16": 2}[dtype]
-    about = KeptTensor(
-        name=name, part=0, dtype=dtype, shape=(len(data) // size,),
-        as_digested=True, places=places,
-    )  # fmt: skip
-    return about, data
+    return kept_tensor(name, (len(data) // size,), **fields), data
 
 
 def write(folder: Path, rank: int = 0, world_size: int = 1) -> Path:
     """A rank's file with two tensors."""
-    entries = [entry("grads:a", GRAD, places=(BOX,)), entry("weights:a", WEIGHT, "bfloat16")]
+    entries = [
+        entry("grads:a", GRAD, places=(BOX,)),
+        entry("weights:a", WEIGHT, 2, dtype="bfloat16"),
+    ]
     write_contents(folder, spec(world_size=world_size).key, rank, KEEP.step, entries)
     return contents_path(folder, rank)
 
@@ -145,7 +151,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     found = read_contents(tmp_path, spec())
     assert found.problems == ()
     assert [(each.about, each.data) for each in found.ranks[0]] == [
-        entry("grads:a", GRAD, places=(BOX,)), entry("weights:a", WEIGHT, "bfloat16"),
+        entry("grads:a", GRAD, places=(BOX,)), entry("weights:a", WEIGHT, 2, dtype="bfloat16"),
     ]  # fmt: skip
     assert found.names == ("grads:a", "weights:a")
     assert [rank for rank, _ in found.held("weights:a")] == [0]
