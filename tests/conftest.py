@@ -1,7 +1,6 @@
 """Fixtures and rules for every test: GPU markers, warm ranks, one worker for the ranks."""
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -52,15 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if (found := _num_gpus() * ranks_a_gpu) < needed:
                 reason = f"needs {needed} CUDA device{'s' * (needed > 1)}, found {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish() -> None:
-    """One thread for tests that compute here: tiny products are slower on several.
-
-    Threads that wait for each other spin, which takes the processors from the tests beside.
-    """
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
 
 
 def _num_gpus() -> int:
