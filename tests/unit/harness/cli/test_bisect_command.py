@@ -16,6 +16,7 @@ from harness.records import RunSpec, StepRecord
 from tests.support.fake_engine import (
     SCENARIO,
     Capsys,
+    Cli,
     FakeEngine,
     Patch,
     Spoil,
@@ -166,14 +167,10 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
         (["dp2-attn", "r", "--every-run"], "--commits"),
     ],
 )
-def test_a_request_that_cannot_be_is_one_line(
-    bisect: Bisect, capsys: Capsys, args: list[str], expected: str
-) -> None:
+@pytest.mark.usefixtures("bisect")
+def test_a_request_that_cannot_be_is_one_line(cli: Cli, args: list[str], expected: str) -> None:
     """Exit 4: what was expected and what was got."""
-    capsys.readouterr()
-    assert main(["bisect", *args]) == 4
-    err = capsys.readouterr().err
-    assert (expected in err, len(err.splitlines())) == (True, 1)
+    assert expected in cli.refused("bisect", *args)
 
 
 @pytest.mark.parametrize("between", [False, True])

@@ -11,7 +11,7 @@ from harness import provenance
 from harness.cli import main
 from harness.history import History
 from harness.history.ledger import RunEntry
-from tests.support.fake_engine import Capsys, FakeEngine, Patch, run_json, unequal
+from tests.support.fake_engine import Capsys, Cli, FakeEngine, Patch, run_json, unequal
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
 
 
@@ -52,13 +52,13 @@ def said(capsys: Capsys, *args: str, code: int = 0) -> str:
 
 
 def test_a_run_is_in_the_history_beside_its_folder(
-    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+    engine: FakeEngine, cli: Cli, monkeypatch: Patch
 ) -> None:
     """`run` and `rerun` record, at the default place and at another; the commit is known."""
     engine.spoil = unequal
     monkeypatch.setattr(provenance, "describe", lambda: "3f1c")
-    assert run_json(capsys, "run", "small.yaml")[0] == 1
-    assert run_json(capsys, "rerun", "dp1-attn", "--history", "other.sqlite")[0] == 1
+    cli("run", "small.yaml", code=1)
+    cli("rerun", "dp1-attn", "--history", "other.sqlite", code=1)
     with History.open(Path("out") / "history.sqlite") as history:
         (entry,) = history.entries()
     assert len(entry.cases) == 4
