@@ -1,7 +1,7 @@
 """The one fingerprint of the environment: what made a run, and on what.
 
     of a rank     in its start record      `of_rank` must agree between runs whose bits are compared
-                                           `about_rank` only says: commit, host
+                                           `about_rank` only says: commit, host, GPU
     of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
 
 Read by the gates of a verdict (`harness.checks.evidence`), `--resume` (`deciding`), the history and
@@ -102,7 +102,15 @@ def of_program(packages: Iterable[str], environ: Mapping[str, str] = os.environ)
 
 def about_rank(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Where a process runs and by which commit; ranks of equal `host` share a machine."""
-    return {"commit": environ.get(COMMIT_VARIABLE, ""), "host": host()}
+    found = {"commit": environ.get(COMMIT_VARIABLE, ""), "host": host()}
+    return found | ({"gpu": gpu} if (gpu := own_gpu(environ)) else {})
+
+
+def own_gpu(environ: Mapping[str, str] = os.environ) -> str:
+    """The GPU of a rank, as CUDA_VISIBLE_DEVICES names it; "" without, or if nobody says."""
+    seen = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    place = environ.get("LOCAL_RANK", "")
+    return seen[int(place)] if place.isdecimal() and int(place) < len(seen) else ""
 
 
 def code_variables() -> dict[str, str]:

@@ -89,6 +89,8 @@ class PlantSpec(Json):
     tensor: str = ""  # a parameter's name, "" for the fault's own choice
     legs: tuple[str, ...] = ("candidate",)  # runs of a case that it is planted in
     chance: float = 1.0  # that it fires, decided once a run
+    device: str = ""  # GPU or CPU core, by its number: only processes on it, whatever their rank
+    once: bool = False  # not in repeats of a run
     beside: "tuple[PlantSpec, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -150,6 +152,7 @@ class RunSpec(Json):
     # Of which steps a program's gradients are also written as `harness.recorder.sketch`.
     sketch: Literal["none", "first", "all"] = "none"
     stall_s: float | None = None  # seconds without a record after which it counts as hung
+    placed: tuple[str, ...] = ()  # GPU or CPU cores of each rank; () where the engine has room
     recorded: str = ""  # its name in start records, if it was recorded by hand or under another key
 
     def __post_init__(self) -> None:

@@ -218,7 +218,9 @@ def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> li
 def _words_of(plant: PlantSpec) -> str:
     takes, words = CATALOGUE[plant.fault].takes, [plant.fault]
     words += [f"in step {plant.step}"] if "step" in takes else []
-    if "rank" in takes:
+    if plant.device:
+        words.append(f"on device {plant.device}")
+    elif "rank" in takes:
         words.append("on the last rank" if plant.rank < 0 else f"on rank {plant.rank}")
     return " ".join([*words, *([f"of {plant.tensor}"] if plant.tensor else [])])
 

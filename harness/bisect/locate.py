@@ -13,7 +13,7 @@ does not, looking in keeps it away (it moves addresses and times), and the case'
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -338,6 +338,15 @@ def locate_case(
     return _Look(found, found.step, runs, asker).carry_out(element=element)
 
 
+def shortened(specs: Sequence[RunSpec], step: int, **config: Any) -> list[RunSpec]:
+    """Runs up to the bad step, but graphs must have replayed once; without a soak."""
+    held = [spec.config for spec in specs]
+    warm_ups = [c.get("graph_warmup_steps", 0) if c.get("graph") else 0 for c in held]
+    steps = min(max(step, *warm_ups) + 1, *(int(c["steps"]) for c in held))
+    short = [with_steps(spec, steps) for spec in specs]
+    return [replace(spec, config=spec.config | config, soak=None) for spec in short]
+
+
 class _Look:
     """One look into a case: what is known of the place gets closer with each step."""
 
@@ -346,7 +355,7 @@ class _Look:
         self._of_control = first_difference(RunPair(runs.reference, runs.control)) is not None
         self._pair = runs.reference, runs.control if self._of_control else runs.candidate
         self._is_flaky: bool | None = None
-        self._specs = [self._shortened(run.spec) for run in self._pair]
+        self._specs = self._shortened()
 
     def carry_out(self, *, element: bool) -> Location:
         if self._wants_calls():
@@ -355,6 +364,9 @@ class _Look:
             self._look_at_elements()
         told = ["it comes now and then: the same run passes, too"] if self._is_flaky else []
         return self._found.saying(*told)
+
+    def _shortened(self, **config: Any) -> list[RunSpec]:
+        return shortened([run.spec for run in self._pair], self._step, **config)
 
     def _note(self, told: str) -> None:
         self._found = self._found.saying(unknown=told)
@@ -368,14 +380,6 @@ class _Look:
         if found.quantity == "crashed" and found.phase in IN_A_STEP:
             return True  # what it had computed may have been wrong before it stopped
         return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
-
-    def _shortened(self, spec: RunSpec, **config: Any) -> RunSpec:
-        """The run up to the bad step, but graphs must have replayed once; without a soak."""
-        held = [run.spec.config for run in self._pair]
-        warm_ups = [c.get("graph_warmup_steps", 0) if c.get("graph") else 0 for c in held]
-        most = min(int(c["steps"]) for c in held)
-        short = with_steps(spec, min(max(self._step, *warm_ups) + 1, most))
-        return replace(short, config=short.config | config, soak=None)
 
     def _question(self, name: str, asks: str, *specs: RunSpec, **fields: Any) -> CaseSpec:
         """The case over two other runs; its control is the reference, as nothing is in question."""
@@ -405,7 +409,7 @@ class _Look:
         ).runs
 
     def _looked_into(self, what: str, taps: tuple[str, ...]) -> tuple[CaseRuns, CaseSpec, str]:
-        specs = [self._shortened(run.spec, taps=list(taps)) for run in self._pair]
+        specs = self._shortened(taps=list(taps))
         question = self._question("look", "calls", *specs, checks={"taps": {}})
         words = f"which {what} differs first, up to step {self._step}?"
         return self._ask(question, words), question, words

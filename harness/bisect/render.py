@@ -18,6 +18,7 @@ from harness.bisect.causes import FoundCauses
 from harness.bisect.commits import CommitSearch
 from harness.bisect.experiments import AskedQuestion
 from harness.bisect.found import Element, Location
+from harness.bisect.hardware import Traced
 from harness.bisect.repro import MinimalCase
 from harness.checks.evidence import count
 from harness.codec import Json, RecordError
@@ -32,6 +33,8 @@ from harness.terminal import COLOURS, LiveView, cell, duration, typed
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
 PAGE_WIDTH = 10_000
 """Nothing is folded on the page: whoever reads it copies commands and paths."""
+MAYBE_HARDWARE: tuple[What, ...] = ("nondeterministic_reference", "illegal_access")
+SHOWN = ("evidence", "not known", "placements", "doubts")
 OTHER_ENVIRONMENT = (
     "the runs were made in other environments, so no setting is searched for: make them alike, run "
     "again"
@@ -62,6 +65,7 @@ class Findings(Json):
     least_case: MinimalCase | None = None
     commits: CommitSearch | None = None
     release: CommitSearch | None = None
+    hardware: Traced | None = None
     questions: tuple[AskedQuestion, ...] = ()
     num_runs: int = 0
     seconds: float = 0.0
@@ -157,6 +161,11 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     lines += [("why", why) for why in causes(found)] if found is not None else []
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))
+    is_flaky = found is not None and found.policy is not None and not found.policy.always
+    if findings.hardware is None and (is_flaky or findings.what in MAYBE_HARDWARE):
+        lines.append(("hardware?", "the same command with --hardware says whether it is"))
+    if findings.hardware is not None:
+        lines += [("follows", str(findings.hardware)), ("do next", findings.hardware.advice)]
     searched = {
         "least case": findings.least_case, "commit": findings.commits, "release": findings.release,
     }  # fmt: skip
@@ -171,6 +180,9 @@ def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str]]]:
     if found is not None:
         yield "causes", [*([str(found.policy)] if found.policy else []), *found.notes]
     yield "least case", (*least.made, *least.notes) if least else ()
+    if findings.hardware is not None:
+        yield "placements", findings.hardware.rows
+        yield "doubts", findings.hardware.notes
     for commits in filter(None, (findings.commits, findings.release)):
         yield f"first bad {commits.kind}", (commits.policy, *commits.notes)
     yield "asked", [question_line(question).plain for question in findings.questions]
@@ -221,7 +233,7 @@ def print_findings(console: Console, findings: Findings, page: Path | None = Non
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)
     for title, items in sections(findings):
-        if items and (page is None or (place is not None and title in ("evidence", "not known"))):
+        if items and (page is None or (place is not None and title in SHOWN)):
             console.print(cell(title, "dim"))
             most = MOST_EVIDENCE if page else len(items)
             shown = [(cell(f"  {i}."), cell(x)) for i, x in enumerate(items[:most], 1)]

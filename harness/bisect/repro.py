@@ -251,12 +251,15 @@ def _plants(reference: RunSpec, candidate: RunSpec) -> Any:
 
 def _plant(plant: PlantSpec) -> dict[str, Any]:
     takes = CATALOGUE[plant.fault].takes
+    has_no_rank = "rank" not in takes or plant.device
     plain = {
         "step": plant.step if "step" in takes else None,
-        "rank": None if "rank" not in takes else "last" if plant.rank < 0 else plant.rank,
+        "rank": None if has_no_rank else "last" if plant.rank < 0 else plant.rank,
         "tensor": plant.tensor or None,
         "legs": list(plant.legs) if plant.legs != ("candidate",) else None,
         "chance": plant.chance if plant.chance != 1.0 else None,
+        "device": int(plant.device) if plant.device else None,
+        "once": plant.once or None,
     }
     return {"fault": plant.fault} | {k: value for k, value in plain.items() if value is not None}
 

@@ -1,6 +1,7 @@
 """A search: what is asked, its folder, its engine, its stages, and what it keeps after each.
 
     environment -> place -> causes -> least case -> commits -> releases
+                         -> hardware, where that is asked: nothing after it
 
 Findings and page are written after every stage, and however the search ends; the same command goes
 on, as its runs are in the folder, by key.
@@ -20,11 +21,13 @@ from harness.bisect import commits as halving
 from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.differences import between_environments
 from harness.bisect.experiments import Asked, Asker, Questions, runs_key
+from harness.bisect.hardware import follow
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
 from harness.bisect.render import Findings, SearchView, keep_findings, read_findings
 from harness.bisect.repro import FOLDER, MinimalCase, write_minimal_case
 from harness.checks.complete import find_flaw
+from harness.engine.slurm import stored_options
 from harness.errors import Interrupted, UsageError, shown
 from harness.program.launch import make_environments
 from harness.program.spec import capabilities_of, folder_of, program_of
@@ -42,7 +45,7 @@ SHORT_HASH, MAX_NAME_CHARS, MOST_TOLD = 12, 120, 3
 COMMITS_FOLDER, REPLIES = "commits", "replies"
 """Of the folder of a search: run folders of other commits; what is answered by none of its runs."""
 STAGES = ("environment", "place", "causes", "least")
-_KEPT = ("place", "causes", "least_case", "commits", "release")
+_KEPT = ("place", "hardware", "causes", "least_case", "commits", "release")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ class Search:
     package: tuple[str, str] | None = None
     every_run: bool = False
     two_layouts: bool = False
+    hardware: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -89,6 +93,8 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
             "bisect: expected a case that can be run for --commits and --package, its runs were "
             "recorded by hand"
         )
+    if search.hardware:
+        _refuse_elsewhere(search)
     if search.commits:
         search.history()  # a mistyped range should not cost an hour first
     if search.package is not None:
@@ -107,9 +113,30 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
         engine = launch.make_engine(prepared)
         try:
             asker = Asker(folder, engine, questions, progress=view)
-            return _Stages(search, asker, before, notes).carry_out(), folder.path
+            stages = _Stages(search, asker, before, notes, prepared.devices)
+            return stages.carry_out(), folder.path
         finally:
             engine.close()
+
+
+def _refuse_elsewhere(search: Search) -> None:
+    """See that it is this machine's hardware that is asked about."""
+    if search.commits or search.package or search.two_layouts:
+        raise UsageError("--hardware: expected no --commits, --package and --against with it")
+    if search.case.reference.recorded:
+        raise UsageError("--hardware: expected a case that can be run, its runs were recorded")
+    run = _run_of(search.place)
+    if run is not None and stored_options(run.manifest) is not None:
+        raise UsageError(
+            "--hardware: expected a case of this machine, its runs were made by Slurm: run the "
+            "scenario on a node that is suspected, with --engine local"
+        )
+
+
+def _run_of(place: Path | None) -> RunFolder | None:
+    """The run folder that a case's folder is in, if it is in one."""
+    found = place is not None and (place.parent.parent / MANIFEST_FILE).is_file()
+    return RunFolder.open(place.parent.parent) if place is not None and found else None
 
 
 class _Stages:
@@ -118,8 +145,10 @@ class _Stages:
     _asked: Asked
 
     def __init__(
-        self, search: Search, asker: Asker, before: Findings | None, notes: Sequence[str]
-    ) -> None:
+        self, search: Search, asker: Asker, before: Findings | None, notes: Sequence[str],
+        gpus: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._gpus = gpus
         self._search, self._case, self._asker, self._before = search, search.case, asker, before
         self._folder, self._began_s, self._has_verdict = asker.folder.path, time.monotonic(), False
         words = [word for word in search.argv if word != "--json"]
@@ -164,9 +193,12 @@ class _Stages:
             "environment": self._environment, "place": self._place, "causes": self._causes,
             "least_case": self._least,
         }  # fmt: skip
-        last = "place" if self._case.reference.recorded else search.until
+        last = "place" if self._case.reference.recorded or search.hardware else search.until
         for name, stage in list(stages.items())[: STAGES.index(last) + 1]:
             self._keep(**{name: stage()})
+        if search.hardware:
+            cores = os.sched_getaffinity(0)
+            self._keep(hardware=follow(self._asked.runs, asker, self._gpus, cores))
         if search.commits:
             self._keep(commits=self._commit())
         if search.package is not None:
@@ -184,9 +216,8 @@ class _Stages:
 
     def _environment(self) -> tuple[str, ...]:
         """Said before anything else: bits of other environments prove nothing about the code."""
-        here = run = self._asker.folder
-        if (place := self._search.place) and (place.parent.parent / MANIFEST_FILE).is_file():
-            run = RunFolder.open(place.parent.parent)
+        here = self._asker.folder
+        run = _run_of(self._search.place) or here
         runs, other = self._asked.runs, "ran in other environments:"
         told = list(self._found.environment)
         if legs := between_environments(runs.reference, runs.candidate):
@@ -200,8 +231,9 @@ class _Stages:
         return tuple(told)
 
     def _place(self) -> Any:
-        # What was recorded by hand cannot be run again to look closer.
-        asker = None if self._case.reference.recorded else self._asker
+        # What was recorded by hand cannot be run again to look closer; trials look themselves.
+        only_records = self._case.reference.recorded or self._search.hardware
+        asker = None if only_records else self._asker
         asked, element = self._asked, self._search.element
         return locate_case(asked.runs, asker, verdict=asked.verdict, element=element)
 

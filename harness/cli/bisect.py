@@ -47,6 +47,10 @@ MOST_NAMED = 5
     "--every-run", is_flag=True,
     help="With --commits or --package: the failure is deterministic, so run each only once.",
 )  # fmt: skip
+@click.option("--hardware", is_flag=True,
+              help="Is it the hardware? Run the guilty steps on other GPUs, or CPU cores, and in "
+              "another order of ranks: the failure follows the device, the rank, the program, or "
+              "does not repeat.")  # fmt: skip
 @options.as_json
 def bisect_command(
     *, case: str, folder: Path | None, no_element: bool, as_json: bool, against: str | None,

@@ -1,14 +1,17 @@
 """What an engine is: runs started and waited for; who gets which slot, and which GPU.
 
-A run takes one slot a rank; with devices, slot i stands for device i. NCCL refuses two ranks of one
-communicator on one GPU, as it sees by host and bus. Ranks that share GPUs are therefore put on
-hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up the first host, the second
-the next. Hosts talk through sockets: NCCL's own kernels and bits, and times that mean nothing.
+A run takes one slot a rank; with devices, slot i stands for device i. A run that is `placed` says
+itself on which GPU, or pinned to which CPU cores, each rank is, and has the machine to itself.
+
+NCCL refuses two ranks of one communicator on one GPU, as it sees by host and bus. Ranks that share
+GPUs are therefore put on hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up
+the first host, the second the next. Hosts talk through sockets: NCCL's own kernels and bits, and
+times that mean nothing.
 """
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -81,9 +84,27 @@ class Slots:
             raise UsageError(
                 f"run {spec.key} needs {spec.world_size} {noun}, there are {self.num_slots}"
             )
+        if spec.placed:
+            self._check_placed(spec)
+
+    def _check_placed(self, spec: RunSpec) -> None:
+        if spec.device == "cuda":
+            legal = f"a GPU of {', '.join(dict.fromkeys(self._devices))}"
+            is_here = set(self._devices).issuperset(spec.placed)
+        else:
+            cores = os.sched_getaffinity(0)
+            legal = f"cores of {core_set(cores)}"
+            is_here = all(cores_in(each) <= cores for each in spec.placed)
+        if len(spec.placed) != spec.world_size or not is_here:
+            raise UsageError(
+                f"run {spec.key}: expected {legal} for each of {spec.world_size} ranks, got "
+                f"{'; '.join(spec.placed)}"
+            )
 
     def fits(self, spec: RunSpec) -> bool:
         full = self._jobs is not None and len(self._taken) >= self._jobs
+        if spec.placed:  # alone: where another run is would be a difference, too
+            return not full and not self._taken
         return not full and spec.world_size <= len(self._free)
 
     def take(self, spec: RunSpec) -> tuple[str, ...]:
@@ -91,9 +112,11 @@ class Slots:
         self.check(spec)
         if spec.key in self._taken or not self.fits(spec):
             raise RuntimeError(f"no room for run {spec.key}, or it is under way")
-        mine = tuple(sorted(self._free)[: spec.world_size])
+        mine = tuple(sorted(self._free)[: None if spec.placed else spec.world_size])
         self._free -= set(mine)
         self._taken[spec.key] = mine
+        if spec.placed:
+            return spec.placed if spec.device == "cuda" else ()
         return tuple(self._devices[slot] for slot in mine) if spec.device == "cuda" else ()
 
     def pass_on(self, key: str, heir: str) -> None:
@@ -108,6 +131,21 @@ def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
     if ranks_per_gpu < 1:
         raise ValueError(f"Expected at least 1 rank a GPU, got {ranks_per_gpu}.")
     return tuple(gpus) * ranks_per_gpu
+
+
+def core_set(cores: Iterable[int]) -> str:
+    """A set of CPU cores as taskset writes it: `0-3,8`."""
+    held = sorted(cores)
+    starts = [core for core in held if core - 1 not in held]
+    ends = [core for core in held if core + 1 not in held]
+    pairs = zip(starts, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+
+
+def cores_in(text: str) -> set[int]:
+    """The inverse of `core_set`."""
+    pairs = (part.partition("-")[::2] for part in text.split(","))
+    return {core for a, b in pairs for core in range(int(a), int(b or a) + 1)}
 
 
 def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:

@@ -207,7 +207,7 @@ class LocalEngine(Engine):
         return ""
 
     def _may_be_early(self, spec: RunSpec) -> bool:
-        plain = spec.is_builtin and spec.soak is None and not is_timed(spec)
+        plain = spec.is_builtin and spec.soak is None and not (spec.placed or is_timed(spec))
         return plain and spec.device in self._early
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:

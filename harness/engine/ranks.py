@@ -34,7 +34,7 @@ from types import FrameType
 import psutil
 
 from harness.engine import evidence
-from harness.engine.base import gpu_environment
+from harness.engine.base import cores_in, gpu_environment
 from harness.engine.outcome import (
     FirstFailure,
     NodeReport,
@@ -391,6 +391,8 @@ class Crew:
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             os.environ.update(rank_environment(job, rank))
+            if job.spec.placed and job.spec.device == "cpu":
+                os.sched_setaffinity(0, cores_in(job.spec.placed[rank]))
             code = self._rank_main(job.spec, job.folder, rank, job.port)
         except SystemExit as stop:
             code = 0 if stop.code is None else stop.code

@@ -169,6 +169,8 @@ class SlurmEngine(Engine):
             raise UsageError(
                 f"run {spec.key} needs {spec.world_size} slots, there are {self.slots}"
             )
+        if spec.placed:
+            raise UsageError(f"run {spec.key}: expected no devices that are named, on Slurm")
         if not self._job_id:
             raise UsageError(
                 "engine slurm: expected to be started in an allocation, as by salloc --nodes=2 "

@@ -121,9 +121,10 @@ def _text(value: Any) -> str:
 
 def _fault_text(plant: PlantSpec) -> str:
     takes, rank = CATALOGUE[plant.fault].takes, "last" if plant.rank == LAST_RANK else plant.rank
+    place = f"d{plant.device}" if plant.device else f"r{rank}"
     words = [
         plant.fault, f"s{plant.step}" if "step" in takes else "",
-        f"r{rank}" if "rank" in takes else "", plant.tensor,
+        place if "rank" in takes else "", "once" if plant.once else "", plant.tensor,
         "" if plant.legs == ("candidate",) else "+".join(plant.legs),
         "" if plant.chance == 1.0 else f"p{plant.chance}",
     ]  # fmt: skip
@@ -237,7 +238,10 @@ def _plant(node: Node, full: str) -> PlantSpec | None:
 
 def _fault(node: Node, full: str) -> PlantSpec:
     values = take.take_fields(node, full, FAULT, required=("fault",))
-    takes = ("fault", *CATALOGUE[values["fault"]].takes, "legs", "chance")
+    own = CATALOGUE[values["fault"]].takes
+    # In the place of a rank, not beside one.
+    place = ("device",) if "rank" in own and "rank" not in values else ()
+    takes = ("fault", *own, "legs", "chance", *place, "once")
     # A step left out would be step 0, before any graph is captured: say it.
     due = {"step"}.intersection(takes) - set(values)
     for key in (*due, *(name for name in values if name not in takes)):
@@ -258,6 +262,8 @@ FAULT: Mapping[str, Taker] = {
     "tensor": take.take_str,  # a parameter's name; by default the fault's own choice
     "legs": partial(take.take_words, what="legs", legal=LEGS, once="leg"),  # candidate
     "chance": partial(take.take_float, above=0, most=1),  # that it fires; 1
+    "device": lambda node, full: str(take.take_int(node, full, least=0)),  # in place of a rank
+    "once": take.take_bool,  # not in repeats of a run
 }
 _OF_TYPE: Mapping[Any, Taker] = {
     bool: take.take_bool, int: take.take_int, float: take.take_float, str: take.take_str,

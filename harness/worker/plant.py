@@ -42,8 +42,11 @@ from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
 from harness.faults.catalogue import CATALOGUE
+from harness.machine import describe
+from harness.provenance import own_gpu
 from harness.recorder import RecordFile
 from harness.records import EventRecord, PlantSpec, RunSpec, dumps, each_of
+from harness.repeats import is_timed
 
 Act = Callable[[Any], Any]
 """Of the trainer, or early of the configuration, which it may give anew."""
@@ -478,6 +481,13 @@ def _config(config: TrainConfig, key: str, word: str) -> TrainConfig:
 # ---- a rank's faults
 
 
+def runs_on(device: str) -> bool:
+    """Whether this process has the GPU of that number, or may run on the CPU core."""
+    if gpu := own_gpu():
+        return gpu in (device, *(each.id for each in describe({}).gpus[int(device) :][:1]))
+    return int(device) in os.sched_getaffinity(0)
+
+
 class Plant:
     """The planted faults of one rank; does nothing on the ranks that they do not name."""
 
@@ -487,6 +497,9 @@ class Plant:
         self._alters = {}
         for fault in each_of(spec.plant):
             is_here = CATALOGUE[fault.fault].everywhere or rank == fault.rank % spec.world_size
+            if fault.device:
+                is_here = runs_on(fault.device)
+            is_here = is_here and not (fault.once and is_timed(spec))
             self._faults.append((fault, injections(fault) if is_here else {}))
             if is_here and (alter := alteration(fault)) is not None:
                 self._alters[fault.fault] = alter

@@ -8,6 +8,17 @@ from tests.mutations.running import RUNNING
 
 MUTATIONS = [
     *slips_of(
+        "bisect/hardware.py",
+        "bisect/test_hardware",
+        ("half_sure_is_sure", "best.probability < CONFIDENCE:", "best.probability < 0.5:"),
+        ("lost_trials_do_not_count", "not suspects or 2 * len(open_trials) > len(trials)",
+         "not suspects"),
+        ("other_machine_acquits", "if moved and best", "if not devices and best"),
+        ("loss_names_its_rank", "if _kind(place) or", "if True or"),
+        ("nothing_fails_as_often", "fires = min(rate, 1 - STRAY) if active else STRAY",
+         "fires = min(rate, 1 - STRAY)"),
+    ),
+    *slips_of(
         "checks/evidence.py",
         "checks/test_bits checks/test_judge",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),

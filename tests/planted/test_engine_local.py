@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.engine.local import LocalEngine
 from harness.engine.process import parent_of
-from harness.errors import Infrastructure
+from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import RunFolder, load_run_folder, read_outcome
 from tests.planted.leader_clock import put_ahead
@@ -205,6 +206,21 @@ def test_ranks_are_fresh_processes_with_their_place(engine: LocalEngine, tmp_pat
     assert len({env["MASTER_PORT"] for env in shown}) == 1
     assert {env["CUDA_VISIBLE_DEVICES"] for env in shown} == {""}
     assert {(env["OMP_NUM_THREADS"], env["PYTHONHASHSEED"]) for env in shown} == {("1", "0")}
+
+
+def test_a_placed_run_is_pinned_and_alone(engine: LocalEngine, tmp_path: Path) -> None:
+    """Each rank has the cores that its run names; cores that are not here are refused."""
+    cores = sorted(os.sched_getaffinity(0))
+    last = replace(spec({"*": "hang"}, 2), placed=(str(cores[0]), str(cores[-1])))
+    engine.start(last, tmp_path / "placed")
+    assert not engine.can_start(spec(world_size=1))
+    wait_for(*(tmp_path / "placed" / f"hanging{rank}" for rank in (0, 1)))
+    pids = rank_pids(tmp_path / "placed")
+    assert [os.sched_getaffinity(pid) for pid in pids] == [{cores[0]}, {cores[-1]}]
+    engine.cancel()
+    for placed in (("0",), (str(cores[0]), "4095")):
+        with pytest.raises(UsageError):
+            engine.check(replace(last, placed=placed))
 
 
 def test_runs_on_gpus_see_only_their_own(tmp_path: Path) -> None:

@@ -121,6 +121,49 @@ def test_other_environments_are_said_first(
     assert ": name another" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fault", ["device", "rank"])
+def test_hardware_says_what_the_failure_follows(
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch, fault: str
+) -> None:
+    """A device or a rank, from runs up to the bad step on other cores; asked again it runs none."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+
+    def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
+        on = (spec.placed or ("0", "1"))[record.rank] if fault == "device" else str(record.rank)
+        is_here = spec.config["graph"] == ["attn"] and record.step >= 2
+        return other_bits(record) if is_here and on == "1" else record
+
+    failed_run(engine, spoil)
+    seen = list[RunSpec]()
+    engine.on_start = seen.append
+    code, found = run_json(capsys, *FOUND, "--hardware")
+    traced = found["hardware"]
+    best = traced["suspects"][0]
+    named = {"device": "1", "rank": None} if fault == "device" else {"device": "", "rank": 1}
+    assert (code, traced["follows"]) == (1, fault)
+    assert {name: best[name] for name in named} == named
+    assert {trial["placed"] for trial in map(_tupled, traced["trials"])} >= {("0", "1"), ("1", "0")}
+    assert {spec.config["steps"] for spec in seen} == {3}
+    assert found["causes"] is None
+    made = len(engine.made)
+    assert run_json(capsys, *FOUND, "--hardware")[1]["hardware"] == traced
+    assert len(engine.made) == made > 0
+
+
+def _tupled(trial: dict[str, Any]) -> dict[str, Any]:
+    return trial | {"placed": tuple(trial["placed"])}
+
+
+def test_hardware_is_asked_of_this_machine_alone(bisect: Bisect, capsys: Capsys) -> None:
+    """Not with commits, nor of runs that Slurm made on nodes."""
+    path = Path("r/manifest.json")
+    path.write_text(path.read_text().replace('"slurm": null', '"slurm": {"nodes": 2}'))
+    for options in (["--commits", "a..b"], []):
+        capsys.readouterr()
+        assert main([*FOUND, "--hardware", *options]) == 4
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_cases_of_a_scenario_are_run_first(bisect: Bisect, engine: FakeEngine) -> None:
     """Also two candidates held to each other; one that passes says so."""
     attn, whole = "dp2 and attn", "dp2 and full_iteration"

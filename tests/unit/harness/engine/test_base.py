@@ -1,12 +1,13 @@
 """Slots and GPUs: nobody shares one unasked, nothing that cannot fit is started."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots, shared
+from harness.engine.base import Slots, core_set, cores_in, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 from tests.support.records import run_spec
@@ -44,6 +45,29 @@ def test_jobs_and_runs_on_the_cpu_take_slots_too() -> None:
     assert not slots.fits(run(1))
     one.take(run(2, "a", "cpu"))
     assert not one.fits(run(2, "b", "cpu"))
+
+
+def test_a_placed_run_has_the_devices_that_it_names_and_no_neighbours() -> None:
+    """In its order, one of them twice too; none that the machine lacks."""
+    slots = Slots(4, devices=tuple("4567"))
+    placed = replace(run(3, "placed"), placed=("6", "4", "6"))
+    slots.take(run(1, "other"))
+    assert not slots.fits(placed)
+    slots.release(run(1, "other").key)
+    assert slots.take(placed) == ("6", "4", "6")
+    assert not slots.fits(run(1, "other"))
+    slots.release(placed.key)
+    assert slots.fits(run(4))
+    for wrong in (("6", "4"), ("6", "4", "9")):
+        with pytest.raises(UsageError):
+            slots.check(replace(placed, placed=wrong))
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_sets_of_cores_are_written_as_taskset_does(cores: set[int]) -> None:
+    """And read back."""
+    assert cores_in(core_set(cores)) == cores
+    assert core_set({0, 1, 2, 7}) == "0-2,7"
 
 
 def test_what_makes_no_sense_is_refused() -> None:
