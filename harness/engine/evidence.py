@@ -38,8 +38,8 @@ MAX_DUMP_BYTES = 256 << 20
 TAIL_BYTES = 64 << 10
 DUMP_S = 5.0
 """Given to NCCL's watchdogs, which look for requests once a second, and write."""
-ANSWER_S = 2.0
-"""Given to a program's ranks to say where they are."""
+ANSWER_S = 8.0
+"""Given to a program's ranks to say where they are; less once all have said it."""
 IN_CAPTURE = "a capture"
 """Label of collectives that belong to no unit and are called while graphs are captured."""
 _OF_NCCL = {
@@ -190,6 +190,13 @@ def dumps_take_s(spec: RunSpec) -> float:
     if evidence_environment(spec, Path(), 0, {}):
         return DUMP_S
     return 0.0 if spec.is_builtin or spec.world_size == 1 else ANSWER_S
+
+
+def have_answered(spec: RunSpec, folder: Path, ranks: Iterable[int]) -> bool:
+    """Whether no more is to come from ranks that were asked where they are."""
+    if dumps_take_s(spec) != ANSWER_S:
+        return False
+    return all(answer_path(folder, rank).exists() for rank in ranks)
 
 
 def _pipes(folder: Path, rank: int) -> tuple[Path, Path]:

@@ -168,6 +168,8 @@ class RankEvidence:
             where += f", {place.phase}" if place.phase else ""
             where += f" of {place.module}" if place.phase and place.module else ""
             where += f" at {place.at}" if place.at else ""
+            if place.at and place.at.partition(" ")[0] in self.inside:
+                return where  # both say the same line
         return f"{where}{self.inside}"
 
     @property

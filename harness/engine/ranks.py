@@ -72,6 +72,8 @@ START_STALLS = 6
 """Times its patience that a soak may take to its first record."""
 LOOK_S = 2.0
 """Between looks at whether a program's ranks have all come to their end."""
+ASKING_S, PRINTING_S = 0.1, 0.5
+"""Between looks at whether ranks have answered, and left after that for stacks to arrive."""
 NOT_RUN = 75
 """Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
 NO_PROCESS = 76
@@ -407,7 +409,8 @@ class Crew:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
         watch = self.watch
         while watch.running:
-            patience_s = max(min(watch.deadline_s - time.monotonic(), self._look_s), 0.0)
+            look_s = min(self._look_s, ASKING_S if watch.phase is Phase.STACKS else math.inf)
+            patience_s = max(min(watch.deadline_s - time.monotonic(), look_s), 0.0)
             for key, _ in self._selector.select(patience_s if patience_s < math.inf else None):
                 if key.fd == self._wakeup.fd:
                     self._wakeup.drain()
@@ -427,11 +430,19 @@ class Crew:
             run_s = now_s - watch.started_s
             if watch.may_stall(now_s) and self._records.have_grown(run_s):
                 watch.progressed(now_s, self._records.window_s)
-            number = watch.advance(time.monotonic())
-            if number == signal.SIGUSR1:
-                evidence.ask_for_dumps(Path(), watch.running)
-            for pid in self._pids if number is not None else ():
-                signal_quietly(pid, number or 0)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Ask and signal ranks whose time is up, those that have answered a little later."""
+        watch, now_s = self.watch, time.monotonic()
+        asked = watch.phase is Phase.STACKS
+        if asked and evidence.have_answered(self._job.spec, Path(), watch.running):
+            watch.deadline_s = min(watch.deadline_s, now_s + PRINTING_S)
+        number = watch.advance(now_s)
+        if number == signal.SIGUSR1:
+            evidence.ask_for_dumps(Path(), watch.running)
+        for pid in self._pids if number is not None else ():
+            signal_quietly(pid, number or 0)
 
     def _reap(self) -> None:
         for pid, rank in list(self._pids.items()):

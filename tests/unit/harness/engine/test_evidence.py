@@ -266,5 +266,5 @@ def test_soaks_and_programs_on_gpus_leave_evidence(tmp_path: Path) -> None:
     for other in (spec(device="cpu"), spec(soak=None), OF_CPU):
         assert evidence_environment(other, tmp_path, 0, {}) == {}
     # Ranks have time to answer; alone one waits for nobody, and is not asked.
-    assert evidence.dumps_take_s(OF_CPU) == evidence.ANSWER_S < evidence.dumps_take_s(PROGRAM)
+    assert evidence.dumps_take_s(OF_CPU) == evidence.ANSWER_S > evidence.dumps_take_s(PROGRAM) > 0
     assert evidence.dumps_take_s(replace(OF_CPU, world_size=1)) == 0.0
