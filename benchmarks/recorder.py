@@ -1,12 +1,15 @@
 """What recording costs: steps with and without it, alternating in one run of one program.
 
-    python -m benchmarks.recorder                       on the GPUs that are there
+    python -m benchmarks.recorder --ranks 1             on the GPUs that are there
     python -m benchmarks.recorder --device cpu --tiny   the flow, not the figures
+    python -m benchmarks.recorder --harness             as a run of the harness is recorded
     python -m benchmarks.recorder --starts 5            time from command to first step, by starter
 
 The decoder of `benchmarks.fsdp` trains under torch FSDP2; the stack of small linear layers trains
-as one CUDA graph that holds its optimizer. Blocks of steps are recorded and not recorded in turn; a
-block's time is the device's, and the ratio is that of the medians.
+as one CUDA graph that holds its optimizer. Blocks of ten steps take turns: without the recorder,
+with losses only, with all state in every step, and in every tenth. A ratio is that of two blocks of
+one round, and the median over rounds is printed. That of every 100 steps follows from two of them:
+99 steps with losses only and one with all state.
 """
 
 import argparse
@@ -22,8 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BLOCK, BLOCKS = 5, 8
+BLOCK, ROUNDS = 10, 6
+NEVER, OFF = 0, -1
+SETTINGS = {"without": OFF, "losses only": NEVER, "every=1": 1, "every=10": 10}
+"""Kinds of blocks, and in which steps of one state is digested."""
 WARMUP = 6
+FOLDER = "RECORDER_BENCHMARK_FOLDER"
 SCRIPT = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -41,7 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--every", type=int, nargs="*", default=[1, 10])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--taps", nargs="*", default=[], help="modules that are digested as well")
+    parser.add_argument("--harness", action="store_true")
     parser.add_argument("--workloads", nargs="*", default=["decoder", "graph"])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--starts", type=int, default=0)
@@ -53,31 +62,29 @@ def main() -> int:
     if options.starts:
         return _starts(options.starts)
     for workload in options.workloads:
-        for every in options.every:
-            print(json.dumps(_measured(options, workload, every)), flush=True)
+        print(json.dumps(_measured(options, workload)), flush=True)
     return 0
 
 
-def _measured(options: argparse.Namespace, workload: str, every: int) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, workload: str) -> dict[str, Any]:
     """One row: a fresh run of the ranks, with the recorder in them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = {
-            "kind": "script", "target": "benchmark", "folder": name, "every": every,
-        }  # fmt: skip
+        program = {"kind": "script", "target": "benchmark", "folder": name}
         config = {"program": program, "steps": 1, "taps": []}
         (folder / "spec.json").write_text(json.dumps({"config": config}))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             "--nproc-per-node", str(options.ranks), "-m", "benchmarks.recorder",
-            "--rank-of", workload, "--device", options.device, "--every", str(every),
+            "--rank-of", workload, "--device", options.device, "--rounds", str(options.rounds),
+            "--taps", *options.taps,
         ]  # fmt: skip
         command += ["--tiny"] if options.tiny else []
-        done = subprocess.run(
-            command, env=_recording(folder), stdout=subprocess.PIPE, text=True, check=True
-        )
+        environ = _recording(folder) if options.harness else {**os.environ, FOLDER: name}
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
         row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return row | {"workload": workload, "every": every, "ranks": options.ranks}
+        written = sum(path.stat().st_size for path in folder.rglob("*.jsonl"))
+        return row | {"workload": workload, "ranks": options.ranks, "written_bytes": written}
 
 
 def _recording(folder: Path) -> dict[str, str]:
@@ -94,6 +101,7 @@ def _rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from harness.recorder import record
     from harness.recorder.hooks import paused
 
     cuda = options.device == "cuda"
@@ -102,19 +110,30 @@ def _rank(options: argparse.Namespace) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    recorder: Any = record(folder=os.environ.get(FOLDER), taps=options.taps, every=1)
     step = _workload(options, device)
     for _ in range(WARMUP):
         step()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * BLOCKS):
-        recorded = bool(number % 2)
-        with contextlib.nullcontext() if recorded else paused():
-            seconds[recorded].append(_timed(step, device))
+    seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for number in range(options.rounds):
+        names = list(SETTINGS)
+        for name in names if number % 2 == 0 else reversed(names):
+            every = SETTINGS[name]
+            if every != OFF:
+                # The observer counts its own steps alone: one of ten is due, wherever it stands.
+                recorder.every = recorder.taps_every = every
+            with paused() if every == OFF else contextlib.nullcontext():
+                seconds[name].append(_timed(step, device) / BLOCK)
     if rank == 0:
-        with_it, without = (statistics.median(seconds[key]) / BLOCK for key in (True, False))
+        base = seconds["without"]
+        ratios = {name: statistics.median(a / b for a, b in zip(held, base, strict=True))
+                  for name, held in seconds.items() if held is not base}  # fmt: skip
+        ratios["every=100"] = (99 * ratios["losses only"] + ratios["every=1"]) / 100
+        spread = [1e3 * each for each in sorted(base)]
         row = {
-            "ms_without": round(1e3 * without, 3), "ms_with": round(1e3 * with_it, 3),
-            "ratio": round(with_it / without, 4),
+            "ms_without": round(statistics.median(spread), 3),
+            "spread_ms": [round(spread[i], 3) for i in (0, -1)],
+            "ratios": {name: round(value, 4) for name, value in ratios.items()},
             "device": torch.cuda.get_device_name() if cuda else "cpu",
         }  # fmt: skip
         print(json.dumps(row), flush=True)

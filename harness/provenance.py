@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -111,6 +112,21 @@ def own_gpu(environ: Mapping[str, str] = os.environ) -> str:
     seen = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     place = environ.get("LOCAL_RANK", "")
     return seen[int(place)] if place.isdecimal() and int(place) < len(seen) else ""
+
+
+def of_job(environ: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a job that nobody but itself records says of its program: for the fingerprint, and
+    about it. Of the first rank of each machine: it reads the files of all packages, and asks git.
+    """
+    if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0")) != "0":
+        return {}, {}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    command = " ".join(Masker(environ).words(sys.argv))
+    return (
+        {"packages": installed_packages(), "program": code_of_scripts(folder)},
+        {"commit": commit_of(folder), "command": command},
+    )
 
 
 def code_variables() -> dict[str, str]:
@@ -310,6 +326,16 @@ def describe(root: Path | None = None) -> str:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
     return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}"
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the repository that a program lies in, with a hash of changes; "" without."""
+    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        commit = git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
+        changed = git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
+        suffix = f"+{hashlib.sha256(changed).hexdigest()[:HASH_CHARS]}" if changed else ""
+        return f"{commit}{suffix}"
+    return ""
 
 
 def git(root: Path, *arguments: str) -> bytes:

@@ -277,6 +277,7 @@ class NamesRecord(Json):
     step: int
     tensors: dict[str, tuple[str, ...]]
     taps: tuple[str, ...] = ()
+    shapes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # `float32[4, 8]`, of a job
     kind: Literal["names"] = "names"
 
 

@@ -192,7 +192,7 @@ def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         counterpart = theirs.get(rank)
         if records.start is None or counterpart is None or counterpart.start is None:
             continue
-        found = different_leaves(_known_of(records), _known_of(counterpart))
+        found = different_leaves(known_of(records), known_of(counterpart))
         leaves = [each for each in found if each[0] not in stated]
         if not leaves:
             continue
@@ -207,7 +207,7 @@ def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
     return passed(name, f"the {leg} ran in the environment of the reference")
 
 
-def _known_of(records: RankRecords) -> dict[str, Any]:
+def known_of(records: RankRecords) -> dict[str, Any]:
     """The fingerprint, with what a program's rank could only say once it had begun."""
     known = dict(fingerprint(records.start.environment)) if records.start is not None else {}
     for event in records.events:

@@ -43,6 +43,7 @@ SECTIONS = {
     "Runs that something else starts": {
         "wrap": ("wrap:wrap_command", "Record a job that a command starts."),
         "compare-runs": ("compare_runs:compare_runs_command", "Judge two recorded runs."),
+        "diff": ("diff:diff_command", "Find the first difference of two recordings."),
     },
     "Tests of the harness": {"faults": ("faults:faults_command", "Plant known faults.")},
 }

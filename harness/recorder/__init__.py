@@ -1,6 +1,7 @@
 """Records what a training program does, step by step, so that two runs can be compared bit for bit.
 
-In a training script, two lines are enough; outside of the harness both do nothing:
+In a training script, two lines are enough; outside of the harness both do nothing, unless a folder
+is given (`record`):
 
     from harness.recorder import record
 
@@ -14,6 +15,7 @@ In a training script, two lines are enough; outside of the harness both do nothi
 Without them a run under the harness is recorded all the same, by hooks of torch.
 
     site, session   how recording begins in an interpreter, how it ends, what errors mean
+    ring            bounded files of a job of days, which has no harness around it
     hooks           all that is hooked in torch, and taps
     observer        when a step begins and ends; digests, written without waiting for the device
     state           which tensors there are, by name
@@ -115,8 +117,12 @@ def record(
     *,
     taps: str | Iterable[str] = (),
     deterministic: bool = False,
+    folder: str | Path | None = None,
+    every: int = 100,
+    ring: int | str = "256MB",
+    first_step: int = 0,
 ) -> Recorder:
-    """The recorder of this process; one that does nothing outside of the harness.
+    """The recorder of this process; outside of the harness one that does nothing without `folder`.
 
     Args:
         model: a module, or several in a list or a mapping; None for those that optimizers train.
@@ -124,16 +130,32 @@ def record(
         taps: patterns of modules whose inputs, outputs or gradients are digested from now on, as in
             a scenario and together with its own.
         deterministic: ask torch for deterministic kernels now, under the harness or not.
+        folder: where this rank of a job without a harness records, for `harness diff`: losses,
+            norm, seconds and skipped steps of every step; state and taps of some. All ranks may
+            share it, and a job that goes on adds to it. The harness has settings of its own for
+            this and what follows. Nothing that fails here ends the job.
+        every: state and taps are digested in steps whose number this divides; 0: of no step.
+        ring: bytes that a rank keeps, as `256MB`: the oldest steps go first.
+        first_step: number of the first step, as of the checkpoint that the job goes on from.
 
     Raises:
-        ValueError: under the harness, one of `taps` is no pattern.
+        ValueError: under the harness or with a folder, one of `taps` is no pattern; with a folder,
+            `every`, `ring` or `first_step` is no such number.
     """
     if deterministic:
         from harness.recorder.session import enforce_determinism
 
         enforce_determinism()
     if FOLDER_VARIABLE not in os.environ:
-        return Recorder()
+        if folder is None:
+            return Recorder()
+        from harness.recorder.ring import num_bytes
+        from harness.recorder.session import begin_job
+
+        for name, number in {"every": every, "first_step": first_step}.items():
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{name}: expected a whole number >= 0, got {number!r}")
+        begin_job(Path(folder), num_bytes(ring), every=every, first_step=first_step)
     from harness.recorder.hooks import recorder_for_script
 
     return recorder_for_script(model, optimizer, (taps,) if isinstance(taps, str) else tuple(taps))

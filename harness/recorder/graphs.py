@@ -341,6 +341,24 @@ class GraphWatch:
                 _scramble((53 * self._turn + 1) & 0xFF)
 
 
+class GraphCounter(GraphWatch):
+    """Sees captures and replays, and checks nothing: a job of days must not end by a finding."""
+
+    def _begin(self, begin: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
+        begin(graph, *args, **kwargs)
+        if (kept := getattr(graph, _ATTRIBUTE, None)) is None:
+            self._infos.append(GraphInfo(len(self._infos)))
+            kept = _Graph(self._infos[-1], isinstance(graph, torch.cuda.CUDAGraph))
+            setattr(graph, _ATTRIBUTE, kept)
+        kept.info.captures, kept.info.optimizer_steps = kept.info.captures + 1, 0
+        self._open.append(kept)
+
+    def _end(self, end: Any, graph: Any) -> None:
+        if (kept := getattr(graph, _ATTRIBUTE, None)) in self._open:
+            self._open.remove(kept)
+        end(graph)
+
+
 class _Maker(NamedTuple):
     """Who captures; `inputs`: tensors that it says the graph uses; `forward`: of a backward."""
 

@@ -13,10 +13,12 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 """
 
 import contextlib
+import gc
 import pickle
 import random
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +35,8 @@ from fsdp_core.graph.digest import Digester, empty_rows
 from harness.recorder import Recorder
 from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
-from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import UNSCALED, Observer
+from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
+from harness.recorder.observer import UNSCALED, Observer, guarded
 from harness.recorder.session import Session, begin, patch
 from harness.recorder.state import cuda_is_used, plain
 
@@ -42,6 +44,8 @@ SUMMARY_EVENT = "cuda_graphs"
 TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _SCALES = "_harness_scales"
+MOST_STATES = 256
+"""Of random generators, that a program that never seeds may take and restore."""
 _active: Observer | None = None
 
 
@@ -49,9 +53,9 @@ def install(session: Session) -> None:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms):
+    for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms,
+                 _hook_scaler):  # fmt: skip
         hook(observer)
-    _hook_scaler(observer)
 
     def replayed(info: GraphInfo) -> None:
         # A replay that holds an optimizer's step is a step.
@@ -59,11 +63,12 @@ def install(session: Session) -> None:
             observer.replayed(info.index)
 
     stress = tuple(session.config.get("stress", ()))
-    watch = GraphWatch(observer.event, observer.named, stress, replayed=replayed)
+    watched = GraphCounter if session.is_job else GraphWatch
+    watch = watched(observer.event, observer.named, stress, replayed=replayed)
     observer.capturing = watch.capturing
     watch.install()
     rounding = _round_at_random(observer) if session.rounding else None
-    if dist.is_available() and session.world_size > 1:
+    if dist.is_available() and session.world_size > 1 and not session.is_job:
         session.leaving = Notes(observer).install()
 
     def finish() -> Mapping[str, Any]:
@@ -118,10 +123,10 @@ def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Re
     if taps:
         _active.add_taps(taps)
         _active.event(TAPS_EVENT, {"patterns": list(taps)})
-    models: list[nn.Module] = _each(model)
-    _active.names.scan([p for each in models for p in each.parameters()], roots=models)
-    for each in _each(optimizer):
-        _active.add(each)
+    optimizers = _each(optimizer)
+    if _active.session.is_job and not optimizers:  # made before there was a hook
+        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    _active.given(_each(model), optimizers)
     return _active
 
 
@@ -157,7 +162,7 @@ def _is_quiet(observer: Observer) -> bool:
 def _hook_seeds(observer: Observer) -> None:
     """Python's and NumPy's states count once the program has seeded them: else the clock did."""
     # To restore a state that was saved in this process is no seeding: torch.compile does it.
-    taken: set[tuple[str, int]] = set()
+    taken: deque[tuple[str, int]] = deque(maxlen=MOST_STATES)
 
     def hook(kind: str, owner: Any, get: str, put: str) -> None:
         def key(state: Any) -> tuple[str, int]:
@@ -166,7 +171,7 @@ def _hook_seeds(observer: Observer) -> None:
         def take(original: Any, *args: Any, **kwargs: Any) -> Any:
             state = original(*args, **kwargs)
             if kind not in observer.seeded:
-                taken.add(key(state))
+                taken.append(key(state))
             return state
 
         def seed(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,8 +288,11 @@ def _hook_scaler(observer: Observer) -> None:
 
     def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        hook_scale(type(self))
+
+    def hook_scale(kind: Any) -> None:
         # Where its class has it: FSDP's scaler scales by itself, and is imported later.
-        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        owner: Any = next(each for each in kind.__mro__ if "scale" in vars(each))
         if not hasattr(owner.scale, _SCALES):
             patch("scale", scale, owner)
             setattr(owner.scale, _SCALES, True)
@@ -303,6 +311,9 @@ def _hook_scaler(observer: Observer) -> None:
 
     patch("step", step, torch.amp.GradScaler)
     patch("__init__", made, torch.amp.GradScaler)
+    if observer.session.is_job:  # whose scalers may be there already
+        for kind in (torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()):
+            hook_scale(kind)
 
 
 # --- taps --------------------------------------------------------------------------------------
@@ -310,6 +321,7 @@ def _hook_scaler(observer: Observer) -> None:
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 ROOT = "(root)"
 """Name of a module that is part of no other, where it is the only one."""
+MOST_PLANS = 1024
 _FOLD = 0x01000193
 """Odd, so that what was folded stays in all bits; as in `fsdp_core.train.taps`."""
 _PATTERN = re.compile(r"([\w*]+(?:\.[\w*]+)*)(?::(input|output|gradient))?")
@@ -328,7 +340,8 @@ class Taps:
     """
 
     def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+        self._observer, self.session = observer, observer.session
+        self.aside = contextlib.nullcontext
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         self._kinds: dict[str, frozenset[str]] = {}
         self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
@@ -411,6 +424,8 @@ class Taps:
         is_again = observer.is_in_backward and not self._passes
         if is_again or _is_quiet(observer) or not (self._is_first or torch.is_grad_enabled()):
             return "", frozenset()
+        if not observer.taps_are_due:
+            return "", frozenset()
         if (name := observer.names.of_module(module)) is None:
             return "", frozenset()
         name = name or ROOT
@@ -431,12 +446,15 @@ class Taps:
         calls[tap] = calls.get(tap, -1) + 1
         return f"{tap}[{calls[tap]}]"
 
+    @guarded
     def _digest(self, row: str, tensors: Sequence[Tensor]) -> None:
         held = [each for tensor in tensors for _, each in plain("", tensor)]
         if len({each.device for each in held}) != 1 or _is_quiet(self._observer):
             return
         kind = tuple((each.shape, each.dtype, each.device) for each in held)
         if kind not in self._digests:
+            if len(self._digests) >= MOST_PLANS:
+                self._digests.clear()  # shapes that change from call to call
             self._digests[kind] = _planned(held)
         digester, rows, weights = self._digests[kind]
         digester(held, rows)

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
 from harness.provenance import of_gpu
@@ -48,8 +48,9 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "loss
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
-Rows = tuple[Sequence[str], Tensor]
-"""Names and their digests, int32 [n, 5] on the host or on their way to it."""
+WAIT_S = 1e-3
+Rows = tuple[Sequence[str], Tensor, Sequence[str]]
+"""Names, their digests, int32 [n, 5] on the host or on their way to it, and shapes for people."""
 
 
 @dataclass
@@ -83,10 +84,13 @@ class Step:
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
+    """A mistake of the recorder must not end somebody's program, nor be taken for the program's.
+
+    Of an object with a `session` and `aside`, as an observer.
+    """
 
     @functools.wraps(method)
-    def call(self: "Observer", *args: Any, **kwargs: Any) -> None:
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             with self.aside():
                 method(self, *args, **kwargs)
@@ -102,6 +106,7 @@ class Observer(Recorder):
     def __init__(self, session: Session) -> None:
         self.session, self.names = session, Names()
         self.every = int(session.program.get("every", 1))
+        self.taps_every = self.every if session.is_job else 1
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
@@ -120,13 +125,14 @@ class Observer(Recorder):
         self._inner: list[Any] = []
         self._at_work: Step | None = None
         self._step_in_backward: Step | None = None
-        self._next = 0
+        self._next = int(session.program.get("first_step", 0))
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
-        self._written: dict[str, list[str]] = {}
+        self._written: dict[str, tuple[list[str], list[str]]] = {}  # names and shapes
         self._written_taps: list[str] = []
         self._last_mark: Any = None
+        self._memory = (0, 0)
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -135,6 +141,15 @@ class Observer(Recorder):
         """An optimizer was made: this is when its parameters are found under their names."""
         self.names.scan(parameters(optimizer))
         self.add(optimizer)
+
+    @guarded
+    def given(self, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
+        """What a script's own line says that there is."""
+        params: list[Tensor] = [p for each in models for p in each.parameters()]
+        for each in optimizers:
+            self.add(each)
+            params += parameters(each)
+        self.names.scan(params, roots=models)
 
     @guarded
     def begin(self) -> None:
@@ -302,6 +317,11 @@ class Observer(Recorder):
         inside = self._step_in_backward if self.is_in_backward else None
         return self._here() if inside is None else inside
 
+    @property
+    def taps_are_due(self) -> bool:
+        index = self.step_of_calls().index
+        return self._falls_due(self._next if index < 0 else index, self.taps_every)
+
     def under_way(self) -> int:
         """The step that the program is in, -1 before training; after the optimizers the next one,
         but for the last step that is due."""
@@ -349,7 +369,11 @@ class Observer(Recorder):
     # --- observing ---------------------------------------------------------------------------
 
     def _is_due(self, step: Step) -> bool:
-        return step.index < 0 or step.index % self.every == 0
+        return step.index < 0 or self._falls_due(step.index, self.every)
+
+    @staticmethod
+    def _falls_due(index: int, every: int) -> bool:
+        return every > 0 and index % every == 0
 
     def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
         """Optimizers with those of their parameters that none before them has."""
@@ -373,8 +397,11 @@ class Observer(Recorder):
                 step.sketches |= {name: _to_host(sketch(held, scale)) for name, held in named}
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
-        step.memory = memory()
-        if self._is_due(step):
+        is_due = self._is_due(step)
+        if is_due or not self.session.is_job:  # asking costs as much as all else of such a step
+            self._memory = memory()
+        step.memory = self._memory
+        if is_due:
             self._digest_state(step, optimizers)
         self._mark(step)
 
@@ -411,15 +438,15 @@ class Observer(Recorder):
                 self._keeper.take(step.index, f"{group}:{name}", [tensor])
         rows = [self._rows(section, device, here) for device, here in by_device.items()]
         if others:
-            rows.append(
-                (list(others), torch.tensor([*map(_row, others.values())], dtype=torch.int32))
-            )
+            digests = torch.tensor([*map(_row, others.values())], dtype=torch.int32)
+            rows.append((list(others), digests, [""] * len(others)))
         sections = step.groups.setdefault(group, {})
         sections.pop(section, None)  # what was looked at last comes last
         sections[section] = rows
 
     def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
         out = torch.empty(len(named), NUM_COLUMNS, dtype=torch.int32, device=device)
         known = self._plans.get((section, device))
         try:
@@ -430,7 +457,7 @@ class Observer(Recorder):
             digester = Digester(tensors, names)
             self._plans[section, device] = (names, digester)
             digester(tensors, out)
-        return names, _to_host(out)
+        return names, _to_host(out), shapes
 
     def _mark(self, step: Step) -> None:
         if cuda_is_used():
@@ -459,27 +486,23 @@ class Observer(Recorder):
         while self._queue:
             mark = self._queue[0].mark
             if isinstance(mark, torch.cuda.Event):
-                if wait:
-                    mark.synchronize()
-                elif not mark.query():
-                    return
+                until_s = time.monotonic() + (self.session.patience_s if wait else 0.0)
+                while not mark.query():
+                    if time.monotonic() >= until_s:
+                        return
+                    time.sleep(WAIT_S)
             self._write(self._queue.pop(0))
 
     def _write(self, step: Step) -> None:
-        names, digests, nonfinite = dict[str, list[str]](), dict[str, str](), dict[str, list[str]]()
+        names, digests, nonfinite = dict[str, Any](), dict[str, str](), dict[str, list[str]]()
         for group, sections in step.groups.items():
             found = _found(group, sections)
-            names[group] = list(found)
-            digests[group] = "".join(text for text, _ in found.values())
-            if bad := [name for name, (_, flag) in found.items() if flag]:
+            names[group] = list(found), [shape for *_, shape in found.values()]
+            digests[group] = "".join(text for text, *_ in found.values())
+            if bad := [name for name, (_, flag, _) in found.items() if flag]:
                 nonfinite[group] = bad
         state = {"digests": digests, "nonfinite": nonfinite}
-        taps = [name for name, _ in step.taps]
-        changed = {group: n for group, n in names.items() if self._written.get(group) != n}
-        if changed or taps != self._written_taps:
-            self.session.write("names", step=step.index, tensors=changed, taps=taps)
-            self._written |= changed
-            self._written_taps = taps
+        self._write_names(step, names)
         if step.index < 0:
             self.session.write("initial", **state)
         else:
@@ -496,6 +519,20 @@ class Observer(Recorder):
         self._last_mark = step.mark
         if self._keeper is not None:
             self._keeper.write(step.index)
+
+    def _write_names(self, step: Step, names: Mapping[str, tuple[list[str], list[str]]]) -> None:
+        """Names and shapes by group, and names of taps, where the last ones do not hold any more"""
+        taps = [name for name, _ in step.taps]
+        if self.session.is_job and not taps:
+            taps = self._written_taps  # a step that has none does not change those of the others
+        changed = {group: each for group, each in names.items() if self._written.get(group) != each}
+        if changed or taps != self._written_taps:
+            about = {"tensors": {group: held for group, (held, _) in changed.items()}}
+            if self.session.is_job:
+                about["shapes"] = {group: shapes for group, (_, shapes) in changed.items()}
+            self.session.write("names", step=step.index, taps=taps, **about)
+            self._written |= changed
+            self._written_taps = taps
 
 
 class Keeper:
@@ -531,23 +568,25 @@ def _row(data: bytes | None) -> list[int]:
     return [*struct.unpack(">4i", bytes.fromhex(hashed(data))), 0] if data is not None else [0] * 5
 
 
-def _found(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[str, int]]:
-    """Digests of a group in hex and whether not all is finite, by names that are unique."""
+def _found(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[str, int, str]]:
+    """Digests of a group in hex, whether not all is finite, and shapes, by unique names."""
     looks = [[each for rows in held for each in _read(*rows)] for held in sections.values()]
     if group == "optim":
         # Each optimizer has a state of its own for a parameter they share, and numbers for it.
         looks = [list(itertools.chain(*looks))]
     # Optimizers may share a parameter, or one only hold another: the last look counts.
-    found: dict[str, tuple[str, int]] = {}
+    found: dict[str, tuple[str, int, str]] = {}
     for look in looks:
         found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
     return found
 
 
-def _read(names: Sequence[str], rows: Tensor) -> Iterator[tuple[str, tuple[str, int]]]:
+def _read(
+    names: Sequence[str], rows: Tensor, shapes: Sequence[str]
+) -> Iterator[tuple[str, tuple[str, int, str]]]:
     text, flags = digest_hex(rows)
     texts = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
-    return zip(names, zip(texts, flags, strict=True), strict=True)
+    return zip(names, zip(texts, flags, shapes, strict=True), strict=True)
 
 
 def _unique(names: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ import functools
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from harness.provenance import about_rank, of_program, of_rank
+from harness.provenance import about_rank, of_job, of_program, of_rank
 from harness.recorder import (
     FOLDER_VARIABLE,
     RUN_VARIABLE,
@@ -31,8 +32,11 @@ from harness.recorder import (
     RecordFile,
     RecordsUnwritable,
 )
+from harness.recorder.ring import JOB, Ring, say_once
 
 SCHEMA = 1
+PATIENCE_S = 30.0
+"""How long the end of a job waits for its device to end the steps that are not written yet."""
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 
 
@@ -62,21 +66,33 @@ def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], N
 class Session:
     """One rank's recording. `program` is what the run's specification says of the program.
 
+    With a `ring` it is that of a job of its own, without a harness (`of_job`): the ring is where
+    records go, and nothing that is wrong with them ends the job or keeps it waiting.
+
     Raises:
         FileExistsError: another process of this rank records.
+        OSError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        spec = json.loads((folder / "spec.json").read_text())
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, spec: Mapping[str, Any] | None = None,
+        ring: int | None = None,
+    ) -> None:  # fmt: skip
+        if spec is None:
+            spec = json.loads((folder / "spec.json").read_text())
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.key = os.environ.get(RUN_VARIABLE, "")
+        self.is_job, self.patience_s = ring is not None, math.inf if ring is None else PATIENCE_S
         self.config: Mapping[str, Any] = spec["config"]
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
         self.rounding = int(spec.get("rounding", 0))
         self.sketch = str(spec.get("sketch", "none"))
-        self._file = RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
         self.pid, self.step, self.is_over = os.getpid(), -1, False
+        self._file = (
+            RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
+            if ring is None else Ring(folder / f"rank{rank}", ring, self._stop)
+        )  # fmt: skip
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
@@ -101,11 +117,14 @@ class Session:
     def start(self, torch: Any) -> None:
         """Write the start record, and see to it that the end of the process is recorded."""
         cuda = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-        fingerprint = of_rank(torch) | of_program(self.program.get("packages", {}))
+        fingerprint, about = of_program(self.program.get("packages", {})), about_rank()
+        if self.is_job:
+            fingerprint, more = of_job()
+            about |= more
         self.write(
             "start", schema=SCHEMA, run=self.key, world_size=self.world_size, pid=os.getpid(),
             device="cuda" if cuda else "cpu", tensors={}, taps=[], tap_stages=[],
-            environment={"fingerprint": fingerprint, **about_rank()},
+            environment={"fingerprint": of_rank(torch) | fingerprint, **about},
         )  # fmt: skip
         before = sys.excepthook
 
@@ -115,6 +134,11 @@ class Session:
 
         sys.excepthook = excepthook
         atexit.register(self.end)
+
+    def _stop(self, why: str) -> None:
+        """Of a job: what is recorded cannot be written."""
+        self.is_over = True
+        say_once(why)
 
     def fail(self, error: BaseException) -> None:
         if not self.is_mine or isinstance(error, SystemExit):
@@ -241,6 +265,30 @@ def begin(*, trains: bool = False) -> Session | None:
     session.start(torch)
     hooks.install(session)
     return session
+
+
+def begin_job(folder: Path, ring: int, **program: Any) -> None:
+    """Start recording in this process, of a job without a harness, unless it records already.
+
+    Whatever is wrong is said once, and leaves the job as it is.
+    """
+    global _has_begun
+    if _has_begun:
+        return
+    _has_begun = True
+    try:
+        import torch
+
+        rank, size = _rank_and_size(trains=True) or (0, 1)
+        spec = {"config": {"program": program, "taps": []}}
+        session = Session(folder.absolute(), rank, size, spec, ring)
+        from harness.recorder import hooks
+
+        session.start(torch)
+        session.write("event", name=JOB, step=0, detail={**program, "ring": ring})
+        hooks.install(session)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        say_once(f"cannot record into {folder}: {error}")
 
 
 def begin_in_interpreter() -> None:

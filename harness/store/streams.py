@@ -7,25 +7,33 @@ belongs to another rank is a problem only.
 The rank of a foreign program says from which step on a group has which tensors (`NamesRecord`).
 Here every step gets the tensors of all steps, with the digest `ABSENT` for what it did not hold: so
 what one run has and another has not differs like any other tensor, at its step, by its name.
+
+A job without a harness has a folder a rank, in it one of each process that recorded (`read_parts`;
+`harness.recorder.ring` writes it). It can be read while the job runs.
 """
 
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from harness.codec import strict_loads
 from harness.errors import one_line
+from harness.recorder.ring import JOB, SEGMENTS, START_FILE, checksum_in, unsealed
 from harness.records import (
     ABSENT,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
+    InitialRecord,
     NamesRecord,
     RankRecords,
+    Record,
     RecordError,
     RunResult,
     StartRecord,
@@ -97,6 +105,93 @@ def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
     return tuple(ranks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one process of a rank recorded; of a run of the harness there is one a rank.
+
+    `shapes` by group and tensor, as far as known; `job` is what its script asked the recorder for.
+    `lost`: bytes at its end that are no whole line, as where it was killed while it wrote.
+    """
+
+    number: int
+    records: RankRecords
+    shapes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
+    lost: int = 0
+
+
+def job_ranks(folder: Path) -> list[int]:
+    """Ranks of a job that recorded itself in a folder; none if nothing of the kind is there."""
+    names = {path.parents[1].name.removeprefix("rank") for path in
+             folder.glob(f"rank*/part*/{START_FILE}")}  # fmt: skip
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_parts(folder: Path, rank: int) -> tuple[Part, ...]:
+    """What the processes of a job's rank recorded, in their order."""
+    paths = (folder / f"rank{rank}").glob(f"part*/{START_FILE}")
+    numbers = sorted(int(name) for path in paths if (name := path.parent.name[4:]).isdecimal())
+    return tuple(_read_part(folder / f"rank{rank}" / f"part{n}", n, rank) for n in numbers)
+
+
+def _read_part(folder: Path, number: int, rank: int) -> Part:
+    held, problems, lost = _Held(rank), list[str](), 0
+    with contextlib.ExitStack() as files:
+        opened = _opened(folder, files)
+        for name, file in opened:
+            is_last = name == opened[-1][0]
+            found, lost = _take_sealed(held, file, is_last=is_last)
+            problems += [f"part{number}/{name}, {why}" for why in found]
+    numbers = [int(Path(name).stem) for name, _ in opened[1:]]
+    gaps = [(a, b, "segment") for a, b in pairwise(numbers)]
+    gaps += [(a.step, b.step, "step") for a, b in pairwise(held.lists["step"])]
+    problems += [f"part{number}: {noun}s {a + 1} to {b - 1} are missing"
+                 for a, b, noun in gaps if b > a + 1]  # fmt: skip
+    shapes: dict[str, dict[str, str]] = {}
+    for each in held.lists["names"]:
+        for group, names in each.tensors.items():
+            shapes.setdefault(group, {}).update(
+                zip(names, each.shapes.get(group, ()), strict=False)
+            )
+    said = [event.detail for event in held.lists["event"] if event.name == JOB]
+    records = held.records(problems)
+    return Part(
+        number=number, records=records, shapes=shapes, job=said[0] if said else {}, lost=lost
+    )
+
+
+def _opened(folder: Path, files: contextlib.ExitStack) -> list[tuple[str, BinaryIO]]:
+    """The start and the segments of a part, by name; of a job that runs the oldest may just go."""
+    while True:
+        found = []
+        try:
+            for path in (folder / START_FILE, *sorted(folder.glob(SEGMENTS))):
+                found.append((path.name, files.enter_context(open_plain(path))))
+        except FileNotFoundError:
+            if (folder / START_FILE).exists():
+                continue
+        return found
+
+
+def _take_sealed(held: "_Held", file: BinaryIO, *, is_last: bool) -> tuple[list[str], int]:
+    """Take the lines of a file of a ring: what is wrong with them, and bytes that are no line."""
+    problems, before, named = list[str](), 0, 0
+    for number, line in enumerate(file, 1):
+        if is_last and not line.endswith(b"\n"):
+            return problems, len(line)
+        if (read := unsealed(line, before)) is None:
+            problems.append(f"line {number}: damaged: its checksum does not fit")
+            before = checksum_in(line)
+            continue
+        text, before, of_names = read
+        problems += [f"line {number}: {why}" for why in held.take(1 + held.is_begun, text + b"\n")]
+        if isinstance(held.last, NamesRecord):
+            named = of_names
+        elif of_names != named and held.forget_digests():
+            problems.append(f"line {number}: the names of its tensors are lost, and so its digests")
+    return problems, 0
+
+
 def read_rank(path: Path, rank: int) -> RankRecords:
     """Everything that one rank's file says."""
     held, problems = _Held(rank), list[str]()
@@ -111,15 +206,7 @@ def read_rank(path: Path, rank: int) -> RankRecords:
         pass
     except OSError as error:
         problems.append(f"line 0: cannot be read: {error.strerror or error}")
-    after_end = [each for each in problems if each.endswith(AFTER_END)][:1]
-    if (more := len(problems) - MAX_PROBLEMS) > 0:
-        problems[MAX_PROBLEMS:] = [f"line 0: {more} more problems"]
-    records = RankRecords(
-        rank=rank, problems=tuple(problems), after_end=tuple(after_end),
-        steps=tuple(held.lists["step"]), events=tuple(held.lists["event"]), **held.once,
-    )  # fmt: skip
-    names = held.lists["names"]
-    return with_all_names(records, names) if names else records
+    return held.records(problems)
 
 
 class _Held:
@@ -127,6 +214,33 @@ class _Held:
         self.rank = rank
         self.lists: dict[str, list[Any]] = {"step": [], "event": [], "names": []}
         self.once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
+        self.last: Record | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        return self.last is not None
+
+    def records(self, problems: list[str]) -> RankRecords:
+        """All that was taken, with the same names for all steps."""
+        after_end = [each for each in problems if each.endswith(AFTER_END)][:1]
+        if (more := len(problems) - MAX_PROBLEMS) > 0:
+            problems = [*problems[:MAX_PROBLEMS], f"line 0: {more} more problems"]
+        records = RankRecords(
+            rank=self.rank, problems=tuple(problems), after_end=tuple(after_end),
+            steps=tuple(self.lists["step"]), events=tuple(self.lists["event"]), **self.once,
+        )  # fmt: skip
+        names = self.lists["names"]
+        return with_all_names(records, names) if names else records
+
+    def forget_digests(self) -> bool:
+        """Leave the last record without digests; whether it had some."""
+        if isinstance(self.last, InitialRecord):
+            self.once["initial"] = None
+            return True
+        if not isinstance(self.last, StepRecord) or not (self.last.digests or self.last.taps):
+            return False
+        self.lists["step"][-1] = replace(self.last, digests={}, taps="", nonfinite={})
+        return True
 
     def take(self, number: int, line: bytes) -> Iterator[str]:
         """Decode one line and keep its record; what is wrong with it."""
@@ -139,6 +253,7 @@ class _Held:
             why = why if len(why) <= 200 else f"{why[:200]}..."
             yield f"{cut}{why}{AFTER_END if is_after_end else ''}"
             return
+        self.last = record
         steps, kind = self.lists["step"], record.kind
         if record.rank != self.rank:
             yield f"{kind} record of rank {record.rank} in the file of rank {self.rank}"
@@ -250,7 +365,15 @@ def _spread(records: RankRecords, names_at: Callable[[int], Names], whole: Names
 def _laid(text: str, own: Sequence[str], whole: Sequence[str], absent: str) -> str:
     """Chunks of `text`, one for each name in `own`, in the order of `whole`."""
     size = len(absent)
+    if not text and whole:
+        return _all_absent(absent, len(whole))
     if tuple(own) == tuple(whole) and len(text) == size * len(own):
         return text
     chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(own)}
     return "".join(chunks.get(name) or absent for name in whole)
+
+
+@lru_cache
+def _all_absent(absent: str, number: int) -> str:
+    """One text for all steps that hold nothing, of which a job of days has many."""
+    return absent * number

@@ -3,6 +3,7 @@
     python -m tests.chaos [NAME ...] [--seed 0]
 
     kills      kill -9 of harness, forkserver, leaders and ranks at random, then --resume (--kills)
+    jobs       kill -9 of jobs that record themselves (--jobs): `harness diff` reads what is left
     searches   kill -9 of `harness bisect` in each stage, then the same command again
     damage     run folders damaged in 330 ways (-k): none may pass, each is told in a line
     slurm      what schedulers do to allocations, on a real Slurm of two nodes
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos.damage import damage_folders
+from tests.chaos.jobs import kill_jobs
 from tests.chaos.kills import kill_runs
 from tests.chaos.machine import FAULTS
 from tests.chaos.searches import kill_searches
@@ -35,12 +37,14 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of kills")
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=20, help="kills of recorded jobs")
     parser.add_argument("--real", type=int, default=0, help="further kills, of the real trainer")
     parser.add_argument("-k", default="", metavar="WORD", help="only damages whose name has it")
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     known: dict[str, Callable[[Path], Iterator[str]]] = {
         "kills": partial(kill_runs, seed=args.seed, kills=args.kills, real=args.real),
+        "jobs": partial(kill_jobs, seed=args.seed, kills=args.jobs),
         "searches": partial(kill_searches, seed=args.seed),
         "damage": partial(damage_folders, word=args.k),
         **{fault.__name__: fault for fault in (slurm, *FAULTS)},

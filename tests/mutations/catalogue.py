@@ -446,8 +446,8 @@ MUTATIONS = [
         ("record_after_error_let_pass",
          'yield f"{kind} record after an error record"', "pass"),
         ("problems_past_the_listed",
-         "problems[MAX_PROBLEMS:] = [f\"line 0: {more} more problems\"]",
-         "del problems[MAX_PROBLEMS:]"),
+         "problems = [*problems[:MAX_PROBLEMS], f\"line 0: {more} more problems\"]",
+         "problems = problems[:MAX_PROBLEMS]"),
     ),
     *slips_of(
         "store/files.py",

@@ -3,6 +3,7 @@
 The recorder patches torch for the whole process, so each program gets a process of its own.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -71,13 +72,34 @@ def recorded(program: Program, folder: Path, *, code: int = 0, seed: int = 0,
              run: str = "run", **about: Any) -> RankRecords:  # fmt: skip
     """Records of `program`, the only rank of a run, whose process must end with `code`."""
     record_folder(folder, **about)
+
+    def observed() -> None:
+        session = recording.begin()
+        assert session is not None
+        try:
+            program()
+        except BaseException as error:
+            session.fail(error)
+            raise
+        session.end()
+
+    run_in_child(observed, folder, code=code, seed=seed, variables={
+        "RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder), "DELTAZERO_RUN": run,
+    })  # fmt: skip
+    return read_rank(rank_path(folder, 0), 0)
+
+
+def run_in_child(
+    program: Program, folder: Path, *, variables: dict[str, str], code: int = 0, seed: int = 0
+) -> None:
+    """Run `program` in a process of its own, which must end with `code`."""
+    folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
-        _child(program, folder, seed, run)
+        _child(program, folder, seed, variables)
     _, status = os.waitpid(pid, 0)
     ended = os.waitstatus_to_exitcode(status)
     assert ended == code, (folder / "stderr").read_text()
-    return read_rank(rank_path(folder, 0), 0)
 
 
 def pair(program: Callable[[Any], object], folder: Path, *values: Any, **about: Any) -> list[Any]:
@@ -96,23 +118,17 @@ def error_of(program: Program, folder: Path, *, code: int = 1, **about: Any) -> 
     return records.error
 
 
-def _child(program: Program, folder: Path, seed: int, run: str) -> None:
+def _child(program: Program, folder: Path, seed: int, variables: dict[str, str]) -> None:
     code = 1
     sys.stderr = (folder / "stderr").open("w", buffering=1)
     try:
         torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
         gc.freeze()  # nor those of process groups, which garbage of the parent would wait for
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder),
-                       "DELTAZERO_RUN": run}  # fmt: skip
+        atexit._clear()  # what the parent has to do at its end
+        os.environ |= variables
         torch.manual_seed(seed)
-        session = recording.begin()
-        assert session is not None
-        try:
-            program()
-        except BaseException as error:
-            session.fail(error)
-            raise
-        session.end()
+        program()
+        atexit._run_exitfuncs()
         code = 0
     except BaseException:  # noqa: BLE001 - as the interpreter's own last frame
         traceback.print_exc()

@@ -210,9 +210,10 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     """A program's environment needs none of the harness' dependencies, but torch."""
     light, whole = (line.split() for line in run(IMPORTS, tmp_path))
     facts = {"harness", "harness.provenance", "harness.masking"}
-    assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
-    parts = ["capture", "collectives", "graphs", "hooks", "observer", "rows", "session", "sketch",
-             "state"]  # fmt: skip
+    own = {f"harness.recorder{name}" for name in ("", ".ring", ".session")}
+    assert set(light) == facts | own
+    parts = ["capture", "collectives", "graphs", "hooks", "observer", "ring", "rows", "session",
+             "sketch", "state"]  # fmt: skip
     expected = facts | {
         "harness.recorder",
         "fsdp_core",
