@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -205,6 +206,7 @@ def test_squares_of_all_ranks_may_exceed_float32(warm_ranks: RankPool) -> None:
 
 
 def refuses() -> None:
+    """Orders that are no norm, pending sums and mismatched gradients raise; no gradient is zero."""
     spec = layouts("two")((4,))[0]
     parameter: Any = nn.Parameter(sharded(torch.zeros(4), spec))
     for order in (0.0, -1.0, -math.inf, math.nan):
@@ -219,11 +221,6 @@ def refuses() -> None:
         clip_grad_norm_([odd], 1.0)
     assert clip_grad_norm_([], 1.0).item() == 0.0
     assert clip_grad_norm_([parameter], 1.0).item() == 0.0
-
-
-def test_what_has_no_norm_is_refused(warm_ranks: RankPool) -> None:
-    """Orders that are no norm, pending sums and mismatched gradients raise; no gradient is zero."""
-    warm_ranks.run(refuses, world_size=2)
 
 
 def unclipped(value: float) -> list[bool]:
@@ -252,6 +249,7 @@ REL = 26 * 2**-24
 
 
 def norms_alone() -> None:
+    """Any operator but stacking and moving finds the norm of all rows."""
     full = reference((7, 3))
     tensor: Any = sharded(full, layouts("three")((7, 3))[0])
     norm = tensor.norm()
@@ -285,6 +283,7 @@ def test_a_penalty_on_a_norm_reaches_the_rows(warm_ranks: RankPool) -> None:
 
 
 def refuses_to_meet() -> None:
+    """Other meshes, axes and orders in one stack, or anything but its norm, name the other way."""
     line, square = layouts("four"), layouts("inner then outer")
     grad = reference((7, 3))
     one, other, part = (
@@ -314,11 +313,9 @@ def refuses_to_meet() -> None:
             call()
 
 
-def test_a_norm_alone_is_reduced_by_what_asks_for_it(warm_ranks: RankPool) -> None:
-    """Any operator but stacking and moving finds the norm of all rows."""
-    warm_ranks.run(norms_alone, world_size=3)
-
-
-def test_norms_that_cannot_meet_are_refused(warm_ranks: RankPool) -> None:
-    """Other meshes, axes and orders in one stack, or anything but its norm, name the other way."""
-    warm_ranks.run(refuses_to_meet, world_size=4)
+@pytest.mark.parametrize(
+    ("program", "world_size"), [(refuses, 2), (norms_alone, 3), (refuses_to_meet, 4)]
+)
+def test_programs(warm_ranks: RankPool, program: Callable[[], None], world_size: int) -> None:
+    """See each program."""
+    warm_ranks.run(program, world_size=world_size)

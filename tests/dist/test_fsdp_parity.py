@@ -8,6 +8,7 @@ torch's FSDP2 runs on CPU ranks over gloo but for `ReduceOp.PREMUL_SUM`, which a
 than the number of ranks needs unless sums are forced (`set_force_sum_reduction_for_comms`).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -64,12 +65,47 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_training(warm_ranks: RankPool, shape: tuple[int, ...], reshard: bool | None) -> None:
-    """Five steps on a mesh of one or two axes: losses, gradients, weights, whatever is kept."""
-    options: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
-    check(warm_ranks, "steps", shape, num_steps=5, **options)
+def each(program: str, **options: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The program with every choice of its options."""
+    choices = itertools.product(*options.values())
+    return [(program, dict(zip(options, chosen, strict=True))) for chosen in choices]
+
+
+BOTH, FEW = [False, True], [(1,), (2,)]
+PROGRAMS = [
+    # Losses, gradients, weights, whatever is kept, on a mesh of one or two axes.
+    *each("steps", shape=[(1,), (2,), (2, 2)], num_steps=[5]),
+    *each("steps", shape=[(1,), (2,), (2, 2)], num_steps=[5], reshard_after_forward=BOTH),
+    # Any torch optimizer over `model.parameters()`, on whole rows, is the whole one in pieces.
+    *each("steps", optimizer=["adamw", "adamw_foreach", "adagrad"]),
+    # Units in units, a unit of several modules, one unit for all.
+    *(one for name in ("nested", "listed", "only_root") for one in each(name, shape=FEW)),
+    # Settings of the schedule change no result; the user's divisor is that of the ranks.
+    *each("setters", what=["reshard_after_forward", "reshard_after_backward", "prefetch",
+                           "unshard_in_backward", "all_reduce"]),
+    *each("divide_factor", factor=[1.0, 2.0, 8.0]),
+    *each("by_hand"), *each("forward_method"), *each("zeroing", set_to_none=BOTH),
+    *each("checkpointed", where=["units", "inside", "model"], reentrant=BOTH),
+    # Units that run not at all, twice, are gone back through twice, or in part: as in torch's, a
+    # parameter that no backward reached has gradient None.
+    *each("skipped"), *each("run_twice"), *each("backward_twice"), *each("intermediate"),
+    *each("two_forwards", order=["first", "last", "together"]),
+    # Passes without gradients leave training as it was, also between forward and backward.
+    *each("evaluation", when=["between", "backward"]),
+    # Parameters of fewer rows than ranks, or of rows that do not divide; some that do not train.
+    *each("awkward", kind=["one_row", "one_element", "column", "many_dims"], shape=FEW),
+    *each("frozen", what=["mixed", "unit", "first", "root", "thawed"]),
+    *(one for name in ("ignored", "names", "dtensors", "state_dict_again", "written",
+                       "input_gradient", "functional_loss") for one in each(name, shape=FEW)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "options"), PROGRAMS, ids=lambda v: v if isinstance(v, str) else str(v)
+)
+def test_programs(warm_ranks: RankPool, program: str, options: dict[str, Any]) -> None:
+    """Every side gives the same, to the bit."""
+    check(warm_ranks, program, **options)
 
 
 def reference(world_size: int, num_steps: int) -> tuple[list[float], list[dict[str, Any]]]:
@@ -135,12 +171,6 @@ def test_three_ranks(warm_ranks: RankPool) -> None:
     check(warm_ranks, "steps", (3,), same=within(4 * 3 * EPS))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach", "adagrad"])
-def test_optimizers(warm_ranks: RankPool, optimizer: str) -> None:
-    """Any torch optimizer over `model.parameters()`, on whole rows, is the whole one in pieces."""
-    check(warm_ranks, "steps", optimizer=optimizer)
-
-
 def test_fused_optimizer(warm_ranks: RankPool) -> None:
     """Fused AdamW: its vector lanes round unlike its tail, so pieces differ by a few roundings.
 
@@ -148,13 +178,6 @@ def test_fused_optimizer(warm_ranks: RankPool) -> None:
     and one a step.
     """
     check(warm_ranks, "steps", optimizer="adamw_fused", same=within(4 * 2 * EPS))
-
-
-@pytest.mark.parametrize("program", ["nested", "listed", "only_root"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_units(warm_ranks: RankPool, program: str, world_size: int) -> None:
-    """Units in units, a unit of several modules, one unit for all."""
-    check(warm_ranks, program, (world_size,))
 
 
 @pytest.mark.parametrize("how", ["each", "last", "unsharded", "declared"])
@@ -182,66 +205,6 @@ def test_microbatches_are_one_batch(warm_ranks: RankPool) -> None:
         assert not differences(expected["plain"], rank["ours"], same=within(bound))
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["reshard_after_forward", "reshard_after_backward", "prefetch", "unshard_in_backward",
-     "all_reduce"],
-)  # fmt: skip
-def test_schedule_setters(warm_ranks: RankPool, what: str) -> None:
-    """Settings of the schedule change no result."""
-    check(warm_ranks, "setters", what=what)
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
-def test_divide_factor(warm_ranks: RankPool, factor: float) -> None:
-    """The user's divisor takes the place of the number of ranks."""
-    check(warm_ranks, "divide_factor", factor=factor)
-
-
-def test_by_hand(warm_ranks: RankPool) -> None:
-    """`unshard` shows full values, `reshard` hides them, either may be repeated."""
-    check(warm_ranks, "by_hand")
-
-
-def test_forward_method(warm_ranks: RankPool) -> None:
-    """A registered method gathers and reduces as forward does."""
-    check(warm_ranks, "forward_method")
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(warm_ranks: RankPool, set_to_none: bool) -> None:
-    """`zero_grad` leaves None or zeros, and the next step starts from there."""
-    check(warm_ranks, "zeroing", set_to_none=set_to_none)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", ["units", "inside", "model"])
-def test_checkpointed(warm_ranks: RankPool, where: str, reentrant: bool) -> None:
-    """Recomputation changes no bit, wherever it is."""
-    check(warm_ranks, "checkpointed", where=where, reentrant=reentrant)
-
-
-@pytest.mark.parametrize("program", ["skipped", "run_twice", "backward_twice", "intermediate"])
-def test_uses_of_a_unit(warm_ranks: RankPool, program: str) -> None:
-    """Units that run not at all, twice, are gone back through twice, or in part.
-
-    As in torch's FSDP2, a parameter that no backward reached has gradient None.
-    """
-    check(warm_ranks, program)
-
-
-@pytest.mark.parametrize("order", ["first", "last", "together"])
-def test_two_forwards(warm_ranks: RankPool, order: str) -> None:
-    """Two forwards before their backwards, whichever goes first."""
-    check(warm_ranks, "two_forwards", order=order)
-
-
-@pytest.mark.parametrize("when", ["between", "backward"])
-def test_evaluation(warm_ranks: RankPool, when: str) -> None:
-    """Passes without gradients leave training as it was, also between forward and backward."""
-    check(warm_ranks, "evaluation", when=when)
-
-
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_recovery(warm_ranks: RankPool, where: str, reset: bool) -> None:
@@ -252,13 +215,6 @@ def test_recovery(warm_ranks: RankPool, where: str, reset: bool) -> None:
     """
     sides = SIDES if where == "forward" else ("plain", "ours")
     check(warm_ranks, "recovery", sides=sides, where=where, reset=reset)
-
-
-@pytest.mark.parametrize("kind", ["one_row", "one_element", "column", "many_dims"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_few_rows(warm_ranks: RankPool, kind: str, world_size: int) -> None:
-    """Parameters of fewer rows than ranks, or of rows that do not divide."""
-    check(warm_ranks, "awkward", (world_size,), kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["one_row", "scalar"])
@@ -291,12 +247,6 @@ def test_tied(warm_ranks: RankPool, inner: bool) -> None:
     assert found[0]["ours"]["extra"]["is one"]
 
 
-@pytest.mark.parametrize("what", ["mixed", "unit", "first", "root", "thawed"])
-def test_frozen(warm_ranks: RankPool, what: str) -> None:
-    """Parameters that do not train, some of a unit or all of it, later thawed or not."""
-    check(warm_ranks, "frozen", what=what)
-
-
 POLICIES: list[dict[str, Any]] = [
     {"param_dtype": "bfloat16"},
     {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
@@ -320,17 +270,6 @@ def test_precision(warm_ranks: RankPool, policy: dict[str, Any], on_block: bool)
     if not on_block:  # the weight looked at is the block's otherwise, and at rest
         computed = policy.get("param_dtype") or "float32"
         assert all(line.endswith(f"weight torch.{computed}") for line in ours["seen"])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    "program",
-    ["ignored", "names", "dtensors", "state_dict_again", "written", "input_gradient",
-     "functional_loss"],
-)  # fmt: skip
-def test_how_it_looks(warm_ranks: RankPool, program: str, world_size: int) -> None:
-    """Ignored parameters, names, DTensors, state dicts, writes by the user, gradients of inputs."""
-    check(warm_ranks, program, (world_size,))
 
 
 def test_loss_is_a_number_that_falls(warm_ranks: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -459,19 +460,14 @@ def test_an_optimizer_that_would_train_nothing_is_refused(warm_ranks: RankPool, 
         assert "call reshard() first" in said
 
 
-def test_a_right_optimizer_steps_whatever_is_gathered(warm_ranks: RankPool) -> None:
-    """Built at rest it trains, with plain parameters beside, also while units are gathered."""
-    warm_ranks.run(steps_rightly, world_size=2)
-
-
-def test_a_copy_of_what_was_sharded_may_be_trained(warm_ranks: RankPool) -> None:
-    """Parameters from before sharding that have gradients of their own are nobody's mistake."""
-    warm_ranks.run(trains_a_copy_of_what_was_sharded, world_size=2)
-
-
-def test_parameters_that_were_given_memory_can_be_trained(warm_ranks: RankPool) -> None:
-    """After to_empty an optimizer of the parameters that modules hold now steps."""
-    warm_ranks.run(replaces_parameters_and_steps, world_size=2)
+@pytest.mark.parametrize(
+    "program",
+    [steps_rightly, trains_a_copy_of_what_was_sharded, replaces_parameters_and_steps,
+     blind_kernels_are_refused],
+)  # fmt: skip
+def test_programs(warm_ranks: RankPool, program: Callable[[], None]) -> None:
+    """See each program."""
+    warm_ranks.run(program, world_size=2)
 
 
 # --- against one process ---------------------------------------------------------------------
@@ -530,11 +526,6 @@ def test_optimizers_of_whole_tensors_are_refused(warm_ranks: RankPool, name: str
 
 
 # --- kernels that take addresses -------------------------------------------------------------
-
-
-def test_a_kernel_never_gets_the_address_of_what_has_none(warm_ranks: RankPool) -> None:
-    """An optimizer that is not known to take addresses, and takes them, raises."""
-    warm_ranks.run(blind_kernels_are_refused, world_size=2)
 
 
 @pytest.mark.parametrize("how", ["closure", "scaler", "dtype"])

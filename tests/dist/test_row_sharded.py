@@ -77,6 +77,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def gathers_whole(name: str) -> None:
+    """Whatever the cut, gathering restores the tensor's bits on every rank."""
     specs = layouts(name)
     for shape in SHAPES:
         for spec in specs(shape):
@@ -91,13 +92,8 @@ def gathers_whole(name: str) -> None:
                 assert same_bits(everywhere.to_local(), full), (spec, dtype)
 
 
-@pytest.mark.parametrize("name", list(MESHES))
-def test_full_tensor_gives_every_rank_all_rows(warm_ranks: RankPool, name: str) -> None:
-    """Whatever the cut, gathering restores the tensor's bits on every rank."""
-    warm_ranks.run(gathers_whole, name, world_size=world_of(name))
-
-
 def backpropagates(name: str) -> None:
+    """A penalty computed from gathered rows reaches each rank's rows, once."""
     specs = layouts(name)
     full = reference((7, 3))
     for spec in specs((7, 3)):
@@ -106,14 +102,6 @@ def backpropagates(name: str) -> None:
             loss(parameter).pow(2).sum().backward()
             assert isinstance(parameter.grad, RowSharded)
             assert same_bits(parameter.grad.full_tensor(), full * 2)
-
-
-@pytest.mark.parametrize("name", ["three", "inner then outer"])
-def test_the_gradient_through_full_tensor_is_that_of_own_rows(
-    warm_ranks: RankPool, name: str
-) -> None:
-    """A penalty computed from gathered rows reaches each rank's rows, once."""
-    warm_ranks.run(backpropagates, name, world_size=world_of(name))
 
 
 # --- initialisation ---------------------------------------------------------------------------
@@ -136,6 +124,7 @@ INITS: dict[str, Any] = {
 
 
 def initialises(name: str) -> None:
+    """nn.init gives the bits, and leaves the generator in the state, of an unsharded tensor."""
     specs = layouts(name)
     for kind, init in INITS.items():
         for spec in specs((7, 3)):
@@ -150,16 +139,11 @@ def initialises(name: str) -> None:
             assert torch.equal(torch.get_rng_state(), state), (kind, spec)
 
 
-@pytest.mark.parametrize("name", ["one", "three", "inner then outer"])
-def test_initialisation_draws_as_one_process_does(warm_ranks: RankPool, name: str) -> None:
-    """nn.init gives the bits, and leaves the generator in the state, of an unsharded tensor."""
-    warm_ranks.run(initialises, name, world_size=world_of(name))
-
-
 # --- arithmetic -------------------------------------------------------------------------------
 
 
 def mixes_with_whole_tensors(name: str) -> None:
+    """A plain or DTensor argument of the global shape acts on each row as it would unsharded."""
     specs = layouts(name)
     for shape in SHAPES:
         full, other = reference(shape), reference(shape, seed=1)
@@ -176,13 +160,8 @@ def mixes_with_whole_tensors(name: str) -> None:
                 assert same_bits(tensor.full_tensor(), full), spec
 
 
-@pytest.mark.parametrize("name", ["two", "three", "replicas of two", "inner then outer"])
-def test_whole_tensors_meet_their_own_rows(warm_ranks: RankPool, name: str) -> None:
-    """A plain or DTensor argument of the global shape acts on each row as it would unsharded."""
-    warm_ranks.run(mixes_with_whole_tensors, name, world_size=world_of(name))
-
-
 def agrees_on_verdicts(name: str) -> None:
+    """One NaN, or one difference, in one row is found on every rank, also without rows there."""
     specs = layouts(name)
     for spec in specs((7, 3)):
         for row in range(7):
@@ -201,16 +180,11 @@ def agrees_on_verdicts(name: str) -> None:
         assert torch.equal(clean, torch.ones(7, 3))
 
 
-@pytest.mark.parametrize("name", ["three", "replicas of two", "inner then outer"])
-def test_any_and_all_see_every_rank(warm_ranks: RankPool, name: str) -> None:
-    """One NaN, or one difference, in one row is found on every rank, also without rows there."""
-    warm_ranks.run(agrees_on_verdicts, name, world_size=world_of(name))
-
-
 # --- norms ------------------------------------------------------------------------------------
 
 
 def norms_match(name: str) -> None:
+    """The full value of sums and p-norms counts each row once."""
     specs = layouts(name)
     # Integers: sums and maxima are exact in any order. A p-norm takes a root and a power a rank, of
     # one rounding each, relative 2^-24: well under 1e-6.
@@ -236,12 +210,6 @@ def norms_match(name: str) -> None:
                     assert got == pytest.approx(expected, rel=rel, abs=0), (spec, order)
 
 
-@pytest.mark.parametrize("name", list(MESHES))
-def test_norms_are_those_of_the_whole_tensor(warm_ranks: RankPool, name: str) -> None:
-    """The full value of sums and p-norms counts each row once."""
-    warm_ranks.run(norms_match, name, world_size=world_of(name))
-
-
 def norms_of_rows() -> None:
     names = {1: ["one"], 2: ["two", "whole"], 4: ["four", "inner then outer"]}
     for name in names[dist.get_world_size()]:
@@ -259,3 +227,21 @@ def norms_of_rows() -> None:
 def test_norms_of_rows_are_where_the_rows_are(warm_ranks: RankPool, world_size: int) -> None:
     """Over any dims but the rows': a tensor of as many rows, as one process has it."""
     warm_ranks.run(norms_of_rows, world_size=world_size)
+
+
+LAYOUTS: dict[Callable[[str], None], list[str]] = {
+    gathers_whole: list(MESHES),
+    backpropagates: ["three", "inner then outer"],
+    initialises: ["one", "three", "inner then outer"],
+    mixes_with_whole_tensors: ["two", "three", "replicas of two", "inner then outer"],
+    agrees_on_verdicts: ["three", "replicas of two", "inner then outer"],
+    norms_match: list(MESHES),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [(program, name) for program, names in LAYOUTS.items() for name in names]
+)
+def test_rows(warm_ranks: RankPool, program: Callable[[str], None], name: str) -> None:
+    """See each program."""
+    warm_ranks.run(program, name, world_size=world_of(name))
