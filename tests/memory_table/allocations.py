@@ -178,11 +178,6 @@ class Explanation:
     owners: dict[str, int]
     largest_rest: tuple[tuple[str, int], ...]
 
-    @property
-    def unexplained_bytes(self) -> int:
-        """What no owner answers for."""
-        return abs(self.owners["rest"])
-
 
 def explain(ledger: Ledger, owners: Mapping[int, str], peak_bytes: int) -> Explanation:
     """Who held the memory when most of it was held.

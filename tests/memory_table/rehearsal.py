@@ -122,13 +122,3 @@ def rehearse(config: TrainConfig, rank: int) -> Explanation:
         found = trace.explain(owned(trainer))
         trainer.close()
     return found
-
-
-def ranks_that_differ(config: TrainConfig) -> range:
-    """The first rank of each pipeline stage: others of a stage take the same but for some rows.
-
-    Rows are kept whole, so a shard may have a row of a parameter more or less than the first one;
-    activations are cut evenly.
-    """
-    parallel = config.parallel
-    return range(0, parallel.world_size, parallel.stage_size)
