@@ -55,6 +55,7 @@ import os, socket, subprocess, sys
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+met["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
 places = [met | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 ranks = [subprocess.Popen(sys.argv[1:], env=os.environ | place) for place in places]
 sys.exit(max(rank.wait() for rank in ranks))
