@@ -1,19 +1,21 @@
 """Reports of a run folder.
 
-    reading > compared, history > figures > html, markdown, junit, json_report
+    reading > compared, history > figures > safety > html, markdown, junit, json_report
 
 Everything is read once into a `reading.Report`; the four formats only show it.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from harness.errors import Infrastructure
 from harness.store.files import write_atomic
-from reports import html, json_report, junit, markdown
-from reports.reading import summarise
+from reports import html, json_report, junit, markdown, safety
+from reports.reading import Report, summarise
 from reports.text import well_formed
 
-__all__ = ["REPORT_FOLDER", "build", "summarise"]
+__all__ = ["REPORT_FOLDER", "build", "summarise", "tables_of_safety"]
 
 REPORT_FOLDER = "report"
 
@@ -41,3 +43,9 @@ def build(
     if step is not None:
         markdown.add_to_step(step, report)
     return {form: folder / name for form, (name, _) in made.items()}
+
+
+def tables_of_safety(reports: Iterable[Report]) -> tuple[list[dict[str, Any]], str]:
+    """What is safe by package, version and combination (`reports.safety`), as JSON and Markdown."""
+    found = safety.tables(reports)
+    return [table.to_json() for table in found], markdown.of_safety(found)

@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 
 from harness.records import CheckResult, Outcome
 from harness.terminal import duration
+from reports import safety
 from reports.compared import BEFORE
 from reports.figures import loss_figure, state_figure
 from reports.history import LETTERS, short_commit
@@ -83,6 +84,7 @@ def render(report: Report) -> str:
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
         longest=sorted(report.cases, key=lambda case: -case.verdict.wall_s)[:MAX_LONGEST],
         cost_head=COST_HEAD, cost_rows=cost_rows(report), cost_words=COST_WORDS,
+        safety=safety.tables([report]), safety_words=safety.WORDS,
         max_flaky=MAX_FLAKY, causes=causes, max_causes=MAX_CAUSES,
         hidden_causes_cases=sum(len(cause.cases) for cause in causes[MAX_CAUSES:]),
         **_grid(report),

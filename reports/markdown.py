@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness.errors import Infrastructure
 from harness.terminal import duration
+from reports import safety
 from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report, place_words
 from reports.text import clean, one_line, short, well_formed
 
@@ -69,6 +70,19 @@ def add_to_step(path: Path, report: Report) -> None:
             file.write("\n" + well_formed(text))
     except OSError as error:
         raise Infrastructure(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def of_safety(tables: Iterable[safety.Table]) -> str:
+    """The page of safety: a table a package."""
+    lines = [safety.WORDS, ""]
+    for table in tables:
+        lines += [f"### {escape(table.package)}", "",
+                  f"| combination | {' | '.join(map(escape, table.versions))} |",
+                  f"| --- |{' --- |' * len(table.versions)}"]  # fmt: skip
+        lines += [f"| {escape(words)} | {' | '.join(escape(cell.words) for cell in cells)} |"
+                  for words, cells in table.rows]  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
 
 
 def escape(text: str) -> str:

@@ -44,6 +44,7 @@ MOST_NAMES = 4
 Runs = Mapping[str, RunResult]
 """Of a case, by role."""
 _NUMBER = re.compile(r"\d+")
+_SEPARATORS = re.compile(r"[-_.]+")  # all the same in the name of a package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,15 @@ class Output(Json):
     role: str
     rank: int
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class About(Json):
+    """What a case is about; the version is the one that its candidate recorded, "" if none."""
+
+    package: str
+    version: str
+    combination: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,7 @@ class CaseReport:
     output: Output | None
     cost: Cost
     attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)  # but the one judged
+    about: About | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -281,6 +292,9 @@ class _Reading:
         self.folder = folder
         self.runs: dict[str, RunResult] = {}
         self.environments: dict[str, Mapping[str, Any]] = {}
+        written = _scenario(folder.scenario_text)
+        parts = [_scenario(str(part["text"])) for part in written.get("scenarios", ())]
+        self._abouts = {part.get("name"): part.get("about") for part in parts or [written]}
         for case in folder.cases:
             for role in ROLES:
                 spec = getattr(case, role)
@@ -318,7 +332,19 @@ class _Reading:
             environment_note=_environment_note(runs.values(), set(environments.values())),
             output=None if green else self._output(place, runs),
             attempts={role: found for role, found in attempts.items() if found},
+            about=self._about(spec, runs["candidate"]),
         )  # fmt: skip
+
+    def _about(self, spec: CaseSpec, candidate: RunResult) -> About | None:
+        if not (said := self._abouts.get(spec.scenario)):
+            return None
+        package = one_line(str(said.get("package", "")), 80)
+        words = sorted(one_line(str(word), 80) for word in said.get("combination") or ())
+        found = {_version(package, r.start.environment, self.folder.manifest)
+                 for r in candidate.ranks if r.start is not None}  # fmt: skip
+        # Ranks with different ones prove nothing about either.
+        version = one_line(found.pop(), 80) if len(found) == 1 else ""
+        return About(package=package, version=version, combination=tuple(words))
 
     def _verdict(self, case: CaseSpec) -> Verdict:
         if (found := self.folder.load_verdict(case.id)) is not None:
@@ -391,6 +417,19 @@ def _scenario(text: str) -> dict[str, Any]:
 
 def _command_line(manifest: Mapping[str, Any]) -> str:
     return one_line(shlex.join(map(str, manifest.get("command") or ())))
+
+
+def _version(
+    package: str, environment: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> str:  # fmt: skip
+    """What a rank recorded of a package, else the version beside the harness, which it shares."""
+    own = fingerprint(environment)
+    places = (own.get("packages"), {"torch": own.get("torch")}, manifest.get("packages"))
+    for versions in places:
+        for name, version in (versions or {}).items():
+            if _SEPARATORS.sub("-", str(name).lower()) == _SEPARATORS.sub("-", package.lower()):
+                return str(version or "")
+    return ""
 
 
 def _peaks(run: RunResult) -> dict[int, int]:

@@ -39,6 +39,7 @@ SECTIONS = {
         "report": ("report:report_command", "Write the reports again."),
         "check": ("report:check_command", "Verify every checksum."),
         "merge": ("report:merge_command", "Join the folders of shards."),
+        "safety": ("report:safety_command", "Show which release is safe for what."),
     },
     "Runs that something else starts": {
         "wrap": ("wrap:wrap_command", "Record a job that a command starts."),

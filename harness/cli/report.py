@@ -1,4 +1,4 @@
-"""What is done with run folders that are there: `harness report | check | merge | show`."""
+"""What is done with folders that are there: `harness report, check, merge, show, safety`."""
 
 import os
 from collections.abc import Sequence
@@ -144,6 +144,27 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
         runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
         print_case(make_console(), spec, verdict, runs, why=why)
     return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT
+
+
+@click.command("safety")
+@click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
+@options.as_json
+def safety_command(*, folders: tuple[Path, ...], as_json: bool) -> int:
+    """Show which release is safe in which combination, from RUN folders, as Markdown.
+
+    Counts cases of scenarios that have the key `about`. Exit code 0 whatever they say; 5 if no
+    scenario has it.
+    """
+    import reports
+
+    found, text = reports.tables_of_safety(reports.summarise(folder) for folder in folders)
+    if as_json:
+        print_json(found)
+    elif found:
+        click.echo(text)
+    else:
+        click.echo("harness: no scenario of these folders has the key about", err=True)
+    return ExitCode.PASSED if found else ExitCode.NOTHING_RAN
 
 
 # --- whole folders ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ line and key.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance
 
 SECTIONS = (
     "name", "why", "base", "program", "axes", "exclude", "include", "compare", "checks", "soak",
-    "launch", "tier", "select",
+    "launch", "tier", "select", "about",
 )  # fmt: skip
 REQUIRED = ("name", "why", "axes", "compare", "checks")
 ENGINES = ("local", "slurm")
@@ -116,6 +116,7 @@ class Scenario:
     soak: SoakSpec | None = None
     tier: str = ""
     select: str = "all"
+    about: Mapping[str, Any] = field(default_factory=dict)
     program: ProgramVocabulary | None = None
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
@@ -238,8 +239,16 @@ def _sentence(node: Node, key: str) -> str:
     return text
 
 
+def _about(node: Node, key: str) -> dict[str, Any]:
+    """Of which package a case says something, and of which of its features together."""
+    combination = partial(take.take_words, what="features", once="feature", may_be_empty=True)
+    fields: dict[str, Taker] = {"package": _slug, "combination": combination}
+    return take.take_fields(node, key, fields, required=fields)
+
+
 SIMPLE: Mapping[str, Taker] = {
     "name": _slug, "why": _sentence, "tier": one_of(*TIERS), "select": one_of(*SELECTIONS),
+    "about": _about,
 }  # fmt: skip
 
 

@@ -8,6 +8,9 @@ empty on the ranks that own none of their rows.
     torchrun --nproc-per-node 1 transformer_engine_3207.py --optimizer te --empty first
     torchrun --nproc-per-node 1 transformer_engine_3207.py --optimizer te --empty last
 
+To see it fail, compile 2.17.1, which is published as source only. Its Python part over a later
+release's libraries does not do: since 2.18.0 they refuse empty tensors.
+
 Only the order of the parameters in their group differs: the two must agree bit for bit, and do with
 `--optimizer torch`. One GPU.
 """

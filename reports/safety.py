@@ -1,0 +1,122 @@
+"""The page of safety: package, version and combination of features, from any number of reports.
+
+A scenario says what it is about (`about`), records say the version. A cell's answer is the worst of
+its cases:
+
+    wrong      a check failed
+    crashes    the candidate did not end by itself, or hung
+    not run    a case without a verdict, skipped, in error, or in which nobody is to blame; also a
+               combination that was run with other versions of the package only
+    safe       every case passed
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.records import Json, What
+from reports.reading import About, CaseReport, Report
+from reports.text import one_line
+
+Answer = Literal["wrong", "crashes", "not run", "safe"]
+ANSWERS: tuple[Answer, ...] = ("wrong", "crashes", "not run", "safe")
+CRASHES: tuple[What, ...] = (
+    "crashed", "hang", "killed", "oom", "illegal_access", "capture_refused",
+)  # fmt: skip
+UNKNOWN = "not recorded"
+WORDS = (
+    "The worst answer of the cases of a package, a version and a combination of features. Safe: "
+    "all of these cases passed, and no more than that."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding(Json):
+    """What one case says."""
+
+    answer: Answer
+    scenario: str
+    case_id: str
+    machine: str
+    folder: str
+    words: str  # the place, or why there is no answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Json):
+    """All that is known of one version in one combination; no findings if it never ran."""
+
+    about: About
+    answer: Answer
+    findings: tuple[Finding, ...]
+
+    @property
+    def words(self) -> str:
+        """'wrong: megatron_lm_5974 (before step 0, rank 0, ...)', and how many say otherwise."""
+        worst = [each for each in self.findings if each.answer == self.answer]
+        told = dict.fromkeys(f"{f.scenario} ({f.words})" if f.words else f.scenario for f in worst)
+        others = len(self.findings) - len(worst)
+        more = [f"{others} other case{'s' * (others > 1)}"] * bool(others)
+        return f"{self.answer}{': ' * bool(told)}{'; '.join([*told, *more])}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Json):
+    """Cells of one package: a row a combination, a column a version."""
+
+    package: str
+    versions: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+def tables(reports: Iterable[Report]) -> tuple[Table, ...]:
+    """One for each package that a scenario is about, by name."""
+    found: dict[str, dict[tuple[tuple[str, ...], str], list[Finding]]] = {}
+    for report in reports:
+        for case in report.cases:
+            if (about := case.about) is not None:
+                place = (about.combination, about.version or UNKNOWN)
+                held = found.setdefault(about.package, {}).setdefault(place, [])
+                held.append(_finding(case, report))
+    return tuple(_table(package, found[package]) for package in sorted(found))
+
+
+def _table(
+    package: str, found: dict[tuple[tuple[str, ...], str], list[Finding]]
+) -> Table:  # fmt: skip
+    versions = sorted({version for _, version in found}, key=_in_order)
+    rows = []
+    for words in sorted({words for words, _ in found}):
+        cells = (_cell(package, version, words, found.get((words, version), []))
+                 for version in versions)  # fmt: skip
+        rows.append((" + ".join(words) or "alone", tuple(cells)))
+    return Table(package=package, versions=tuple(versions), rows=tuple(rows))
+
+
+def _cell(
+    package: str, version: str, combination: tuple[str, ...], findings: Sequence[Finding]
+) -> Cell:  # fmt: skip
+    answers = {each.answer for each in findings} or {"not run"}
+    about = About(package=package, version=version, combination=combination)
+    worst = next(answer for answer in ANSWERS if answer in answers)
+    return Cell(about=about, answer=worst, findings=tuple(findings))
+
+
+def _finding(case: CaseReport, report: Report) -> Finding:
+    verdict = case.verdict
+    answer: Answer = "not run"
+    if verdict.outcome == "passed":
+        answer = "safe"
+    elif verdict.outcome == "failed":
+        answer = "crashes" if verdict.what in CRASHES else "wrong"
+    words = {"safe": "", "not run": verdict.what or verdict.outcome, "crashes": case.cause}
+    return Finding(
+        answer=answer, scenario=case.spec.scenario, case_id=case.spec.id, machine=report.machine,
+        folder=str(report.folder), words=one_line(words.get(answer, case.where or verdict.what)),
+    )  # fmt: skip
+
+
+def _in_order(version: str) -> list[tuple[int, int, str]]:
+    """Releases by their numbers, 0.10 after 0.9."""
+    parts = version.replace("+", ".").split(".")
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
