@@ -336,7 +336,8 @@ class _Reading:
         )  # fmt: skip
 
     def _about(self, spec: CaseSpec, candidate: RunResult) -> About | None:
-        if not (said := self._abouts.get(spec.scenario)):
+        said = self._abouts.get(spec.scenario)
+        if not isinstance(said, dict):
             return None
         package = one_line(str(said.get("package", "")), 80)
         words = sorted(one_line(str(word), 80) for word in said.get("combination") or ())
