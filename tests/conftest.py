@@ -1,6 +1,7 @@
 """Fixtures and rules for every test: GPU markers, warm ranks, one worker for the ranks."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,9 @@ settings.load_profile("any_machine")
 def pytest_configure() -> None:
     """One thread of torch: several wait busily for cores that other tests are on."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What is imported above has torch read it already: it counts for workers and children alone.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
