@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -91,8 +92,8 @@ def fully_shard(
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
     nest = Nest(mesh, placements_of(strategy, mesh.ndim))
     groups = [
-        ParamGroup(part, nest, device, chosen, dtypes, keep_grads=keep_grads)
-        for dtypes, part in _partition(owned, policy).items()
+        ParamGroup(part, nest, device, chosen, policy, keep_grads=keep_grads)
+        for part in _partition(owned, policy)
     ]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
     schedule = Schedule([unit, *inner], device, chosen, overlap)
@@ -108,6 +109,8 @@ def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
             if buffer is not None and not buffer.is_meta:
                 holder._buffers[name] = buffer.to(device.torch_device)
     module.__class__ = fsdp_class(cast("Any", type(module)))
+    # By this torch's composable `replicate` knows whose parameters to leave alone.
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = None
     cast("FSDPModule", module)._fsdp_unit = unit
 
 
@@ -245,20 +248,13 @@ def _own_parameters(
     return [Owned(tuple(where)) for where in places.values()]
 
 
-def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDtypes, list[Owned]]:
+def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> list[list[Owned]]:
     """A group of parameters for each set of dtypes that the policy gives them; marks them held."""
     groups: dict[GroupDtypes, list[Owned]] = {}
     for held in owned:
-        parameter = held.current
-        setattr(parameter, _HELD, True)
-        if parameter.is_floating_point():
-            compute = policy.param_dtype or parameter.dtype
-            main, reduce = policy.main_dtype or parameter.dtype, policy.reduce_dtype or compute
-            dtypes = GroupDtypes(main, compute, reduce)
-        else:  # numbers that are not trained stay what they are
-            dtypes = GroupDtypes(*[parameter.dtype] * 3)
-        groups.setdefault(dtypes, []).append(held)
-    return groups
+        setattr(held.current, _HELD, True)
+        groups.setdefault(policy.dtypes_of(held.current.dtype), []).append(held)
+    return list(groups.values())
 
 
 def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_core.fsdp.norms import combine_powers, norm_of, total_power
-from fsdp_core.fsdp.row_sharded import RowSharded
+from fsdp_core.fsdp.row_sharded import RowShard, RowSharded
 
 _SOURCE = "the ones from before fully_shard"
 _WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
@@ -90,11 +90,12 @@ def _before_step(
             "Expected an optimizer that treats each element alone, as AdamW does, got "
             f"{type(optimizer).__name__}, which needs whole tensors: ranks have rows of them."
         )
-    if sharded and sharded[0].is_cuda and optimizer not in _STEPPED:
+    if sharded and optimizer not in _STEPPED:
+        _STEPPED.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_adopt_states)
         # The states made in this step live for ever: in memory of their own, not in holes that
         # activations have left and will want again, whole.
-        _STEPPED.add(optimizer)
-        if not torch.cuda.is_current_stream_capturing():
+        if sharded[0].is_cuda and not torch.cuda.is_current_stream_capturing():
             torch.cuda.empty_cache()
     # TransformerEngine's kernels take addresses, and would look for those of a DTensor.
     kinds = [kind.__module__ for kind in type(optimizer).__mro__]
@@ -107,6 +108,24 @@ def _before_step(
             "closure and no grad_scaler."
         )
     return (_on_rows(optimizer, sharded),), {}
+
+
+def _adopt_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut anew what `torch.distributed` has cut evenly, from whole states: a collective."""
+    for parameter in (p for p in _parameters(optimizer) if type(p) is RowSharded):
+        spec, states = parameter.row_spec, optimizer.state.get(parameter, {})
+        for key, value in states.items():
+            if isinstance(value, DTensor) and type(value) is not RowSharded:
+                cuts = [Shard(0) if isinstance(p, RowShard) else p for p in value.placements]
+                even = DTensor.from_local(
+                    value.to_local(),
+                    value.device_mesh,
+                    cuts,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
+                states[key] = RowSharded.make(spec.own_rows(even.full_tensor()).clone(), spec)
 
 
 def _check_at_rest(optimizer: torch.optim.Optimizer) -> None:

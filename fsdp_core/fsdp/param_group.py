@@ -54,6 +54,13 @@ class MixedPrecisionPolicy:
         """Dtype of the forward's inputs, or None to leave them."""
         return self.param_dtype if self.cast_forward_inputs else None
 
+    def dtypes_of(self, dtype: torch.dtype) -> GroupDtypes:
+        """Dtypes of parameters that had `dtype`; complex numbers and integers keep it."""
+        if not dtype.is_floating_point:
+            return GroupDtypes(dtype, dtype, dtype)
+        compute = self.param_dtype or dtype
+        return GroupDtypes(self.main_dtype or dtype, compute, self.reduce_dtype or compute)
+
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     """`tree` with its floating-point tensors in `dtype`; the same object if nothing changes."""
@@ -90,6 +97,7 @@ class ParamGroup:
     Attributes:
         gathered: the buffer of the last gather; None if there was none.
         num_moved: parameters that a gather put elsewhere than the gather before, so far.
+        has_moved: a parameter at rest was given other memory, by `Module.to` for one.
         is_unsharded: a gather of the parameters has been issued, and not been given back.
         is_registered: the current stream has waited for it, and the modules hold them.
     """
@@ -100,12 +108,13 @@ class ParamGroup:
         nest: Nest,
         device: Device,
         pool: Pool,
-        dtypes: GroupDtypes,
+        policy: MixedPrecisionPolicy,
         *,
         keep_grads: bool,
     ) -> None:
         sources = [o.current for o in owned]
-        self.owned, self.pool = owned, pool
+        self.owned, self.pool, self._policy = owned, pool, policy
+        dtypes = policy.dtypes_of(sources[0].dtype)
         self.name, self.names = "", [o.places[0][1] for o in owned]
         flat = FlatBuffers(sources, nest=nest, device=device, dtypes=dtypes)
         self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
@@ -117,7 +126,7 @@ class ParamGroup:
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
-        self.is_unsharded, self.is_registered = False, False
+        self.is_unsharded, self.is_registered, self.has_moved = False, False, False
         self.main_weight = self._first_main_weight(sources)
         self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
         empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
@@ -194,46 +203,52 @@ class ParamGroup:
             owned.register(parameter)
 
     def readopt(self) -> None:
-        """Copy what the modules' parameters hold now into the flat buffer; dtypes must fit.
+        """Copy what the modules' parameters hold now into the flat buffer.
 
-        For after `Module.to_empty`, `load_state_dict(assign=True)` and the like, which give
+        For after `Module.to`, `to_empty`, `load_state_dict(assign=True)` and the like, which give
         parameters memory of their own or put others in their place. The parameters at rest stay who
-        they are, but for those that were on the meta device or have been moved: they are made anew.
-        Nothing while some are still on the meta device.
+        they are, but for those that were on the meta device. Nothing while some still are.
+
+        Raises:
+            RuntimeError: the parameters have other dtypes than one that the policy leaves open.
         """
         current = [o.current for o in self.owned]
-        moved = any(self._is_elsewhere(p) for p in self.sharded)
+        moved = self.main_weight.is_meta or self.has_moved
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
         if self.is_registered or any(p.is_meta for p in current) or not (moved or others):
             return
         rows = [_own_rows(p, spec) for p, spec in zip(current, self.specs, strict=True)]
-        if any(t.dtype != self.dtypes.main for t in rows):
+        dtypes = self._policy.dtypes_of(rows[0].dtype)
+        converted = dtypes != self.dtypes
+        is_fixed = self.gathered is not None or self.gradients.pooled is not None
+        is_fixed = is_fixed or any(spec.inner for spec in self.specs)
+        if any(t.dtype != dtypes.main for t in rows) or (converted and is_fixed):
             raise RuntimeError(
-                f"Expected the parameters of {self.name} to stay {self.dtypes.main}; convert "
-                "before sharding, or use MixedPrecisionPolicy(param_dtype=...)."
+                f"Expected the parameters of {self.name} to stay {self.dtypes.main}, or all to get "
+                "one dtype that the policy leaves open, before the first forward and without "
+                f"tensor parallelism; got {', '.join(sorted({str(t.dtype) for t in rows}))}."
             )
-        if moved:
+        if moved or converted:
+            self.dtypes = self._flat.dtypes = self.gradients.dtypes = dtypes
             self._make_anew(rows)
         else:
             for index in others:
                 self.local_rows(self.main_weight, index).copy_(rows[index])
         self._register(self.sharded)
 
-    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter at rest has lost its place in the flat buffer."""
-        local = cast("RowSharded", parameter).to_local()
-        home = self.main_weight.untyped_storage()._cdata
-        lies_there = not local.numel() or local.untyped_storage()._cdata == home
-        return self.main_weight.is_meta or not lies_there
-
     def _make_anew(self, rows: list[torch.Tensor]) -> None:
         """The flat buffer and the parameters at rest, with what `rows` hold."""
         self.main_weight = self._flat.zeros(self.nest.main_level, self.dtypes.main)
         for index, (old, own) in enumerate(zip(self.sharded, rows, strict=True)):
             self.local_rows(self.main_weight, index).copy_(own)
+            new = self._flat.sharded(self.main_weight, index)
+            if not old.is_meta:
+                cast("RowSharded", old).rebind(new)
+                continue
             # In place: the gradients share the list. A meta parameter cannot be given memory.
-            self.sharded[index] = _like(old, self._flat.sharded(self.main_weight, index))
+            self.sharded[index] = _like(old, new)
             self.sharded[index]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        self.has_moved = False
         watch(self)
         self._make_other_buffers()
 
@@ -276,7 +291,7 @@ class ParamGroup:
         """Gather the full parameters on `stream`; the caller orders compute after it."""
         if self.is_unsharded:
             return
-        if self.main_weight.is_meta:
+        if self.main_weight.is_meta or self.has_moved:
             with torch.no_grad():
                 self.readopt()  # the user may have set parameters in place of those
         if self.main_weight.is_meta:

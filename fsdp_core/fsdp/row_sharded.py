@@ -316,11 +316,19 @@ class RowSharded(_Base):
                 ".copy_(x) under torch.no_grad(), x being of the global shape."
             )
         if (value.dtype, value.device) != (self.dtype, self.device):
-            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-            self._local_tensor = value._local_tensor
+            self.rebind(value)
+            group = self.tie.group() if self.tie is not None else None
+            if group is not None:
+                group.has_moved = True
         elif value._local_tensor is not self._local_tensor:
             with torch.no_grad():
                 self.copy_(value)
+
+    def rebind(self, value: "RowSharded") -> None:
+        """Stand for the memory of `value`, whatever its dtype and device."""
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensor = value._local_tensor
 
     @property
     def __tensor_flatten__(self) -> NoReturn:
@@ -614,6 +622,14 @@ def _row_norms(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return RowSharded.make(out, RowSpec(spec.mesh, shape, spec.bounds, spec.axes))
 
 
+def _unscale(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """What a GradScaler does; any rank's number that is not finite counts for all: a collective."""
+    _on_pieces(rule._replace(writes=(0,)), args, kwargs)
+    specs = (grad.row_spec for grad in args[0] if type(grad) is RowSharded)
+    for mesh, axes in dict.fromkeys((spec.mesh, spec.cut_axes) for spec in specs):
+        args[1].copy_(over_ranks(args[1].reshape(()), mesh, axes, torch.amax))
+
+
 def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sum, any or all of a whole tensor."""
     tensor = args[0]
@@ -643,6 +659,7 @@ _HANDLERS: dict[str, _Handler] = {
     "index_put_": _fill_where,
     "_foreach_norm": _norm,
     "linalg_vector_norm": _norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     **dict.fromkeys(("sum", "any", "all"), _total),
     **dict.fromkeys(_DRAWS, _draw),
 }

@@ -23,6 +23,7 @@ gathers ahead by that record. A pass that runs otherwise only loses the overlap.
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,9 +61,12 @@ def _profiled(phase: str, name: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(f"fsdp {phase} {name}")
 
 
-def _will_run(edge: GradientEdge) -> bool:
-    """Whether the backward pass under way comes to `edge`."""
-    return bool(torch._C._will_engine_execute_node(edge.node))
+def _will_run(edge: GradientEdge, *, captured: bool = False) -> bool:
+    """Whether this pass comes to `edge`; `captured`: if a leaf that autograd.grad asks for."""
+    try:
+        return bool(torch._C._will_engine_execute_node(edge.node))
+    except RuntimeError:
+        return captured
 
 
 def _tracked(tree: Any) -> list[torch.Tensor]:
@@ -70,12 +74,7 @@ def _tracked(tree: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
-def _gather(module: Any) -> None:
-    module.unshard()
-
-
-def _release(module: Any) -> None:
-    module.reshard()
+_gather, _release = operator.methodcaller("unshard"), operator.methodcaller("reshard")
 
 
 class _Call:
@@ -162,7 +161,7 @@ class Unit:
         for number, group in enumerate(groups):
             for index, parameter in enumerate(group.unsharded):
                 hook = functools.partial(_on_gradient_of, weakref.ref(self), number, index)
-                if not parameter.is_floating_point():
+                if not (parameter.is_floating_point() or parameter.is_complex()):
                     continue
                 # A frozen parameter may be thawed later; a hook needs requires_grad.
                 trainable = parameter.requires_grad
@@ -347,7 +346,6 @@ class Unit:
             self.reshard()
 
     def _forget_forwards(self) -> None:
-        # What has begun raised, or recomputed and had what it wanted.
         self._forwards.clear()
         self._modules_to_run.clear()
 
@@ -356,6 +354,8 @@ class Unit:
     def open(self, inputs: list[GradientEdge], task: int) -> None:
         """The backward pass `task` enters a forward of the unit, which it leaves at `inputs`."""
         schedule = self.schedule
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"Expected create_graph=False at FSDP unit {self.name!r}.")
         schedule.begin_backward()
         if not self.is_open:
             self.is_open, self._stream = True, schedule.device.current_stream()
@@ -363,7 +363,7 @@ class Unit:
             planned = {place for place, p in trained if _will_run(get_gradient_edge(p))}
             self._awaited = planned - self._seen.get(task, set())
             self._awaits_all = len(planned) == len(self._parameters)
-        self._boundary_ahead |= any(map(_will_run, inputs))
+        self._boundary_ahead |= any(_will_run(edge, captured=True) for edge in inputs)
         self.is_prefetched = False
         if self.unshard_in_backward:
             self.unshard()

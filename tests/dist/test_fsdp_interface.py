@@ -1,17 +1,24 @@
 """What torch FSDP2's interface has beside wrapping, on two ranks; docs/ARCHITECTURE.md has the
 differences."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
-from tests.dist.fsdp_sides import api_of, net, rows, shard
+from tests.dist.fsdp_sides import Api, api_of, loss_of, net, rows, shard
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp_regressions import whole_mesh
 
@@ -108,9 +115,120 @@ def gathers_under_a_transform() -> None:
     assert not tangent.any()
 
 
+def scales(api: Api) -> list[torch.Tensor]:
+    """A GradScaler skips a step of all ranks if one rank has a number that is not finite."""
+    model: Any = shard(api, net(), whole_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for step in range(3):
+        scaler.scale(loss_of(model(rows(step)))).backward()
+        if step == 1 and dist.get_rank() == 1:
+            model.head.weight.grad.to_local().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0, 32.0, 32.0]
+    return [*model.parameters()]
+
+
+def converts(api: Api) -> list[torch.Tensor]:
+    """A wrapped model can be given another dtype; its optimizer goes on."""
+    model: Any = shard(api, net(), whole_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.double()
+    for step in range(2):
+        loss_of(model(rows(step).double())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.parameters()]
+
+
+def differentiates_inputs(api: Api) -> list[torch.Tensor]:
+    """`torch.autograd.grad` of inputs, leaves or not; training goes on."""
+    model, x = cast("Any", shard(api, net(), whole_mesh())), rows(1).requires_grad_()
+    hidden = x * 2
+    found = torch.autograd.grad(model(hidden).sum(), [x, hidden])
+    found += torch.autograd.grad(model(x).sum(), x)
+    return [*found, *_grads(model)]
+
+
+def trains_complex(api: Api) -> list[torch.Tensor]:
+    """Complex parameters are trained."""
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(torch.view_as_complex(rows(1, 0)[:, :4].reshape(4, 2, 2).clone()))
+    model.forward = lambda x: torch.view_as_real(x @ model.weight)
+    api.fully_shard(model, mesh=whole_mesh())
+    model(rows(2)[:2, :4].to(torch.complex64)).square().sum().backward()
+    return [model.weight, model.weight.grad]
+
+
+def replicates_around(api: Api) -> list[torch.Tensor]:
+    """Torch's composable `replicate` leaves units inside alone."""
+    model: Any = nn.Sequential(net(), nn.Linear(3, 3))
+    nn.init.eye_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    shard(api, model[0], whole_mesh())
+    replicate(model)
+    loss_of(model(rows(1))).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def loads_whole_states(api: Api) -> list[torch.Tensor]:
+    """A new optimizer goes on with the whole state of another."""
+    models = [cast("Any", shard(api, net(), whole_mesh())) for _ in range(2)]
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
+    whole, found = StateDictOptions(full_state_dict=True), []
+    for model, optimizer in zip(models, (first, second), strict=True):
+        loss_of(model(rows(1))).backward()
+        if optimizer is second:
+            states = get_optimizer_state_dict(models[0], first, options=whole)
+            optimizer.zero_grad()
+            set_optimizer_state_dict(model, optimizer, states, options=whole)
+            loss_of(model(rows(2))).backward()
+        optimizer.step()
+        found += [*model.parameters()]
+    return found
+
+
+def as_torch(program: Callable[[Api], list[Any]]) -> None:
+    """The same bits as with torch's `fully_shard`."""
+    sides = [program(api_of(side)) for side in ("torch", "ours")]
+    for pair in zip(*sides, strict=True):
+        due, got = (t.full_tensor() if hasattr(t, "placements") else t for t in pair)
+        assert torch.equal(due, got)
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        converts,
+        differentiates_inputs,
+        loads_whole_states,
+        replicates_around,
+        scales,
+        trains_complex,
+    ],
+)
+def test_as_torch(warm_ranks: RankPool, program: Any) -> None:
+    """See each program."""
+    warm_ranks.run(as_torch, program, world_size=2, timeout_s=60.0)
+
+
+def refuses_second_derivatives() -> None:
+    """They would need weights that are released, and gradients that are not reduced."""
+    model, x = cast("Any", _wrapped()), rows(1).requires_grad_()
+    with pytest.raises(NotImplementedError, match="create_graph=False"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="create_graph=False"):
+        model(x).square().sum().backward(create_graph=True)
+    assert len(_grads(model)) == len([*model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        refuses_second_derivatives,
         a_parameter_is_set_on_meta,
         gathers_under_a_transform,
         other_dimensions_are_cut_by_rows,

@@ -37,6 +37,7 @@ SOURCE = (
     (r"torch\.distributed\._composable\.fsdp(\.fully_shard)?\b", "torch.distributed.fsdp"),
     (r"(?m)^(import torch_npu|from torch_npu\S* import .*)$", ""),
     (r"@SupportedDevices\(.*\)", ""),
+    (r"@unittest.skipIf\(not TEST_CUDA.*\)", ""),
     (r"@skipIfUnsupportMultiNPU\(.*\)", ""),
     (r"\bFSDPNPUTest\b", "CpuTest"),
     (r"\.(npu|cuda)\(\)", ".cpu()"),
@@ -184,7 +185,7 @@ def collect(file: Path) -> list[Test]:
     module, tests = load(file), []
     functions, imported = _functions(ast.parse(file.read_text()))
     for case, made in vars(module).items():
-        is_case = isinstance(made, type) and issubclass(made, unittest.TestCase)
+        is_case = isinstance(made, type) and issubclass(made, CpuTest)
         if is_case and made.__module__ == module.__name__:
             owners = [base.__name__ for base in made.__mro__]
             for method in unittest.TestLoader().getTestCaseNames(made):
