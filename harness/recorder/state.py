@@ -174,8 +174,6 @@ class Names:
 
     def find_others(self) -> None:
         """Look for outermost modules of which no optimizer trains a part: an EMA, a teacher."""
-        if self._new_others():
-            gc.collect()  # nor must those count that nobody has any more
         for module in self._new_others():
             kind = type(module).__name__
             number = sum(kind == known.partition("#")[0] for _, known in self._others) + 1
