@@ -179,11 +179,14 @@ def test_a_slice_of_a_wrapped_container_is_plain(mesh: DeviceMesh) -> None:
     assert list(rest) == list(net)[1:]
 
 
-def test_changing_the_dtype_after_wrapping_is_refused(mesh: DeviceMesh) -> None:
-    """`module.half()` would leave gradients and optimizer states of another dtype behind."""
+def test_changing_the_dtype_after_the_first_forward_is_refused(mesh: DeviceMesh) -> None:
+    """Before it all parameters may get another; later gradients and states would be left behind."""
     net = build()
     shard(net, mesh)
-    with pytest.raises(RuntimeError, match=r"to stay torch\.float32; convert before sharding"):
+    net.double()
+    assert net(batch(1).double()).dtype == torch.float64
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+    with pytest.raises(RuntimeError, match=r"to stay torch\.float64, or all to get one dtype"):
         net.half()
 
 
