@@ -12,6 +12,7 @@ import pytest
 from harness.cli import main
 from harness.records import ExitCode, Verdict
 from harness.runner import recorded
+from harness.runner.diff import compare
 from harness.store import read_verdict
 from tests.support.fake_engine import Capsys, Patch, run_json
 
@@ -103,7 +104,8 @@ def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
     for same in ((a, a), (a, b, "--control", a)):
         assert main(["compare-runs", *same]) == ExitCode.USAGE
     shutil.copytree(lab / "b", lab / "c", dirs_exist_ok=True)
-    assert compared(lab, a, b)[0] == ExitCode.PASSED
+    assert compared(lab, a, b)[0] == main(["diff", a, b]) == ExitCode.PASSED
+    assert main(["diff", a, a]) == ExitCode.USAGE
     code, verdict = compared(lab, a, b, "--control", str(lab / "c"))
     assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
     (control,) = (each for each in verdict.checks if each.check == "control")
@@ -116,14 +118,16 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     """Step, rank and tensor of the first difference; show, check, report and bisect read it."""
     assert wrap(lab, "planted", *TORCHRUN, str(lab / "train.py"), "--plant") == 0
     a, planted = str(lab / "a"), str(lab / "planted")
+    found = {each.kind: each.difference for each in compare(lab / "a", lab / "planted").findings}
+    assert (found["state"].step, found["state"].tensor) == (1, "0.weight")
     code, verdict = compared(lab, a, planted)
     assert (code, verdict.what) == (ExitCode.NO_VERDICT, "no_control")
     control = ("--control", str(lab / "b"))
     code, verdict = compared(lab, a, planted, *control)
     assert (code, verdict.what) == (ExitCode.FAILED, "diverged")
-    found = verdict.difference
-    assert found is not None
-    assert (found.step, found.quantity, found.tensor) == (1, "grads", "0.weight")
+    first = verdict.difference
+    assert first is not None
+    assert (first.step, first.quantity, first.tensor) == (1, "grads", "0.weight")
     case = str(lab / "compared" / "cases" / "candidate")
     for words, expected in (
         (["show", case], 0), (["check", str(lab / "compared")], 1),
