@@ -62,7 +62,7 @@ def _profiled(phase: str, name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _will_run(edge: GradientEdge, *, captured: bool = False) -> bool:
-    """Whether this pass comes to `edge`; `captured`: if a leaf that autograd.grad asks for."""
+    """Whether this pass comes to `edge`; `captured`: of a leaf that autograd.grad is asked for."""
     try:
         return bool(torch._C._will_engine_execute_node(edge.node))
     except RuntimeError:
