@@ -340,7 +340,7 @@ class _Reading:
         if not isinstance(said, dict):
             return None
         package = one_line(str(said.get("package", "")), 80)
-        words = sorted(one_line(str(word), 80) for word in said.get("combination") or ())
+        words = sorted(_feature(str(word), spec) for word in said.get("combination") or ())
         found = {_version(package, r.start.environment, self.folder.manifest)
                  for r in candidate.ranks if r.start is not None}  # fmt: skip
         # Ranks with different ones prove nothing about either.
@@ -418,6 +418,12 @@ def _scenario(text: str) -> dict[str, Any]:
 
 def _command_line(manifest: Mapping[str, Any]) -> str:
     return one_line(shlex.join(map(str, manifest.get("command") or ())))
+
+
+def _feature(word: str, spec: CaseSpec) -> str:
+    """A feature that every case has, or of an axis the value of this case: 'engine fsdp2'."""
+    label = spec.labels.get(word)
+    return one_line(word if label is None else f"{word.rpartition('.')[2]} {label}", 80)
 
 
 def _version(

@@ -57,6 +57,12 @@ def test_a_cell_is_its_worst_case_and_safe_only_if_every_case_passed(folders: li
     assert {f.case_id: f.answer for f in cells[0].findings} == {"good": "safe", "wrong": "wrong"}
 
 
+def test_a_feature_that_is_an_axis_is_the_value_of_each_case(tmp_path: Path) -> None:
+    """So one scenario fills a row for each value."""
+    (table,) = safety.tables([summarise(folder(tmp_path / "a", "[fp8, graph]", "1.0", good={}))])
+    assert [words for words, _ in table.rows] == ["fp8 + graph attn"]
+
+
 def test_the_command_and_the_page_show_the_table(
     folders: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
