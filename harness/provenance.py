@@ -83,9 +83,10 @@ def of_gpu(torch: Any) -> dict[str, Any]:
     """The same of its current GPU; only for a process that uses it."""
     try:
         cudnn = torch.backends.cudnn.version()
-    except RuntimeError as error:
+    except RuntimeError:
         # Older than PyTorch was built for, as where TransformerEngine is imported first.
-        cudnn = str(error).partition(". ")[0]
+        major, minor, patch = torch._C._cudnn.getRuntimeVersion()
+        cudnn = 10_000 * major + 100 * minor + patch
     return {
         "device": torch.cuda.get_device_name(),
         "capability": list(torch.cuda.get_device_capability()), "driver": driver(),

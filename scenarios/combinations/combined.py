@@ -94,6 +94,7 @@ class Options:
     compile: str = "none"
     parts: str = "torch"
     fp8: str = "none"
+    import_te: bool = False  # it loads another cuDNN, so both runs of a comparison do
 
 
 def recipe(options: Options) -> Any:
@@ -167,6 +168,8 @@ def loss_of(model: nn.Module, options: Options, x: torch.Tensor) -> torch.Tensor
 def main(**settings: Any) -> None:
     """Train as `Options` say."""
     options = Options(**settings)
+    if options.import_te:
+        importlib.import_module("transformer_engine.pytorch")
     torch.use_deterministic_algorithms(mode=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -190,6 +193,7 @@ def main(**settings: Any) -> None:
     def train() -> None:
         optimizer.zero_grad(set_to_none=options.graph != "step")
         for x in static:
+            torch.compiler.cudagraph_mark_step_begin()
             loss_of(sharded, options, x).backward()
         optimizer.step()
         after_step()
@@ -226,6 +230,7 @@ def parse_args() -> dict[str, Any]:
     parser.add_argument("--compile", choices=COMPILE, default="none")
     parser.add_argument("--parts", choices=("torch", "te"), default="torch")
     parser.add_argument("--fp8", choices=("none", "delayed", "current"), default="none")
+    parser.add_argument("--import-te", action=on_off, default=False)
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none")
     return vars(parser.parse_args())

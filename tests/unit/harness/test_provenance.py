@@ -94,11 +94,11 @@ def test_a_cudnn_that_pytorch_refuses_is_a_fact() -> None:
         get_device_name=lambda: "H200", get_device_capability=lambda: (9, 0),
         nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
     )  # fmt: skip
-    for version, told in (
-        (lambda: 91500, 91500), (refused, "cuDNN version incompatibility: 9.15 against 9.13"),
-    ):  # fmt: skip
+    binding = SimpleNamespace(_cudnn=SimpleNamespace(getRuntimeVersion=lambda: (9, 13, 1)))
+    for version, told in ((lambda: 91500, 91500), (refused, 91301)):
         backends = SimpleNamespace(cudnn=SimpleNamespace(version=version))
-        assert provenance.of_gpu(SimpleNamespace(cuda=cuda, backends=backends))["cudnn"] == told
+        torch = SimpleNamespace(cuda=cuda, backends=backends, _C=binding)
+        assert provenance.of_gpu(torch)["cudnn"] == told
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.replace("avx2", "avx512f")])
