@@ -228,7 +228,7 @@ def _hook_forward(observer: Observer) -> None:
             return
         if observer.optimizers and observer.names.of_module(module) is not None:
             observer.begin()
-        if observer.has_begun:
+        if observer.has_stepped:
             handle.remove()
 
     # A compiled module's wrapper is seen as well, which is what is wanted.

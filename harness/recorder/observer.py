@@ -139,6 +139,8 @@ class Observer(Recorder):
     @guarded
     def made(self, optimizer: Any) -> None:
         """An optimizer was made: this is when its parameters are found under their names."""
+        if self.has_begun and not self._optimizers and not self.has_stepped:
+            self._forget()  # a backward pass warmed something up, as before a capture
         self.names.scan(parameters(optimizer))
         self.add(optimizer)
 
@@ -157,8 +159,8 @@ class Observer(Recorder):
         if self.has_begun:
             return
         self.has_begun = True
-        if not self.names.is_settled:
-            self.names.is_settled = True
+        self.names.is_settled = True
+        if not self.session.startup_s:
             self.session.startup_s = time.monotonic() - self.session.started_s
             # Facts of the device and torch's switches are known only now.
             is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -167,6 +169,12 @@ class Observer(Recorder):
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._queue.append(first)
+
+    def _forget(self) -> None:
+        """What was recorded as the state before the first step was not that."""
+        self.has_begun = self.has_trained = self.names.is_settled = False
+        self.pending = Step(-1)
+        self._queue.clear()
 
     @guarded
     def backward(self) -> None:
@@ -213,7 +221,7 @@ class Observer(Recorder):
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped; of several in one another the outermost ends the step."""
         if not self.has_trained:
-            if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
+            if self.has_begun:  # by a forward pass
                 self.has_begun = False
                 self._queue.clear()
             return
@@ -308,6 +316,11 @@ class Observer(Recorder):
         self.session.write("event", name=name, step=max(self.under_way(), 0), detail=dict(detail))
 
     # --- what there is ----------------------------------------------------------------------
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was opened; then the state before the first one stays as it is."""
+        return self._next > int(self.session.program.get("first_step", 0))
 
     @property
     def is_outside(self) -> bool:

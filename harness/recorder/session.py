@@ -149,9 +149,10 @@ class Session:
             self.finish()
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
-        about = {"step": step, "what": classify(error), "module": self.module_at_work(error)}
-        tensors = getattr(error, "names", ()) if hasattr(error, "deltazero_what") else ()
-        self._error(error, str(error), **about, tensors=tensors)
+        first = _first(error)
+        about = {"step": step, "what": classify(first), "module": self.module_at_work(first)}
+        tensors = getattr(first, "names", ()) if hasattr(first, "deltazero_what") else ()
+        self._error(first, str(first), **about, tensors=tensors, whole=error)
 
     def broken(self, error: Exception) -> None:
         """The recorder itself failed: the program goes on, and its run is not judged."""
@@ -160,8 +161,10 @@ class Session:
             message = f"the recorder could not observe the program: {error}"
             self._error(error, message, step=self.under_way(), what="unsupported", module="")
 
-    def _error(self, error: BaseException, message: str, **about: Any) -> None:
-        text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
+    def _error(
+        self, error: BaseException, message: str, whole: BaseException | None = None, **about: Any
+    ) -> None:
+        text = "".join(traceback.format_exception(whole or error))[-TRACEBACK_CHARS:]
         about |= {"message": message[:MESSAGE_CHARS], "traceback": text}
         self.write("error", type=type(error).__name__, **about)
         self.is_over = True
@@ -180,6 +183,19 @@ class Session:
             wall_s = time.monotonic() - self.started_s
             self.write("end", steps=self.step + 1, startup_s=self.startup_s, wall_s=wall_s, **facts)
         self.is_over = True
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that came first, where the clean-up of a `with` failed because of it.
+
+    The end of a capture in which an operator was refused only says that there was an error.
+    """
+    while (first := error.__context__) is not None and not error.__suppress_context__:
+        frames = traceback.walk_tb(error.__traceback__)
+        if not any(frame.f_code.co_name == "__exit__" for frame, _ in frames):
+            break
+        error = first
+    return error
 
 
 def age_s() -> float:

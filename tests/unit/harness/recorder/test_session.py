@@ -84,6 +84,35 @@ def test_an_error_is_of_the_step_and_module_at_work(
     assert found.message in found.traceback
 
 
+class Capture:
+    """Its end fails where what was inside did, as that of a CUDA graph's capture does."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("failed due to a previous error")
+
+
+def test_an_error_is_the_first_one_and_not_that_of_the_cleaning_up(tmp_path: Path) -> None:
+    """What a program raises while it handles another error is its own word."""
+
+    def in_capture() -> None:
+        with Capture():
+            model_of()(torch.ones(2, 7))
+
+    def handled() -> None:
+        try:
+            in_capture()
+        except RuntimeError:
+            raise KeyError("refused")  # noqa: B904 - as a program might
+
+    found = error_of(in_capture, tmp_path / "in")
+    assert "mat1 and mat2" in found.message
+    assert "failed due to a previous error" in found.traceback
+    assert error_of(handled, tmp_path / "handled").type == "KeyError"
+
+
 def raising(error: BaseException) -> None:
     raise error
 

@@ -428,6 +428,26 @@ def test_the_initial_state_is_that_before_the_first_forward_pass(tmp_path: Path)
     assert digests(first, "rng", -1) != digests(first, "rng", 0)
 
 
+def test_a_backward_pass_before_there_is_an_optimizer_is_no_training(tmp_path: Path) -> None:
+    """A warm-up, as before a capture, changes no name, loss or state before step 0."""
+
+    def program(is_warm: bool) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+        if is_warm:
+            state = torch.get_rng_state()
+            model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+            torch.set_rng_state(state)
+        train(model, SGD(model.parameters(), 0.1), steps=2)
+
+    first, second = pair(program, tmp_path, False, True)
+    assert first.initial == second.initial
+    assert names(first, "weights")[0] == "0.weight"
+    for one, other in zip(first.steps, second.steps, strict=True):
+        assert (one.digests, one.microbatch_losses) == (other.digests, other.microbatch_losses)
+    assert names(first, "weights") == names(second, "weights")
+
+
 class Wrapper(nn.Module):
     """Holds a module as DDP does."""
 
