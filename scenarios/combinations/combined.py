@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-HIDDEN, HEADS, LENGTH, BATCH, BLOCKS, WARM_UP = 128, 4, 32, 8, 3, 2
+HIDDEN, HEADS, LENGTH, BATCH, BLOCKS, WARM_UP = 128, 4, 32, 8, 3, 11
 ENGINES = ("plain", "ddp", "fsdp2", "fsdp2_kept", "megatron_fsdp", "megatron_fsdp_experimental")
 GRAPHS = ("none", "torch", "te", "step")
 COMPILE = ("none", "default", "reduce-overhead")
@@ -85,7 +85,7 @@ class Model(nn.Module):
 class Options:
     """What is combined. `graph_first`: capture, then wrap, where the engine has units."""
 
-    steps: int = 5
+    steps: int = 14
     microbatches: int = 1
     engine: str = "plain"
     graph: str = "none"
@@ -168,8 +168,9 @@ def loss_of(model: nn.Module, options: Options, x: torch.Tensor) -> torch.Tensor
 def main(**settings: Any) -> None:
     """Train as `Options` say."""
     options = Options(**settings)
-    if options.import_te:
-        importlib.import_module("transformer_engine.pytorch")
+    first = "transformer_engine.pytorch" if options.import_te else options.engine[:13]
+    if first in ("transformer_engine.pytorch", "megatron_fsdp"):
+        importlib.import_module(first)  # before torch loads a cuDNN
     torch.use_deterministic_algorithms(mode=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -221,7 +222,7 @@ def parse_args() -> dict[str, Any]:
     """The settings of `main`."""
     parser = argparse.ArgumentParser(description=__doc__)
     on_off = argparse.BooleanOptionalAction
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--engine", choices=ENGINES, default="plain")
     parser.add_argument("--graph", choices=GRAPHS, default="none")
