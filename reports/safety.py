@@ -85,12 +85,22 @@ def _table(
     package: str, found: dict[tuple[tuple[str, ...], str], list[Finding]]
 ) -> Table:  # fmt: skip
     versions = sorted({version for _, version in found}, key=_in_order)
+    # Cases that never ran have no version: a column of theirs tells only of combinations that have
+    # no other.
+    ran = {words for words, version in found if version != UNKNOWN}
+    never = [place for place in found if place[1] == UNKNOWN]
+    if all(words in ran and _is_unknown(found[words, version]) for words, version in never):
+        versions = [version for version in versions if version != UNKNOWN]
     rows = []
     for words in sorted({words for words, _ in found}):
         cells = (_cell(package, version, words, found.get((words, version), []))
                  for version in versions)  # fmt: skip
         rows.append((" + ".join(words) or "alone", tuple(cells)))
     return Table(package=package, versions=tuple(versions), rows=tuple(rows))
+
+
+def _is_unknown(findings: Sequence[Finding]) -> bool:
+    return all(each.answer == "not run" for each in findings)
 
 
 def _cell(

@@ -63,6 +63,18 @@ def test_a_feature_that_is_an_axis_is_the_value_of_each_case(tmp_path: Path) -> 
     assert [words for words, _ in table.rows] == ["fp8 + graph attn"]
 
 
+def test_what_never_ran_fills_no_column_that_tells_nothing(tmp_path: Path) -> None:
+    """A run that was interrupted has cases without a version; alone they are all that is known."""
+    ran = folder(tmp_path / "ran", "[graphs]", "1.0", good={})
+    never = Writer(tmp_path / "never", scenario=SCENARIO.format(name="one", words="[graphs]"))
+    never.add("late", 2, "attn", scenario="one", skip_reason="not here")
+    never.write()
+    for folders, versions in (([ran, tmp_path / "never"], ("1.0",)),
+                              ([tmp_path / "never"], ("not recorded",))):  # fmt: skip
+        (table,) = safety.tables(summarise(each) for each in folders)
+        assert table.versions == versions
+
+
 def test_the_command_and_the_page_show_the_table(
     folders: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
