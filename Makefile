@@ -22,11 +22,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= auto
-SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
+SCENARIO ?= scenarios/smoke.yaml::fsdp_cudagraph_alignment
 DEMO_ARGS ?= -k ep2
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
-SOAKS := $(wildcard scenarios/soak/cpu_*.yaml scenarios/nightly/soak_*.yaml scenarios/nightly/stress_*.yaml)
+SOAKS := scenarios/soak.yaml::soak_cpu_of_1 scenarios/soak.yaml::soak_cpu_of_4 scenarios/nightly/soak.yaml scenarios/nightly/stress.yaml
 
 BIN := $(VENV)/bin
 # A tool that the environment inherits from PYTHON has its program beside PYTHON.
@@ -84,8 +84,8 @@ EIGHT_LAYOUTS = '{dp: 8}' '{dp: 4, tp: 2, sequence_parallel: true, etp: 2}' \
 eight: $(VENV)/.ready-test
 	mkdir -p out/eight
 	failed=0; \
-	$(BIN)/harness run scenarios/nightly/alignment_of_8_*.yaml --device cuda || failed=1; \
-	$(BIN)/harness run scenarios/nightly/throughput_of_8.yaml || failed=1; \
+	$(BIN)/harness run scenarios/nightly/alignment_of_8.yaml --device cuda || failed=1; \
+	$(BIN)/harness run scenarios/nightly/throughput.yaml::throughput_of_8 || failed=1; \
 	for backend in torch te; do $(BIN)/python -m benchmarks.scopes --workload launch --ranks 8 --backend $$backend \
 		--parallel $(EIGHT_LAYOUTS) --deadline-s 3600 --json out/eight/scopes_$$backend.json || failed=1; done; \
 	$(BIN)/python -m benchmarks.fsdp --ranks 8 --deadline-s 3600 --json out/eight/fsdp.json || failed=1; \
@@ -98,7 +98,7 @@ memory: $(VENV)/.ready-test
 # What is planted must fail, by a check: exit code 1.
 soak: $(VENV)/.ready
 	failed=0; \
-	code=0; $(BIN)/harness run scenarios/soak/planted.yaml --device cpu || code=$$?; \
+	code=0; $(BIN)/harness run scenarios/soak.yaml::planted_soak --device cpu || code=$$?; \
 	[ $$code = 1 ] || failed=1; \
 	for scenario in $(SOAKS); do \
 	  $(BIN)/harness run "$$scenario" --device cpu || failed=1; \

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harness.faults.catalogue import CATALOGUE
 
-SMOKE = "scenarios/smoke"
+SMOKE = "scenarios/smoke.yaml"
 LAST = -1
 
 

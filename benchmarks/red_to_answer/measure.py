@@ -40,7 +40,7 @@ class Bench:
         began_s = time.monotonic()
         made = subprocess.run(
             self._command(
-                "run", f"{SMOKE}/{scenario}.yaml", "-k", exactly(case),
+                "run", f"{SMOKE}::{scenario}", "-k", exactly(case),
                 "--set", planted.as_setting(), "--device", self.device,
                 "--no-history", "--out", str(folder / "run"),
             ),

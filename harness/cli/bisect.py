@@ -17,7 +17,7 @@ from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.suite import select
+from harness.scenario.suite import SUFFIXES, select
 from harness.store.verify import find_answer
 from harness.terminal import make_console
 
@@ -72,7 +72,7 @@ def bisect_command(
     meant = [how.pop(name) for name in ("keyword", "device", "sets")]
     room = {name: how.pop(name) for name in ("slots", "ranks_per_gpu", "jobs")}
     place, two_layouts = None, False
-    if case.endswith((".yaml", ".yml")):
+    if case.partition("::")[0].endswith(SUFFIXES):
         if folder is not None:
             raise UsageError(f"bisect: expected no RUN with the scenario {case}, got {folder}")
         spec = _one_of(Path(case), "-k", *meant)

@@ -18,7 +18,7 @@ from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import check_files, find_scenarios, load_suite, select
 
 Listed = dict[str, tuple[int, Sequence[CaseSpec]]]
-"""By file: the number of its cases, and the cases."""
+"""By scenario: the number of its cases, and the cases."""
 
 
 def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
@@ -44,11 +44,12 @@ def list_command(
     *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
     sets: tuple[str, ...], axes: tuple[str, ...], shards: int | None, **chosen_by: Any,
 ) -> int:  # fmt: skip
-    """List the cases of a scenario file; of several files, how many each has.
+    """List the cases of a scenario; of several, how many each has.
 
-    PATHS are files and folders, scenarios/ by default. With -k, --json, --tier, --select or --shard
-    the cases of several files are listed, too; the last three are those of `harness run`. Counts
-    alone do not check that each case is legal: --check does.
+    PATHS are files and folders, scenarios/ by default; FILE::NAME is one of a file's scenarios.
+    With -k, --json, --tier, --select or --shard the cases of several are listed, too; the last
+    three are those of `harness run`. Counts alone do not check that each case is legal: --check
+    does.
     """
     overrides, paths = Overrides(sets, axes), paths or (Path("scenarios"),)
     tiers, how, shard = (chosen_by[name] for name in ("tiers", "select", "shard"))
@@ -99,7 +100,7 @@ def _show(found: Listed, notes: Sequence[str], *, as_json: bool, count: bool) ->
         click.echo("".join(f"  {case.id}\n" for case in cases if not count), nl=False)
     if len(found) > 1:
         total = sum(number for number, _ in found.values())
-        click.echo(f"{counted(total, 'case')} in {len(found)} files")
+        click.echo(f"{counted(total, 'case')} in {len(found)} scenarios")
     click.echo("".join(f"{note}\n" for note in notes), nl=False)
     return ExitCode.PASSED
 

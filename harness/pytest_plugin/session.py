@@ -35,7 +35,7 @@ from harness.runner import launch
 from harness.runner.run import Silent, advance
 from harness.scenario.matrix import expand_marked
 from harness.scenario.schema import TIERS, Scenario, load_scenario
-from harness.scenario.suite import SUFFIXES, joined, pairwise, read_expression
+from harness.scenario.suite import SUFFIXES, find_scenarios, joined, pairwise, read_expression
 from harness.store import MANIFEST_FILE
 from harness.store.verify import DEFAULT_OUT, unused
 
@@ -56,15 +56,20 @@ class NotPassed(Exception):
     """What a case that did not pass says, in lines."""
 
 
-class ScenarioFile(pytest.File):
-    """One scenario file."""
+class ScenarioNode(pytest.Collector):
+    """One of a file's scenarios."""
 
     scenario: Scenario
 
-    def collect(self) -> Iterator["CaseItem"]:
+    @property
+    def address(self) -> Path:
+        """What `harness run` takes."""
+        return Path(f"{self.path}::{self.name}")
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         """An item for each case that `harness run` would run of it; none that -m leaves out."""
         try:
-            self.scenario = load_scenario(Path(os.path.relpath(self.path)))
+            self.scenario = load_scenario(Path(os.path.relpath(self.address)))
             if self.scenario.tier:
                 self.add_marker(self.scenario.tier)
             if self.config.pluginmanager.hasplugin("timeout"):
@@ -90,10 +95,27 @@ class ScenarioFile(pytest.File):
         return False
 
 
+class ScenarioFile(ScenarioNode, pytest.File):
+    """A file that is one scenario, or holds several."""
+
+    @property
+    def address(self) -> Path:
+        """The file, which is its scenario's."""
+        return self.path
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        """The cases, or the scenarios."""
+        *several, last = (str(each).partition("::")[2] for each in find_scenarios([self.path]))
+        if not several:
+            yield from super().collect()
+        for name in (*several, last) if several else ():
+            yield ScenarioNode.from_parent(self, name=name)
+
+
 class CaseItem(pytest.Item):
     """One case, run and judged with all others that were selected."""
 
-    parent: ScenarioFile
+    parent: ScenarioNode
 
     def __init__(self, *, labels: Mapping[str, str], **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
@@ -179,7 +201,7 @@ class HarnessSession(Silent):
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What is selected is known."""
         for item in (item for item in session.items if isinstance(item, CaseItem)):
-            self._picked.setdefault(item.path, {})[item.name] = None
+            self._picked.setdefault(item.parent.address, {})[item.name] = None
 
     def ask(self, item: CaseItem) -> tuple[Verdict, Path]:
         """The verdict of an item's case and the case's folder (`HarnessError`: there is none)."""

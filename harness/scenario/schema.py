@@ -127,13 +127,21 @@ class Scenario:
 
 
 def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Scenario:
-    """Read and decode one scenario file, under values that replace what it says."""
-    return decode_scenario(take.read_bytes(Path(path)), str(Path(path)), overrides=overrides)
+    """Read and decode one scenario, under values that replace what it says."""
+    return decode_scenario(_text_of(Path(path)), str(Path(path)), overrides=overrides)
+
+
+def _text_of(path: Path) -> bytes:
+    texts = take.documents(path)
+    if len(texts) > 1:
+        several, legal = f"{path}, which has several", map(str, texts)
+        raise Origin(str(path)).error("file", "one scenario", several, legal=legal)
+    return next(iter(texts.values()))
 
 
 def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Overrides()) -> Scenario:
     """Decode what a scenario file holds, or would hold; `path` names it in messages."""
-    origin = Origin(path, 1)
+    origin = Origin(path.partition("::")[0], 1)
     root = take.parse_bytes(source, origin)
     written = take.take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
     sections, options = _with_options(written, overrides.sets)
@@ -157,7 +165,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
         _claim(owned, "soak", [each.leaf], key, each.origin)
     simple = {n: taker(sections[n], n) for n, taker in SIMPLE.items() if n in sections}
     return Scenario(
-        path=path, source=source, base=(*base, *more), axes=axes,
+        path=path, source=source.lstrip(b"\n"), base=(*base, *more), axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode, owners),
         include=_decode_rules("include", sections.get("include"), axes, decode, owners),
         compare=compare, checks=checks, launch=launch, soak=soak, program=program, **simple,
@@ -166,8 +174,9 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
 
 
 def read_tier(path: Path) -> str:
-    """The tier of a scenario file, whatever else is in it; "" for none (or `ScenarioError`)."""
-    root = take.take_mapping(take.parse_bytes(take.read_bytes(path), Origin(str(path), 1)), "file")
+    """The tier of a scenario, whatever else is in it; "" for none (or `ScenarioError`)."""
+    origin = Origin(str(path).partition("::")[0], 1)
+    root = take.take_mapping(take.parse_bytes(_text_of(path), origin), "file")
     return str(SIMPLE["tier"](root["tier"], "tier")) if "tier" in root else ""
 
 

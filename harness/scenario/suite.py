@@ -1,6 +1,6 @@
-"""What is run together: one scenario file, or several with one schedule and one report.
+"""What is run together: one scenario, or several with one schedule and one report.
 
-    files -> those of the tiers -> cases of all, ids led by their scenario's name -> `-k`
+    scenarios -> those of the tiers -> cases of all, ids led by their scenario's name -> `-k`
       -> what each scenario's `select` (or `--select`) leaves, or the cases that pytest picked
 
 Of several scenarios, a case is `SCENARIO.CASE` and has the label `scenario`; a scenario that is for
@@ -28,16 +28,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from harness.errors import HarnessError, NothingSelected, UsageError, shown
+from harness.errors import HarnessError, NothingSelected, ScenarioError, UsageError, shown
 from harness.records import CaseSpec, ExitCode, Json
 from harness.scenario.matrix import Device, expand, expand_marked, shortened
 from harness.scenario.schema import Launch, Overrides, Scenario, load_scenario, read_tier
+from harness.scenario.yaml_source import documents
 
 SUFFIXES = (".yaml", ".yml")
 MAX_ID_CHARS = 180
 NO_OVERRIDES = Overrides()
 Picked = Mapping[Path, Collection[str]]
-"""Ids of cases, by the path of their file."""
+"""Ids of cases, by the path of their scenario."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Selected(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Scenarios that are run together; `alone` is one named by its file, whose ids stay.
+    """Scenarios that are run together; `alone` is one named by its path, whose ids stay.
 
     `tiers` are those asked for, joined by `+`; "" if none was.
     """
@@ -196,7 +197,9 @@ def whole_id(scenario: str, case_id: str) -> str:
 
 
 def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """The files named, and those in the folders named, sorted within each folder.
+    """The scenarios of the files named and of those in the folders named, sorted in each folder.
+
+    Each is a file, or `FILE::NAME` where the file holds several.
 
     Raises:
         NothingSelected: there is none.
@@ -205,7 +208,11 @@ def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
     searched = [str(path) for path in paths]
     for path in map(Path, searched):
         inside = (p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file())
-        found |= dict.fromkeys(inside if path.is_dir() else (path,))
+        for file in inside if path.is_dir() else (path,):
+            try:
+                found |= dict.fromkeys(documents(file))
+            except ScenarioError:  # told where it is loaded
+                found[file] = None
     if not found:
         raise NothingSelected(f"no scenario file in {', '.join(searched)}")
     return tuple(found)
@@ -221,8 +228,8 @@ def load_suite(
         UsageError: two have one name.
         NothingSelected: there is none.
     """
-    alone = len(paths) == 1 and not tiers and not paths[0].is_dir()
-    files: Sequence[Path] = paths if alone else find_scenarios(paths)
+    files: Sequence[Path] = find_scenarios(paths)
+    alone = len(paths) == len(files) == 1 and not tiers and not paths[0].is_dir()
     if tiers:
         found = {file: read_tier(file) for file in files}
         if missing := [tier for tier in tiers if tier not in found.values()]:
@@ -243,15 +250,16 @@ def load_suite(
     title = "+".join(dict.fromkeys(tiers))
     name, why = scenarios[0].name, scenarios[0].why
     if not alone:
-        folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else ""
-        name = title or folder or "several"
+        only = paths[0].resolve()
+        named = (only.name if only.is_dir() else only.stem) if len(paths) == 1 else "several"
+        name = title or named
         why = f"{f'The tier {title}' if title else 'Together'}: {', '.join(names)}."
     return Suite(name=name, why=why, scenarios=scenarios, tiers=title, alone=alone)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(Json):
-    """What came of checking one file: its number of cases, or the error's line and exit code."""
+    """What came of checking a scenario: its number of cases, or the error's line and exit code."""
 
     file: str
     num_cases: int = 0
@@ -260,7 +268,7 @@ class Checked(Json):
 
 
 def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, ...]:
-    """Decode and expand every file; errors become results."""
+    """Decode and expand every scenario; errors become results."""
     results = []
     for file in map(str, files):
         try:

@@ -2,11 +2,12 @@
 
     bytes -> text (size, UTF-8, no control characters) -> parser events -> Node tree -> `take_*`
 
-The tree is built from events, so that a limit stops the work when it is reached. Narrower than
-YAML 1.1 where that surprises: one document, string keys, each once, no anchors, merge keys or tags,
-decimal and finite numbers only; a date is a text. `1e-3`, a string to YAML 1.1, is taken where a
-number is due; but for that and for an integer there, nothing is converted. Refusals are
-`ScenarioError`s.
+A file holds one scenario, or several as YAML documents, each with a line `name: NAME`, of which
+`FILE::NAME` is one. The tree is built from events, so that a limit stops the work when it is
+reached. Narrower than YAML 1.1 where that surprises: string keys, each once, no anchors, merge
+keys or tags, decimal and finite numbers only; a date is a text. `1e-3`, a string to YAML 1.1, is
+taken where a number is due; but for that and for an integer there, nothing is converted. Refusals
+are `ScenarioError`s.
 """
 
 import math
@@ -27,6 +28,9 @@ MAX_FILE_BYTES, MAX_NODES, MAX_DEPTH = 1_000_000, 20_000, 20
 MAX_SECONDS = 30 * 86400.0
 """Of any time that a scenario states: beyond, deadlines overflow."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BETWEEN = re.compile(rb"^---[ \t]*\r?\n", re.MULTILINE)
+_CONTENT = re.compile(rb"^\s*[^\s#%]", re.MULTILINE)
+_NAME = re.compile(rb"^name:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _DECIMAL = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
 _TAG = "tag:yaml.org,2002:"
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
@@ -106,6 +110,30 @@ def read_bytes(path: Path) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise origin.error("file", f"at most {MAX_FILE_BYTES:,} bytes", "more")
     return data
+
+
+def documents(path: Path) -> dict[Path, bytes]:
+    """The scenarios that a path names: `FILE`, or `FILE::NAME` for each of several in a file.
+
+    One of several is preceded by empty lines, as many as the file has before it: places stay.
+    """
+    file, _, wanted = str(path).partition("::")
+    data, held, line = read_bytes(Path(file)), list[tuple[int, bytes]](), 0
+    for part in _BETWEEN.split(data):
+        held += [(line, part)] if _CONTENT.search(part) else []
+        line += part.count(b"\n") + 1
+    if len(held) < 2 and not wanted:
+        return {path: data}
+    found: dict[str, bytes] = {}
+    for line, part in held:
+        name = match[1].decode() if (match := _NAME.search(part)) else ""
+        if not name or name in found:
+            due, got = "a line `name: NAME` of its own in each of several documents", "none"
+            raise Origin(file, line + 1).error("name", due, f"{name} again" if name else got)
+        found[name] = b"\n" * line + part
+    if wanted and wanted not in found:
+        raise Origin(file).error("name", "a scenario of this file", shown(wanted), legal=found)
+    return {Path(f"{file}::{name}"): text for name, text in found.items() if wanted in ("", name)}
 
 
 def parse_bytes(data: bytes, origin: Origin) -> Node:

@@ -14,6 +14,7 @@ from harness.cli.main import commands
 from harness.records import WHATS
 from harness.scenario.matrix import expand
 from harness.scenario.schema import LAUNCH, SECTIONS, load_scenario
+from harness.scenario.suite import find_scenarios
 from tests.arch.tree import ROOT
 from tests.cookbook.transcript import GAP, Step, changes, read_steps
 
@@ -25,7 +26,10 @@ MAX_LINES = 1500
 """Of all pages: whoever adds a page shortens another."""
 DEBUGGING = ROOT / "docs" / "DEBUGGING.md"
 STEPS = read_steps(DEBUGGING.read_text(encoding="utf-8"))
-SCENARIOS = sorted((ROOT / "scenarios" / "cookbook").glob("*.yaml"))
+SCENARIOS = {
+    str(path).partition("::")[2]: path
+    for path in find_scenarios([ROOT / "scenarios" / "cookbook.yaml"])
+}
 ENDS = (";", "|", ">", "&&", "do", "done")
 STANDS_FOR = {"I/N": "1/2", "CASE": "out/RUN/cases/x", "N": "2", "X": "2"}
 """Words of usage lines that are no value."""
@@ -140,12 +144,11 @@ def test_what_an_example_types_parses(step: Step) -> None:
 
 
 def test_files_of_the_examples_are_there() -> None:
-    """All scenarios of the folder are named; repros are those of their bisections."""
+    """All scenarios of the file are named; repros are those of their bisections."""
     page = DEBUGGING.read_text(encoding="utf-8")
-    named = set(re.findall(r"cookbook/(\w+)\.yaml", page))
-    assert named == {path.stem for path in SCENARIOS}
+    assert set(re.findall(r"cookbook\.yaml::(\w+)", page)) == set(SCENARIOS)
     for repro in set(re.findall(r"scenarios/repro/(repro_\w+)\.yaml", page)):
-        assert any(repro.startswith(f"repro_{path.stem}_") for path in SCENARIOS), repro
+        assert any(repro.startswith(f"repro_{name}_") for name in SCENARIOS), repro
 
 
 def test_every_command_of_an_example_was_run() -> None:
@@ -154,7 +157,7 @@ def test_every_command_of_an_example_was_run() -> None:
     assert all(any(line.strip() for line in step.shown) for step in STEPS)
 
 
-@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCENARIOS.values(), ids=SCENARIOS)
 def test_scenarios_of_the_examples_are_small(path: Path) -> None:
     """At most eight ranks and six steps: two cores are enough; one case has a fault at least."""
     cases = expand(load_scenario(path), "cpu")

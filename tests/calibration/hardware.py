@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SCENARIOS = Path(__file__).parents[2] / "scenarios" / "hardware"
+FILE = Path(__file__).parents[2] / "scenarios" / "hardware" / "hardware.yaml"
 EXPECTED = {
     ("builtin", "ulp_s1_d0"): "device",
     ("builtin", "ulp_s1_r1 and not once"): "rank",
@@ -50,7 +50,7 @@ def _trace(scenario: str, case: str, expected: str, device: str, out: Path) -> b
     folder, began_s = out / f"{scenario}-{expected}", time.monotonic()
     mark = ["--set", f"args.mark={folder}.mark"] if scenario == "program" else []
     done = subprocess.run(
-        [sys.executable, "-m", "harness", "bisect", str(SCENARIOS / f"{scenario}.yaml"),
+        [sys.executable, "-m", "harness", "bisect", f"{FILE}::hardware_{scenario}",
          "-k", case, "--hardware", "--device", device, *mark, "--out", str(folder), "--json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def follow(steps: list[Step], folder: Path) -> Iterator[tuple[Step, list[str]]]:
     """Run commands one after the other; those that printed something else, with their screen."""
     folder = folder.resolve()
     (folder / "scenarios").mkdir(parents=True)
-    (folder / "scenarios" / "cookbook").symlink_to(ROOT / "scenarios" / "cookbook")
+    (folder / "scenarios" / "cookbook.yaml").symlink_to(ROOT / "scenarios" / "cookbook.yaml")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     for step in steps:

@@ -1,6 +1,6 @@
 """Other engines: digests are of their own memory, and what they cannot do is refused.
 
-That they have our bits is shown by `scenarios/pr/engines.yaml`.
+That they have our bits is shown by `scenarios/pr.yaml::engines`.
 """
 
 from dataclasses import replace

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLANTED = ROOT / "scenarios/soak/planted.yaml"
+PLANTED = ROOT / "scenarios/soak.yaml::planted_soak"
 
 
 def soaked(folder: Path, wanted: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import RANKS_PER_GPU
 
 ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "scenarios/smoke/dense_graphs.yaml"
+SMOKE = ROOT / "scenarios/smoke.yaml::dense_graphs"
 
 
 def verdicts(folder: Path, *args: str) -> dict[str, Any]:

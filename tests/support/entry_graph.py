@@ -9,7 +9,8 @@ from pathlib import Path
 from harness.records import Verdict
 from harness.store import read_verdict
 
-SCENARIO = Path(__file__).parents[2] / "scenarios" / "programs" / "entry_graph.yaml"
+ROOT = Path(__file__).parents[2]
+SCENARIO = "scenarios/programs/entry_graph.yaml::program_entry_graph"
 MODES = "[eager, graph, stale_input, replaced_buffer, nothing]"
 
 
@@ -17,8 +18,8 @@ def verdicts_of_modes(out: Path, *, ranks: int, **environ: str) -> dict[str, Ver
     """Verdicts by the candidate's mode; `environ`: variables over this process's."""
     words = ["--axis", f"args.mode={MODES}", "--set", f"ranks={ranks}", "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, "-m", "harness", "run", str(SCENARIO), *words],
-        capture_output=True, text=True, check=False, timeout=240, cwd=SCENARIO.parents[2],
+        [sys.executable, "-m", "harness", "run", SCENARIO, *words],
+        capture_output=True, text=True, check=False, timeout=240, cwd=ROOT,
         env=os.environ | environ,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

@@ -98,7 +98,7 @@ class Writer:
         manifest = {
             "scenario": self.cases[0].scenario if self.cases else "fsdp_cudagraph_alignment",
             "created": self.created,
-            "command": ["harness", "run", "scenarios/smoke/fsdp_cudagraph_alignment.yaml"],
+            "command": ["harness", "run", "scenarios/smoke.yaml::fsdp_cudagraph_alignment"],
         }
         with RunFolder.create(self.path, manifest, self.scenario, self.cases) as folder:
             for spec, changes in self.runs:

@@ -9,7 +9,7 @@ from benchmarks.red_to_answer.measure import Bench
 from benchmarks.red_to_answer.rows import Reached, Row, append, read_rows
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.suite import select
+from harness.scenario.suite import find_scenarios, select
 
 ROW = Row(
     cell=next(iter(PLANTED)), fault="ulp", verdict="failed diverged", case_s=2.0,
@@ -19,7 +19,7 @@ ROW = Row(
 
 def test_every_smoke_cell_has_a_fault() -> None:
     """The table has the cells of the smoke matrix, no more and no fewer."""
-    scenarios = [load_scenario(path) for path in sorted(Path(SMOKE).glob("*.yaml"))]
+    scenarios = [load_scenario(path) for path in find_scenarios([Path(SMOKE)])]
     cells = {f"{s.name}.{case.id}" for s in scenarios for case in expand(s, "cpu")}
     assert cells == set(PLANTED)
 
@@ -29,7 +29,7 @@ def test_planted_cells_can_be_asked_for(cell: str) -> None:
     """With its fault set, `-k` finds exactly the cell, and the fault is in its candidate alone."""
     scenario, _, name = cell.partition(".")
     overrides = Overrides((PLANTED[cell].as_setting(),), ())
-    loaded = load_scenario(Path(SMOKE, f"{scenario}.yaml"), overrides=overrides)
+    loaded = load_scenario(f"{SMOKE}::{scenario}", overrides=overrides)
     (case,) = select(expand(loaded, "cpu"), exactly(name))
     planted = case.candidate.plant
     assert planted is not None

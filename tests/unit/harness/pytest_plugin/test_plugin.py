@@ -265,6 +265,20 @@ def test_files_are_carried_out_together(run: Run) -> None:
     got.stdout.fnmatch_lines([f"scenarios/b.yaml::{CASES[0]} PASSED*", "*rerun kept/cases/b.ulp*"])
 
 
+def test_scenarios_of_one_file_are_told_apart(run: Run) -> None:
+    """Ids have the scenario's name; -m, -k and verdicts are those of separate files."""
+    texts = [
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in each.items())
+        for each in (SCENARIO, SCENARIO | {"name": "b", "tier": "pr"})
+    ]
+    Path("scenarios/a.yaml").write_text("---\n".join(texts))
+    got = run("--harness", "--co", "-q", "-m", "pr")
+    assert got.outlines[:4] == [f"scenarios/a.yaml::b::{case}" for case in CASES]
+    assert len([line for line in got.outlines if "::" in line]) == 4
+    run("--harness", "-m", "pr").assert_outcomes(passed=2, failed=2)
+    assert [case.id for case in RunFolder.open(KEPT).cases] == CASES
+
+
 def test_scenarios_that_cannot_run_together_have_no_verdict(run: Run) -> None:
     """Two of one name, or with different engines: each case says so, and nothing runs."""
     for other in ({"name": "pretend"}, {"name": "b", "launch": {"engine": "slurm"}}):

@@ -32,10 +32,12 @@ from harness.repeats import NUM_SAMPLES, samples_of
 from harness.scenario.layouts import MAX_RANKS, legal_layouts
 from harness.scenario.matrix import MAX_ID_CHARS, count, expand, named
 from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.suite import find_scenarios
 from tests.support.fake_engine import Patch
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
 
 SCENARIOS = Path(__file__).parents[4] / "scenarios"
+LAYOUTS = SCENARIOS / "nightly" / "layouts_of_64.yaml"
 TWO = {"graph": ["eager", ["attn"]]}
 TEXT = {"base": {"data.kind": "text"}}
 
@@ -178,7 +180,7 @@ def test_exclude_takes_away_exactly_what_it_matches(tmp_path: Path, rules: list[
 def test_a_count_is_the_number_of_cases() -> None:
     """Whatever axes, exclude and include entries a file has."""
     ruled = 0
-    for path in sorted((Path(__file__).parents[4] / "scenarios").rglob("*.yaml")):
+    for path in find_scenarios([SCENARIOS]):
         scenario = load_scenario(path)
         if (number := count(scenario)) < 5000:
             assert number == sum(1 for _ in named(scenario)), path
@@ -244,7 +246,7 @@ ABOUT: dict[str, tuple[str, set[str]]] = {
 @pytest.mark.parametrize("name", ABOUT)
 def test_nightly_files_have_every_layout_and_scope(name: str) -> None:
     """A nightly file is all legal layouts of its model times each scope that the model can have."""
-    path = SCENARIOS / "nightly" / f"{name}.yaml"
+    path = f"{LAYOUTS}::{name}"
     dynamic = ", cp: 1, dynamic_cp: [1, 2]" if "dynamic" in name else ""
     option = Overrides(axes=(f"parallel={{legal_layouts: 8{dynamic}}}",))
     found = expand(load_scenario(path, overrides=option), "cpu")
@@ -260,7 +262,7 @@ def test_nightly_files_have_every_layout_and_scope(name: str) -> None:
 
 def test_the_scenarios_of_8_hold_every_layout_and_scope() -> None:
     """DP8, TP2 x DP4, EP2 x ETP2, both with TP2, EP8, CP8, dynamic CP 1/2/4/8, TP2 x PP2 x DP2."""
-    paths = [SCENARIOS / "nightly" / f"alignment_of_8_{name}.yaml" for name in ("moe", "dense")]
+    paths = find_scenarios([SCENARIOS / "nightly" / "alignment_of_8.yaml"])
     held = [case for path in paths for case in expand(load_scenario(path), "cuda")]
     configs = [case.candidate.config for case in held]
     degrees = ("dp", "tp", "ep", "etp", "cp", "pp")
@@ -294,7 +296,7 @@ print(codes[0], paces, "torch" in sys.modules)
     ("args", "said", "limit"),
     [
         # 95,284 cases of 64 ranks
-        (("list", "--count", *ABOUT), f"{95_284} cases in 6 files", 20),
+        (("list", "--count", str(LAYOUTS)), f"{95_284} cases in 6 scenarios", 20),
         # 3,000 candidates, 1,500 references, each of these twice
         (("run", "--dry-run", "--device", "cpu", "--slots", "8", "case"),
          "3000 cases, 6000 runs on 8 slots, about ", 27),
@@ -308,8 +310,7 @@ def test_a_laptop_lists_and_plans_at_once_without_torch(
     cases(tmp_path, axes={"seed": [1], "graph": GRAPHS})
     path = tmp_path / "case.yaml"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"axes": axes}))
-    files = {name: str(SCENARIOS / "nightly" / f"{name}.yaml") for name in ABOUT}
-    command = [(files | {"case": str(path)}).get(arg, arg) for arg in args]
+    command = [str(path) if arg == "case" else arg for arg in args]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SCENARIOS.parent),
                    "HOME": str(tmp_path)}  # fmt: skip
     done = subprocess.check_output(

@@ -35,6 +35,7 @@ launch: {device: cpu}
 """
 SMOKE = ("--tier", "smoke")
 FREE = "scenarios/free.yaml"
+SMALL = ["dp1-attn", "dp1-full_iteration", "dp2-attn", "dp2-full_iteration"]
 
 
 @pytest.fixture
@@ -66,6 +67,27 @@ def test_a_tier_runs_in_one_folder_with_one_schedule(engine: FakeEngine, cli: Cl
     assert [part["num_cases"] for part in manifest["selected"]] == [4, 4]
     cli("run", FREE, "--out", "s")
     assert cases_of("s")[0] == "dp1-attn"  # one file: ids as they are
+
+
+def test_a_file_may_hold_several_scenarios(folder: Path, engine: FakeEngine, cli: Cli) -> None:
+    """Each is listed and run by FILE::NAME as if it had a file; the file is all of them."""
+    both = "# two\n---\n" + "---\n".join(
+        (folder / f"{name}.yaml").read_text() for name in ("wide", "one")
+    )
+    Path("both.yaml").write_text(both)
+    cli("run", "both.yaml::small", "--out", "r")
+    assert (cases_of("r"), RunFolder.open(Path("r")).manifest["scenario"]) == (SMALL, "small")
+    assert RunFolder.open(Path("r")).scenario_text == (folder / "one.yaml").read_text()
+    cli("run", "both.yaml", "-k", "scenario=small", "--select", "all", "--out", "s")
+    assert cases_of("s") == [f"small.{case}" for case in SMALL]
+    counts = cli.json("list", "--count", "both.yaml")
+    assert counts == {"both.yaml::wide": 16, "both.yaml::small": 4}
+    assert "legal values: wide, small" in cli.refused("run", "both.yaml::other")
+    assert "expected one scenario, got both.yaml, which has" in cli.refused("bisect", "both.yaml")
+    Path("both.yaml").write_text(both.replace("steps: 4", "stops: 4"))
+    line = 1 + both.splitlines().index(next(x for x in both.splitlines() if "steps: 4" in x))
+    cli("list", "--check", "both.yaml::wide")
+    assert f"both.yaml:{line}: base.stops: " in cli("list", "--check", "both.yaml", code=4).err
 
 
 @pytest.mark.usefixtures("folder")
