@@ -34,9 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import STRATEGIES
-
-# torch 2.13 renamed both; the old names warn there and the new ones are absent before.
-_HAS_SINGLE = hasattr(dist, "all_gather_single")
+from fsdp_core.torch_versions import ALL_GATHER, REDUCE_SCATTER
 
 GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
 """Arguments of an `all_gather`: output, input, ranks."""
@@ -217,13 +215,11 @@ def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
 
 # Looked up when called: a profiler or a test may have put its own in their place.
 def _all_gather(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
-    single: Any = dist.all_gather_single if _HAS_SINGLE else dist.all_gather_into_tensor
-    single(*tensors, group=group)
+    getattr(dist, ALL_GATHER)(*tensors, group=group)
 
 
 def _reduce_scatter(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
-    single: Any = dist.reduce_scatter_single if _HAS_SINGLE else dist.reduce_scatter_tensor
-    single(*tensors, group=group)
+    getattr(dist, REDUCE_SCATTER)(*tensors, group=group)
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

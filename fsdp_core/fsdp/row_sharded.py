@@ -50,9 +50,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach
 
 from fsdp_core.fsdp.layout import all_gather
 from fsdp_core.fsdp.norms import PendingNorm, over_ranks, replicated
+from fsdp_core.torch_versions import IS_2_13
 
-# Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
-_Base: Any = DTensor if torch.__version__ >= "2.13" else torch.Tensor
+_Base: Any = DTensor if IS_2_13 else torch.Tensor
 
 
 class RowShard(Shard):

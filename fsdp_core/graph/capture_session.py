@@ -25,9 +25,9 @@ from torch.distributed import distributed_c10d
 
 from fsdp_core.device import Device, RngStates
 from fsdp_core.graph.recorder import OverCompiled, collector_off
+from fsdp_core.torch_versions import ALL_GATHER
 
-# torch 2.13 renamed it; the old name warns there and the new one is absent before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Any = getattr(dist, ALL_GATHER)
 _MESSAGE_BYTES = 512
 _NAME_BYTES = 96
 _NOTE_CHARS = 1000

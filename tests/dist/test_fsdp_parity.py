@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fsdp_core.torch_versions import IS_2_13
 from tests.dist import fsdp_parameter_programs, fsdp_programs
 from tests.dist.fsdp_programs import OPTIMIZERS
 from tests.dist.fsdp_sides import differences, loss_of, net, rows, run_sides, within
@@ -297,7 +298,7 @@ def test_loaded_while_gathered(warm_ranks: RankPool, assign: bool) -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="before torch 2.13 its shards are no DTensors: none gathered"
+    not IS_2_13, reason="before torch 2.13 its shards are no DTensors: none gathered"
 )
 @pytest.mark.parametrize("flat", [False, True])
 def test_optimizer_states(warm_ranks: RankPool, flat: bool) -> None:
@@ -319,9 +320,7 @@ def test_loops_over_gradients(warm_ranks: RankPool) -> None:
         assert len(rank["ours"][0]) == 6
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="before 2.13 torch casts the last module's output alone"
-)
+@pytest.mark.skipif(not IS_2_13, reason="before 2.13 torch casts the last module's output alone")
 def test_output_dtype_of_several_modules(warm_ranks: RankPool) -> None:
     """A policy's output dtype holds for each module of a unit."""
     for rank in check(warm_ranks, "output_dtypes", sides=LIBRARIES):

@@ -12,6 +12,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp.layout import all_gather, reduce_scatter
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.graph.recorder import Recorder
+from fsdp_core.torch_versions import FUNCTIONAL_ALL_GATHER, REDUCE_SCATTER
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp import settled
 
@@ -39,10 +40,9 @@ def test_what_is_lent_lives_until_the_work_is_complete(warm_ranks: RankPool) -> 
     assert warm_ranks.run(drop_while_under_way, world_size=2) == [[4004, 4], []]
 
 
-# torch 2.13 renamed both; the old names warn there and the new ones are absent before.
-gather_tensor: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-scatter_tensor: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-scatter_async: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_tensor: Any = getattr(funcol, FUNCTIONAL_ALL_GATHER)
+scatter_tensor: Any = getattr(funcol, REDUCE_SCATTER)
+scatter_async: Any = getattr(dist, REDUCE_SCATTER)
 HANDLES: list[Any] = []
 NUMEL = 12
 REPLAYS = 4

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.fsdp.row_sharded import RowShard, RowSharded, RowSpec
+from fsdp_core.torch_versions import IS_2_13
 
 
 def spec(trio: DeviceMesh, shape: tuple[int, ...], *bounds: int) -> RowSpec:
@@ -102,8 +103,7 @@ def test_dtensors_own_algorithms_never_make_uneven_rows(trio: DeviceMesh) -> Non
 def test_it_is_a_dtensor_where_torch_lets_subclasses_dispatch(trio: DeviceMesh) -> None:
     """From torch 2.13 on code that asks for DTensor finds one; nothing can take it apart."""
     tensor = filled(spec(trio, (7, 2), 0, 1, 5, 7))
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert isinstance(tensor, DTensor) is (version >= (2, 13))
+    assert isinstance(tensor, DTensor) is IS_2_13
     assert not hasattr(tensor, "__tensor_flatten__")
     assert not hasattr(tensor, "_spec")
     assert "rows [1, 5) of (7, 2)" in repr(tensor)
