@@ -117,7 +117,7 @@ def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
         return runs
     tables = [_others(run) for run in runs]
     held = [{(rank, name) for (_, rank), t in table.items() for name in t} for table in tables]
-    odd = {_class_of(name) for each in held for _, name in each ^ held[0]}
+    odd = {class_of(name) for each in held for _, name in each ^ held[0]}
 
     def part(table: _Others, records: RankRecords) -> RankRecords:
         names = records.start.tensors.get(OTHERS, ()) if records.start else ()
@@ -128,9 +128,10 @@ def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
             here = [each.get((step, records.rank), {}) for each in tables]
             own = table[step, records.rank]
             # A module may live longer in one run, until the garbage is collected.
+            left_out = odd.union(*(lone_classes(here[0], each) for each in here))
             text = "".join(
-                own[name] if _class_of(name) not in odd and all(name in each for each in here)
-                else ABSENT for name in names
+                own[name] if name in own and class_of(name) not in left_out else ABSENT
+                for name in names
             )  # fmt: skip
             return replace(record, digests={**record.digests, OTHERS: text})
 
@@ -147,26 +148,23 @@ _Others = Mapping[Key, Mapping[str, str]]
 
 
 def _others(run: RunResult) -> _Others:
-    """Digests of `OTHERS` that there are, by step and rank; of twins in the order of digests.
-
-    Twins are modules of one class: which of them was found first tells nothing.
-    """
+    """Digests of `OTHERS` that there are, by step and rank."""
     found: dict[Key, dict[str, str]] = {}
     size, starts = DIGEST_HEX_CHARS, {r: each.start for r, each in rank_table(run).items()}
     for key, record in state_table(run).items():
         start, text = starts[key[1]], record.digests.get(OTHERS, "")
         names = start.tensors.get(OTHERS, ()) if start else ()
         chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(names)}
-        twins: dict[tuple[str, str], list[str]] = {}
-        for name in names:
-            twins.setdefault((_class_of(name), name.partition(".")[2]), []).append(name)
-        for same in twins.values():
-            chunks |= zip(same, sorted(chunks[name] for name in same), strict=True)
         found[key] = {name: each for name, each in chunks.items() if each not in ("", ABSENT)}
     return found
 
 
-def _class_of(name: str) -> str:
+def lone_classes(ours: Iterable[str], theirs: Iterable[str]) -> set[str]:
+    """Classes of `OTHERS` of which one side has more modules: digests tell nothing of those."""
+    return {class_of(name) for name in {*ours} ^ {*theirs}}
+
+
+def class_of(name: str) -> str:
     """Of `EMA#2.layers.0.weight` the class."""
     return name.partition(".")[0].partition("#")[0]
 

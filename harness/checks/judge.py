@@ -246,16 +246,15 @@ def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
 
 
 def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
-    """Of the failures the one that explains most, as a named tensor; None if there is none.
+    """Of the failures that of the earliest step, of those the one that explains most; None of none.
 
     What went through a module was computed before the gradients and weights of its step.
     """
-    bits = ("taps", "state", "loss")
+    order = ("static_buffer", "nonfinite", "taps", "state", "loss")
 
-    def explains(result: CheckResult) -> tuple[int, int, int]:
-        if result.what in ("static_buffer", "nonfinite"):
-            return (0, _step(result), 0)
-        return (1, _step(result), bits.index(result.check)) if result.check in bits else (2, 0, 0)
+    def explains(result: CheckResult) -> tuple[bool, int, int]:
+        name = result.what if result.what in order else result.check
+        return (False, _step(result), order.index(name)) if name in order else (True, 0, 0)
 
     return min((r for r in results if r.outcome == "failed"), key=explains, default=None)
 

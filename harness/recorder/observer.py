@@ -49,6 +49,7 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "loss
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
 WAIT_S = 1e-3
+_NUMBER = re.compile(r"#\d+")
 Rows = tuple[Sequence[str], Tensor, Sequence[str]]
 """Names, their digests, int32 [n, 5] on the host or on their way to it, and shapes for people."""
 
@@ -508,8 +509,12 @@ class Observer(Recorder):
 
     def _write(self, step: Step) -> None:
         names, digests, nonfinite = dict[str, Any](), dict[str, str](), dict[str, list[str]]()
+        twins: dict[str, str] = {}
         for group, sections in step.groups.items():
             found = _found(group, sections)
+            if group == OTHERS:
+                twins = _names_of_twins(found)
+                found = {new: found[old] for old, new in twins.items()}
             names[group] = list(found), [shape for *_, shape in found.values()]
             digests[group] = "".join(text for text, *_ in found.values())
             if bad := [name for name, (_, flag, _) in found.items() if flag]:
@@ -531,7 +536,7 @@ class Observer(Recorder):
             self.session.step = step.index
         self._last_mark = step.mark
         if self._keeper is not None:
-            self._keeper.write(step.index)
+            self._keeper.write(step.index, twins)
 
     def _write_names(self, step: Step, names: Mapping[str, tuple[list[str], list[str]]]) -> None:
         """Names and shapes by group, and names of taps, where the last ones do not hold any more"""
@@ -554,12 +559,13 @@ class Keeper:
     def __init__(self, session: Session, keep: Mapping[str, Any]) -> None:
         self._session, self._step = session, keep["step"]
         self._left, self._held = int(keep["max_bytes"]), list[Any]()
-        texts = (".*".join(map(re.escape, name.split("*"))) for name in keep["names"])
-        self._names = re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
+        self._names = _any_of(keep["names"])
+        # Which of the twins has which number is known once their digests are.
+        self._kin = _any_of(_NUMBER.sub("", name) for name in keep["names"])
 
     def take(self, step: int, name: str, tensors: Sequence[Tensor]) -> None:
         """Copy tensors of that name, if asked for in this step (`ValueError`: too many bytes)."""
-        if step != self._step or not self._names.fullmatch(name):
+        if step != self._step or not self._kin.fullmatch(_NUMBER.sub("", name)):
             return
         for part, tensor in enumerate(tensors):
             self._left -= tensor.nbytes
@@ -570,10 +576,19 @@ class Keeper:
                 name=name, part=part, tensor=copy, places=(), as_digested=True
             ))  # fmt: skip
 
-    def write(self, step: int) -> None:
+    def write(self, step: int, twins: Mapping[str, str]) -> None:
         if step == self._step:
             session = self._session
-            write_kept(session.folder, session.key, session.rank, step, self._held)
+            for kept in self._held:
+                group, _, name = kept.name.partition(":")
+                kept.name = f"{group}:{twins.get(name, name)}" if group == OTHERS else kept.name
+            kept = [each for each in self._held if self._names.fullmatch(each.name)]
+            write_kept(session.folder, session.key, session.rank, step, kept)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    texts = (".*".join(map(re.escape, name.split("*"))) for name in names)
+    return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
 
 def _row(data: bytes | None) -> list[int]:
@@ -592,6 +607,26 @@ def _found(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[st
     for look in looks:
         found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
     return found
+
+
+def _kind_of(module: str) -> str:
+    return module.partition("#")[0]
+
+
+def _names_of_twins(found: Mapping[str, tuple[str, int, str]]) -> dict[str, str]:
+    """Modules of one class numbered by their digests, old names and new: which one was found first
+    tells nothing."""
+    modules: dict[str, list[tuple[str, Any]]] = {}
+    for name, row in found.items():
+        module, _, path = name.partition(".")
+        modules.setdefault(module, []).append((path, row))
+    numbers, names = dict[str, int](), dict[str, str]()
+    for module, rows in sorted(modules.items(), key=lambda each: (_kind_of(each[0]), each[1])):
+        kind = _kind_of(module)
+        number = numbers[kind] = numbers.get(kind, 0) + 1
+        shown = f"{kind}#{number}" if number > 1 else kind
+        names |= {f"{module}.{path}": f"{shown}.{path}" for path, _ in rows}
+    return names
 
 
 def _read(

@@ -47,11 +47,8 @@ MUTATIONS = [
             "table[record.step, rank.rank] = record",
         ),
         ("other_modules_of_any_run_left_out", "not in odd and all(", "in odd and all("),
-        (
-            "twins_in_the_order_they_were_found",
-            "sorted(chunks[name] for name in same)",
-            "[chunks[name] for name in same]",
-        ),
+        ("twins_that_one_run_lacks_are_shifted", "*(lone_classes(here[0], each) for each in here)",
+         "*(set() for each in here)"),
     ),
     *slips_of(
         "checks/bits.py",
@@ -118,6 +115,8 @@ MUTATIONS = [
          "result = check.run(dataclasses.replace(runs, reference=runs.candidate), options)"),
         ("environment_is_no_gate", '"records:candidate", "environment:candidate",',
          '"records:candidate",'),
+        ("what_is_not_finite_hides_earlier_steps", "(False, _step(result), order.index(name))",
+         "(False, _step(result) * (name in order[2:]), order.index(name))"),
         ("control_is_no_gate", '"environment:control", "control",', '"environment:control",'),
         ("incomparable_exits_with_0", '{"error", "incomparable"}', '{"error"}'),
         ("failure_exits_as_no_verdict", 'if "failed" in outcomes:', 'if outcomes == {"failed"}:'),

@@ -93,10 +93,12 @@ DECISIONS: list[tuple[Edit, Edit, Edit, tuple[str, str], str]] = [
     (same, moved(1, ELSEWHERE), same, OTHER, "environment:control"),
     # The candidate's end comes before its environment.
     (same, same, both(moved(0, ELSEWHERE), crash("oom")), ("failed", "oom"), "records:candidate"),
-    # A named tensor before the loss, an earlier loss before a tensor, what is not finite first.
+    # The earliest step; in one step what is not finite, then a named tensor, then the loss.
     (same, same, both(ulp(0, 2), bit(1, 2, "weights")), FAULTY, "state"),
     (same, same, both(ulp(0, 1), bit(1, 2, "weights")), FAULTY, "loss"),
-    (same, same, both(at(1, 3, grad_norm=NAN), ulp(0, 1)), ("failed", "nonfinite"), "finite"),
+    (same, same, both(at(1, 3, grad_norm=NAN), ulp(0, 1)), FAULTY, "loss"),
+    (same, same, both(at(1, 3, grad_norm=NAN), bit(0, 3, "grads")), ("failed", "nonfinite"),
+     "finite"),
     (same, same, both(lambda run: edit(run, 0, steps=run.ranks[0].steps[:-1]),
                       at(1, 1, grad_norm=NAN)), ("failed", "missing_step"), "records:candidate"),
     (same, same, both(at(1, 1, peak_bytes=9999), bit(0, 3, "rng")), FAULTY, "state"),

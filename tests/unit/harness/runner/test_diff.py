@@ -145,6 +145,27 @@ def test_the_first_of_many_differences_comes_first(two: tuple[Path, Path]) -> No
     assert (done.findings[0].places, done.findings[0].records) == (2, 6)
 
 
+def test_twins_of_which_one_side_has_more_tell_nothing(tmp_path: Path) -> None:
+    """Their numbers are in the order of digests: as many on both sides are compared."""
+
+    def alter(*twins: str) -> Alter:
+        def add(record: dict[str, Any]) -> None:
+            if record["kind"] == "names":
+                held = [f"EMA{'' if i == 1 else f'#{i}'}.bias" for i in range(1, len(twins) + 1)]
+                record["tensors"] = {**NAMES, "others": held}
+            if record["kind"] in ("step", "initial"):
+                texts = (digest(each, record.get("step")) for each in twins)
+                record["digests"] = {**record["digests"], "others": "".join(texts)}
+
+        return add
+
+    for name, twins in {"a": "x", "more": "wx", "b": "xy", "c": "xz"}.items():
+        write(tmp_path / name, alter=alter(*twins))
+    assert compare(tmp_path / "a", tmp_path / "more").exit_code == 0
+    done = compare(tmp_path / "b", tmp_path / "c")
+    assert told(done)[0][-2:] == ("others", "EMA#2.bias")
+
+
 def test_nothing_in_common_is_not_equal(tmp_path: Path) -> None:
     """Other steps: 5. The same folder twice, or none of a recording, is a mistake: 4."""
     write(tmp_path / "a", steps=range(5), every=100)
