@@ -150,7 +150,8 @@ class Session:
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
         first = _first(error)
-        about = {"step": step, "what": classify(first), "module": self.module_at_work(first)}
+        about = {"step": step, "what": classify(first), "module": self.module_at_work(first),
+                 "raised_at": raised_at(first)}  # fmt: skip
         tensors = getattr(first, "names", ()) if hasattr(first, "deltazero_what") else ()
         self._error(first, str(first), **about, tensors=tensors, whole=error)
 
@@ -196,6 +197,16 @@ def _first(error: BaseException) -> BaseException:
             break
         error = first
     return error
+
+
+def raised_at(error: BaseException, but: tuple[str, ...] = ("torch", "harness")) -> str:
+    """`file.py:line function` of the innermost frame outside of some packages; "" without one."""
+    places = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in but
+    ]
+    return places[-1] if places else ""
 
 
 def age_s() -> float:

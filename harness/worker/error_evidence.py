@@ -6,7 +6,6 @@ fails here at import.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePath
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,6 +24,7 @@ from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.stress.races import Race, RaceFound
 from fsdp_core.train.engines import EngineAdamW
 from fsdp_core.train.trainer import Trainer, mean_loss
+from harness.recorder.session import raised_at
 from harness.records import Passed, RaceEvidence, StreamUse
 
 _PHASES: tuple[tuple[Passed, tuple[Callable[..., Any], ...]], ...] = (
@@ -71,15 +71,10 @@ def evidence_of(error: BaseException, stages: Sequence[nn.Module]) -> dict[str, 
     places = [
         _CODES[frame.f_code] for e in chain for frame, _ in _frames(e) if frame.f_code in _CODES
     ]
-    raised_at = [
-        f"{PurePath(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
-        for frame, line in _frames(chain[-1])
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "torch"
-    ]
     return {
         "module": next(filter(None, owners), ""),
         "phase": _PHASES[min(places)][0] if places else "",
-        "raised_at": raised_at[-1] if raised_at else "",
+        "raised_at": raised_at(chain[-1], but=("torch",)),
         "tensors": next((tuple(e.names) for e in chain if isinstance(e, TensorError)), ()),
         "race": next((_race(e.races[0]) for e in chain if isinstance(e, RaceFound)), None),
     }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -109,6 +110,7 @@ def test_an_error_is_the_first_one_and_not_that_of_the_cleaning_up(tmp_path: Pat
 
     found = error_of(in_capture, tmp_path / "in")
     assert "mat1 and mat2" in found.message
+    assert found.raised_at.split() == [ANY, "in_capture"]
     assert "failed due to a previous error" in found.traceback
     assert error_of(handled, tmp_path / "handled").type == "KeyError"
 
