@@ -90,10 +90,9 @@ def corpus_files(path: str | None) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one data-parallel rank: tokens int64 [microbatches, micro_batch, seq + 1].
-
-    `ranks` read the samples of a step, which are numbered as `numbered_by` ranks read them:
-    microbatches of one number on all `ranks` go on where those of the one before ended.
+    """Batches of one data-parallel rank: tokens int64 [microbatches, micro_batch, seq + 1]. `ranks`
+    read the samples of a step, which are numbered as `numbered_by` ranks read them: microbatches of
+    one number on all `ranks` go on where those of the one before ended.
     """
 
     source: SyntheticTokens | TextTokens
@@ -129,11 +128,10 @@ class PackedDocuments:
     A microbatch has a size: how many ranks share a pack of `tokens_per_rank` tokens a rank. One of
     its documents is too long for the next smaller size.
 
-    Attributes:
-        sizes: that a microbatch may have, ascending.
-        multiples: what a document's length is padded to, by size.
-        seq: no document is longer.
-        leaves_tail: the last quarter of a pack has no documents.
+    sizes: that a microbatch may have, ascending.
+    multiples: what a document's length is padded to, by size.
+    seq: no document is longer.
+    leaves_tail: the last quarter of a pack has no documents.
     """
 
     source: SyntheticTokens | TextTokens

@@ -31,7 +31,6 @@ class HostStream:
         """Order after an event: already so."""
 
     def record_event(self) -> HostEvent:
-        """Mark this point."""
         return HostEvent()
 
 
@@ -72,9 +71,8 @@ _WATCHED: dict[torch.device, _Watched] = {}
 
 
 class Device:
-    """One rank's device: `kind` is cpu or cuda, `index` its number among the visible ones.
-
-    Objects are interchangeable: memory counted through one is counted through all.
+    """One rank's device: `kind` is cpu or cuda, `index` its number among the visible ones. `Objects
+    are interchangeable`: memory counted through one is counted through all.
     """
 
     def __init__(self, kind: str, index: int = 0) -> None:

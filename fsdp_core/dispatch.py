@@ -1,13 +1,23 @@
-"""What dispatch modes have in common: tensors that they see, places they name, and a compiler."""
+"""Errors that name tensors, walks over what holds them, and what dispatch modes have in common."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TensorError(RuntimeError):
+    """Something is wrong with tensors that have names: `names`, the first to be told of first."""
+
+    def __init__(self, message: str, *names: str) -> None:
+        self.names = list(names)
+        super().__init__(message)
 
 
 def opens_itself(kind: type) -> bool:
@@ -17,9 +27,8 @@ def opens_itself(kind: type) -> bool:
 
 
 def is_fake(kinds: Iterable[type]) -> bool:
-    """Whether an operator's tensors are to know shapes alone, as where DTensor plans its own.
-
-    Modes must hand these on: no other mode is asked once one does not implement them.
+    """Whether an operator's tensors are to know shapes alone, as where DTensor plans its own. Modes
+    must hand these on: no other mode is asked once one does not implement them.
     """
     return any(issubclass(kind, FakeTensor) for kind in kinds)
 
@@ -59,3 +68,30 @@ class ObservingMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """The compiler works as if nobody looked on; without this it gives up."""
         return True
+
+
+def leaves(value: Any, name: str = "", *, open_records: bool = True) -> Iterator[tuple[str, Any]]:
+    """What is nested in `value`, in order, each with its path behind `name`: `plan.spans[0]`.
+    `open_records`: also in dataclasses.
+    """
+    items: Iterable[tuple[str, Any]]
+    if isinstance(value, tuple | list):
+        items = ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        items = ((f"[{key!r}]", item) for key, item in value.items())
+    elif open_records and is_dataclass(value):
+        items = ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
+    else:
+        yield name, value
+        return
+    for step, item in items:
+        yield from leaves(item, name + step, open_records=open_records)
+
+
+def tensors_in(
+    value: Any, name: str = "", *, open_records: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among `leaves`."""
+    for path, leaf in leaves(value, name, open_records=open_records):
+        if isinstance(leaf, torch.Tensor):
+            yield path, leaf

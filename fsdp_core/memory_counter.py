@@ -86,7 +86,6 @@ class Lending:
         return tree_map_only(torch.Tensor, show, out)
 
     def let_go(self) -> None:
-        """Drop what was lent to work that is complete."""
         if self._held:
             self._held = [each for each in self._held if not each[0].is_completed()]
 
@@ -173,8 +172,7 @@ class StorageCounter(ObservingMode):
     only passes on is not: a library's own buffer (gloo has some) lives as long as its threads
     please. `resized` must be told of `UntypedStorage.resize_`, which is no operator.
 
-    Attributes:
-        collectives: None, or whose `entering(func, args)` and `left()` are called around each.
+    collectives: None, or whose `entering(func, args)` and `left()` are called around each.
     """
 
     def __init__(self) -> None:

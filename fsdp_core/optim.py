@@ -14,10 +14,9 @@ from fsdp_core.config import OptimConfig
 class AdamW:
     """One step over (name, weight, gradient) that stay where they are. Empty ones are left out.
 
-    Attributes:
-        lr: float32 scalar tensor on the device; write it in place.
-        step_count: float32 scalar tensor, the number of steps taken.
-        names, params, grads, exp_avg, exp_avg_sq: of the weights that are left, in order.
+    lr: float32 scalar tensor on the device; write it in place.
+    step_count: float32 scalar tensor, the number of steps taken.
+    names, params, grads, exp_avg, exp_avg_sq: of the weights that are left, in order.
     """
 
     def __init__(
@@ -39,9 +38,8 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, skipped: torch.Tensor | None = None) -> None:
-        """Update every weight in place from its gradient.
-
-        `skipped`, float32 scalar on the device, is 1 where this step must change nothing, else 0.
+        """Update every weight in place from its gradient. `skipped`, float32 scalar on the device,
+        is 1 where this step must change nothing, else 0.
         """
         self.step_count.add_(1.0 if skipped is None else 1.0 - skipped)
         for indices, weight_decay in self._groups:

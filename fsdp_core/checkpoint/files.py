@@ -53,11 +53,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def find_step(folder: Path, step: int | None) -> Path:
-    """The complete checkpoint of `step`, or the latest.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The complete checkpoint of `step`, or the latest (`ValueError`: there is none)."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
         wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of {step=}"
@@ -69,10 +65,8 @@ def find_step(folder: Path, step: int | None) -> Path:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What `StepWriter` was given to keep, of a complete checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, damaged or of another format.
+    """What `StepWriter` was given to keep, of a complete checkpoint (`CheckpointError`: it is
+    missing, damaged or of another format).
     """
     try:
         whole = json.loads((path / DOCUMENT).read_text())
@@ -87,10 +81,8 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path, document: dict[str, Any], share: int, num_shares: int) -> None:
-    """Read every `num_shares`-th file and compare size and checksum.
-
-    Raises:
-        CheckpointError: a file is missing, cut short, or has other bytes than were written.
+    """Read every `num_shares`-th file and compare size and checksum (`CheckpointError`: a file is
+    missing, cut short, or has other bytes than were written).
     """
     for name, (size, crc) in list(document["files"].items())[share::num_shares]:
         try:
@@ -162,10 +154,7 @@ class _SummedFiles(FileSystem):
 
 class StepWriter(FileSystemWriter):
     """DCP's file writer into an incomplete folder, which the coordinator makes complete at the end.
-
-    Args:
-        folder: of all steps.
-        step: names the checkpoint.
+    `folder`: of all steps. `step`: names the checkpoint.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -178,10 +167,8 @@ class StepWriter(FileSystemWriter):
         self._document: dict[str, Any] = {}
 
     def begin(self, document: dict[str, Any]) -> None:
-        """On the coordinator, before anyone writes: remove what a crash left, make room.
-
-        Raises:
-            ValueError: the step exists.
+        """On the coordinator, before anyone writes: remove what a crash left, make room
+        (`ValueError`: the step exists).
         """
         self._document = document
         self._folder.mkdir(parents=True, exist_ok=True)

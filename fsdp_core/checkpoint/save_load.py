@@ -80,10 +80,9 @@ _HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "dif
 
 
 class Fit:
-    """Which stored tensor goes into which memory of a model and an optimizer.
-
-    `choose` checks that everything fits and fills `targets`; once those are read, `apply` hands
-    them to the model and the optimizer.
+    """Which stored tensor goes into which memory of a model and an optimizer. `choose` checks that
+    everything fits and fills `targets`; once those are read, `apply` hands them to the model and
+    the optimizer.
     """
 
     def __init__(self, document: dict[str, Any], rank: int, world_size: int) -> None:
@@ -101,10 +100,9 @@ class Fit:
         self, metadata: Metadata, modules: Modules, optimizer: torch.optim.Optimizer | None, *,
         are_stages: bool,
     ) -> set[str]:  # fmt: skip
-        """Fill `targets`; global names of this rank's parameters and buffers.
-
-        If `are_stages`, the model may be a part of the one that was saved; see `check_complete`.
-        Raises `ValueError` where names, shapes, dtypes or the optimizer's type differ.
+        """Fill `targets`; global names of this rank's parameters and buffers. If `are_stages`, the
+        model may be a part of the one that was saved; see `check_complete`. Raises `ValueError`
+        where names, shapes, dtypes or the optimizer's type differ.
         """
         self._stored, self._stretched = metadata.state_dict_metadata, stretches_of(modules)
         names = self._choose_model(modules, are_stages=are_stages)
@@ -241,7 +239,6 @@ class Fit:
         self, what: tuple[str, str], parameter: Any, part: Any, like: Any, entry: dict[str, Any]
     ) -> torch.Tensor:
         """Enter a target for a state `like`, or None, of the parameter or of its piece `part`.
-
         `what` is the global name and the state's key.
         """
         name, key = what
@@ -328,18 +325,15 @@ def save(
 ) -> Path:
     """Save as `folder/step-<step>`, on the disk when this returns. A collective.
 
-    Args:
-        folder: shared by all ranks.
-        step: not saved before.
-        model: with FSDP units or without; units may be gathered. A list: stages, whose names are
-            those of the whole model, so that ranks have other names.
-        optimizer: over the model's parameters.
-        extra: JSON values, tuples and tensors; the same on all ranks, but for what is in tensors.
-
-    Raises:
-        ValueError: the step is negative or exists; something that cannot be stored; copies of one
-            piece differ between ranks.
-        CheckpointError: a rank failed or died. Complete checkpoints are as before.
+    folder: shared by all ranks.
+    step: not saved before.
+    model: with FSDP units or without; units may be gathered. A list: stages, whose names are those
+        of the whole model, so that ranks have other names.
+    optimizer: over the model's parameters.
+    extra: JSON values, tuples and tensors; the same on all ranks, but for what is in tensors.
+    Raises ValueError: the step is negative or exists; something that cannot be stored; copies of
+        one piece differ between ranks.
+    Raises CheckpointError: a rank failed or died. Complete checkpoints are as before.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
@@ -396,10 +390,9 @@ def load(
     units are released, and copies of weights follow. How an optimizer computes (`foreach`, `fused`,
     `capturable`, `differentiable`) stays as it was built, all other hyperparameters are loaded.
 
-    Raises:
-        ValueError: no such checkpoint, or it does not fit the model or the optimizer.
-        CheckpointError: missing or damaged files; or a rank failed or died, which may leave the
-            model half loaded if it was while reading.
+    Raises ValueError: no such checkpoint, or it does not fit the model or the optimizer.
+    Raises CheckpointError: missing or damaged files; or a rank failed or died, which may leave the
+        model half loaded if it was while reading.
     """
     ranks = _Ranks(f"Loading from {folder}")
     wrapper, modules = ranks.wrapper, _modules(model)

@@ -78,9 +78,8 @@ def global_names(name: str, stretched: Stretched) -> list[str]:
 
 
 class Piece(torch.Tensor):
-    """A rank's part of a global tensor, plain or sharded by rows: what DCP asks of a tensor.
-
-    Of the global shape, and without operators: a `stretch` of `part`, a parameter or its rows here.
+    """A rank's part of a global tensor, plain or sharded by rows: what DCP asks of a tensor. Of the
+    global shape, and without operators: a `stretch` of `part`, a parameter or its rows here.
     """
 
     part: torch.Tensor
@@ -179,11 +178,9 @@ SINGLE_STATES = {"step", "eta", "mu", "mu_product"}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
-    """`value` as JSON; its tensors go into `tensors`, named by their path.
-
-    Raises:
-        ValueError: it holds something else than JSON's values, tensors, tuples and dicts of those,
-            or two of its paths are the same.
+    """`value` as JSON; its tensors go into `tensors`, named by their path (`ValueError`: it holds
+    something else than JSON's values, tensors, tuples and dicts of those, or two of its paths are
+    the same).
     """
     if isinstance(value, torch.Tensor):
         if path in tensors:
@@ -333,7 +330,6 @@ class OptimizerView:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether states are loaded as torch's optimizers load them."""
         return type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -384,10 +380,9 @@ def checksum(tensor: torch.Tensor) -> int:
 def merge(
     ranks: list[RankState], *, are_stages: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """One tree of all ranks, and the plain tensors that differ, each with its first rank.
-
-    If `are_stages`, ranks may have other parts of the model. Raises `ValueError` where ranks differ
-    in anything but that some have no rows of a parameter.
+    """One tree of all ranks, and the plain tensors that differ, each with its first rank. If
+    `are_stages`, ranks may have other parts of the model. Raises `ValueError` where ranks differ in
+    anything but that some have no rows of a parameter.
     """
     first = ranks[0].tree
     if are_stages:

@@ -48,26 +48,25 @@ _EXPERT_KEYS = (
 class ModelConfig:
     """Shapes of a pre-norm decoder. `seq` is the training sequence length in tokens.
 
-    Attributes:
-        head_dim: width of a query or key head. 0 stands for hidden / heads (GQA) or
-            qk_nope_head_dim + qk_rope_head_dim (MLA), and is replaced by it: it is never 0 to read,
-            and `dataclasses.replace` keeps the width unless told 0 again.
-        ffn: width of the dense feed-forward.
-        qk_norm: an RMSNorm on every query and key head (Qwen3); GQA only.
-        q_lora_rank: width of the latent that queries come from; None: from the hidden state.
-        expert_ffn: width of one expert.
-        shared_expert_ffn: width of all shared experts together; 0: none.
-        score: how router logits become scores, over all experts, before the top k are taken.
-        normalise_top_k: the k scores of a token are divided by their sum.
-        route_scale: what the scores are multiplied by in the end.
-        aux_loss: coefficient of the load balancing loss; 0: none.
-        z_loss: coefficient of the loss on the size of router logits; 0: none.
-        expert_bias: a bias on each expert's score that only the choice of experts sees, moved by
-            `expert_bias_rate` a step towards an even load.
-        capacity_factor: tokens that an expert takes, in multiples of an even share, those past it
-            dropped and those short of it padded; None: dropless.
-        drop: which tokens are past the capacity: the last ones, or those of the smallest scores.
-        dispatcher: how tokens travel to experts.
+    head_dim: width of a query or key head. 0 stands for hidden / heads (GQA) or qk_nope_head_dim +
+        qk_rope_head_dim (MLA), and is replaced by it: it is never 0 to read, and
+        `dataclasses.replace` keeps the width unless told 0 again.
+    ffn: width of the dense feed-forward.
+    qk_norm: an RMSNorm on every query and key head (Qwen3); GQA only.
+    q_lora_rank: width of the latent that queries come from; None: from the hidden state.
+    expert_ffn: width of one expert.
+    shared_expert_ffn: width of all shared experts together; 0: none.
+    score: how router logits become scores, over all experts, before the top k are taken.
+    normalise_top_k: the k scores of a token are divided by their sum.
+    route_scale: what the scores are multiplied by in the end.
+    aux_loss: coefficient of the load balancing loss; 0: none.
+    z_loss: coefficient of the loss on the size of router logits; 0: none.
+    expert_bias: a bias on each expert's score that only the choice of experts sees, moved by
+        `expert_bias_rate` a step towards an even load.
+    capacity_factor: tokens that an expert takes, in multiples of an even share, those past it
+        dropped and those short of it padded; None: dropless.
+    drop: which tokens are past the capacity: the last ones, or those of the smallest scores.
+    dispatcher: how tokens travel to experts.
     """
 
     preset: str = "dense_tiny"

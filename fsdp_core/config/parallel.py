@@ -21,18 +21,17 @@ DEGREES = (*DENSE_DEGREES, "ep", "etp")
 class ParallelConfig:
     """Degrees of the mesh axes; the product of the dense ones is the world size.
 
-    Attributes:
-        dp: ranks that share the parameters, each with batches of its own.
-        dp_outer: such groups, farther apart, that share what `fsdp.outer_strategy` says.
-        tp: tensor parallel: heads, widths of feed-forwards and the vocabulary are cut.
-        cp: context parallel: sequences are cut, two chunks a rank.
-        ep: expert parallel: experts are dealt out.
-        etp: expert tensor parallel: the width of each expert is cut.
-        pp: pipeline parallel: layers are dealt out.
-        sequence_parallel: between tensor-parallel regions, sequences are cut over tp.
-        pp_chunks: stretches of layers that a pipeline rank has; above 1, 1F1B is interleaved.
-        dynamic_cp: sizes of context parallel groups that a microbatch may choose from, ascending;
-            the groups cut the dp x cp ranks. Empty: every microbatch uses cp.
+    dp: ranks that share the parameters, each with batches of its own.
+    dp_outer: such groups, farther apart, that share what `fsdp.outer_strategy` says.
+    tp: tensor parallel: heads, widths of feed-forwards and the vocabulary are cut.
+    cp: context parallel: sequences are cut, two chunks a rank.
+    ep: expert parallel: experts are dealt out.
+    etp: expert tensor parallel: the width of each expert is cut.
+    pp: pipeline parallel: layers are dealt out.
+    sequence_parallel: between tensor-parallel regions, sequences are cut over tp.
+    pp_chunks: stretches of layers that a pipeline rank has; above 1, 1F1B is interleaved.
+    dynamic_cp: sizes of context parallel groups that a microbatch may choose from, ascending; the
+        groups cut the dp x cp ranks. Empty: every microbatch uses cp.
     """
 
     dp: int = 1
@@ -58,17 +57,14 @@ class ParallelConfig:
 
     @property
     def readers(self) -> int:
-        """Number of places that read samples of their own."""
         return self.dp_outer * self.dp
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of one pipeline stage."""
         return self.dp_outer * self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
-        """Expert data parallel: ranks that have the same part of the same experts."""
         return self.stage_size // (self.ep * self.etp)
 
 

@@ -13,11 +13,10 @@ T = TypeVar("T")
 class ConfigError(ValueError):
     """A configuration value that breaks a rule.
 
-    Attributes:
-        key: dotted key of the value at fault, relative to the object that raised.
-        expected: what the rule asks for, in words.
-        legal: the legal values, if they can be listed.
-        rule: name of the rule in the tables of rules; empty for the type or range of one value.
+    key: dotted key of the value at fault, relative to the object that raised.
+    expected: what the rule asks for, in words.
+    legal: the legal values, if they can be listed.
+    rule: name of the rule in the tables of rules; empty for the type or range of one value.
     """
 
     def __init__(
@@ -49,14 +48,13 @@ class ConfigError(ValueError):
 class Rule(Generic[T]):
     """One rule about a `T`.
 
-    Attributes:
-        name: unique among all rules; error messages end with it.
-        message: one line that says what is asked, and why where that is not plain.
-        breaks: whether a subject breaks it; it may raise the `ConfigError` itself.
-        expected: what is asked for, in words; `{0.heads}` stands for the subject's `heads`.
-        legal: the legal values, if they can be listed.
-        alone: axes whose degree breaks the rule whatever the others are, if it breaks it in a
-            layout that has no other; whoever lists layouts need not try these further.
+    name: unique among all rules; error messages end with it.
+    message: one line that says what is asked, and why where that is not plain.
+    breaks: whether a subject breaks it; it may raise the `ConfigError` itself.
+    expected: what is asked for, in words; `{0.heads}` stands for the subject's `heads`.
+    legal: the legal values, if they can be listed.
+    alone: axes whose degree breaks the rule whatever the others are, if it breaks it in a layout
+        that has no other; whoever lists layouts need not try these further.
     """
 
     name: str

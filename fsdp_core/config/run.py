@@ -31,10 +31,9 @@ SAME_LAYOUT = ParallelConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """How parameters are sharded and where gathered buffers come from.
-
-    `overlap` is the number of side streams of communication: 2, gathers and reductions on one each;
-    1, both on one; 0, on the stream of compute, with nothing gathered ahead.
+    """How parameters are sharded and where gathered buffers come from. `overlap` is the number of
+    side streams of communication: 2, gathers and reductions on one each; 1, both on one; 0, on the
+    stream of compute, with nothing gathered ahead.
     """
 
     strategy: str = "optim_grads_params"
@@ -165,7 +164,6 @@ class TrainConfig:
 
     @property
     def begins_elsewhere(self) -> bool:
-        """Whether the first steps are taken in another layout."""
         return self.resume_at > 0 and self.resume_from != SAME_LAYOUT
 
     @property

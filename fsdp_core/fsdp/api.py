@@ -58,28 +58,26 @@ def fully_shard(
 ) -> Any:
     """Make `module` an FSDP unit of the parameters that no inner unit holds, and return it.
 
-    Args:
-        module: gets the class `FSDP<its class>`; wrap inner modules first. A list of modules, none
-            inside another, becomes one unit.
-        mesh: one axis, or two: outer and inner. None: all ranks on one axis.
-        reshard_after_forward: release gathered parameters between forward and backward. None: yes,
-            except for the root. A number that divides the inner axis: 1 is False, else True.
-        shard_placement_fn: None or a Shard for each; rows are cut also where it asks for columns.
-        offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
-        mp_policy: dtypes.
-        ignored_params: parameters that stay as they are.
-        strategy: what is cut over the mesh, see `layout`; one name, or one an axis.
-        pool: where full buffers come from: `dynamic`, `double`, `traced`, or a pool object; the
-            root's pool serves all its units.
-        overlap: side streams of communication. 2: gathers and reductions on one each; 1: on one,
-            with one gradient buffer in place of two; 0: on the current stream, nothing gathered
-            ahead. The root's holds.
-        keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
-
-    Raises:
-        ValueError: an argument, module or parameter that cannot be, see the message.
-        RuntimeError: an inner unit is gathered, or has reductions under way.
-        NotImplementedError: what the table of docs/ARCHITECTURE.md refuses, naming the parameter.
+    module: gets the class `FSDP<its class>`; wrap inner modules first. A list of modules, none
+        inside another, becomes one unit.
+    mesh: one axis, or two: outer and inner. None: all ranks on one axis.
+    reshard_after_forward: release gathered parameters between forward and backward. None: yes,
+        except for the root. A number that divides the inner axis: 1 is False, else True.
+    shard_placement_fn: None or a Shard for each: of which dim ranks have slices, in place of 0.
+    offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
+    mp_policy: dtypes.
+    ignored_params: parameters that stay as they are.
+    strategy: what is cut over the mesh, see `layout`; one name, or one an axis.
+    pool: where full buffers come from: `dynamic`, `double`, `traced`, or a pool object; the root's
+        pool serves all its units.
+    overlap: side streams of communication. 2: gathers and reductions on one each; 1: on one, with
+        one gradient buffer in place of two; 0: on the current stream, nothing gathered ahead. The
+        root's holds.
+    keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
+    Raises ValueError: an argument, module or parameter that cannot be, see the message.
+    Raises RuntimeError: an inner unit is gathered, or has reductions under way.
+    Raises NotImplementedError: what the table of docs/ARCHITECTURE.md refuses, naming the
+        parameter.
     """
     modules = _listed(module)
     inner = units_in(*modules)
@@ -114,19 +112,22 @@ def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
     cast("FSDPModule", module)._fsdp_unit = unit
 
 
-def _check_cut(name: str, parameter: nn.Parameter, cut: Shard | None) -> None:
+def _dim_of(name: str, parameter: nn.Parameter, cut: Shard | None, ranks: int) -> int:
+    """Of which slices are cut over so many ranks, as `shard_placement_fn` says."""
     if cut is None:
-        return
+        return 0
     num_dims = max(parameter.ndim, 1)
     if not isinstance(cut, Shard):
         raise ValueError(f"Expected a Shard or None for {name}, got {cut!r}.")
     if not -num_dims <= cut.dim < num_dims:
         raise ValueError(f"Expected a dimension of {name} {tuple(parameter.shape)}, got {cut}.")
-    if cut.dim % num_dims:
-        warnings.warn(
-            f"{name} is cut by rows, as Shard(0) says and not {cut}: what is computed is the same.",
-            stacklevel=4,
+    dim = cut.dim % num_dims
+    if dim and parameter.shape[dim] % ranks:
+        raise NotImplementedError(
+            f"Expected a dim of {name} {tuple(parameter.shape)} that {ranks} ranks divide, got "
+            f"{cut}; only Shard(0) cuts unevenly."
         )
+    return dim
 
 
 def _check_inner(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
@@ -229,6 +230,7 @@ def _own_parameters(
                 if parameter is not None and parameter not in ignored:
                     places.setdefault(parameter, []).append((holder, attribute))
                     names.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
+    dims = dict.fromkeys(places, 0)
     for parameter, name in names.items():
         kinds = {kind.__name__ for kind in type(parameter).__mro__}
         if hasattr(parameter, "fsdp_pre_all_gather") or "QuantizedTensor" in kinds:
@@ -242,10 +244,11 @@ def _own_parameters(
                 "wrap the modules that share it as one unit: fully_shard([a, b])."
             )
         if placement_fn is not None:
-            _check_cut(name, parameter, placement_fn(parameter))
+            ranks = mesh.size(mesh.ndim - 1)
+            dims[parameter] = _dim_of(name, parameter, placement_fn(parameter), ranks)
         if isinstance(parameter, DTensor):
             _check_inner(name, parameter, mesh)
-    return [Owned(tuple(where)) for where in places.values()]
+    return [Owned(tuple(where), dims[parameter]) for parameter, where in places.items()]
 
 
 def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> list[list[Owned]]:
@@ -310,7 +313,6 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Release this unit's gathered parameters."""
         self._fsdp_unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -323,7 +325,6 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are released after backward."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -342,7 +343,6 @@ class FSDPModule:
     # ---- gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward pass is the last before the optimizer."""
         self.fsdp_schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
@@ -354,7 +354,6 @@ class FSDPModule:
             unit.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward goes on from the inner to the outer mesh axis."""
         for unit in self._units(recurse):
             unit.requires_all_reduce = requires_all_reduce
 
@@ -364,7 +363,6 @@ class FSDPModule:
             group.gradients.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(
@@ -378,13 +376,10 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None
     ) -> None:
-        """Call `hook` with this unit's flat sum of gradients [n], cut, before it is divided.
-
-        It runs on the reduce stream, after the reduction over the mesh, and may write to the sum.
-
-        Raises:
-            ValueError: a `stream` on a mesh whose outer axis is reduced over anyway.
-            NotImplementedError: a `stream` of a CUDA device.
+        """Call `hook` with this unit's flat sum of gradients [n], cut, before it is divided. It
+        runs on the reduce stream, after the reduction over the mesh, and may write to the sum
+        (`ValueError`: a `stream` on a mesh whose outer axis is reduced over anyway;
+        `NotImplementedError`: a `stream` of a CUDA device).
         """
         for group in self._fsdp_unit.groups:
             if stream is not None and group.nest.replica_groups:
@@ -403,11 +398,9 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Full gradient buffers in flight: 1, or 2 (the default), of the root and all its units.
-
-        Raises:
-            ValueError: neither, or 2 units of buffers without side streams.
-            TypeError: not an int.
+        """Full gradient buffers in flight: 1, or 2 (the default), of the root and all its units
+        (`ValueError`: neither, or 2 units of buffers without side streams; `TypeError`: not an
+        int).
         """
         most = min(self.fsdp_schedule.overlap, 2)
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -441,12 +434,10 @@ class FSDPModule:
 
     @property
     def fsdp_schedule(self) -> Schedule:
-        """Streams, pool and units of the root that this unit belongs to."""
         return self._fsdp_unit.schedule
 
     @property
     def fsdp_groups(self) -> list[ParamGroup]:
-        """Parameter groups of all units of the root."""
         return [group for unit in self.fsdp_schedule.units for group in unit.groups]
 
     def refresh_model_weights(self) -> None:
@@ -492,12 +483,8 @@ def _unit_of(module: object) -> Unit:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat a method of `module` as a forward: gather before it, release after it.
-
-    Does nothing for a module that is no unit.
-
-    Raises:
-        ValueError: no such method.
+    """Treat a method of `module` as a forward: gather before it, release after it. Does nothing for
+    a module that is no unit (`ValueError`: no such method).
     """
     if not isinstance(module, FSDPModule):
         return

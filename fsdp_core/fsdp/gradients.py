@@ -11,7 +11,7 @@ main_grad      main          main    what `grad` of the parameters at rest are v
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.device import Device
 from fsdp_core.fsdp.layout import Nest, all_reduce, build_layout, view_at
 from fsdp_core.fsdp.pool import GRAD, Key, Pool
-from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec, joined_mesh
+from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec, joined_mesh, rows_first
 
 _NUMBERS = itertools.count()
 
@@ -39,13 +39,16 @@ class FlatBuffers:
     """What all flat buffers of a group have in common: owner of their keys, places, and cuts."""
 
     def __init__(
-        self, sources: list[nn.Parameter], *, nest: Nest, device: Device, dtypes: GroupDtypes
-    ) -> None:
+        self, sources: list[nn.Parameter], dims: list[int], *, nest: Nest, device: Device,
+        dtypes: GroupDtypes,
+    ) -> None:  # fmt: skip
         self.nest, self.device, self.dtypes = nest, device, dtypes
         self.owner = next(_NUMBERS)
         inners = [Inner.of(p) for p in sources]
         shapes = [i.part_shape if i else p.shape for p, i in zip(sources, inners, strict=True)]
-        self.layout = build_layout(shapes, nest.num_shards)
+        layout = build_layout(list(map(rows_first, shapes, dims)), nest.num_shards)
+        slots = (replace(slot, dim=dim) for slot, dim in zip(layout.slots, dims, strict=True))
+        self.layout = replace(layout, slots=tuple(slots))
         self.specs = [
             RowSpec(
                 joined_mesh(nest.mesh, inner.mesh) if inner else nest.mesh,
@@ -53,8 +56,9 @@ class FlatBuffers:
                 self.layout.row_bounds(index),
                 nest.axes,
                 inner,
+                dim,
             )
-            for index, (parameter, inner) in enumerate(zip(sources, inners, strict=True))
+            for index, (parameter, inner, dim) in enumerate(zip(sources, inners, dims, strict=True))
         ]
 
     def zeros(self, level: int, dtype: torch.dtype, *, is_meta: bool = False) -> torch.Tensor:
@@ -70,24 +74,22 @@ class FlatBuffers:
             return shard[:0].view(spec.local_shape)
         start = slot.offset + spec.row_start * slot.row_numel
         start -= spec.shard_index * self.layout.shard_numel
-        return view_at(shard, start, spec.local_shape)
+        return view_at(shard, start, rows_first(spec.local_shape, spec.dim), spec.dim)
 
     def sharded(self, shard: torch.Tensor, index: int) -> RowSharded:
-        """Parameter `index` over this rank's rows of it in `shard`."""
         return RowSharded.make(self.rows(shard, index), self.specs[index])
 
 
 class Gradients:
     """Gradient buffers of a group on one rank.
 
-    Attributes:
-        sharded, unsharded: the group's parameters at rest and in compute.
-        main_grad: with `keep`, where gradients at rest lie.
-        pooled: the full buffer that the pool gave last, also while it has it back.
-        divide_factor: what sums are divided by; None: the number of ranks.
-        fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
-        sum_hook: called with the sum over the ranks before it is divided; may write to it.
-        reduce_unused: give parameters without a gradient zeros where others of the group have one.
+    sharded, unsharded: the group's parameters at rest and in compute.
+    main_grad: with `keep`, where gradients at rest lie.
+    pooled: the full buffer that the pool gave last, also while it has it back.
+    divide_factor: what sums are divided by; None: the number of ranks.
+    fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
+    sum_hook: called with the sum over the ranks before it is divided; may write to it.
+    reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
     def __init__(
@@ -152,7 +154,6 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the full buffer holds gradients of which no reduction is under way."""
         return self._full is not None and not self._is_reducing
 
     def is_due(self, *, final: bool) -> bool:
@@ -160,10 +161,8 @@ class Gradients:
         return self.is_pending or (final and self._carried is not None)
 
     def copy_in(self, pool: Pool | None, stream: Any) -> None:
-        """Move the gradients that have arrived into the full buffer.
-
-        It comes from `pool`, used on `stream`; None: it will outlive this backward pass unreduced,
-        and gets memory of its own.
+        """Move the gradients that have arrived into the full buffer. It comes from `pool`, used on
+        `stream`; None: it will outlive this backward pass unreduced, and gets memory of its own.
         """
         if not self._arrived:
             return
@@ -196,10 +195,9 @@ class Gradients:
         self._pool, self._views = pool, self.layout.views(self._full)
 
     def expose(self, pool: Pool | None, stream: Any) -> None:
-        """Give fused parameters a zeroed `main_grad` in the full buffer.
-
-        Megatron's and TransformerEngine's convention: the kernel adds to it, and sets
-        `grad_added_to_main_grad`. `pool`, `stream`: see `copy_in`.
+        """Give fused parameters a zeroed `main_grad` in the full buffer. Megatron's and
+        TransformerEngine's convention: the kernel adds to it, and sets `grad_added_to_main_grad`.
+        `pool`, `stream`: see `copy_in`.
         """
         self._take_full(pool, stream)
         for index in self.fused:
@@ -258,14 +256,12 @@ class Gradients:
 
     @property
     def scale(self) -> float:
-        """Factor from the sum over the ranks to the gradient."""
         return 1.0 / (self.divide_factor or self.nest.mesh.size())
 
     def _make_rows(
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
     ) -> dict[int, torch.Tensor]:
         """Memory of the reduced gradients: in the last output, or in the kept buffer if it is free.
-
         Else in pieces, a parameter each, which find room between activations.
         """
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
@@ -298,9 +294,8 @@ class Gradients:
         self._copied = set()
 
     def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
-        """Add the reduced gradients to `grad` of the parameters that had one in compute.
-
-        Then hooks of `register_post_accumulate_grad_hook` run: autograd accumulates elsewhere.
+        """Add the reduced gradients to `grad` of the parameters that had one in compute. Then hooks
+        of `register_post_accumulate_grad_hook` run: autograd accumulates elsewhere.
         """
         old = [i for i in rows if self.sharded[i].grad is not None]
         if old:

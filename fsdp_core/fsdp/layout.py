@@ -7,20 +7,12 @@ rank's piece of a parameter is a contiguous range of whole rows:
     shard 0                | shard 1                | shard 2
     [wq: rows 0..5 ] [wk: ro|ws 0..1][pad][norm] ... | [down: rows ...
 
-A collective therefore works on the buffer itself, with no copy in or out. What is whole or cut on
-each mesh axis:
-
-    strategy              weight at rest   gradient between microbatches   main weight, optimizer
-    no_shard              whole            whole                           whole
-    optim (ZeRO-1)        whole            whole                           cut
-    optim_grads (ZeRO-2)  whole            cut                             cut
-    optim_grads_params    cut              cut                             cut
-
-A mesh of two axes takes a strategy for each: ("no_shard", "optim_grads_params") is HSDP,
-("optim", "optim_grads_params") is HFSDP (Megatron's name: weights cut inside a node, optimizer
-state over all nodes). All cuts nest: level k is what is left after the first k axes of
-`Placements.nest`, a contiguous slice. So weight, gradient and main weight are each known by a
-level, and collectives go from one level to the next on one axis.
+A collective therefore works on the buffer itself, with no copy in or out. What strategies cut says
+a table of docs/ARCHITECTURE.md. A mesh of two axes takes a strategy for each: ("no_shard",
+"optim_grads_params") is HSDP, ("optim", "optim_grads_params") is HFSDP (Megatron's name: weights
+cut inside a node, optimizer state over all nodes). All cuts nest: level k is what is left after the
+first k axes of `Placements.nest`, a contiguous slice. So weight, gradient and main weight are each
+known by a level, and collectives go from one level to the next on one axis.
 """
 
 import itertools
@@ -49,14 +41,16 @@ _FINE_TRIES = 256
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place. `offset` is in elements from the start of the flat buffer."""
+    """One parameter's place. `offset` is in elements from the start of the flat buffer. `shape` has
+    the rows first, which are slices of the parameter's `dim`.
+    """
 
     shape: tuple[int, ...]
     offset: int
+    dim: int = 0
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -65,12 +59,13 @@ class Slot:
         return math.prod(self.shape[1:])
 
 
-def view_at(buffer: Any, offset: int, shape: Sequence[int]) -> Any:
-    """`shape` as a view of a flat buffer from element `offset` on: one operator, not two."""
+def view_at(buffer: Any, offset: int, shape: Sequence[int], dim: int = 0) -> Any:
+    """`shape` as a view of a flat buffer from element `offset` on, its first dim moved to `dim`."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))
-    return buffer.as_strided(shape, strides[: len(shape)], buffer.storage_offset() + offset)
+    view = buffer.as_strided(shape, strides[: len(shape)], buffer.storage_offset() + offset)
+    return view.movedim(0, dim) if dim else view
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,6 @@ class FlatLayout:
 
     @property
     def total_numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
         return self.shard_numel * self.num_shards
 
     @property
@@ -95,8 +89,7 @@ class FlatLayout:
         return tuple((stop, start) for stop, start in between if stop < start)
 
     def views(self, full: Any) -> list[Any]:
-        """Every parameter as a view of a full buffer."""
-        return [view_at(full, s.offset, s.shape) for s in self.slots]
+        return [view_at(full, s.offset, s.shape, s.dim) for s in self.slots]
 
     def row_bounds(self, index: int) -> tuple[int, ...]:
         """Bounds b of the shards of parameter `index`: s has rows [b[s], b[s + 1])."""
@@ -173,10 +166,9 @@ def _round_up(value: int, multiple: int) -> int:
 class Placements(NamedTuple):
     """How a group is cut over a mesh.
 
-    Attributes:
-        nest: mesh axes that cut anything, coarsest first.
-        levels: how many of them cut the weight, the gradient, the main weight.
-        replicated: mesh axes over which even the main weight is whole: gradients are all-reduced.
+    nest: mesh axes that cut anything, coarsest first.
+    levels: how many of them cut the weight, the gradient, the main weight.
+    replicated: mesh axes over which even the main weight is whole: gradients are all-reduced.
     """
 
     nest: tuple[int, ...]
@@ -185,12 +177,9 @@ class Placements(NamedTuple):
 
 
 def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
-    """Placements of a strategy, or of one strategy a mesh axis, outermost first.
-
-    One name on a mesh of two axes means that name on the inner axis and `no_shard` on the outer.
-
-    Raises:
-        ValueError: unknown name, or not one name an axis.
+    """Placements of a strategy, or of one strategy a mesh axis, outermost first. One name on a mesh
+    of two axes means that name on the inner axis and `no_shard` on the outer (`ValueError`: unknown
+    name, or not one name an axis).
     """
     outer = ("no_shard",) * (num_axes - 1)
     names = (*outer, strategy) if isinstance(strategy, str) else tuple(strategy)
@@ -273,7 +262,6 @@ class Nest:
         return index
 
     def numel(self, total: int, level: int) -> int:
-        """Elements of a slice at `level` of a buffer of `total` elements."""
         return total // math.prod(self.sizes[:level])
 
     def slice(self, buffer: torch.Tensor, at: int, level: int) -> torch.Tensor:
@@ -283,9 +271,8 @@ class Nest:
         return buffer[offset : offset + numel]
 
     def gather_steps(self, buffer: torch.Tensor, start: int, at: int) -> list[GatherStep]:
-        """The all-gathers, finest axis first, that complete `buffer`, a slice at level `at`.
-
-        In place, from this rank's slice at level `start`: each input is a part of its output.
+        """The all-gathers, finest axis first, that complete `buffer`, a slice at level `at`. In
+        place, from this rank's slice at level `start`: each input is a part of its output.
         """
         slices = [self.slice(buffer, at, level) for level in range(at, start + 1)]
         steps = zip(slices[:-1], slices[1:], self.groups[at:start], strict=True)
@@ -293,7 +280,6 @@ class Nest:
 
     def reduce(self, buffer: torch.Tensor, outputs: list[torch.Tensor], level: int) -> torch.Tensor:
         """Sum a slice at `level` over the ranks, one axis an output, and return the last output.
-
         Outputs are other memory than inputs: a collective that writes into its own input can
         overwrite what other ranks have yet to read.
         """

@@ -57,7 +57,6 @@ _STEPPED: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 def watch(group: Any, sources: Sequence[nn.Parameter] = ()) -> None:
     """Tell `group`, which is not kept alive, of every step of an optimizer of its parameters.
-
     Optimizers of others are refused: gathered ones, `sources`, replaced ones when called again.
     """
     _register_hooks()
@@ -116,7 +115,7 @@ def _adopt_states(optimizer: torch.optim.Optimizer) -> None:
         spec, states = parameter.row_spec, optimizer.state.get(parameter, {})
         for key, value in states.items():
             if isinstance(value, DTensor) and type(value) is not RowSharded:
-                cuts = [Shard(0) if isinstance(p, RowShard) else p for p in value.placements]
+                cuts = [Shard(p.dim) if isinstance(p, RowShard) else p for p in value.placements]
                 even = DTensor.from_local(
                     value.to_local(),
                     value.device_mesh,
@@ -226,11 +225,11 @@ def clip_grad_norm_(
     `max_norm` inf touches no gradient; `foreach` is not used. The norm before clipping is 0-d, and
     the same bits on every rank: float32, or float64 where any parameter is.
 
-    Raises:
-        ValueError: `norm_type` is not positive, or a gradient is laid out otherwise than its
-            parameter.
-        NotImplementedError: a DTensor gradient that is pending a reduction.
-        RuntimeError: the norm is not finite and `error_if_nonfinite`, which waits for the device.
+    Raises ValueError: `norm_type` is not positive, or a gradient is laid out otherwise than its
+        parameter.
+    Raises NotImplementedError: a DTensor gradient that is pending a reduction.
+    Raises RuntimeError: the norm is not finite and `error_if_nonfinite`, which waits for the
+        device.
     """
     order = float(norm_type)
     if not order > 0:
@@ -252,9 +251,8 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients, as `clip_grad_norm_` has it but float64 throughout.
-
-    So the order of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
+    """The norm of all gradients, as `clip_grad_norm_` has it but float64 throughout. So the order
+    of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
     """
     return _total(list(parameters), 2.0, torch.float64)
 

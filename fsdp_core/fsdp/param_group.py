@@ -34,13 +34,12 @@ from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec
 class MixedPrecisionPolicy:
     """Precision of one unit; None keeps what is there.
 
-    Attributes:
-        param_dtype: parameters are gathered and computed with in this dtype.
-        reduce_dtype: gradients are reduced in this dtype; None: in the dtype they are computed in.
-        output_dtype: floating-point outputs of the unit's forward are cast to it.
-        cast_forward_inputs: cast floating-point inputs of the forward to `param_dtype`.
-        main_dtype: dtype of the parameters at rest, their gradients and what the optimizer sees;
-            None: the dtype that the parameters had.
+    param_dtype: parameters are gathered and computed with in this dtype.
+    reduce_dtype: gradients are reduced in this dtype; None: in the dtype they are computed in.
+    output_dtype: floating-point outputs of the unit's forward are cast to it.
+    cast_forward_inputs: cast floating-point inputs of the forward to `param_dtype`.
+    main_dtype: dtype of the parameters at rest, their gradients and what the optimizer sees; None:
+        the dtype that the parameters had.
     """
 
     param_dtype: torch.dtype | None = None
@@ -73,9 +72,12 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 @dataclass(frozen=True)
 class Owned:
-    """Where modules hold a parameter, which is not kept: one place, or several if it is shared."""
+    """Where modules hold a parameter, which is not kept: one place, or several if it is shared.
+    `dim`: slices of which dim ranks have, its rows.
+    """
 
     places: tuple[tuple[nn.Module, str], ...]
+    dim: int = 0
 
     @property
     def current(self) -> nn.Parameter:
@@ -86,7 +88,6 @@ class Owned:
         return parameter
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Make the modules hold `parameter`."""
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
 
@@ -94,12 +95,11 @@ class Owned:
 class ParamGroup:
     """Flat buffers of parameters that are gathered and reduced together, on one rank.
 
-    Attributes:
-        gathered: the buffer of the last gather; None if there was none.
-        num_moved: parameters that a gather put elsewhere than the gather before, so far.
-        has_moved: a parameter at rest was given other memory, by `Module.to` for one.
-        is_unsharded: a gather of the parameters has been issued, and not been given back.
-        is_registered: the current stream has waited for it, and the modules hold them.
+    gathered: the buffer of the last gather; None if there was none.
+    num_moved: parameters that a gather put elsewhere than the gather before, so far.
+    has_moved: a parameter at rest was given other memory, by `Module.to` for one.
+    is_unsharded: a gather of the parameters has been issued, and not been given back.
+    is_registered: the current stream has waited for it, and the modules hold them.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ParamGroup:
         self.owned, self.pool, self._policy = owned, pool, policy
         dtypes = policy.dtypes_of(sources[0].dtype)
         self.name, self.names = "", [o.places[0][1] for o in owned]
-        flat = FlatBuffers(sources, nest=nest, device=device, dtypes=dtypes)
+        flat = FlatBuffers(sources, [o.dim for o in owned], nest=nest, device=device, dtypes=dtypes)
         self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
         self._flat, self._device = flat, device
         self._gather_key = Key(flat.owner, GATHER)
@@ -149,7 +149,6 @@ class ParamGroup:
 
     @property
     def owner(self) -> int:
-        """Of the group's buffers in the pool."""
         return self._flat.owner
 
     # ---- at rest
@@ -191,7 +190,6 @@ class ParamGroup:
 
     @property
     def _sent(self) -> torch.Tensor:
-        """What is gathered, or computed with where it lies."""
         return self.main_weight if self.model_weight is None else self.model_weight
 
     def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
@@ -209,8 +207,7 @@ class ParamGroup:
         parameters memory of their own or put others in their place. The parameters at rest stay who
         they are, but for those that were on the meta device. Nothing while some still are.
 
-        Raises:
-            RuntimeError: the parameters have other dtypes than one that the policy leaves open.
+        Raises RuntimeError: the parameters have other dtypes than one that the policy leaves open.
         """
         current = [o.current for o in self.owned]
         moved = self.main_weight.is_meta or self.has_moved
@@ -256,7 +253,6 @@ class ParamGroup:
 
     def refresh_model_weight(self) -> None:
         """Bring the copy kept at rest up to date with main_weight, if there is one and it is not.
-
         By the version counter of main_weight; `main_weight_changed` is for writers that do not
         raise it, such as kernels that are given addresses.
         """
@@ -270,7 +266,6 @@ class ParamGroup:
         self._fresh_version = self.main_weight._version
 
     def forget_freshness(self) -> None:
-        """Count what was copied or gathered from main_weight as out of date."""
         self._fresh_version = self.gathered_version = None
 
     def main_weight_changed(self) -> None:
@@ -280,11 +275,9 @@ class ParamGroup:
 
     @property
     def is_current(self) -> bool:
-        """Whether what is gathered holds the main weight of now."""
         return self.gathered_version == self.main_weight._version
 
     def can_unshard(self) -> bool:
-        """Whether the buffer to gather into is free now."""
         return self.nest.weight_level == 0 or self.pool.can_acquire(self._gather_key)
 
     def unshard(self, stream: Any) -> None:
@@ -324,6 +317,13 @@ class ParamGroup:
         """Make the modules hold the gathered parameters, once somebody has waited for them."""
         if not self.is_unsharded or self.is_registered:
             return
+        for index, owned in enumerate(self.owned):
+            if any(m._parameters.get(name) is not self.sharded[index] for m, name in owned.places):
+                raise RuntimeError(
+                    f"Expected {self.names[index]} to be the parameter that fully_shard made, got "
+                    "another, or none: it would be put back. Replace parameters before wrapping, "
+                    "set values by copy_ or load_state_dict; functional_call cannot swap them."
+                )
         for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
@@ -345,7 +345,6 @@ class ParamGroup:
             all_gather(*step)
 
     def _bind_unsharded(self, full: torch.Tensor) -> None:
-        """Point the unsharded parameters into a full buffer."""
         # `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
         # that saved views share is no in-place change of a parameter.
         for parameter, view in zip(self.unsharded, self.layout.views(full), strict=True):
@@ -385,5 +384,4 @@ def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def _adds_up(module: nn.Module) -> bool:
-    """Whether the module's backward kernels add to `main_grad` themselves."""
     return bool(getattr(module, "fuse_wgrad_accumulation", False))

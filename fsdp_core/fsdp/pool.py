@@ -44,9 +44,8 @@ class Pool:
         New memory comes from the stream that is current: call this while that is the compute
         stream. Acquiring a held key returns the buffer that it has; one release gives it back.
 
-        Raises:
-            ValueError: the key had another numel or dtype before.
-            RuntimeError: the key cannot have its buffer, and must not have another one now.
+        Raises ValueError: the key had another numel or dtype before.
+        Raises RuntimeError: the key cannot have its buffer, and must not have another one now.
         """
         raise NotImplementedError
 
@@ -63,7 +62,6 @@ class Pool:
 
     def freeze(self) -> None:
         """From now on no key of gathered parameters may change its address: graphs hold it.
-
         Gradients' keys may: what a partial graph makes is copied to where they are, and several
         units' may come at once out of a replay, which no plan knows.
         """
@@ -72,7 +70,6 @@ class Pool:
         """Drop recorded events; legal only when the device is idle or a capture begins or ends."""
 
     def reserved_bytes(self) -> int:
-        """Bytes that the pool itself holds now."""
         raise NotImplementedError
 
 
@@ -102,7 +99,6 @@ class Interval(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
         return self.numel * self.dtype.itemsize
 
 
@@ -135,7 +131,6 @@ class Timeline:
 
 def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
     """Give each key a slot of its role, so that no two keys of a slot are ever held at once.
-
     Left-edge greedy (Hashimoto and Stevens, 1971): keys by size, largest first, then by first
     acquire; each goes into the first slot in which it overlaps nobody. With equal sizes and one
     interval a key this uses the fewest slots. Memory stays with its role, that is its stream.
@@ -176,11 +171,10 @@ class _Buffer:
 
 
 class DynamicPool(Pool):
-    """Frees a key's storage on release; the tensor and the storage object stay for ever.
-
-    All memory comes from the stream that is current at the acquire, whatever stream it is for: a
-    caching allocator cannot give what activations freed to a side stream. The user's stream comes
-    after the current one, and at the release the current one after the user's; no event is kept.
+    """Frees a key's storage on release; the tensor and the storage object stay for ever. All memory
+    comes from the stream that is current at the acquire, whatever stream it is for: a caching
+    allocator cannot give what activations freed to a side stream. The user's stream comes after the
+    current one, and at the release the current one after the user's; no event is kept.
     """
 
     def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
@@ -224,11 +218,9 @@ class DynamicPool(Pool):
             self._timeline.released(key)
 
     def holds(self, key: Key) -> bool:
-        """Whether the key is acquired now."""
         return key in self._buffers and self._buffers[key].home is not None
 
     def reserved_bytes(self) -> int:
-        """See `Pool`."""
         return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self._buffers.values())
 
 
@@ -248,9 +240,8 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Where a key lives, and its `refuge` while the slot is taken.
-
-    In pass `grad_pass` autograd may have saved views of it.
+    """Where a key lives, and its `refuge` while the slot is taken. In pass `grad_pass` autograd may
+    have saved views of it.
     """
 
     key: Key
@@ -263,11 +254,10 @@ class _Home:
 
 
 class SlotPool(Pool):
-    """Fixed slots, and keys that live in them: the base of `double` and `traced`.
-
-    A subclass says where a new key lives (`_choose_slot`). A key without a slot, or whose slot
-    another key holds, is a miss: `persistent_on_miss` gives it a slot of its own, else it is served
-    dynamically, at least until the end of the pass: autograd may have saved views.
+    """Fixed slots, and keys that live in them: the base of `double` and `traced`. A subclass says
+    where a new key lives (`_choose_slot`). A key without a slot, or whose slot another key holds,
+    is a miss: `persistent_on_miss` gives it a slot of its own, else it is served dynamically, at
+    least until the end of the pass: autograd may have saved views.
     """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
@@ -339,12 +329,10 @@ class SlotPool(Pool):
         self._frozen = True
 
     def forget_events(self) -> None:
-        """See `Pool`."""
         for slot in self._slots:
             slot.event = None
 
     def reserved_bytes(self) -> int:
-        """See `Pool`."""
         return sum(slot.memory.numel() for slot in self._slots) + self._overflow.reserved_bytes()
 
     def _choose_slot(self, key: Key, numel: int, dtype: torch.dtype) -> _Slot | None:
@@ -409,9 +397,8 @@ class SlotPool(Pool):
 
 
 class DoublePool(SlotPool):
-    """Two slots a class, shared by its keys in turn; a key keeps the slot that it got first.
-
-    Who stays while others come and go, such as a root of a layer's size, has its slot alone.
+    """Two slots a class, shared by its keys in turn; a key keeps the slot that it got first. Who
+    stays while others come and go, such as a root of a layer's size, has its slot alone.
     """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
@@ -433,10 +420,9 @@ class DoublePool(SlotPool):
 
 
 class TracedPool(SlotPool):
-    """The slots that one training pass needs, found by watching it.
-
-    The first pass is served as by `dynamic`, and its timeline written. At its end the plan is made
-    (`plan_slots`): from then on a key always gets its slot, in training and in evaluation.
+    """The slots that one training pass needs, found by watching it. The first pass is served as by
+    `dynamic`, and its timeline written. At its end the plan is made (`plan_slots`): from then on a
+    key always gets its slot, in training and in evaluation.
     """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:

@@ -1,6 +1,6 @@
 """A parameter, gradient or optimizer state at rest: this rank's whole rows of a global tensor.
 
-A row is a slice of dim 0, and a shard is a contiguous range of whole rows, of any length:
+A row is a slice of dim 0, or of the spec's `dim`; a shard is a range of whole rows, of any length:
 
     mesh of 3, axes (0,)     bounds (0, 3, 3, 5)     rows 0 1 2 | none | 3 4
     mesh of 2 x 2, axes (1,) bounds (0, 4, 5)        rows 0..3 where coordinate 1 is 0, else row 4
@@ -57,18 +57,16 @@ _Base: Any = DTensor if IS_2_13 else torch.Tensor
 
 class RowShard(Shard):
     """Placement on the mesh axis of the `level`-th cut of a tensor whose rows are cut at `bounds`.
-
     It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with it. Who
     asks the placement itself for its cuts gets the true ones where one axis cuts.
     """
 
-    def __init__(self, bounds: tuple[int, ...], level: int = 0) -> None:
+    def __init__(self, bounds: tuple[int, ...], level: int = 0, dim: int = 0) -> None:
         # The C++ base takes its dim in __new__ or in __init__, as torch's release has it.
-        super().__init__(0)
+        super().__init__(dim)
         self.bounds, self.level = bounds, level
 
     def __new__(cls, *_args: Any) -> "RowShard":
-        """A placement of dim 0, whatever the bounds."""
         return super().__new__(cls)
 
     def _local_shard_size_and_offset(
@@ -85,12 +83,17 @@ class RowShard(Shard):
         return hash(self.__reduce__())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowShard, (self.bounds, self.level)
+        return RowShard, (self.bounds, self.level, self.dim)
 
     def __repr__(self) -> str:
-        return f"RowShard(bounds={self.bounds}, level={self.level})"
+        return f"RowShard(bounds={self.bounds}, level={self.level}, dim={self.dim})"
 
     __str__ = __repr__
+
+
+def rows_first(shape: Sequence[int], dim: int) -> torch.Size:
+    """A shape whose rows are slices of `dim`, as the flat buffer has it: that dim first."""
+    return torch.Size((*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :]))
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -100,7 +103,6 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 class Inner(NamedTuple):
     """How tensor parallelism cuts a parameter before rows are: a DTensor's mesh and placements.
-
     `shape`: global; `part_shape`, `offsets`: of this rank's part in it, which is cut into rows.
     """
 
@@ -136,17 +138,16 @@ class Inner(NamedTuple):
 class RowSpec:
     """Layout of one parameter over a mesh, seen from this rank. Build once, share, never change.
 
-    Attributes:
-        shape: global shape; () counts as one row of one element.
-        bounds: rows [bounds[s], bounds[s + 1]) of `part_shape` belong to shard s.
-        axes: mesh axes that cut rows, coarsest first; a rank's shard is the mixed radix of its
-            coordinates along them. All other axes replicate, or are those of `inner`, the last.
-        inner: cuts of tensor parallelism; then rows are of this rank's part.
-        part_shape, part_offsets: what is cut into rows, and where it lies; without `inner` all.
-        cut_axes: all axes along which pieces differ, coarsest first.
-        row_start, row_stop: this rank's rows.
-        local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
-        is_absent_scalar: whether the tensor is 0-d and lies on another rank.
+    shape: global shape; () counts as one row of one element.
+    bounds: rows [bounds[s], bounds[s + 1]) of `part_shape` belong to shard s.
+    axes: mesh axes that cut rows, coarsest first; a rank's shard is the mixed radix of its
+        coordinates along them. All other axes replicate, or are those of `inner`, the last.
+    inner: cuts of tensor parallelism; then rows are of this rank's part.
+    part_shape, part_offsets: what is cut into rows, and where it lies; without `inner` all.
+    cut_axes: all axes along which pieces differ, coarsest first.
+    row_start, row_stop: this rank's rows.
+    local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
+    is_absent_scalar: whether the tensor is 0-d and lies on another rank.
     """
 
     mesh: DeviceMesh
@@ -154,6 +155,7 @@ class RowSpec:
     bounds: tuple[int, ...]
     axes: tuple[int, ...]
     inner: Inner | None = None
+    dim: int = 0
 
     def __post_init__(self) -> None:
         mesh, bounds, inner = self.mesh, self.bounds, self.inner
@@ -162,12 +164,12 @@ class RowSpec:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         assert len(bounds) == math.prod(mesh.size(axis) for axis in self.axes) + 1
-        assert (bounds[0], bounds[-1]) == (0, shape[0] if shape else 1)
+        assert (bounds[0], bounds[-1]) == (0, shape[self.dim] if shape else 1)
         self.shard_index = 0
         placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
         for level, axis in enumerate(self.axes):
             self.shard_index = self.shard_index * mesh.size(axis) + coordinate[axis]
-            placements[axis] = RowShard(bounds, level)
+            placements[axis] = RowShard(bounds, level, self.dim)
         inner_axes = range(mesh.ndim - len(inner.placements), mesh.ndim) if inner else ()
         for axis, placement in zip(inner_axes, inner.placements if inner else (), strict=True):
             placements[axis] = placement
@@ -177,9 +179,15 @@ class RowSpec:
         self.row_start, self.row_stop = bounds[self.shard_index : self.shard_index + 2]
         rows = self.row_stop - self.row_start
         self.is_absent_scalar = not shape and not rows
-        self.local_shape = torch.Size((rows, *shape[1:])) if shape or not rows else shape
+        local = (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+        self.local_shape = torch.Size(local) if shape or not rows else shape
         self.local_numel = math.prod(self.local_shape)
         self.stride = tuple(torch.empty(self.shape, device="meta").stride())
+
+    @property
+    def rows_first(self) -> torch.Size:
+        """`part_shape` as it lies in the flat buffer."""
+        return rows_first(self.part_shape, self.dim)
 
     def own_rows(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor of the global shape: a view."""
@@ -189,27 +197,30 @@ class RowSpec:
 
     def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor of `part_shape`: a view."""
-        rows = part if self.shape else part.reshape(1)
-        return rows[self.row_start : self.row_stop].view(self.local_shape)
+        if not self.shape:
+            return part.reshape(1)[self.row_start : self.row_stop].view(self.local_shape)
+        return part.narrow(self.dim, self.row_start, self.row_stop - self.row_start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowSpec":
         return self  # never changes, and the process groups of a mesh cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes, self.inner)
+        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes, self.inner, self.dim)
 
 
 def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
     """The whole tensor, on every rank, in memory of its own: a collective over the axes of `spec`.
-
     Pieces travel as bytes, so bits arrive as they are, padded to the longest: no shard of a unit
     holds more than its part of the unit, so all together are no more than the unit.
     """
     if local.is_meta:
         return torch.empty(spec.shape, dtype=local.dtype, device=local.device)
-    width = math.prod(spec.part_shape[1:]) * local.element_size()
+    rows_first = spec.rows_first
+    width = math.prod(rows_first[1:]) * local.element_size()
     lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
-    own = local.detach().contiguous().flatten().view(torch.uint8)
+    local = local.detach()
+    own = (local.movedim(spec.dim, 0) if spec.dim else local).contiguous()
+    own = own.flatten().view(torch.uint8)
     pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)
     pieces[: own.numel()].copy_(own)
     for axis in reversed(spec.axes):
@@ -217,14 +228,14 @@ def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
         all_gather(pieces, sent, spec.mesh.get_group(axis))
     rows = pieces.view(len(lengths), max(lengths))
     flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-    part = flat.view(local.dtype).view(spec.part_shape)
+    part = flat.view(local.dtype).view(rows_first)
+    part = part.movedim(0, spec.dim).contiguous() if spec.dim else part
     return (spec.inner.wrap(part).full_tensor() if spec.inner else part).to(local.device)
 
 
 class RowSharded(_Base):
-    """A tensor of global shape of which this rank holds the rows that `row_spec` says.
-
-    Build it with `make`. Where torch allows it, this is a DTensor to `isinstance`.
+    """A tensor of global shape of which this rank holds the rows that `row_spec` says. Build it
+    with `make`. Where torch allows it, this is a DTensor to `isinstance`.
     """
 
     __slots__ = ("_local_tensor", "row_spec", "tie")
@@ -235,7 +246,6 @@ class RowSharded(_Base):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> "RowSharded":
-        """Refuse: arguments would mean other things to torch's classes."""
         raise TypeError("RowSharded is built with RowSharded.make(local, spec).")
 
     @staticmethod
@@ -269,10 +279,9 @@ class RowSharded(_Base):
 
     @torch.compiler.disable
     def full_tensor(self) -> torch.Tensor:
-        """All rows, in memory of their own: a collective over the mesh.
-
-        Differentiable as DTensor's: every rank computes the same from it, so the gradient of this
-        rank's rows is no sum over ranks.
+        """All rows, in memory of their own: a collective over the mesh. Differentiable as
+        DTensor's: every rank computes the same from it, so the gradient of this rank's rows is no
+        sum over ranks.
         """
         if self.requires_grad and torch.is_grad_enabled():
             return _Rows.apply(self, True)
@@ -292,19 +301,16 @@ class RowSharded(_Base):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of the layout."""
         return self.row_spec.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """`RowShard` on the axes that cut, Replicate on the others."""
         return self.row_spec.placements
 
     @property
     def data(self) -> torch.Tensor:
-        """A detached tensor over the same rows; setting it copies rows into the flat buffer.
-
-        If device or dtype differ, as in Module.to, it is rebound.
+        """A detached tensor over the same rows; setting it copies rows into the flat buffer. If
+        device or dtype differ, as in Module.to, it is rebound.
         """
         return self.detach()
 
@@ -361,9 +367,10 @@ class RowSharded(_Base):
         spec = self.row_spec
         if not spec.local_numel and (self.numel() or spec.shard_index):
             return []
-        first, *others = spec.part_offsets or (0,)
-        offsets = torch.Size((first + spec.row_start, *others)[: len(spec.shape)])
-        return [metadata.ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)]
+        offsets = list(spec.part_offsets)
+        if offsets:
+            offsets[spec.dim] += spec.row_start
+        return [metadata.ChunkStorageMetadata(torch.Size(offsets), spec.local_shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         about = metadata.TensorProperties.create_from_tensor(self._local_tensor)
@@ -421,7 +428,6 @@ class _Rule(NamedTuple):
     writes: tuple[int | str, ...]
 
     def refuse(self, why: str = "") -> NoReturn:
-        """Raise NotImplementedError, naming the operator and what to do instead."""
         raise NotImplementedError(
             f"{self.func} does not work on RowSharded tensors{why}: use .full_tensor() of it, or "
             ".to_local() for this rank's rows."
@@ -554,7 +560,7 @@ def _wrap(rule: _Rule, out: torch.Tensor, spec: RowSpec | None) -> Any:
         return out
     if spec.is_absent_scalar and not out.ndim:
         out = out.new_empty(0)
-    if not out.is_contiguous():
+    if not (out.movedim(spec.dim, 0) if spec.dim else out).is_contiguous():
         rule.refuse(" in another memory format")
     return RowSharded.make(out, spec)
 
@@ -600,7 +606,8 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dims, ndim = given.get("dim"), tensors[0].ndim
     whole = set(range(max(ndim, 1)))
     over = {dim % len(whole) for dim in dims} if dims else whole
-    if 0 not in over and not (is_list or args[0].row_spec.inner or "out" in given):
+    by_row = is_list or args[0].row_spec.dim or args[0].row_spec.inner or "out" in given
+    if 0 not in over and not by_row:
         return _row_norms(rule, args, kwargs)
     if not (order >= 0 and over == whole) or given.get("keepdim") or "out" in given:
         rule.refuse(f" for order {order}, over dim 0 only, keeping dims, or with out")

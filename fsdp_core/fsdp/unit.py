@@ -13,10 +13,6 @@
 What the engine plans to execute is what comes, so parameters that the loss does not depend on,
 modules run twice and recomputed modules need no special care.
 
-    current   ....forward 0........forward 1.........   ..backward 1......backward 0...
-    gather    [gather 0][gather 1]     [gather 2]          [gather 0]
-    reduce                                                       [reduce 1]   [reduce 0]
-
 A forward pass is recorded as it runs, and the next one of its kind (with or without gradients)
 gathers ahead by that record. A pass that runs otherwise only loses the overlap.
 """
@@ -36,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core.device import Device
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, ParamGroup, cast_floats
 from fsdp_core.fsdp.pool import Pool
@@ -70,7 +66,6 @@ def _will_run(edge: GradientEdge, *, captured: bool = False) -> bool:
 
 
 def _tracked(tree: Any) -> list[torch.Tensor]:
-    """The tensors in `tree` that autograd follows."""
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
@@ -78,10 +73,9 @@ _gather, _release = operator.methodcaller("unshard"), operator.methodcaller("res
 
 
 class _Call:
-    """One forward call of a unit; called when a backward pass reaches one of its outputs.
-
-    Only the first output of a pass counts: an input that is passed through as an output is reached
-    when the unit is long done. `task` is the number of the last backward pass that came through.
+    """One forward call of a unit; called when a backward pass reaches one of its outputs. Only the
+    first output of a pass counts: an input that is passed through as an output is reached when the
+    unit is long done. `task` is the number of the last backward pass that came through.
     """
 
     def __init__(self, unit: "Unit", inputs: list[GradientEdge]) -> None:
@@ -111,10 +105,9 @@ def _on_gradient_of(
 class Unit:
     """A module, or several, whose own parameters are gathered and reduced together.
 
-    Attributes:
-        is_open: a backward pass has entered the unit and not left it.
-        is_prefetched: gathered ahead, and nobody has come for it yet.
-        gathered_event: of a gather that nobody has waited for.
+    is_open: a backward pass has entered the unit and not left it.
+    is_prefetched: gathered ahead, and nobody has come for it yet.
+    gathered_event: of a gather that nobody has waited for.
     """
 
     schedule: "Schedule"
@@ -218,7 +211,6 @@ class Unit:
 
     @property
     def holds_buffers(self) -> bool:
-        """Whether any pooled buffer is held."""
         return any(g.is_unsharded or g.gradients.is_pending for g in self.groups)
 
     @property
@@ -323,10 +315,9 @@ class Unit:
         return cast_floats(output, self.policy.output_dtype)
 
     def _hook_output(self, output: Any, inputs: list[GradientEdge]) -> bool:
-        """Mark where backward enters the unit; False if it will, and there is no output to mark.
-
-        By hooks of the nodes, which run after those of their tensors: if the tensor is another
-        unit's input, that unit closes before this one opens.
+        """Mark where backward enters the unit; False if it will, and there is no output to mark. By
+        hooks of the nodes, which run after those of their tensors: if the tensor is another unit's
+        input, that unit closes before this one opens.
         """
         if not torch.is_grad_enabled() or not self.groups:
             return True
@@ -375,10 +366,9 @@ class Unit:
         self._prefetch(self.backward_prefetch, schedule.preceding(self))
 
     def on_gradient(self, group: ParamGroup, index: int) -> None:
-        """The gradient of parameter `index` of `group` has come.
-
-        Autograd accumulates on the stream where its node for the parameter was made. Torch's and
-        TransformerEngine's `make_graphed_callables` keep that of their capture, on its stream.
+        """The gradient of parameter `index` of `group` has come. Autograd accumulates on the stream
+        where its node for the parameter was made. Torch's and TransformerEngine's
+        `make_graphed_callables` keep that of their capture, on its stream.
         """
         if not self.is_open:
             self._open_late(group, index)
@@ -430,7 +420,6 @@ class Unit:
         self.close()
 
     def close(self) -> None:
-        """The unit is done with this pass, if it is open and nothing is missing."""
         if self.is_open and not self._awaited:
             self.is_open = False
             self.reduce()
@@ -494,11 +483,10 @@ class _Reduction:
 
 
 class Schedule:
-    """Streams, pool, order and pending reductions of units, the first of which is the root.
-
-    The end of a backward pass also reduces what no unit's own end has: gradients out of nested
-    backward passes (reentrant checkpoints inside a unit), and sums of earlier passes in units that
-    this one did not enter.
+    """Streams, pool, order and pending reductions of units, the first of which is the root. The end
+    of a backward pass also reduces what no unit's own end has: gradients out of nested backward
+    passes (reentrant checkpoints inside a unit), and sums of earlier passes in units that this one
+    did not enter.
     """
 
     def __init__(self, units: list[Unit], device: Device, pool: Pool, overlap: int) -> None:
@@ -533,12 +521,10 @@ class Schedule:
 
     @property
     def gather_stream(self) -> Any:
-        """Stream of the gathers."""
         return self.side_streams[0] if self.overlap else self.device.current_stream()
 
     @property
     def reduce_stream(self) -> Any:
-        """Stream of the reductions."""
         return self.side_streams[1] if self.overlap else self.device.current_stream()
 
     def quiesce(self) -> None:

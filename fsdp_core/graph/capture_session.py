@@ -38,10 +38,8 @@ PATIENCE = timedelta(seconds=10)
 
 
 class CaptureAborted(RuntimeError):
-    """A capture was given up on every rank; nothing of it is left.
-
-    Attributes:
-        refusals: why, by rank of the default process group.
+    """A capture was given up on every rank; nothing of it is left. `refusals`: why, by rank of the
+    default process group.
     """
 
     def __init__(self, what: str, refusals: dict[int, str]) -> None:
@@ -52,9 +50,7 @@ class CaptureAborted(RuntimeError):
 
 class CaptureLost(RuntimeError):
     """A capture failed, and not all ranks can be met again: every process of the run has to end.
-
-    Attributes:
-        refusals: as far as they are known; the first rank that failed is the first one here.
+    `refusals`: as far as they are known; the first rank that failed is the first one here.
     """
 
     def __init__(self, what: str, refusals: dict[int, str], then: str) -> None:
@@ -66,12 +62,11 @@ class CaptureLost(RuntimeError):
 class CaptureSession:
     """A capture that all ranks of the default process group make together.
 
-    Args:
-        what: is captured; the same on every rank.
-        generators, state: put back at the end, whatever was drawn and written: see `Undo`.
-        refusal: why this rank cannot take part; then no rank does.
-        communicates: the functions that are captured issue collectives; a failed `attempt` raises.
-        patience: how long a rank that failed waits for the others to get to the end.
+    what: is captured; the same on every rank.
+    generators, state: put back at the end, whatever was drawn and written: see `Undo`.
+    refusal: why this rank cannot take part; then no rank does.
+    communicates: the functions that are captured issue collectives; a failed `attempt` raises.
+    patience: how long a rank that failed waits for the others to get to the end.
     """
 
     def __init__(
@@ -214,9 +209,8 @@ def _rank() -> int:
 
 
 def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[int, str]:
-    """Every rank's refusal by its rank in the default process group; empty if none refuses.
-
-    A collective of 512 bytes a rank, which the host waits for. Ranks that name another `what` than
+    """Every rank's refusal by its rank in the default process group; empty if none refuses. A
+    collective of 512 bytes a rank, which the host waits for. Ranks that name another `what` than
     rank 0 refuse. Long reasons are cut.
     """
     if not dist.is_initialized():
@@ -251,7 +245,6 @@ class _Notes:
         self._prefix = f"capture {number}: "
 
     def failed(self, refusal: str) -> None:
-        """Leave a note of why this rank failed, if the store is still there."""
         with contextlib.suppress(RuntimeError):
             number = self._store.add(self._prefix + "failures", 1)
             note = f"{self._rank} {refusal[:_NOTE_CHARS]}"
@@ -306,10 +299,8 @@ class _Writes(OverCompiled):
 
 class Undo:
     """What persistent tensors and generators held when it was made, or when they were written.
-
-    Args:
-        generators: in addition to the device's default ones.
-        state: tensors that kernels may write which no operator shows.
+    `generators`: in addition to the device's default ones. `state`: tensors that kernels may write
+    which no operator shows.
     """
 
     def __init__(

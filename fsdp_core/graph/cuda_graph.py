@@ -18,10 +18,8 @@ T = TypeVar("T")
 
 
 class MemoryPool:
-    """The private memory that graphs of one model share.
-
-    torch gives a pool up once no captured graph is left in it and cannot capture into it again: the
-    next graph then starts another.
+    """The private memory that graphs of one model share. torch gives a pool up once no captured
+    graph is left in it and cannot capture into it again: the next graph then starts another.
     """
 
     def __init__(self) -> None:
@@ -42,7 +40,6 @@ class MemoryPool:
         return found
 
     def recordings(self) -> list[Recording]:
-        """Those of graphs that are captured into it."""
         return [user.recording for user in self._users if user.is_captured]
 
     def give_up(self) -> None:
@@ -52,7 +49,6 @@ class MemoryPool:
 
 class CudaGraph:
     """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
-
     `generators` are those that the graph draws from beside the default one.
     """
 
@@ -118,7 +114,6 @@ class CudaGraph:
 
 def let_go_of_gradients(device: Device) -> None:
     """Wait until autograd's thread of a GPU holds none of the results that it has handed out.
-
     `torch.autograd.grad` returns before that thread has dropped its own references. On a busy
     machine a gradient that dies with the capture would still be found alive, and be watched.
     """
@@ -131,7 +126,6 @@ def let_go_of_gradients(device: Device) -> None:
 
 def end_refused(device: Device, pool: Any, generators: Sequence[torch.Generator]) -> None:
     """After a capture that failed: tell torch's allocator and generators that it has ended.
-
     `CUDAGraph.capture_end` raises before it tells them (torch up to 2.12), and they would refuse to
     free memory and to draw outside of captures. The next capture needs another pool.
     """

@@ -24,12 +24,12 @@ class Digester:
     a capture needs the addresses of the latest call outside it, else `RuntimeError`: a graph must
     not read a table that is rewritten later. One digester serves one stream.
 
-    Args:
-        tensors: plain strided tensors on one device; a DTensor's `to_local()`, not the DTensor.
-        names: one a tensor, for messages; by default their position.
-        kernel: `auto` is `triton` on CUDA where Triton is installed, else `torch`.
 
     `ValueError` for a dtype without a bit pattern, several devices, or a wrong number of names.
+
+    tensors: plain strided tensors on one device; a DTensor's `to_local()`, not the DTensor.
+    names: one a tensor, for messages; by default their position.
+    kernel: `auto` is `triton` on CUDA where Triton is installed, else `torch`.
     """
 
     def __init__(
@@ -53,10 +53,9 @@ class Digester:
             self._plan = _make_plan(tensors, self.device, kernel)
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Write one row a tensor: four lanes, then 1 if any element is not finite, else 0.
-
-        `out` is int32 [num_tensors, 5], contiguous, on the tensors' device; `ValueError` if it or
-        the tensors are not as planned.
+        """Write one row a tensor: four lanes, then 1 if any element is not finite, else 0. `out` is
+        int32 [num_tensors, 5], contiguous, on the tensors' device; `ValueError` if it or the
+        tensors are not as planned.
         """
         if len(tensors) != len(self.names):
             raise ValueError(f"Expected {len(self.names)} tensors, got {len(tensors)}.")
@@ -92,9 +91,8 @@ def empty_rows(num_tensors: int, device: torch.device | str) -> Tensor:
 
 
 def digest_hex(rows: Tensor) -> tuple[str, list[int]]:
-    """Rows on the host, int32 [num_tensors, 5], as text and flags.
-
-    Returns 32 lower-case hex characters a tensor, concatenated, and each one's non-finite flag.
+    """Rows on the host, int32 [num_tensors, 5], as text and flags. Returns 32 lower-case hex
+    characters a tensor, concatenated, and each one's non-finite flag.
     """
     if rows.dtype != torch.int32 or rows.dim() != 2 or rows.shape[1] != NUM_COLUMNS:
         raise ValueError(f"Expected int32 [n, {NUM_COLUMNS}], got {rows.dtype} {list(rows.shape)}.")

@@ -52,10 +52,9 @@ LENGTH = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which bit patterns are not finite: a field is, if `field & mask == value`.
-
-    A word holds `fields` fields of equal width (0: integers). `high_word_only` is for elements of
-    two words, whose exponent is in the second one.
+    """Which bit patterns are not finite: a field is, if `field & mask == value`. A word holds
+    `fields` fields of equal width (0: integers). `high_word_only` is for elements of two words,
+    whose exponent is in the second one.
     """
 
     fields: int = 0
@@ -122,7 +121,6 @@ class _Piece:
     shape: torch.Size | None
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor of integers."""
         return tensor.reshape(-1)[self.start : self.stop] if self.shape is None else tensor
 
 

@@ -51,7 +51,6 @@ _AS_FLOAT = (PATTERNS[torch.float32], PATTERNS[torch.bfloat16])
 @dataclass(frozen=True)
 class Launch:
     """Shape of a launch: words a tile, warps a program, words a program, tiles in flight.
-
     `num_stages` of 1 means no pipeline through shared memory.
     """
 
@@ -180,9 +179,8 @@ def _digest_chunks(  # type: ignore[no-untyped-def]
 
 
 class TritonPlan:
-    """Address table and staging buffers for the kernel; one launch a bit pattern.
-
-    The table of a captured call is kept for ever: its graph reads it at every replay.
+    """Address table and staging buffers for the kernel; one launch a bit pattern. The table of a
+    captured call is kept for ever: its graph reads it at every replay.
     """
 
     def __init__(
@@ -222,7 +220,6 @@ class TritonPlan:
             )  # fmt: skip
 
     def scratch(self) -> tuple[Tensor, ...]:
-        """Everything that a captured call touches besides its arguments."""
         return (self._start, *self._tables.values(), *self._staged.values())
 
     def _locate(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -54,7 +54,6 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Spec":
-        """That of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     @property
@@ -71,10 +70,8 @@ class Spec(NamedTuple):
 
 class GraphMaker:
     """Makes graphs for one device; CUDA graphs of one maker share a private memory pool.
-
-    Args:
-        generators: that captured work draws from, beside the device's default one; none on the CPU.
-        holds_compiled: see `HostGraph`.
+    `generators`: that captured work draws from, beside the device's default one; none on the CPU.
+    `holds_compiled`: see `HostGraph`.
     """
 
     def __init__(
@@ -90,9 +87,8 @@ class GraphMaker:
         self._shared: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
     def shared(self, purpose: str, specs: Sequence[Spec]) -> tuple[torch.Tensor, ...]:
-        """Zeros like `specs`, the same memory for everyone who asks for the same.
-
-        For what is written before a replay or in it and is read up right after it.
+        """Zeros like `specs`, the same memory for everyone who asks for the same. For what is
+        written before a replay or in it and is read up right after it.
         """
         used: Counter[Spec] = Counter()
         found = []
@@ -121,9 +117,8 @@ class GraphMaker:
 
 
 class CapturedFunction:
-    """One graph of `function`, which takes its inputs from static tensors.
-
-    `resolve` names every tensor that the graph may use; None leaves the ledger out.
+    """One graph of `function`, which takes its inputs from static tensors. `resolve` names every
+    tensor that the graph may use; None leaves the ledger out.
     """
 
     def __init__(
@@ -164,16 +159,15 @@ class Pending:
 class Segment:
     """What is captured: a function of tensors.
 
-    Attributes:
-        name: as errors and ledgers show it, `layers.3.attn`.
-        function: takes tensors by position and returns a tensor or a tuple of tensors.
-        samples: like the inputs to come, values included; those that require grad get one.
-        parameters: those that get gradients, in the order in which autograd is to bring them.
-        state: what the function changes and no operator of torch shows.
-        modules: that the function calls, for makers that look into them.
-        relied: what it uses beside its parameters and no operator shows, for ledgers.
-        resolve: names every tensor that the graphs may use; None leaves the ledgers out.
-        on_replay: called at each launch.
+    name: as errors and ledgers show it, `layers.3.attn`.
+    function: takes tensors by position and returns a tensor or a tuple of tensors.
+    samples: like the inputs to come, values included; those that require grad get one.
+    parameters: those that get gradients, in the order in which autograd is to bring them.
+    state: what the function changes and no operator of torch shows.
+    modules: that the function calls, for makers that look into them.
+    relied: what it uses beside its parameters and no operator shows, for ledgers.
+    resolve: names every tensor that the graphs may use; None leaves the ledgers out.
+    on_replay: called at each launch.
     """
 
     name: str
@@ -201,7 +195,6 @@ class Segment:
 
 class Replayed:
     """What all graphs of a segment have in common, whoever captured them: counts and checks.
-
     `captures` and `replays` count graphs and launches, of the forward and of the backward.
     """
 
@@ -216,7 +209,6 @@ class Replayed:
 
     @property
     def name(self) -> str:
-        """The segment's."""
         return self.segment.name
 
     @property
@@ -296,7 +288,6 @@ class GraphedCallable(Replayed):
 
     def warm_up(self, iterations: int = 2) -> None:
         """Run forward and backward eagerly on the samples, on the stream of the captures to come.
-
         Generators, the segment's `state`, and what operators write of earlier memory are put back.
         """
         self._stream = self._maker.device.current_stream()
@@ -305,7 +296,6 @@ class GraphedCallable(Replayed):
                 self._warmed = self._run_eagerly()
 
     def _undo(self) -> Undo:
-        """Puts back what running or capturing changes."""
         return Undo(self._maker.device, self._maker.generators, self.segment.state)
 
     def _run(self) -> Tensors:
@@ -322,7 +312,6 @@ class GraphedCallable(Replayed):
         return outputs
 
     def _surface(self) -> Tensors:
-        """What gets a gradient."""
         return (*(x for x in self._inputs if x.requires_grad), *self._trained)
 
     def _run_eagerly(self) -> list[Spec | None]:
@@ -352,7 +341,6 @@ class GraphedCallable(Replayed):
 
     def capture_backward(self) -> None:
         """Capture the backward of the captured forward; nothing if none is needed. Raises likewise.
-
         Gradients like those of the warm-up leave the graph through memory that all graphs of the
         maker share; others have memory of their own.
         """
@@ -448,11 +436,10 @@ class GraphedCallable(Replayed):
     def __call__(
         self, *tensors: torch.Tensor, after: Callable[[], None] | None = None
     ) -> torch.Tensor | Tensors:
-        """Replay forward now and, when autograd asks, backward.
-
-        `after` is called when the backward has been replayed, before autograd goes on. `ValueError`
-        for inputs unlike the samples, `RuntimeError` if the last forward still awaits its backward,
-        `StaleAddress` if something that the graph uses has moved.
+        """Replay forward now and, when autograd asks, backward. `after` is called when the backward
+        has been replayed, before autograd goes on. `ValueError` for inputs unlike the samples,
+        `RuntimeError` if the last forward still awaits its backward, `StaleAddress` if something
+        that the graph uses has moved.
         """
         self._check(tensors)
         inputs = (

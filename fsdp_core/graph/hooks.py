@@ -60,10 +60,8 @@ def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """No hooks on the gradients of `parameters` inside.
-
-    Autograd runs them wherever such a gradient comes out: in a captured backward, and again around
-    each replay of it.
+    """No hooks on the gradients of `parameters` inside. Autograd runs them wherever such a gradient
+    comes out: in a captured backward, and again around each replay of it.
     """
     taken = [
         (parameter, attribute, hooks)
@@ -84,7 +82,6 @@ def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 class ExtractedHooks:
     """The hooks of a module's subtree, taken off until `restore`; `capture_hooks` are by phase.
-
     `ValueError` for a hook of an inner module, or of every module, that no replay would run.
     """
 
@@ -111,7 +108,6 @@ class ExtractedHooks:
 
     def restore(self) -> None:
         """Put back the very dictionaries, so that handles still work; a second call does nothing.
-
         `RuntimeError` if hooks were registered meanwhile, whose handles cannot remove them; they
         stay.
         """

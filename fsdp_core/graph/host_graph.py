@@ -45,10 +45,8 @@ class _Step:
 
 
 class HostGraph:
-    """Capture and replay of CPU operators.
-
-    With `holds_compiled` compiled code, all of it `fsdp_core.train.compiled` parts, runs compiled
-    inside of a capture, as it does on CUDA.
+    """Capture and replay of CPU operators. With `holds_compiled` compiled code, all of it
+    `fsdp_core.train.compiled` parts, runs compiled inside of a capture, as it does on CUDA.
     """
 
     def __init__(self, device: Device, *, holds_compiled: bool = False) -> None:
@@ -198,15 +196,12 @@ class HostGraph:
         return self._arena
 
     def reset(self) -> None:
-        """Drop the recorded operators and the arena."""
         self._steps, self._arena, self._externals, self._borrowed = [], None, [], []
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Place buffers of (bytes, first operation, last operation) into one arena: first fit, largest
-    first.
-
-    Returns an offset for each, and the arena's size. Buffers alive together never overlap.
+    first. Returns an offset for each, and the arena's size. Buffers alive together never overlap.
     """
     order = sorted(range(len(ranges)), key=lambda i: -ranges[i][0])
     offsets = [0] * len(ranges)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.graph.recorder import Recording, StorageEntry
 
 Resolver = Callable[[], Mapping[str, torch.Tensor]]
@@ -58,7 +58,6 @@ class AddressBook(Mapping[str, torch.Tensor]):
         return holder is None or holder()
 
     def now(self) -> "AddressBook":
-        """The book itself: it looks up when it is asked."""
         return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -74,7 +73,6 @@ class AddressBook(Mapping[str, torch.Tensor]):
         return None if getter is None else getter()
 
     def __iter__(self) -> Iterator[str]:
-        """Names that have a tensor now."""
         return (name for name, getter in self._getters.items() if getter() is not None)
 
     def __len__(self) -> int:
@@ -95,12 +93,11 @@ class _Named:
 class Ledger:
     """Addresses that one graph relies on.
 
-    Args:
-        resolve: looks names up again; called now and before every replay.
-        partner: recording of a graph that owns memory this one uses (forward, for a backward).
-        own: names of what the graph's owner made for it alone, such as static inputs.
-        relied: tensors that the graph reads whether or not an operator showed it.
-        within: name of what was captured, for places inside of it.
+    resolve: looks names up again; called now and before every replay.
+    partner: recording of a graph that owns memory this one uses (forward, for a backward).
+    own: names of what the graph's owner made for it alone, such as static inputs.
+    relied: tensors that the graph reads whether or not an operator showed it.
+    within: name of what was captured, for places inside of it.
     """
 
     def __init__(
@@ -124,17 +121,14 @@ class Ledger:
 
     @property
     def names(self) -> list[str]:
-        """Names of external tensors that owners gave."""
         return [each.name for _, named in self._sources for each in named]
 
     @property
     def places(self) -> list[str]:
-        """Names of external storages by operator and place, as no owner names them."""
         return [name for name, entry in self._watched if entry.place]
 
     @property
     def num_unnamed(self) -> int:
-        """External storages that neither an owner nor a place names."""
         return sum(not entry.place for _, entry in self._watched)
 
     def check(self) -> None:

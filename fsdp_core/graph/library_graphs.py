@@ -38,20 +38,16 @@ class _Callee(nn.Module):
         self.parts, self._segment = nn.ModuleList(segment.modules), segment
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The function's result."""
         return self._segment.function(*tensors)
 
     def parameters(self, *_: Any) -> Iterator[nn.Parameter]:
-        """As the function computes with them: sharded modules show others at rest."""
         return iter(self._segment.parameters)
 
 
 class LibraryGraph(Replayed):
-    """What a library captured of a segment, used as a `GraphedCallable` is.
-
-    Its ledger has parameters and what the segment relies on; graphs show nothing else. `callee` is
-    what the library is given, `hooks` run around TransformerEngine's warm-ups and captures, by
-    phase.
+    """What a library captured of a segment, used as a `GraphedCallable` is. Its ledger has
+    parameters and what the segment relies on; graphs show nothing else. `callee` is what the
+    library is given, `hooks` run around TransformerEngine's warm-ups and captures, by phase.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -63,15 +59,12 @@ class LibraryGraph(Replayed):
 
     @property
     def samples(self) -> Tensors:
-        """What the graphs read inputs from."""
         return self._inputs
 
     def is_gathered(self) -> None:
-        """Parameters are where the graph reads them: enter them in the ledger."""
         self.ledgers = list(self.segment.ledger(Recording()))
 
     def hold(self, replay: Callable[..., Any], reset: Callable[[], None]) -> None:
-        """What the library made of it, and what drops that."""
         self._replay, self._reset, self.captures = replay, reset, [1, 1]
 
     def __call__(self, *tensors: torch.Tensor, after: Callable[[], None] | None = None) -> Any:
@@ -110,9 +103,8 @@ def _nothing(*_: Any) -> None:
 
 
 class _Begin(torch.autograd.Function):
-    """Outputs as they are; in backward what comes before the library's.
-
-    A hook of the library's node would run before those of the outputs that gather weights.
+    """Outputs as they are; in backward what comes before the library's. A hook of the library's
+    node would run before those of the outputs that gather weights.
     """
 
     @staticmethod
@@ -148,9 +140,8 @@ def te_graphs() -> Any:
 
 
 def capture_by_te(maker: GraphMaker, graphs: Sequence[LibraryGraph], pool: Any) -> None:
-    """Capture functions that run one after another; CUDA only. Nothing is left of a failure.
-
-    Graphs in `pool` must not be replayed between a forward and a backward of these.
+    """Capture functions that run one after another; CUDA only. Nothing is left of a failure. Graphs
+    in `pool` must not be replayed between a forward and a backward of these.
     """
     if not graphs:
         return

@@ -60,12 +60,11 @@ class TensorRef:
 class StorageEntry:
     """One storage that the capture touched, `nbytes` at `address` when first seen.
 
-    Attributes:
-        internal: made inside the capture.
-        first, last: numbers of the first and last operator that touch it.
-        made_by: operator that made it, or first touched it.
-        released: its memory was given back inside the capture by resizing the storage to nothing.
-        place: of an external storage, which part of the program first touched it.
+    internal: made inside the capture.
+    first, last: numbers of the first and last operator that touch it.
+    made_by: operator that made it, or first touched it.
+    released: its memory was given back inside the capture by resizing the storage to nothing.
+    place: of an external storage, which part of the program first touched it.
     """
 
     nbytes: int
@@ -122,10 +121,9 @@ def _refused(what: Any, reason: str) -> CaptureRefused:
 class Recorder(TorchDispatchMode):
     """Dispatch mode that fills a `Recording`.
 
-    Args:
-        keep_operations: keep operators for a host graph, with its refusals; False lists storages.
-        before_write: called with a tensor of each external storage before it is first written.
-        on_host: what it watches runs on the CPU.
+    keep_operations: keep operators for a host graph, with its refusals; False lists storages.
+    before_write: called with a tensor of each external storage before it is first written.
+    on_host: what it watches runs on the CPU.
     """
 
     def __init__(
@@ -173,14 +171,12 @@ class Recorder(TorchDispatchMode):
     # ---- what is not seen as operators
 
     def uses(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Enter what kernels that are no operators read."""
         for tensor in tensors:
             if not opens_itself(type(tensor)):
                 self._refer(tensor, "a compiled function", writes=False)
 
     def record_call(self, function: Any, args: tuple[Any, ...], writes: Container[int]) -> Any:
         """Run a function of tensors and record it as one operation; its outputs are tensors.
-
         `function` does the same work at each replay, its `namespace` says whose it is; `writes` are
         numbers of arguments that it changes.
         """
@@ -271,7 +267,6 @@ class OverCompiled(Recorder):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as if nobody looked on, and look on while it runs."""
         return True
 
 
@@ -361,7 +356,6 @@ def _shape_depends_on_data(name: str, args: Any) -> bool:
 
 
 def _modules(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Modules whose methods are on the stack, innermost first."""
     while frame is not None:
         code = frame.f_code
         # `f_locals` copies every variable: only where the first argument may be a module.

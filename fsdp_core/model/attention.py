@@ -71,12 +71,9 @@ class RopeTable(nn.Module):
     there, and positions, which are its input. The table stays in float32 through casts of the
     model; another device makes it anew, as one that comes from meta has no values to copy.
 
-    Args:
-        num_positions: positions 0 to num_positions - 1 may be looked up.
-        width: of the part of a head that is turned, even.
-
-    Raises:
-        ValueError: no position, or an odd width.
+    num_positions: positions 0 to num_positions - 1 may be looked up.
+    width: of the part of a head that is turned, even.
+    Raises ValueError: no position, or an odd width.
     """
 
     cos: torch.Tensor
@@ -109,7 +106,6 @@ class RopeTable(nn.Module):
         return apply_rope(x_BTND, cos, sin)
 
     def turn(self, x_BTND: torch.Tensor, part: Part) -> torch.Tensor:
-        """Rotate the tokens of a microbatch."""
         return cast("torch.Tensor", self(x_BTND, part.plan.positions))
 
 
@@ -134,11 +130,8 @@ class FusedRope(RopeTable):
     def forward(  # type: ignore[override]
         self, x_BTND: torch.Tensor, offsets: torch.Tensor | None, cp: Axis
     ) -> torch.Tensor:
-        """Rotate [B, T, N, D].
-
-        Args:
-            offsets: int32 [S + 1], first token of each sequence over all ranks of `cp`, padding
-                counted; None: every row of the batch is one sequence.
+        """Rotate [B, T, N, D]. `offsets`: int32 [S + 1], first token of each sequence over all
+        ranks of `cp`, padding counted; None: every row of the batch is one sequence.
         """
         time = x_BTND.shape[1]
         if offsets is None:
@@ -202,10 +195,8 @@ class _Attention(nn.Module):
 
 
 class GroupedQueryAttention(_Attention):
-    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies.
-
-    Raises:
-        ValueError: tp does not divide the heads.
+    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies
+    (`ValueError`: tp does not divide the heads).
     """
 
     def __init__(self, config: ModelConfig, axes: Axes, rope: RopeTable, norm: MakeNorm) -> None:
@@ -250,10 +241,8 @@ class GroupedQueryAttention(_Attention):
 
 
 class LatentAttention(_Attention):
-    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies.
-
-    Raises:
-        ValueError: tp does not divide the heads.
+    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies
+    (`ValueError`: tp does not divide the heads).
     """
 
     wq_down: nn.Module | None

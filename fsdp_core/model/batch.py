@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.context import ContextPlan, dense_plan, packed_plan, split
+from fsdp_core.parallel.context import ContextPlan, packed_plan
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.tensor_parallel import SEQUENCE_DIM
 
@@ -48,16 +48,12 @@ Weight = float | torch.Tensor
 class Capacity:
     """What a pack holds, over all ranks that share it.
 
-    Attributes:
-        tokens: padding and tail included.
-        slots: for sequences; one is kept for the tail.
-        multiple: that each sequence is padded to. See `padding_multiple`.
-        longest: tokens of the longest sequence that the model has positions for; None: any. A
-            position past the end of a table is an error that a GPU does not survive.
-        hides_tail: padded offsets end with the last sequence; else a slot has the tail.
-
-    Raises:
-        ValueError: not a whole number of multiples, no slot for a sequence, or no tokens in it.
+    tokens: padding and tail included.
+    slots: for sequences; one is kept for the tail.
+    multiple: that each sequence is padded to. See `padding_multiple`.
+    longest: tokens of the longest sequence that the model has positions for; None: any. A position
+        past the end of a table is an error that a GPU does not survive.
+    hides_tail: padded offsets end with the last sequence; else a slot has the tail.
     """
 
     tokens: int
@@ -67,41 +63,29 @@ class Capacity:
     hides_tail: bool = False
 
     def __post_init__(self) -> None:
-        if self.multiple < 1 or self.tokens < 1 or self.tokens % self.multiple:
-            raise ValueError(
-                f"Expected a capacity that is a multiple of {self.multiple} tokens, "
-                f"got {self.tokens}."
-            )
-        if self.slots < 2:
-            raise ValueError(
-                f"Expected at least 2 slots, one of which is kept for the tail, got {self.slots}."
-            )
-        if self.longest is not None and self.longest < 1:
-            raise ValueError(f"Expected longest to be None or at least 1, got {self.longest}.")
+        assert self.multiple >= 1 <= self.tokens, self
+        assert self.tokens % self.multiple == 0, self
+        assert self.slots >= 2, self
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that a pack can hold."""
         return self.slots - 1
 
     def padded(self, length: int) -> int:
-        """Tokens that a sequence of `length` tokens takes."""
         return -(-length // self.multiple) * self.multiple
 
 
 def padding_multiple(cp: int, tp: int, *, sequence_parallel: bool) -> int:
-    """What sequences are padded to a multiple of: 2 * cp, times tp under sequence parallel.
-
-    Either half of a sequence on a context rank can then be cut over tp.
+    """What sequences are padded to a multiple of: 2 * cp, times tp under sequence parallel. Either
+    half of a sequence on a context rank can then be cut over tp.
     """
     return 2 * cp * (tp if sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence: token ids and the id to predict at each, int64 [n].
-
-    `counted` bool [n] says which predictions count; all if None.
+    """One sequence: token ids and the id to predict at each, int64 [n]. `counted` bool [n] says
+    which predictions count; all if None.
     """
 
     tokens: torch.Tensor
@@ -109,27 +93,22 @@ class Document:
     counted: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        shape = tuple(self.tokens.shape)
-        if self.tokens.dim() != 1 or not shape[0]:
-            raise ValueError(f"Expected tokens of [n], n at least 1, got {shape}.")
-        for name in ("targets", "counted"):
-            other = getattr(self, name)
-            if other is not None and tuple(other.shape) != shape:
-                # Neither cut short nor filled up: a mask of other length is of another sequence.
-                raise ValueError(f"Expected {name} of {shape}, got {tuple(other.shape)}.")
+        # Neither cut short nor filled up: a mask of other length is of another sequence.
+        assert self.tokens.dim() == 1, self.tokens.shape
+        assert self.targets.shape == self.tokens.shape, (self.targets.shape, self.tokens.shape)
+        assert self.counted is None or self.counted.shape == self.tokens.shape, self.counted.shape
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """A row of packed sequences, whole: before it is cut over context ranks.
 
-    Attributes:
-        tokens, targets: int64 [T], 0 in padding.
-        loss_mask: float32 [T], 1 where a prediction counts.
-        offsets: int32 [S + 1], first valid token of each slot, padding not counted.
-        padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T, or
-            where a hidden tail begins.
-        multiple: that each of these is a multiple of.
+    tokens, targets: int64 [T], 0 in padding.
+    loss_mask: float32 [T], 1 where a prediction counts.
+    offsets: int32 [S + 1], first valid token of each slot, padding not counted.
+    padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T, or
+        where a hidden tail begins.
+    multiple: that each of these is a multiple of.
     """
 
     tokens: torch.Tensor
@@ -146,46 +125,22 @@ class PackedBatch:
         return PackedBatch(tokens, targets, mask, offsets, padded, self.multiple)
 
     def plan(self, size: int, rank: int) -> ContextPlan:
-        """What attention needs to know of the part of context rank `rank` of `size`.
-
-        Operators only, which a graph can hold.
-
-        Raises:
-            ValueError: the capacity, or each sequence in it, cannot be cut evenly.
+        """What attention needs to know of the part of context rank `rank` of `size`. Operators
+        only, which a graph can hold.
         """
-        if size > 1 and self.multiple % (2 * size):
-            raise ValueError(
-                f"Expected sequences padded to a multiple of {2 * size} (2 * cp {size}), got "
-                f"{self.multiple}: pack them for that context size."
-            )
+        assert size == 1 or self.multiple % (2 * size) == 0, f"padded to {self.multiple}, cp {size}"
         lengths = self.offsets[1:] - self.offsets[:-1]
         return packed_plan(lengths, self.padded_offsets, self.tokens.shape[0], size, rank)
 
 
 def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
-    """Put sequences into one row of tokens, in order.
-
-    Raises:
-        ValueError: more sequences or more tokens than fit, or a sequence that is too long.
-    """
+    """Put sequences, which must fit, into one row of tokens, in order."""
     lengths = [len(document.tokens) for document in documents]
     padded = [capacity.padded(length) for length in lengths]
-    if len(documents) > capacity.max_sequences:
-        raise ValueError(
-            f"Expected at most {capacity.max_sequences} sequences in a pack of {capacity.slots} "
-            f"slots, of which one is kept for the tail, got {len(documents)}; give it more slots "
-            "or pack fewer."
-        )
-    if capacity.longest is not None and max(lengths, default=0) > capacity.longest:
-        raise ValueError(
-            f"Expected sequences of at most {capacity.longest} tokens, as many as the model has "
-            f"positions for, got one of {max(lengths)}: cut it into several documents."
-        )
-    if sum(padded) > capacity.tokens:
-        raise ValueError(
-            f"Expected at most {capacity.tokens} tokens in a pack, got {sum(padded)}: lengths "
-            f"{lengths}, each padded to a multiple of {capacity.multiple}."
-        )
+    # Nothing is cut short; a position past the end of a table is an error no GPU survives.
+    assert len(documents) <= capacity.max_sequences, f"{lengths} in {capacity}"
+    assert capacity.longest is None or max(lengths, default=0) <= capacity.longest, lengths
+    assert sum(padded) <= capacity.tokens, f"{lengths} in {capacity}"
     batch = PackedBatch(
         tokens=torch.zeros(capacity.tokens, dtype=torch.int64),
         targets=torch.zeros(capacity.tokens, dtype=torch.int64),
@@ -222,14 +177,13 @@ def _offsets(lengths: Sequence[int], end: int, slots: int) -> torch.Tensor:
 class Part:
     """A rank's part of a microbatch, as every stage of the pipeline sees it.
 
-    Attributes:
-        plan: which tokens these are, to attention.
-        cp: the context axis of this microbatch.
-        targets: int64 [B, T].
-        counted: bool [B, T], the tokens whose loss counts; None: all.
-        weight: what the sum of this rank's token losses is multiplied by, see the module.
-        packed: of packed sequences the logical and the padded offsets of the whole pack, int32
-            [slots + 1], before it is cut over cp; None where rows are one sequence each.
+    plan: which tokens these are, to attention.
+    cp: the context axis of this microbatch.
+    targets: int64 [B, T].
+    counted: bool [B, T], the tokens whose loss counts; None: all.
+    weight: what the sum of this rank's token losses is multiplied by, see the module.
+    packed: of packed sequences the logical and the padded offsets of the whole pack, int32 [slots +
+        1], before it is cut over cp; None where rows are one sequence each.
     """
 
     plan: ContextPlan
@@ -263,27 +217,9 @@ class LocalTokens:
     part: Part
 
 
-def dense_part(tokens_BT: torch.Tensor, targets_BT: torch.Tensor, cp: Axis) -> LocalTokens:
-    """This context rank's part of rows that are one sequence each, all of whose tokens count.
-
-    Args:
-        tokens_BT, targets_BT: int64, whole sequences, the same on every rank of `cp`.
-
-    Raises:
-        ValueError: the sequence cannot be cut evenly.
-    """
-    plan = dense_plan(tokens_BT.shape[1], cp.size, cp.rank, tokens_BT.device)
-    tokens, targets = (split(t, 1, cp.size, cp.rank) for t in (tokens_BT, targets_BT))
-    return LocalTokens(tokens, Part(plan, cp, targets, None, 1.0 / targets.numel()))
-
-
 def packed_part(batch: PackedBatch, cp: Axis, weight: Weight) -> LocalTokens:
-    """This context rank's part of packed sequences; `weight` is that of `loss_weight`.
-
-    Operators only: a graph can hold it, and follows the contents of `batch`.
-
-    Raises:
-        ValueError: the capacity cannot be cut evenly.
+    """This context rank's part of packed sequences; `weight` is that of `loss_weight`. Operators
+    only: a graph can hold it, and follows the contents of `batch`.
     """
     plan = batch.plan(cp.size, cp.rank)
     whole = batch.tokens, batch.targets, batch.loss_mask
@@ -294,9 +230,7 @@ def packed_part(batch: PackedBatch, cp: Axis, weight: Weight) -> LocalTokens:
 
 def loss_weight(num_counted: torch.Tensor, num_microbatches: int, axes: Axes) -> torch.Tensor:
     """R * M / N as a float64 scalar: see the module. A collective over dp_outer, dp and cp.
-
-    Args:
-        num_counted: float64 scalar, tokens of this rank that count in all its microbatches.
+    `num_counted`: float64 scalar, tokens of this rank that count in all its microbatches.
     """
     total = num_counted
     for axis in (axes.dp_outer, axes.dp, axes.cp):

@@ -107,7 +107,6 @@ def _by_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _by_token(x: torch.Tensor, time: int) -> torch.Tensor:
-    """The inverse of `_by_head`, but for the dtype."""
     return x.unflatten(2, (-1, time)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -151,7 +150,6 @@ def _from_end(num: int, spans: Spans, device: torch.device) -> tuple[torch.Tenso
 
 class FlashKernel:
     """FlashAttention 2 through torch's own operators, which need equal widths of q, k and v.
-
     Narrower heads are padded with zeros, which change no product.
     """
 
@@ -226,10 +224,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in another dtype, for results of an `autograd.Function`.
-
-    Compiled by torch 2.11, one that ends in a `to` that changes nothing has gradients of zero: the
-    tensor that comes back is also among the intermediates, which are marked to have none.
+    """`x` in another dtype, for results of an `autograd.Function`. Compiled by torch 2.11, one that
+    ends in a `to` that changes nothing has gradients of zero: the tensor that comes back is also
+    among the intermediates, which are marked to have none.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -379,42 +376,19 @@ def causal_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of this rank's queries to the keys of all ranks of a context axis.
 
-    Args:
-        q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
-        plan: which tokens these are.
-        scale: of the products of queries and keys, 1 / sqrt(D) unless given.
-
-    Returns:
-        [B, T, N, E]; rows of padding are zero, and so are their gradients.
-
-    Raises:
-        ValueError: shapes or dtypes that no attention has, or a plan for other tokens or ranks.
+    q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
+    plan: which tokens these are.
+    scale: of the products of queries and keys, 1 / sqrt(D) unless given.
+    Returns [B, T, N, E]; rows of padding are zero, and so are their gradients.
     """
-    _check(q, k, v, plan, axis)
+    batch, time, heads, width = q.shape
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    assert k.shape == (batch, time, k.shape[2], width), shapes
+    assert v.shape[:3] == k.shape[:3], shapes
+    assert heads % k.shape[2] == 0, shapes
+    assert q.dtype == k.dtype == v.dtype, f"{q.dtype}, {k.dtype}, {v.dtype}"
+    assert (plan.size, plan.rank) == (axis.size, axis.rank), f"a plan for {plan.rank} on {axis}"
+    assert time == plan.rows.shape[0], f"{time} local tokens of {plan.rows.shape[0]}"
+    assert plan.spans.offsets is None or batch == 1, shapes
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     return ring_attention((q, k, v), plan=plan, axis=axis, kernel=kernel_for(q, v), scale=scale)
-
-
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, axis: Axis
-) -> None:
-    shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-    if any(t.dim() != 4 for t in (q, k, v)):
-        raise ValueError(f"Expected q, k and v of [B, T, heads, width], got {shapes}.")
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"Expected q, k and v of the same batch and tokens, got {shapes}.")
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"Expected as many heads in v as in k, and a multiple in q, got {shapes}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"Expected q and k of equal width, got {shapes}.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"Expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
-    if (plan.size, plan.rank) != (axis.size, axis.rank):
-        raise ValueError(
-            f"Expected a plan for rank {axis.rank} of {axis.size}, got one for rank {plan.rank} "
-            f"of {plan.size}."
-        )
-    if q.shape[1] != plan.rows.shape[0]:
-        raise ValueError(f"Expected {plan.rows.shape[0]} local tokens, got {q.shape[1]}.")
-    if plan.spans.offsets is not None and q.shape[0] != 1:
-        raise ValueError(f"Expected a batch of 1 for packed sequences, got {q.shape[0]}.")

@@ -39,7 +39,6 @@ class Residual:
     stream: RandomStream
 
     def add(self, x: torch.Tensor, out: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """x + dropout(out)."""
         return x + self.stream.dropout(out, self.p, training=training)
 
 
@@ -75,10 +74,8 @@ def recompute_with(streams: RandomStreams | None, *, reentrant: bool) -> Recompu
 
 
 def stream_of(streams: RandomStreams, *, sequence_parallel: bool) -> RandomStream:
-    """What a branch's dropout draws from.
-
-    Ranks of tp draw the same where they hold the same activations, and their own under sequence
-    parallel, where each holds other tokens.
+    """What a branch's dropout draws from. Ranks of tp draw the same where they hold the same
+    activations, and their own under sequence parallel, where each holds other tokens.
     """
     return streams.equal_over(*(() if sequence_parallel else ("tp",)))
 
@@ -122,12 +119,11 @@ class MlpBranch(nn.Module):
 class Crossing(NamedTuple):
     """What crosses from the front of an expert branch, which graphs may hold, to its rest.
 
-    Attributes:
-        normed: what experts take, [B, T, H].
-        routed: see there; weights are connected to the router by autograd.
-        plan: of the dispatcher, None if it is left to the rest.
-        residual: x [B, T, H] itself. It crosses, too, or its gradient would be added to the sum of
-            the norm's and not, as where nothing is captured, the norm's to it one by one.
+    normed: what experts take, [B, T, H].
+    routed: see there; weights are connected to the router by autograd.
+    plan: of the dispatcher, None if it is left to the rest.
+    residual: x [B, T, H] itself. It crosses, too, or its gradient would be added to the sum of the
+        norm's and not, as where nothing is captured, the norm's to it one by one.
     """
 
     normed: torch.Tensor
@@ -175,10 +171,9 @@ class MoeBranch(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention branch, then a dense or an expert branch. The FSDP unit.
-
-    What is computed again (`recompute`) lies inside of the unit's hooks, and inside of what a graph
-    captures of it: backward finds the weights gathered, and a graph holds both runs.
+    """Attention branch, then a dense or an expert branch. The FSDP unit. What is computed again
+    (`recompute`) lies inside of the unit's hooks, and inside of what a graph captures of it:
+    backward finds the weights gathered, and a graph holds both runs.
     """
 
     def __init__(
@@ -245,17 +240,12 @@ class DecoderStage(nn.Module):
     Weights are NaN, or whatever torch left there, until `weights.init_weights` or
     `weights.load_global` gives them values.
 
-    Args:
-        layers: global numbers of its layers; None: all.
-        streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
-        recompute: what of each layer is computed again in backward: see `TrainConfig`.
-
-    Attributes:
-        around: what its layers compute in (fp8), see `layers.Precision`.
-        on_microbatch: told the part and the slot of each microbatch before its layers run.
-
-    Raises:
-        ValueError: sizes that the axes do not divide.
+    layers: global numbers of its layers; None: all.
+    streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
+    recompute: what of each layer is computed again in backward: see `TrainConfig`.
+    around: what its layers compute in (fp8), see `layers.Precision`.
+    on_microbatch: told the part and the slot of each microbatch before its layers run.
+    Raises ValueError: sizes that the axes do not divide.
     """
 
     def __init__(
@@ -289,12 +279,8 @@ class DecoderStage(nn.Module):
 
     def forward(self, x: torch.Tensor, part: Part, *, microbatch: int = 0) -> torch.Tensor:
         """Tokens int64 [B, T], or x, to x, or to this rank's loss: float32 (float64) scalar.
-
-        Args:
-            microbatch: slot of the microbatch, for graphs, which are kept by slot.
-
-        Raises:
-            ValueError: rows of more tokens than there are positions.
+        `microbatch`: slot of the microbatch, for graphs, which are kept by slot (`ValueError`: rows
+        of more tokens than there are positions).
         """
         self._check_length(part)
         if self.on_microbatch is not None:
@@ -325,9 +311,8 @@ class DecoderStage(nn.Module):
             )
 
     def _without_padding(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """Zeros in rows of padding, which then stay zero through every layer.
-
-        Whatever they held would be multiplied by gradients of zero, and NaN times zero is NaN.
+        """Zeros in rows of padding, which then stay zero through every layer. Whatever they held
+        would be multiplied by gradients of zero, and NaN times zero is NaN.
         """
         axes = self.axes
         valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
@@ -335,12 +320,10 @@ class DecoderStage(nn.Module):
 
     @property
     def numbered_layers(self) -> dict[str, Layer]:
-        """This stage's layers by their global numbers."""
         return {number: cast("Layer", layer) for number, layer in self.layers.items()}
 
     @property
     def routers(self) -> dict[str, Router]:
-        """Routers of this stage's layers by the name of the layer's experts."""
         return {
             f"layers.{number}.mlp.moe": layer.mlp.moe.router
             for number, layer in self.numbered_layers.items()
@@ -359,16 +342,13 @@ def make_layers(
 ) -> LayerFactory:  # fmt: skip
     """The factory of layers of `backend`, torch or te.
 
-    Args:
-        fp8: none, delayed, current or block; of `te` only.
-        fused_experts: compute an expert's layers at once; None: where the backend has kernels of
-            its own for it, which `te` has for some recipes, on some machines.
-        fused_rope: RoPE by a kernel that walks the sequences of a pack.
-        dtype: compute dtype.
-
-    Raises:
-        BackendMissing: `te` where TransformerEngine or CUDA is absent.
-        ValueError: fp8 of another backend than `te`, or an unknown one; fused experts in blocks.
+    fp8: none, delayed, current or block; of `te` only.
+    fused_experts: compute an expert's layers at once; None: where the backend has kernels of its
+        own for it, which `te` has for some recipes, on some machines.
+    fused_rope: RoPE by a kernel that walks the sequences of a pack.
+    dtype: compute dtype.
+    Raises BackendMissing: `te` where TransformerEngine or CUDA is absent.
+    Raises ValueError: fp8 of another backend than `te`, or an unknown one; fused experts in blocks.
     """
     if backend == "te":
         from fsdp_core.model.te.layers import TeLayers
@@ -393,10 +373,8 @@ def make_stages(
     chunks: int = 1,
     recompute: str = "none",
 ) -> list[DecoderStage]:
-    """This pipeline rank's stages in order: stages rank, rank + pp, ...
-
-    Raises:
-        ValueError: fewer layers than stages, or sizes that the axes do not divide.
+    """This pipeline rank's stages in order: stages rank, rank + pp, ... (`ValueError`: fewer layers
+    than stages, or sizes that the axes do not divide).
     """
     pp = axes.pp
     ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]

@@ -63,7 +63,6 @@ class Precision:
     """What a stage's layers compute in: here nothing but their dtype."""
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Of a forward pass that runs for its result."""
         return contextlib.nullcontext()
 
     def captured(self) -> AbstractContextManager[Any]:
@@ -125,11 +124,9 @@ class Mlp(nn.Module):
 
 
 class LayerFactory:
-    """Makes the modules of one rank's layers, each anew, by torch.
-
-    Args:
-        fused_experts: gate, up and down of experts as one autograd function.
-        fused_rope: RoPE by a kernel that walks the sequences of a pack.
+    """Makes the modules of one rank's layers, each anew, by torch. `fused_experts`: gate, up and
+    down of experts as one autograd function. `fused_rope`: RoPE by a kernel that walks the
+    sequences of a pack.
     """
 
     def __init__(self, *, fused_experts: bool = False, fused_rope: bool = False) -> None:
@@ -138,7 +135,6 @@ class LayerFactory:
     # ---- what a library has
 
     def rms_norm(self, width: int, eps: float) -> nn.Module:
-        """RMSNorm over the last dim."""
         return RmsNorm(width, eps)
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
@@ -180,7 +176,6 @@ class LayerFactory:
         return first, GroupedQueryAttention(config, axes, rope, norm)
 
     def mlp(self, config: ModelConfig, axes: Axes) -> tuple[nn.Module, nn.Module]:
-        """Norm and dense feed-forward, likewise."""
         return self.norm(config, axes), Mlp(config.hidden, config.ffn, axes)
 
     def shared_experts(self, config: ModelConfig, axes: Axes) -> nn.Module | None:

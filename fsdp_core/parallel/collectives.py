@@ -58,11 +58,9 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     output_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Rows (dim 0) of every rank to every rank.
-
-    Args:
-        input_splits: rows that go to each rank, in the order in which they lie in `x`; None: equal.
-        output_splits: rows that come from each rank, in rank order; None: equal parts.
+    """Rows (dim 0) of every rank to every rank. `input_splits`: rows that go to each rank, in the
+    order in which they lie in `x`; None: equal. `output_splits`: rows that come from each rank, in
+    rank order; None: equal parts.
     """
     if axis.size == 1:
         return x

@@ -54,12 +54,9 @@ def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the sequences lie in a row of tokens.
-
-    Attributes:
-        offsets: int32 [S + 1], first token of each sequence and the end of the last; None where
-            every row of the batch is one sequence.
-        max_len: no sequence is longer, a constant.
+    """Where the sequences lie in a row of tokens. `offsets`: int32 [S + 1], first token of each
+    sequence and the end of the last; None where every row of the batch is one sequence. `max_len`:
+    no sequence is longer, a constant.
     """
 
     offsets: torch.Tensor | None
@@ -68,11 +65,8 @@ class Spans:
 
 @dataclass(frozen=True)
 class Rows:
-    """m rows out of n, along dim 1 of tensors [B, n, ...].
-
-    Attributes:
-        index: int64 [m], the rows chosen.
-        inverse: int64 [n], the place of each row among the chosen ones, m where it is not chosen.
+    """m rows out of n, along dim 1 of tensors [B, n, ...]. `index`: int64 [m], the rows chosen.
+    `inverse`: int64 [n], the place of each row among the chosen ones, m where it is not chosen.
     """
 
     index: torch.Tensor
@@ -90,9 +84,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries that look at keys: some rows of each (None means all), and where sequences lie.
-
-    With `causal` the last query of a sequence sees all of its keys, the one before it all but one.
+    """Queries that look at keys: some rows of each (None means all), and where sequences lie. With
+    `causal` the last query of a sequence sees all of its keys, the one before it all but one.
     """
 
     queries: Rows | None
@@ -106,14 +99,13 @@ class Block:
 class ContextPlan:
     """A rank's tokens, as attention needs to know them. Made by `dense_plan` or `packed_plan`.
 
-    Attributes:
-        size, rank: of the context axis that the plan is for.
-        rows: int64 [T], place of each local token in the whole row of tokens.
-        positions: int64 [T], place of each token in its sequence; 0 for padding.
-        valid: bool [T], whether a token is no padding; None where all are.
-        spans: where sequences lie in the local tokens.
-        half_spans: where they lie in the early, or the late, halves alone.
-        halves: the local tokens of the early and of the late chunks; None for size 1.
+    size, rank: of the context axis that the plan is for.
+    rows: int64 [T], place of each local token in the whole row of tokens.
+    positions: int64 [T], place of each token in its sequence; 0 for padding.
+    valid: bool [T], whether a token is no padding; None where all are.
+    spans: where sequences lie in the local tokens.
+    half_spans: where they lie in the early, or the late, halves alone.
+    halves: the local tokens of the early and of the late chunks; None for size 1.
     """
 
     size: int
@@ -126,9 +118,8 @@ class ContextPlan:
     halves: tuple[Rows, Rows] | None
 
     def ring_block(self, source: int) -> Block:
-        """What this rank's queries see of the keys of rank `source`.
-
-        Of an earlier rank's keys the early half; of a later rank's both, from the late queries.
+        """What this rank's queries see of the keys of rank `source`. Of an earlier rank's keys the
+        early half; of a later rank's both, from the late queries.
         """
         if source == self.rank:
             return Block(None, None, self.spans, self.spans, causal=True)
@@ -163,11 +154,10 @@ def packed_plan(
 ) -> ContextPlan:
     """The plan of one row of packed sequences; operators only, so a graph can hold it.
 
-    Args:
-        lengths: int [S], valid tokens of each sequence; the rest of its tokens is padding.
-        padded_offsets: int [S + 1], first token of each sequence, padding counted, multiples of
-            2 * size. Tokens from the last offset to `total` are padding of no sequence.
-        total: tokens of the whole row, over all ranks.
+    lengths: int [S], valid tokens of each sequence; the rest of its tokens is padding.
+    padded_offsets: int [S + 1], first token of each sequence, padding counted, multiples of 2 *
+        size. Tokens from the last offset to `total` are padding of no sequence.
+    total: tokens of the whole row, over all ranks.
     """
     chunk = _chunk_length(total, size)
     # A sequence for what lies behind the last offset: no token is without one.
@@ -208,7 +198,6 @@ def positions_of(
     offsets: torch.Tensor, num: int, size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of a rank's `num` tokens as a kernel finds them from int [S + 1] offsets alone.
-
     Offsets are over all ranks, padding counted. Returns int64 [num], and bool [num]: whether a
     token is of any sequence, 0 where it is of none.
     """
@@ -242,10 +231,9 @@ class MicrobatchLayout(NamedTuple):
 
 
 class DynamicContext:
-    """The context axes of all supported sizes; collective, as groups are made.
-
-    `rows` are the global ranks of each dp x cp, in order, of equal length; each of `sizes` divides
-    one. `known` are axes that exist already, by size, to be used as they are.
+    """The context axes of all supported sizes; collective, as groups are made. `rows` are the
+    global ranks of each dp x cp, in order, of equal length; each of `sizes` divides one. `known`
+    are axes that exist already, by size, to be used as they are.
     """
 
     def __init__(

@@ -22,9 +22,8 @@ _SHARDED_OVER = ("dp", "dp_outer", "edp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it: its name in `AXES`, and this rank's coordinate.
-
-    The group has the ranks along the axis in the order of their coordinates.
+    """One parallel axis as this rank sees it: its name in `AXES`, and this rank's coordinate. The
+    group has the ranks along the axis in the order of their coordinates.
     """
 
     name: str
@@ -39,12 +38,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """All axes of a layout.
-
-    Attributes:
-        dense_mesh: what FSDP shards dense parameters over: dp and cp as one axis, and dp_outer as
-            an outer one where it is larger than 1. `expert_mesh`, for experts: edp.
-        sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
+    """All axes of a layout. `dense_mesh`: what FSDP shards dense parameters over: dp and cp as one
+    axis, and dp_outer as an outer one where it is larger than 1. `expert_mesh`, for experts: edp.
+    `sequence_parallel`: activations between tensor-parallel regions are cut along the sequence.
     """
 
     tp: Axis
@@ -86,7 +82,6 @@ def world_timeout() -> timedelta:
 
 def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
     """All axes of a layout, as this rank sees them (`ValueError`: not for so many ranks).
-
     Collective. Call it once a run and hand the result on: groups made again for the same ranks are
     other groups, and what was captured with the first ones does not work with the second.
     """
@@ -115,11 +110,10 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
 
 
 class _Groups:
-    """Makes each process group once; axes that cut the ranks alike share it.
-
-    Only within two families, though: FSDP communicates on streams of its own, beside the layers.
-    One communicator would put both into one queue, or, where a graph holds the layers' part, into
-    two queues that know nothing of each other.
+    """Makes each process group once; axes that cut the ranks alike share it. Only within two
+    families, though: FSDP communicates on streams of its own, beside the layers. One communicator
+    would put both into one queue, or, where a graph holds the layers' part, into two queues that
+    know nothing of each other.
     """
 
     def __init__(self, parallel: ParallelConfig, device: Device) -> None:

@@ -85,11 +85,10 @@ def named_cuts(model: nn.Module) -> dict[str, Cuts]:
 class Stretch:
     """A stretch of a parameter that is a rank's part of a global tensor.
 
-    Attributes:
-        name: of the global tensor; in a module's table relative to that module, "../norm.weight"
-            for one of the module around it.
-        cuts: of the global tensor.
-        dim, start, length: the stretch; a length of None: all of the parameter.
+    name: of the global tensor; in a module's table relative to that module, "../norm.weight" for
+        one of the module around it.
+    cuts: of the global tensor.
+    dim, start, length: the stretch; a length of None: all of the parameter.
     """
 
     name: str
@@ -118,10 +117,8 @@ def consecutive(named: Mapping[str, int], cuts: Cuts, dim: int = 0) -> Stretches
 
 
 def set_stretches(module: nn.Module, table: Mapping[str, Stretch | Stretches]) -> None:
-    """Say what the parameters inside `module` are made of, by their names in it.
-
-    Raises:
-        ValueError: a name of no parameter, or stretches that are not the whole of one.
+    """Say what the parameters inside `module` are made of, by their names in it (`ValueError`: a
+    name of no parameter, or stretches that are not the whole of one).
     """
     parameters = dict(module.named_parameters())
     checked: dict[str, Stretches] = {}

@@ -89,12 +89,9 @@ class Schedule:
 
 def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool = True) -> Schedule:
     """1F1B for one chunk a rank, interleaved 1F1B for more; forwards only where nothing trains.
-
     1F1B (PipeDream-flush) warms rank r up with pp - 1 - r forwards; interleaved, groups of pp
-    microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp.
-
-    Raises:
-        ValueError: no microbatches, or training with chunks > 1 and microbatches no multiple of pp.
+    microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp
+    (`ValueError`: no microbatches, or training with chunks > 1 and microbatches no multiple of pp).
     """
     if microbatches < 1:
         raise ValueError(f"Expected microbatches >= 1, got {microbatches}.")
@@ -140,12 +137,9 @@ def slots_needed(schedule: Schedule) -> int:
 
 def split_layers(num_layers: int, pp: int, chunks: int = 1) -> tuple[tuple[range, ...], ...]:
     """Numbers of the layers of every (rank, chunk), in the order of the model, as even as can be.
-
     What does not divide goes to the later stages, which keep fewer microbatches, but to the last
-    one, which has the head, only at the end: 10 layers over pp 4 are 2 | 3 | 3 | 2.
-
-    Raises:
-        ValueError: fewer layers than stages.
+    one, which has the head, only at the end: 10 layers over pp 4 are 2 | 3 | 3 | 2 (`ValueError`:
+    fewer layers than stages).
     """
     stages = pp * chunks
     if not 1 <= stages <= num_layers:
@@ -161,10 +155,9 @@ def split_layers(num_layers: int, pp: int, chunks: int = 1) -> tuple[tuple[range
 
 
 def programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's actions with the exchanges between them.
-
-    A transfer stands at the end of the action that makes its tensor: on the sender's side before
-    its next action, on the receiver's between the actions that begin before and after that.
+    """Every rank's actions with the exchanges between them. A transfer stands at the end of the
+    action that makes its tensor: on the sender's side before its next action, on the receiver's
+    between the actions that begin before and after that.
     """
     times = timeline(schedule)
     transfers = sorted(

@@ -34,10 +34,9 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 class RandomStream:
     """One sequence of random numbers. `RandomStreams.equal_over` makes it.
 
-    Attributes:
-        name: what it is equal over and this rank's coordinates on the other axes.
-        generator: on CUDA what must be registered with graphs; None on the CPU.
-        state: uint8, the state of the CPU's generator; None on CUDA.
+    name: what it is equal over and this rank's coordinates on the other axes.
+    generator: on CUDA what must be registered with graphs; None on the CPU.
+    state: uint8, the state of the CPU's generator; None on CUDA.
     """
 
     def __init__(self, name: str, seed: int, device: torch.device, owner: "RandomStreams") -> None:
@@ -49,9 +48,8 @@ class RandomStream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Kernels inside that draw from the default generator draw from this stream.
-
-        Not in a backward pass outside of `checkpoint_contexts`, and not within another stream.
+        """Kernels inside that draw from the default generator draw from this stream. Not in a
+        backward pass outside of `checkpoint_contexts`, and not within another stream.
         """
         self._owner.enter(self)
         try:
@@ -96,7 +94,6 @@ class RandomStream:
         return self.state.clone()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Put back what `get_state` returned, in place: graphs keep seeing it."""
         if self.generator is not None:
             self.generator.set_state(state)
         else:
@@ -116,7 +113,6 @@ class RandomStreams:
 
     def equal_over(self, *names: str) -> RandomStream:
         """The stream that ranks share which differ on the axes `names` alone: always one object.
-
         Streams equal over different axes are independent, also where the axes have one rank.
         """
         assert set(names) <= self._axes.keys(), f"{names} are not all of {[*self._axes]}"
@@ -145,9 +141,8 @@ class RandomStreams:
             self._streams[name].set_state(state)
 
     def checkpoint_contexts(self) -> Contexts:
-        """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
-
-        The second run draws the numbers of the first, and leaves the streams as it found them.
+        """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. The
+        second run draws the numbers of the first, and leaves the streams as it found them.
         """
         states: dict[str, torch.Tensor] = {}
         return self._remember(states), self._repeat(states)

@@ -105,10 +105,9 @@ class RowLinear(_CutLayer):
 
 
 class VocabEmbedding(_CutLayer):
-    """An embedding whose rows are cut over `axis`, with the bits of the whole one.
-
-    All ranks but one add a negative zero, which alone changes no number. A token outside the
-    vocabulary is the error that `F.embedding` makes of it.
+    """An embedding whose rows are cut over `axis`, with the bits of the whole one. All ranks but
+    one add a negative zero, which alone changes no number. A token outside the vocabulary is the
+    error that `F.embedding` makes of it.
     """
 
     dim, what = 0, "the vocabulary"
@@ -127,7 +126,6 @@ class VocabEmbedding(_CutLayer):
 
 def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
     """Row of this rank, of `rows` a rank, for each global `index`, and whether the rank has it.
-
     Others read row 0. An index outside the vocabulary reads past the end on every rank: the
     operator that reads complains, on a GPU too, without a sync.
     """
@@ -138,18 +136,16 @@ def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, to
 
 
 def reduce_replicated(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """A stand-in for a replicated parameter, whose gradient is summed over `axis`.
-
-    For a forward that uses it on a part of what the whole model uses it on, as a norm under
-    sequence parallel. The sum is in the backward pass, so graphs hold it, and before FSDP's.
+    """A stand-in for a replicated parameter, whose gradient is summed over `axis`. For a forward
+    that uses it on a part of what the whole model uses it on, as a norm under sequence parallel.
+    The sum is in the backward pass, so graphs hold it, and before FSDP's.
     """
     return copy_to(parameter, axis)
 
 
 def reduce_replicated_of(module: nn.Module, name: str, axis: Axis) -> None:
-    """Make a module of any library use `reduce_replicated` for its own parameter `name`.
-
-    It becomes of a subclass whose forward runs with the stand-in in place of the parameter.
+    """Make a module of any library use `reduce_replicated` for its own parameter `name`. It becomes
+    of a subclass whose forward runs with the stand-in in place of the parameter.
     """
     kind = type(module)
     assert module._parameters.get(name) is not None, f"no parameter {name} of {kind.__name__}"
@@ -190,13 +186,10 @@ def vocab_cross_entropy(
     off, loss and gradient are zero whatever the logits are, NaN included. A target outside the
     vocabulary is the error that `torch.gather` makes of it.
 
-    Args:
-        logits: [..., V / tp], this rank's columns; copied unless contiguous.
-        targets: int64 [...], the same on every rank, in the whole vocabulary or `IGNORED`.
-        loss_mask: bool [...], True where a token counts; None: all that are not `IGNORED`.
-
-    Returns:
-        float32 [...] (float64 for float64 logits), the same on every rank; not their mean.
+    logits: [..., V / tp], this rank's columns; copied unless contiguous.
+    targets: int64 [...], the same on every rank, in the whole vocabulary or `IGNORED`.
+    loss_mask: bool [...], True where a token counts; None: all that are not `IGNORED`.
+    Returns float32 [...] (float64 for float64 logits), the same on every rank; not their mean.
     """
     shape = logits.shape[:-1]
     assert (targets.shape, targets.dtype) == (shape, torch.int64), (targets.shape, shape)

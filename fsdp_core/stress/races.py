@@ -68,15 +68,12 @@ class ClockStream:
 
     @property
     def time(self) -> int:
-        """How much was issued here."""
         return self.clock[self.number]
 
     def issue(self) -> None:
-        """Work is issued."""
         self.clock[self.number] += 1
 
     def wait_event(self, event: ClockEvent) -> None:
-        """Order what follows after the event."""
         _join(self.clock, event.clock)
 
     def wait_stream(self, stream: "ClockStream") -> None:
@@ -84,7 +81,6 @@ class ClockStream:
         _join(self.clock, stream.clock)
 
     def record_event(self) -> ClockEvent:
-        """Mark this point."""
         return ClockEvent(self._clocks, dict(self.clock))
 
     def synchronize(self) -> None:
@@ -153,10 +149,9 @@ class Named(NamedTuple):
 class Access:
     """One operator's use of bytes `start` up to `stop` of a storage.
 
-    Attributes:
-        time: the stream's count when it was issued.
-        operator: its name.
-        place: `file:line` of the program.
+    time: the stream's count when it was issued.
+    operator: its name.
+    place: `file:line` of the program.
     """
 
     start: int
@@ -177,10 +172,9 @@ class Access:
 class Race:
     """Two accesses that nothing orders, at least one of which writes.
 
-    Attributes:
-        tensor: whose memory, as far as it has a name.
-        unit: FSDP unit that holds the tensor, or "".
-        is_gradient: whether gradients are in it.
+    tensor: whose memory, as far as it has a name.
+    unit: FSDP unit that holds the tensor, or "".
+    is_gradient: whether gradients are in it.
     """
 
     tensor: str
@@ -200,10 +194,8 @@ class Race:
 
 
 class RaceFound(RuntimeError):
-    """Work of two streams touches the same memory, and no wait says which comes first.
-
-    Attributes:
-        races: all that were found, in order.
+    """Work of two streams touches the same memory, and no wait says which comes first. `races`: all
+    that were found, in order.
     """
 
     def __init__(self, races: list[Race]) -> None:
@@ -239,11 +231,10 @@ class _Kind(NamedTuple):
 class Races(ObservingMode):
     """Watches operators; `found` lists races, each pair of places once.
 
-    Attributes:
-        clocks: the streams; give them to `Device.modelling_streams`, and the object itself to
-            `Device.watching_storages`.
-        name: tensors that people know, asked for when a race is found.
-        units: name of the unit of each owner of pool buffers.
+    clocks: the streams; give them to `Device.modelling_streams`, and the object itself to
+        `Device.watching_storages`.
+    name: tensors that people know, asked for when a race is found.
+    units: name of the unit of each owner of pool buffers.
     """
 
     def __init__(self) -> None:
@@ -260,11 +251,7 @@ class Races(ObservingMode):
         """Where the operator was called that is being looked at, once anybody asked."""
 
     def require_none(self) -> None:
-        """Raise what was found since the last time.
-
-        Raises:
-            RaceFound: there were races.
-        """
+        """Raise what was found since the last time (`RaceFound`: there were races)."""
         found, self.found = self.found, []
         if found:
             raise RaceFound(found)

@@ -121,7 +121,6 @@ class Scramble:
         return sum(-(-block.numel() // _GRAIN_BYTES) * _GRAIN_BYTES for block in self._held)
 
     def release(self) -> None:
-        """Give everything back."""
         self._held = []
 
     def _poisoned(self, nbytes: int) -> torch.Tensor:
@@ -155,7 +154,6 @@ class Scramble:
 
 class WatchedPool:
     """A pool that tells of the buffers it hands out, and of those it takes back, before it does.
-
     All else is `inner`'s (see `pool.Pool`).
     """
 
@@ -188,13 +186,10 @@ class WatchedPool:
 class Stressors:
     """Some of the stressors, on one device.
 
-    Args:
-        names: out of `config.STRESSORS`.
-        seed: of what is random in them.
-        rank: of this process; each has other delays and other churn.
-
-    Raises:
-        StressorMissing: `races` on another device than the CPU.
+    names: out of `config.STRESSORS`.
+    seed: of what is random in them.
+    rank: of this process; each has other delays and other churn.
+    Raises StressorMissing: `races` on another device than the CPU.
     """
 
     def __init__(self, names: Sequence[str], *, device: Device, seed: int, rank: int) -> None:
@@ -211,11 +206,8 @@ class Stressors:
 
     def only(self, names: Sequence[str]) -> None:
         """From now on these alone are at work, between steps; `races` always is if it is one of us.
-
-        What an earlier one did inside of a capture stays in the graph: capture again.
-
-        Raises:
-            ValueError: a name that is not among `names` of this object.
+        What an earlier one did inside of a capture stays in the graph: capture again (`ValueError`:
+        a name that is not among `names` of this object).
         """
         if unknown := sorted(set(names) - set(self.names)):
             raise ValueError(f"Expected some of {', '.join(self.names)}, got {unknown[0]}.")
@@ -253,16 +245,11 @@ class Stressors:
             self.scramble.churn()
 
     def after_step(self) -> None:
-        """Say what was found.
-
-        Raises:
-            RaceFound: accesses that no wait orders.
-        """
+        """Say what was found (`RaceFound`: accesses that no wait orders)."""
         if self.races is not None:
             self.races.require_none()
 
     def close(self) -> None:
-        """Give back what is held."""
         if self.scramble is not None:
             self.scramble.release()
 

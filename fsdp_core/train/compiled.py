@@ -80,14 +80,11 @@ class HeldGuards:
 class Compiler:
     """Compiles parts of one model, from its construction to `close`.
 
-    Args:
-        backend: `aot_eager` or `inductor`; empty: there is nothing to compile.
-
-    Attributes:
-        compilations: in the order in which they happened.
-        has_graphs: whether there are graphs of compiled code; for their owner to say.
-        part: that is called now.
-        held: guards of what the capture that is under way holds.
+    backend: `aot_eager` or `inductor`; empty: there is nothing to compile.
+    compilations: in the order in which they happened.
+    has_graphs: whether there are graphs of compiled code; for their owner to say.
+    part: that is called now.
+    held: guards of what the capture that is under way holds.
     """
 
     def __init__(self, backend: str = "") -> None:
@@ -121,7 +118,6 @@ class Compiler:
 
     @property
     def parts(self) -> set[str]:
-        """Of a configuration, of any layer, that there is compiled code of."""
         return {part for made in self.compilations for part in self._parts[made.part]}
 
     def written_unseen(self, modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -341,10 +337,9 @@ def _brief(reason: str) -> str:
 
 
 def compile_parts(config: TrainConfig, stages: Sequence[DecoderStage]) -> Compiler:
-    """Put compiled parts in place of those that `config.compile` names, after taps are.
-
-    Returns their compiler, to be closed after the graphs that hold its code. `ConfigError` if taps
-    watch modules inside of compiled parts.
+    """Put compiled parts in place of those that `config.compile` names, after taps are. Returns
+    their compiler, to be closed after the graphs that hold its code. `ConfigError` if taps watch
+    modules inside of compiled parts.
     """
     compiler = Compiler(config.compile_backend if config.compile else "")
     for stage in stages:

@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_core.config import OptimConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
 from fsdp_core.model.layers import BackendMissing, LayerFactory
+from fsdp_core.model.sharding import init_weights
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
-from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.train.build import TORCH_DTYPES
@@ -50,10 +50,9 @@ from fsdp_core.train.trainer import (
 class Sharded:
     """A stage in the hands of an engine.
 
-    Attributes:
-        module: takes what the stage takes.
-        optimizer: over the stage's parameters as the engine holds them.
-        before_last: what all microbatches of a step but the last run in.
+    module: takes what the stage takes.
+    optimizer: over the stage's parameters as the engine holds them.
+    before_last: what all microbatches of a step but the last run in.
     """
 
     module: nn.Module
@@ -114,13 +113,10 @@ def ddp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
 
 
 def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
-    """megatron-fsdp, ZeRO-3, as its users get it.
-
-    Its `fully_shard_optimizer` takes a step with zero gradients before training (Megatron-LM
-    #5974): weights have decayed once and the step count is one ahead. That is left as it is.
-
-    Raises:
-        BackendMissing: it is not installed, or there is no GPU, which it cannot do without.
+    """megatron-fsdp, ZeRO-3, as its users get it. Its `fully_shard_optimizer` takes a step with
+    zero gradients before training (Megatron-LM #5974): weights have decayed once and the step count
+    is one ahead. That is left as it is (`BackendMissing`: it is not installed, or there is no GPU,
+    which it cannot do without).
     """
     if next(stage.parameters()).device.type != "cuda":
         raise BackendMissing("engine megatron_fsdp needs a GPU")
@@ -166,7 +162,6 @@ def local(tensor: Any) -> torch.Tensor:
 
 class EngineAdamW(AdamW):
     """An engine's optimizer as `fsdp_core.optim.AdamW` shows itself: this rank's parts, by name.
-
     Parts are looked up again by `refresh`, as an engine may put them elsewhere.
     """
 
@@ -201,13 +196,11 @@ class EngineAdamW(AdamW):
         self.step_count = local(states[0]["step"])
 
     def require_grads(self) -> None:
-        """See that every weight has a gradient (`RuntimeError`)."""
         for name, parameter in zip(self.names, self._own, strict=True):
             if parameter.grad is None:
                 raise TensorError(f"Expected a gradient of {name}, got none in this step.", name)
 
     def zero_grad(self) -> None:
-        """Forget the gradients, as users do."""
         self._torchs.zero_grad()
 
     def step(self, skipped: torch.Tensor | None = None) -> None:
@@ -237,10 +230,8 @@ class EngineDigests(Digests):
 
 
 class EngineTrainer(Trainer):
-    """One rank's training by another engine: eager, of a dense model, over dp alone.
-
-    Raises:
-        BackendMissing: the engine is not installed.
+    """One rank's training by another engine: eager, of a dense model, over dp alone
+    (`BackendMissing`: the engine is not installed).
     """
 
     optimizer: EngineAdamW
@@ -277,11 +268,9 @@ class EngineTrainer(Trainer):
         self._after_gradients()
 
     def evaluate(self, index: int) -> torch.Tensor:
-        """Of our engine alone (`NotImplementedError`)."""
         raise NotImplementedError(f"Expected engine ours to evaluate, got {self.config.engine}.")
 
     def keep(self, names: Sequence[str], max_bytes: int) -> Snapshots:
-        """See `Trainer`."""
         with self.device.on(self.stream):
             places = self._places()
             return Snapshots(

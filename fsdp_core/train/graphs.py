@@ -60,13 +60,10 @@ from fsdp_core.train.scopes import (
 class Graphs:
     """Graphs of the scopes that a configuration asks for; none until they are captured.
 
-    Args:
-        streams: of random numbers, whose states captures leave alone.
-        resolve: names every tensor that graphs may use.
-
-    Attributes:
-        counts: what the graphs did.
-        iteration, parts: the graph of scope full_iteration; those of partial scopes.
+    streams: of random numbers, whose states captures leave alone.
+    resolve: names every tensor that graphs may use.
+    counts: what the graphs did.
+    iteration, parts: the graph of scope full_iteration; those of partial scopes.
     """
 
     def __init__(
@@ -209,11 +206,9 @@ def communicates(config: TrainConfig) -> bool:
 
 @dataclass
 class CapturedRegion:
-    """The graphs of a region in one slot, and what is done around their replays.
-
-    Attributes:
-        begin: called before each forward replay; what it returns, after the backward's.
-        guards: of compiled code that the forward graph holds.
+    """The graphs of a region in one slot, and what is done around their replays. `begin`: called
+    before each forward replay; what it returns, after the backward's. `guards`: of compiled code
+    that the forward graph holds.
     """
 
     region: Region
@@ -251,12 +246,11 @@ SlotGraphs = dict[str, CapturedRegion]
 class CaptureOptions:
     """What all captures of partial scopes have in common.
 
-    Attributes:
-        new_maker: of graphs that share a memory pool.
-        resolve: names tensors for ledgers; None: no ledgers.
-        attempt: what captures are made through: `CaptureSession.attempt`.
-        num_slots: microbatches that a stage may have between forward and backward at a time.
-        meet: called before each context size: nothing may be under way, on no rank.
+    new_maker: of graphs that share a memory pool.
+    resolve: names tensors for ledgers; None: no ledgers.
+    attempt: what captures are made through: `CaptureSession.attempt`.
+    num_slots: microbatches that a stage may have between forward and backward at a time.
+    meet: called before each context size: nothing may be under way, on no rank.
     """
 
     capture_by: str
@@ -273,11 +267,10 @@ class CaptureOptions:
 class SlotCapture:
     """Captures all regions of a stage in one slot, by whichever maker.
 
-    Attributes:
-        maker, pool: of the slot: what else it captures, shares their memory.
-        part: what layers see of any microbatch that is replayed, in tensors that stay.
-        sample: like what enters a layer.
-        suffix: of names; what tells these graphs from others of the stage.
+    maker, pool: of the slot: what else it captures, shares their memory.
+    part: what layers see of any microbatch that is replayed, in tensors that stay.
+    sample: like what enters a layer.
+    suffix: of names; what tells these graphs from others of the stage.
     """
 
     stage: DecoderStage
@@ -311,7 +304,6 @@ class SlotCapture:
         return [tensor for tensor in held if tensor is not None]
 
     def _segment(self, region: Region, state: Sequence[torch.Tensor] = ()) -> Segment:
-        """The region, its parameters gathered."""
         return Segment(
             name=region.name + self.suffix,
             function=self._function(region),
@@ -422,11 +414,10 @@ class SlotCapture:
 class PartialGraphs:
     """Graphs of every stage of a rank, by stage, context size and slot.
 
-    Args:
-        regions: of each stage, in the order in which they run.
-        samples: for each context size, a part like those of microbatches to come.
-        context: the groups of all sizes where microbatches bring their own metadata, which are then
-            copied to where graphs read them; None where all have the sample's.
+    regions: of each stage, in the order in which they run.
+    samples: for each context size, a part like those of microbatches to come.
+    context: the groups of all sizes where microbatches bring their own metadata, which are then
+        copied to where graphs read them; None where all have the sample's.
     """
 
     def __init__(
@@ -446,9 +437,8 @@ class PartialGraphs:
         self._kept: list[Any] = []
 
     def capture(self, sample: torch.Tensor) -> None:
-        """Capture all, largest sizes first, and install them; if one raises, there are none.
-
-        Every rank must call it: warming up talks over the groups of each size in turn.
+        """Capture all, largest sizes first, and install them; if one raises, there are none. Every
+        rank must call it: warming up talks over the groups of each size in turn.
         """
         # A graph knows addresses, not tensors: tables that the model replaces must stay.
         self._kept = [buffer for stage in self._stages for buffer in stage.rope.buffers()]
@@ -506,7 +496,6 @@ class PartialGraphs:
 
     def choose(self, stage: int, part: Part, slot: int) -> SlotGraphs | None:
         """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
-
         `ValueError` for more than there is room for, or a context size without graphs;
         `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
         its backward.
@@ -541,7 +530,6 @@ class PartialGraphs:
 
     @property
     def captured(self) -> Iterator[CapturedRegion]:
-        """Every region, each slot and size by itself."""
         return (each for slot in self.graphs.values() for each in slot.values())
 
     def reset(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.data import MAX_DOCUMENTS, Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
+from fsdp_core.dispatch import leaves, tensors_in
 from fsdp_core.layouts import groups
 from fsdp_core.model.batch import (
     Capacity,
@@ -28,7 +29,6 @@ from fsdp_core.model.batch import (
     packed_part,
     padding_multiple,
 )
-from fsdp_core.nested import leaves, tensors_in
 from fsdp_core.parallel.context import DynamicContext, dense_plan, split
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.pipeline import Microbatch
@@ -45,10 +45,9 @@ def make_inputs(config: TrainConfig, axes: Axes, device: Device) -> "Inputs":
 class Inputs:
     """A rank's microbatches.
 
-    Attributes:
-        checksum: of the token source.
-        shape: rows and tokens of a microbatch on this rank, before sequence parallel cuts them.
-        tokens, targets: int64 [microbatches, *shape], what this rank reads in the step.
+    checksum: of the token source.
+    shape: rows and tokens of a microbatch on this rank, before sequence parallel cuts them.
+    tokens, targets: int64 [microbatches, *shape], what this rank reads in the step.
     """
 
     checksum: str
@@ -60,7 +59,6 @@ class Inputs:
         self.targets = torch.zeros_like(self.tokens)
 
     def fill(self, step: int) -> None:
-        """Take the data of a step."""
         raise NotImplementedError
 
     def microbatches(self) -> list[Microbatch]:
@@ -108,7 +106,6 @@ class RowInputs(Inputs):
             static.copy_(mine, non_blocking=True)
 
     def microbatches(self) -> list[Microbatch]:
-        """See `Inputs`."""
         return self._microbatches
 
     def samples(self) -> dict[int, Part]:
@@ -122,12 +119,9 @@ class RowInputs(Inputs):
 
 
 class PackInputs(Inputs):
-    """Packs of documents, over a number of context ranks that changes with the microbatch.
-
-    Packs come and go; `tokens` and `targets` are copies of what was read.
-
-    Attributes:
-        context: the groups of every size.
+    """Packs of documents, over a number of context ranks that changes with the microbatch. Packs
+    come and go; `tokens` and `targets` are copies of what was read. `context`: the groups of every
+    size.
     """
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
@@ -187,7 +181,6 @@ class PackInputs(Inputs):
         ]
 
     def samples(self) -> dict[int, Part]:
-        """For each size, that of a pack with one document, as long as there may be."""
         return {size: self._sample(size) for size in self.context.sizes}
 
     def _sample(self, size: int) -> Part:
@@ -203,12 +196,9 @@ class StaticPart:
     is copied here before its replay, once for all layers of a stage. What is no tensor was fixed by
     the capture. Tokens that count and their targets are for the loss, which no partial scope holds.
 
-    Args:
-        like: a part as microbatches will have it; copied, not kept.
-        name: of the tensors, in ledgers.
-
-    Attributes:
-        part: what to capture with.
+    like: a part as microbatches will have it; copied, not kept.
+    name: of the tensors, in ledgers.
+    part: what to capture with.
     """
 
     def __init__(self, like: Part, name: str) -> None:
@@ -225,10 +215,9 @@ class StaticPart:
         self._leaves = dict(_leaves_of(self.part))
 
     def follow(self, part: Part) -> None:
-        """Take over the metadata of a microbatch: one copy, on the current stream.
-
-        `ValueError` if it has other room for sequences or tokens than was captured, or is for
-        another context size or rank; nothing is copied then.
+        """Take over the metadata of a microbatch: one copy, on the current stream. `ValueError` if
+        it has other room for sequences or tokens than was captured, or is for another context size
+        or rank; nothing is copied then.
         """
         theirs, into, out_of = dict(_leaves_of(part)), [], []
         if theirs.keys() != self._leaves.keys():
@@ -246,7 +235,6 @@ class StaticPart:
         torch._foreach_copy_(into, out_of)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that graphs read, by name."""
         for name, leaf in self._leaves.items():
             if isinstance(leaf, torch.Tensor):
                 yield f"{self._name}: {name}", leaf
@@ -273,7 +261,6 @@ def _leaves_of(part: Part) -> Iterator[tuple[str, Any]]:
 
 
 def _fixed(value: Any) -> object:
-    """What a capture fixes."""
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 

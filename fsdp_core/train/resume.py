@@ -53,12 +53,9 @@ def save_state(trainer: Trainer, folder: Path, step: int) -> None:
 
 
 def load_state(trainer: Trainer, folder: Path) -> int:
-    """Put the latest of `folder` into a new trainer; the steps that were taken. A collective.
-
-    Of another layout random states say nothing: those of a new trainer stay as they are.
-
-    Raises:
-        ValueError, CheckpointError: as `checkpoint.load`; other ranks than those that saved.
+    """Put the latest of `folder` into a new trainer; the steps that were taken. A collective. Of
+    another layout random states say nothing: those of a new trainer stay as they are (`ValueError`,
+    `CheckpointError`: as `checkpoint.load`; other ranks than those that saved).
     """
     with trainer.device.on(trainer.stream):
         loaded = checkpoint.load(folder, list(trainer.stages), _States(trainer))

@@ -35,10 +35,9 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What graphs of one scope of one layer did in one direction, in all slots and sizes.
-
-    `layer` is -1 for full_iteration; `direction` is `forward` or `backward`, of full_iteration
-    `gradients`, and `optimizer` if the graph writes every moment of the optimizer.
+    """What graphs of one scope of one layer did in one direction, in all slots and sizes. `layer`
+    is -1 for full_iteration; `direction` is `forward` or `backward`, of full_iteration `gradients`,
+    and `optimizer` if the graph writes every moment of the optimizer.
     """
 
     scope: str
@@ -60,9 +59,8 @@ def sum_uses(uses: Iterable[GraphUse]) -> list[GraphUse]:
 
 @dataclass
 class GraphCounts:
-    """What the graphs of a run did, and the memory that they use and do not own.
-
-    External storages are named by their owners, or by the operator and place that used them first.
+    """What the graphs of a run did, and the memory that they use and do not own. External storages
+    are named by their owners, or by the operator and place that used them first.
     """
 
     captured: int = 0
@@ -79,7 +77,6 @@ class GraphCounts:
             self.unnamed_externals += ledger.num_unnamed
 
     def launched(self) -> None:
-        """Count a launch."""
         self.replays += 1
 
 
@@ -93,15 +90,14 @@ def _whole(outputs: Outputs) -> torch.Tensor:
 class Region:
     """A part of a layer that is captured by itself.
 
-    Attributes:
-        name: `layers.3.attn`.
-        scopes: that it is captured by.
-        number: of its layer, an FSDP unit, in the model.
-        owner: the module whose forward takes x and a part, and which the replay stands in for.
-        modules: what of it is captured.
-        run: x [B, T, H] and the part to what crosses.
-        rest: what crossed to the owner's output [B, T, H], eagerly.
-        bypassed: modules that eager training calls, and a replay does not; theirs are no parts.
+    name: `layers.3.attn`.
+    scopes: that it is captured by.
+    number: of its layer, an FSDP unit, in the model.
+    owner: the module whose forward takes x and a part, and which the replay stands in for.
+    modules: what of it is captured.
+    run: x [B, T, H] and the part to what crosses.
+    rest: what crossed to the owner's output [B, T, H], eagerly.
+    bypassed: modules that eager training calls, and a replay does not; theirs are no parts.
     """
 
     name: str
@@ -117,7 +113,6 @@ class Region:
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[CaptureHooks]:
         """Capture inside: hooks are off; yields what they do at capture time, by phase.
-
         `ValueError` for hooks that no replay would run, or kernels that add to gradients' buffers,
         which may move.
         """
@@ -152,7 +147,6 @@ class Region:
 
     @property
     def units(self) -> list[Unit]:
-        """Those that hold its parameters: its layer's, then the inner ones."""
         return [*units_in(self.layer)[:1], *self.inner_units]
 
     def release(self) -> None:

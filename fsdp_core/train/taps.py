@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint.state import Piece, plain_name
 from fsdp_core.config import ConfigError, TapPattern, TrainConfig, tap_pattern
+from fsdp_core.dispatch import tensors_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import (
     NUM_COLUMNS,
@@ -52,7 +53,6 @@ from fsdp_core.graph.digest import (
     empty_rows,
 )
 from fsdp_core.graph.digest_torch import INT_OF_SIZE
-from fsdp_core.nested import tensors_in
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import Stretch, named_stretches
@@ -110,7 +110,6 @@ class TensorCopies:
                     buffer.copy_(tensor.detach().view(buffer.dtype))
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and the copies, in the dtypes of what was copied."""
         for name, buffer in self.buffers.items():
             yield name, buffer.view(self._dtypes[name])
 
@@ -125,12 +124,9 @@ class _CallBuffers:
 
 
 class CallCopies:
-    """Copies of the tensors of certain calls in a step.
-
-    Calls of other shapes share the memory of their row, which at least doubles when it grows.
-
-    Args:
-        wanted: names of rows, by the number of the tap and of the call.
+    """Copies of the tensors of certain calls in a step. Calls of other shapes share the memory of
+    their row, which at least doubles when it grows. `wanted`: names of rows, by the number of the
+    tap and of the call.
     """
 
     def __init__(self, wanted: Mapping[tuple[int, int], str], arena: SnapshotArena) -> None:
@@ -139,16 +135,13 @@ class CallCopies:
         self._memory: dict[tuple[tuple[int, int], int], list[Tensor]] = {}
 
     def begin(self) -> None:
-        """A step begins: nothing is written."""
         for kinds in self._kinds.values():
             for kind in kinds.values():
                 kind.written.zero_()
 
     def record(self, tap: int, seen: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors of a call into each wanted row whose turn it is.
-
-        Args:
-            seen: calls of the tap before this one: integer scalar on the device.
+        """Copy the tensors of a call into each wanted row whose turn it is. `seen`: calls of the
+        tap before this one: integer scalar on the device.
         """
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         for row, kinds in self._kinds.items():
@@ -195,9 +188,8 @@ class CallCopies:
 
 @dataclass(frozen=True)
 class Tap:
-    """What to watch: a module by its name, and `input`, `output` or `gradient`.
-
-    `stage` is that of the pipeline, for whoever puts ranks in the order of the data.
+    """What to watch: a module by its name, and `input`, `output` or `gradient`. `stage` is that of
+    the pipeline, for whoever puts ranks in the order of the data.
     """
 
     name: str
@@ -209,17 +201,14 @@ class Tap:
 class Taps:
     """Watches modules from now on.
 
-    Args:
-        calls: rows of each tap: how often its module is called in a step, and one more for calls
-            past those.
-        device: of the tensors; they are digested on the stream that computes them, one for all.
-
-    Attributes:
-        names: of the rows, `layers.3.attn:output[1]`, each tap's `calls` together.
-        stages: of the rows.
-        rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
-        calls_seen: int32 [taps], calls since `begin`.
-        copies: of what goes through some of the taps.
+    calls: rows of each tap: how often its module is called in a step, and one more for calls past
+        those.
+    device: of the tensors; they are digested on the stream that computes them, one for all.
+    names: of the rows, `layers.3.attn:output[1]`, each tap's `calls` together.
+    stages: of the rows.
+    rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
+    calls_seen: int32 [taps], calls since `begin`.
+    copies: of what goes through some of the taps.
     """
 
     def __init__(self, taps: Sequence[Tap], calls: int, device: torch.device) -> None:
@@ -339,9 +328,8 @@ def _tensors(value: Any, *, open_records: bool = True) -> list[Tensor]:
 
 
 class _CallDigest:
-    """The digest of a list of tensors of fixed shapes as one row; on CUDA by way of a copy.
-
-    A graph's activations lie where no table can be prepared for, the copies stay where they are.
+    """The digest of a list of tensors of fixed shapes as one row; on CUDA by way of a copy. A
+    graph's activations lie where no table can be prepared for, the copies stay where they are.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -380,10 +368,8 @@ class _CallDigest:
 def open_taps(
     config: TrainConfig, stages: Sequence[nn.Module], pp: Axis, device: torch.device
 ) -> Taps:
-    """Watch what `config.taps` means of these stages; collective where there are any.
-
-    Raises:
-        ConfigError: a pattern that means no module on any rank.
+    """Watch what `config.taps` means of these stages; collective where there are any
+    (`ConfigError`: a pattern that means no module on any rank).
     """
     patterns = [tap_pattern(text) for text in config.taps]
     modules = [
@@ -429,11 +415,10 @@ def _require_found(
 class GlobalBox:
     """A box of a rank's tensor, and where it lies in a tensor of the whole model.
 
-    Attributes:
-        name, shape: of the whole tensor.
-        offsets: of the box in the whole tensor.
-        local_offsets: of the box in the rank's tensor.
-        sizes: of the box.
+    name, shape: of the whole tensor.
+    offsets: of the box in the whole tensor.
+    local_offsets: of the box in the rank's tensor.
+    sizes: of the box.
     """
 
     name: str
@@ -447,13 +432,12 @@ class GlobalBox:
 class Snapshot:
     """One tensor of a rank as it was digested.
 
-    Attributes:
-        name: as it was asked for, without stars.
-        part: which tensor of a row of taps, which may be of several; else 0.
-        tensor: on the CPU.
-        places: where it lies in the whole model; of parameters and what has their shape.
-        as_digested: whether the copy gives the digest that the step recorded. It does not where
-            something else wrote the tensor between the two, or where a row is of several calls.
+    name: as it was asked for, without stars.
+    part: which tensor of a row of taps, which may be of several; else 0.
+    tensor: on the CPU.
+    places: where it lies in the whole model; of parameters and what has their shape.
+    as_digested: whether the copy gives the digest that the step recorded. It does not where
+        something else wrote the tensor between the two, or where a row is of several calls.
     """
 
     name: str
@@ -469,13 +453,12 @@ RowPlaces = Callable[[str, torch.Tensor], tuple[GlobalBox, ...]]
 class Snapshots:
     """Copies of the tensors that match `names`, overwritten by every step.
 
-    Args:
-        names: as in the module's docstring; those that this rank does not have are passed over.
-        max_bytes: of all copies on this rank; `ValueError` if they would take more.
-        digested: names and tensors of each group.
-        copies: what is taken with the digests of a group; entered here.
-        places: of every parameter by its name; `places_of` gives them.
-        row_places: of a tensor of a row of taps, by the row's name.
+    names: as in the module's docstring; those that this rank does not have are passed over.
+    max_bytes: of all copies on this rank; `ValueError` if they would take more.
+    digested: names and tensors of each group.
+    copies: what is taken with the digests of a group; entered here.
+    places: of every parameter by its name; `places_of` gives them.
+    row_places: of a tensor of a row of taps, by the row's name.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.data import mix
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.ledger import AddressBook
@@ -36,14 +36,18 @@ from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.parallel.pipeline import Pipeline
-from fsdp_core.parallel.pipeline_p2p import TensorSpec
+from fsdp_core.parallel.pipeline import Pipeline, TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.stress import races
 from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.build import (
     TORCH_DTYPES,
+    PointerChanges,
     build_stages,
+    enter_attributes,
+    enter_optimizer,
+    enter_stage,
+    holds_gradients,
     make_streams,
     named_states,
     require_same,
@@ -52,13 +56,6 @@ from fsdp_core.train.build import (
 from fsdp_core.train.compiled import Compilation, compile_parts
 from fsdp_core.train.graphs import Graphs
 from fsdp_core.train.inputs import make_inputs
-from fsdp_core.train.names import (
-    PointerChanges,
-    enter_attributes,
-    enter_optimizer,
-    enter_stage,
-    holds_gradients,
-)
 from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.taps import Snapshots, TensorCopies, branch_places, open_taps, places_of
 
@@ -76,15 +73,14 @@ Named = tuple[list[str], list[torch.Tensor]]
 class StepOutputs:
     """What a step shows, in static device tensors that every step overwrites.
 
-    Attributes:
-        losses: float32 [microbatches], of this rank's tokens; ranks of tp and pp have the same.
-            Their mean over microbatches and over the ranks that hold different tokens is `loss`.
-        loss: float32 scalar, the mean over all tokens of the step, on every rank the same.
-        grad_norm: float32 scalar, of the whole model's gradient, before clipping.
-        evaluation: float32 scalar, the loss of the last evaluation that `evaluate_every` asked for.
-        skipped: float32 scalar, 1 if `skip_nonfinite` left the update out, else 0.
-        digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any
-            element is not finite.
+    losses: float32 [microbatches], of this rank's tokens; ranks of tp and pp have the same. Their
+        mean over microbatches and over the ranks that hold different tokens is `loss`.
+    loss: float32 scalar, the mean over all tokens of the step, on every rank the same.
+    grad_norm: float32 scalar, of the whole model's gradient, before clipping.
+    evaluation: float32 scalar, the loss of the last evaluation that `evaluate_every` asked for.
+    skipped: float32 scalar, 1 if `skip_nonfinite` left the update out, else 0.
+    digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any element is not
+        finite.
     """
 
     losses: torch.Tensor
@@ -103,9 +99,8 @@ class StepOutputs:
 
 
 def mean_loss(losses: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The loss of the step out of every rank's losses: float32 scalar. A collective.
-
-    In float64, so that the order in which ranks are summed leaves float32 alone.
+    """The loss of the step out of every rank's losses: float32 scalar. A collective. In float64, so
+    that the order in which ranks are summed leaves float32 alone.
     """
     total = losses.double().mean()
     for axis in (axes.dp_outer, axes.dp, axes.cp):
@@ -134,14 +129,11 @@ def groups_of(optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> d
 class Digests:
     """Digests of the tensors that a run is compared by, in groups.
 
-    Args:
-        optimizer: its gradients, weights and moments, this rank's rows, by global names.
-        others: further state that a step changes: it goes with the weights.
-        further: tensors of further groups, by name; a group of none is left out.
-
-    Attributes:
-        digested: names and tensors of each group.
-        kept: copies that are taken with the digests of a group.
+    optimizer: its gradients, weights and moments, this rank's rows, by global names.
+    others: further state that a step changes: it goes with the weights.
+    further: tensors of further groups, by name; a group of none is left out.
+    digested: names and tensors of each group.
+    kept: copies that are taken with the digests of a group.
     """
 
     def __init__(
@@ -159,7 +151,6 @@ class Digests:
         self.kept: dict[str, TensorCopies] = {}
 
     def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Rows for the digests of each group."""
         return {g: empty_rows(len(names), device) for g, (names, _) in self.digested.items()}
 
     def update(self, group: str, outputs: StepOutputs) -> None:
@@ -185,19 +176,14 @@ class Trainer:
     With stressors all its work is under stress: it is built under it, and is so `at_work`; what
     touches memory on two streams in no order then raises `RaceFound`.
 
-    Args:
-        axes: of `config.parallel`, from `mesh.build_axes`.
-
-    Attributes:
-        stages: this rank's stages of the decoder.
-        streams: what dropout draws from.
-        outputs: of the last step.
-        taps: digests of what went through modules in the last step.
-        stressors: those of the configuration; None without.
-
-    Raises:
-        ValueError: axes of another layout.
-        StressorMissing: the device lacks one of the stressors.
+    axes: of `config.parallel`, from `mesh.build_axes`.
+    stages: this rank's stages of the decoder.
+    streams: what dropout draws from.
+    outputs: of the last step.
+    taps: digests of what went through modules in the last step.
+    stressors: those of the configuration; None without.
+    Raises ValueError: axes of another layout.
+    Raises StressorMissing: the device lacks one of the stressors.
     """
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
@@ -263,7 +249,6 @@ class Trainer:
 
     @property
     def counts(self) -> GraphCounts:
-        """What graphs did."""
         return self._graphs.counts
 
     @property
@@ -283,17 +268,14 @@ class Trainer:
 
     @property
     def data_checksum(self) -> str:
-        """Of the token source."""
         return self._inputs.checksum
 
     @property
     def digested(self) -> dict[str, Named]:
-        """Names and tensors of each group that is digested."""
         return self._digests.digested
 
     @property
     def groups(self) -> list[ParamGroup]:
-        """The parameter groups of all FSDP units, each stage's root's first."""
         return [group for root in self._roots for group in root.fsdp_groups]
 
     def rng_states(self) -> dict[str, torch.Tensor]:
@@ -312,9 +294,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, work is issued on the trainer's stream, and under stress if it has any.
-
-        What races showed is raised at the end, unless something else was.
+        """Inside, work is issued on the trainer's stream, and under stress if it has any. What
+        races showed is raised at the end, unless something else was.
         """
         if self.stressors is None:
             with self.device.on(self.stream):
@@ -333,11 +314,10 @@ class Trainer:
         Scopes are captured once the trainer has taken `graph_warmup_steps` whole steps itself,
         also where it goes on with a run that another one began.
 
-        Raises:
-            CaptureAborted: the graph scope of the configuration cannot be captured, on this rank
-                or another; no rank has graphs. The trainer can go on eagerly with another step, or
-                try the same step again.
-            StaleAddress: a graph was about to run over memory that moved.
+        Raises CaptureAborted: the graph scope of the configuration cannot be captured, on this rank
+            or another; no rank has graphs. The trainer can go on eagerly with another step, or try
+            the same step again.
+        Raises StaleAddress: a graph was about to run over memory that moved.
         """
         with self.at_work():
             self._inputs.fill(index)
@@ -356,7 +336,6 @@ class Trainer:
 
     def evaluate(self, index: int) -> torch.Tensor:
         """The mean loss over the tokens of step `index`, trained on or not: float32 scalar.
-
         Eagerly, without dropout or gradients; outputs, weights and random states stay as they are.
         """
         with self.at_work():
@@ -426,7 +405,6 @@ class Trainer:
 
     def digest_state(self) -> dict[str, torch.Tensor]:
         """Digests of weights and moments as they are now, on the host: rows of `StepOutputs`.
-
         Between steps, and outside of what stressors see. It waits for the device.
         """
         with self.device.on(self.stream):
@@ -535,7 +513,6 @@ class Trainer:
         return book
 
     def pointer_changes(self) -> PointerChanges:
-        """Counts, from now on, long-lived tensors that moved between two counts."""
         return PointerChanges(self.named_tensors(), self.groups)
 
     # ---- graphs
@@ -568,10 +545,9 @@ class Trainer:
         self._graphs.capture_parts(self._inputs, sample, self._num_slots)
 
     def take_turn(self, names: Sequence[str]) -> None:
-        """Between steps: these stressors alone from now on; the next step captures anew.
-
-        What others did while graphs were captured went into these. Every rank calls this, as all of
-        them capture together (`ValueError`: a stressor that the configuration does not name).
+        """Between steps: these stressors alone from now on; the next step captures anew. What
+        others did while graphs were captured went into these. Every rank calls this, as all of them
+        capture together (`ValueError`: a stressor that the configuration does not name).
         """
         assert self.stressors is not None
         self.stressors.only(names)
@@ -587,9 +563,8 @@ class Trainer:
         return 0 if scramble is None else scramble.held_bytes
 
     def close(self) -> None:
-        """Drop the graphs, then wait; a process group must not be destroyed before this.
-
-        The trainer goes on eagerly, should it be used again.
+        """Drop the graphs, then wait; a process group must not be destroyed before this. The
+        trainer goes on eagerly, should it be used again.
         """
         try:
             with self.at_work():

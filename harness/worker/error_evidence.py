@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit

@@ -33,21 +33,19 @@ from fsdp_core.model.batch import (
     Document,
     LocalTokens,
     PackedBatch,
-    dense_part,
     num_averaged,
     packed_part,
     padding_multiple,
 )
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.sharding import Sharding, shard_stage
-from fsdp_core.model.weights import init_weights
+from fsdp_core.model.sharding import Sharding, init_weights, shard_stage
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axes, Axis, build_axes
-from fsdp_core.parallel.pipeline import Microbatch, Pipeline
-from fsdp_core.parallel.pipeline_p2p import TensorSpec
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist import parity_faults
+from tests.support.dense_parts import dense_part
 from tests.support.global_weights import gather_global_grads, load_global
 from tests.support.routing_tape import RoutingTape, attach
 

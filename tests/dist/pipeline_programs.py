@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.pipeline import Microbatch, Pipeline
-from fsdp_core.parallel.pipeline_p2p import TensorSpec, Transfers
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec, Transfers
 from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer, split_layers
 from tests.dist import fsdp_sides
 

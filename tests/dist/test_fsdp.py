@@ -13,13 +13,13 @@ from fsdp_core.config import ModelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.weights import init_weights
+from fsdp_core.model.sharding import init_weights
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool
+from tests.support.dense_parts import dense_part
 
 CONFIG = ModelConfig(vocab_size=37, hidden=24, layers=2, heads=3, kv_heads=3, ffn=40, seq=8)
 ROWS = 4

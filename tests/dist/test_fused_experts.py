@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.model.moe import experts as moe_experts
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes

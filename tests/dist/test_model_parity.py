@@ -13,8 +13,7 @@ from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.model.decoder import make_stages
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.sharding import clip_grads, shard_stage
-from fsdp_core.model.weights import init_weights
+from fsdp_core.model.sharding import clip_grads, init_weights, shard_stage
 from fsdp_core.parallel.mesh import build_axes
 from tests.dist import parity_faults
 from tests.dist.parity_check import compare, packs_of, problem_of, reference

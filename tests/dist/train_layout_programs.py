@@ -11,14 +11,14 @@ import torch.distributed as dist
 from fsdp_core.config import FsdpConfig, OptimConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.data import Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
-from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.weights import init_weights
+from fsdp_core.model.sharding import init_weights
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
 from tests.dist.parity_programs import single_axes
+from tests.support.dense_parts import dense_part
 from tests.support.global_weights import gather_global
 
 STEPS, WARMUP = 4, 2

@@ -18,7 +18,6 @@ from fsdp_core.model.batch import (
     Capacity,
     Document,
     LocalTokens,
-    dense_part,
     pack,
     packed_part,
     padding_multiple,
@@ -28,19 +27,18 @@ from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import FusedExperts
-from fsdp_core.model.sharding import shard_stage
+from fsdp_core.model.sharding import init_weights, shard_stage
 from fsdp_core.model.te.attention import Core
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
-from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.param_sharding import named_stretches
-from fsdp_core.parallel.pipeline import Microbatch, Pipeline
-from fsdp_core.parallel.pipeline_p2p import TensorSpec
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec
 from tests.dist import parity_programs
 from tests.dist.parity_check import packs_of, problem_of, reference
 from tests.dist.parity_programs import Problem, Routes
 from tests.dist.rank_pool import RankPool
+from tests.support.dense_parts import dense_part
 from tests.support.global_weights import gather_global_grads, load_global
 
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.weights import EXPERT_AXIS, global_shape
+from fsdp_core.model.sharding import EXPERT_AXIS, global_shape
 from fsdp_core.parallel.collectives import all_gather
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import (

@@ -71,15 +71,12 @@ DROPS = ("position", "probs")
 class MoeAxes:
     """Axes of one mixture of experts.
 
-    Attributes:
-        ep, etp: axes of the expert mesh, etp fastest.
-        tp: cuts the shared experts, and with `sequence_parallel` the sequence.
-        tokens: axes along which ranks hold different tokens of the dense mesh.
-        num_averaged: ranks over which gradients of dense parameters are averaged.
-        sequence_parallel: dim 1 of activations [B, T, H] is cut along tp.
-
-    Raises:
-        ValueError: tensor parallel without sequence parallel and etp different from tp.
+    ep, etp: axes of the expert mesh, etp fastest.
+    tp: cuts the shared experts, and with `sequence_parallel` the sequence.
+    tokens: axes along which ranks hold different tokens of the dense mesh.
+    num_averaged: ranks over which gradients of dense parameters are averaged.
+    sequence_parallel: dim 1 of activations [B, T, H] is cut along tp.
+    Raises ValueError: tensor parallel without sequence parallel and etp different from tp.
     """
 
     ep: Axis
@@ -112,15 +109,10 @@ class MoeAxes:
 
     @property
     def etp_shares_tokens(self) -> bool:
-        """Whether the ranks of an etp group hold the same tokens."""
         return self.tp.size > 1 and not self.sequence_parallel
 
     def local_experts(self, num_experts: int) -> int:
-        """Experts of one rank, L.
-
-        Raises:
-            ValueError: ep does not divide the number of experts.
-        """
+        """Experts of one rank, L (`ValueError`: ep does not divide the number of experts)."""
         if num_experts % self.ep.size:
             raise ValueError(
                 f"Expected a number of experts divisible by ep={self.ep.size}, got {num_experts}."
@@ -135,12 +127,11 @@ class MoeAxes:
 class Delivery:
     """How rows travel to experts, as `ModelConfig` has it.
 
-    Attributes:
-        dispatcher: `all_to_all` sends each row to its expert's rank; `all_gather` gives every
-            token to every rank of ep, and sums what comes back.
-        capacity_factor: None is dropless: sizes depend on the data, so the host reads them, once a
-            forward pass, and no graph can hold it. A number makes every shape static.
-        drop: which rows are dropped past the capacity, see the module.
+    dispatcher: `all_to_all` sends each row to its expert's rank; `all_gather` gives every token to
+        every rank of ep, and sums what comes back.
+    capacity_factor: None is dropless: sizes depend on the data, so the host reads them, once a
+        forward pass, and no graph can hold it. A number makes every shape static.
+    drop: which rows are dropped past the capacity, see the module.
     """
 
     dispatcher: str = "all_to_all"
@@ -153,7 +144,6 @@ class Delivery:
 
     @property
     def gathers(self) -> bool:
-        """Whether every rank of ep gets every token."""
         return self.dispatcher == "all_gather"
 
     def capacity(self, num_slots: int, num_experts: int) -> int | None:
@@ -174,11 +164,10 @@ def _ratio(decimal: float) -> tuple[int, int]:
 class Plan(NamedTuple):
     """Where rows go; int64, see the module's table.
 
-    Attributes:
-        slot_of_place: [places].
-        place_of_slot: [M, K].
-        sent: slots of this rank (its etp group) for each rank and expert of ep, dropped ones too.
-        received: the same of each rank of ep for this rank's experts.
+    slot_of_place: [places].
+    place_of_slot: [M, K].
+    sent: slots of this rank (its etp group) for each rank and expert of ep, dropped ones too.
+    received: the same of each rank of ep for this rank's experts.
     """
 
     slot_of_place: torch.Tensor
@@ -260,12 +249,11 @@ class Preprocess(nn.Module):
 class Groups:
     """Sizes of one dropless forward pass, on the host, and what follows from them.
 
-    Attributes:
-        counts: rows of each local expert.
-        ends: int32 [L] on the device, the running sum of `counts`.
-        sent, received: rows to and from each rank of ep; empty for all_gather.
-        order, inverse: int64, from the order in which rows arrive to that of experts and back;
-            None for all_gather, whose rows need no reordering.
+    counts: rows of each local expert.
+    ends: int32 [L] on the device, the running sum of `counts`.
+    sent, received: rows to and from each rank of ep; empty for all_gather.
+    order, inverse: int64, from the order in which rows arrive to that of experts and back; None for
+        all_gather, whose rows need no reordering.
     """
 
     counts: tuple[int, ...]
@@ -277,7 +265,6 @@ class Groups:
 
     @property
     def num_rows(self) -> int:
-        """Rows that this rank's experts get."""
         return sum(self.counts)
 
 
@@ -296,10 +283,8 @@ class Dispatch(nn.Module):
         self.delivery, self._axes = delivery, axes
 
     def forward(self, x_SH: torch.Tensor, plan: Plan) -> Dispatched:
-        """Send [S, H].
-
-        Raises:
-            RuntimeError: dropless while a CUDA graph is captured; give a capacity factor.
+        """Send [S, H] (`RuntimeError`: dropless while a CUDA graph is captured; give a capacity
+        factor).
         """
         axes, delivery = self._axes, self.delivery
         x_MH = enter_etp(x_SH, axes)
@@ -338,10 +323,8 @@ def enter_etp(x_SH: torch.Tensor, axes: MoeAxes) -> torch.Tensor:
 
 
 def read_groups(plan: Plan) -> Groups:
-    """Read the sizes of a dropless plan: the one place where the host waits for the device.
-
-    Raises:
-        RuntimeError: while a CUDA graph is captured.
+    """Read the sizes of a dropless plan: the one place where the host waits for the device
+    (`RuntimeError`: while a CUDA graph is captured).
     """
     device = plan.received.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -41,13 +41,8 @@ _GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of th
 
 class GroupedLinear(CutModule):
     """A linear layer without bias for each local expert: rows by expert -> rows by expert.
-
-    Args:
-        cut_dim: dim of [L, out, in] that etp cuts.
-        path: one of `PATHS`.
-
-    Raises:
-        ValueError: unknown path, or etp does not divide the features that are cut.
+    `cut_dim`: dim of [L, out, in] that etp cuts. `path`: one of `PATHS` (`ValueError`: unknown
+    path, or etp does not divide the features that are cut).
     """
 
     weight: nn.Parameter
@@ -68,10 +63,8 @@ class GroupedLinear(CutModule):
         self.register_cut("weight", weight, *cuts)
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        """[n, in] or [L, n, in] -> the same with `out`.
-
-        Raises:
-            ValueError: a path that cannot take these rows.
+        """[n, in] or [L, n, in] -> the same with `out` (`ValueError`: a path that cannot take these
+        rows).
         """
         weight = self.weight
         path = self._path(rows)
@@ -119,7 +112,6 @@ class GroupedLinear(CutModule):
 
 class _GroupedProduct(torch.autograd.Function):
     """rows [n, in] times each group's matrix [out, in], with a backward pass that can be relied on.
-
     Torch's own refuses a gradient that is an expanded scalar (that of a sum, say), and on Blackwell
     leaves what was in memory before as the gradient of a group without rows (pytorch #172439).
     """
@@ -145,9 +137,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """down(silu(gate(rows)) * up(rows)) of each row's expert.
-
-    The layers are called as modules, so that hooks on them (FSDP's gathers) run on every path.
+    """down(silu(gate(rows)) * up(rows)) of each row's expert. The layers are called as modules, so
+    that hooks on them (FSDP's gathers) run on every path.
     """
 
     def __init__(
@@ -177,19 +168,14 @@ def call_with_module_hooks(
     first, then its own as they lie in its dicts now. In place of the module's own input and output
     they are told the kernel's.
 
-    Args:
-        modules: what `kernel` takes the place of, in the order in which they would run.
-        kernel: reads the modules' parameters when it is called, not before.
-
-    Returns:
-        What the kernel returned, or what hooks made of it: those of the last module may return
+    modules: what `kernel` takes the place of, in the order in which they would run.
+    kernel: reads the modules' parameters when it is called, not before.
+    Returns what the kernel returned, or what hooks made of it: those of the last module may return
         anything, those of the others the same memory as a new tensor, as whoever marks where
         backward begins does.
-
-    Raises:
-        ValueError: no module, or one twice; hooks that a kernel cannot serve: a backward hook on a
-            module, any hook on a module inside of it, a pre-hook that returns other inputs, a hook
-            that returns another output of a module whose output there is none of.
+    Raises ValueError: no module, or one twice; hooks that a kernel cannot serve: a backward hook on
+        a module, any hook on a module inside of it, a pre-hook that returns other inputs, a hook
+        that returns another output of a module whose output there is none of.
     """
     _refuse_other_hooks(modules)
     for module in modules:
@@ -301,11 +287,9 @@ now: rows by expert, [n, H] or [L, n, H], and back."""
 
 
 class FusedExperts(nn.Module):
-    """down(silu(gate(rows)) * up(rows)) of each row's expert.
-
-    Args:
-        gate_up, down: the layers; gate_up's output is gate's beside up's.
-        kernel: what computes both at once; None: the layers are called.
+    """down(silu(gate(rows)) * up(rows)) of each row's expert. `gate_up`, `down`: the layers;
+    gate_up's output is gate's beside up's. `kernel`: what computes both at once; None: the layers
+    are called.
     """
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, kernel: Kernel | None) -> None:

@@ -22,10 +22,9 @@ from fsdp_core.model.moe.router import Router, RouterRule
 class Routed(NamedTuple):
     """What crosses after the router stage.
 
-    Attributes:
-        probs: float32 [S, K], connected to the router by autograd.
-        experts: int64 [S, K].
-        shared: output of the shared experts, None without them.
+    probs: float32 [S, K], connected to the router by autograd.
+    experts: int64 [S, K].
+    shared: output of the shared experts, None without them.
     """
 
     probs: torch.Tensor
@@ -34,14 +33,9 @@ class Routed(NamedTuple):
 
 
 class MoeLayer(nn.Module):
-    """Routed experts plus shared ones: [B, T, H] -> [B, T, H].
-
-    Args:
-        experts: computes rows of experts as `experts.Experts` does.
-        shared: what every token passes, if the model has some.
-
-    Raises:
-        ValueError: sizes that the axes do not divide.
+    """Routed experts plus shared ones: [B, T, H] -> [B, T, H]. `experts`: computes rows of experts
+    as `experts.Experts` does. `shared`: what every token passes, if the model has some
+    (`ValueError`: sizes that the axes do not divide).
     """
 
     def __init__(
@@ -57,12 +51,9 @@ class MoeLayer(nn.Module):
         self.shared = shared
 
     def forward(self, x_BTH: torch.Tensor, valid_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]; rows of zeros for tokens whose `valid_BT` (bool) is false.
-
-        What such tokens hold, be it NaN, reaches no other token and no gradient of a weight.
-
-        Raises:
-            RuntimeError: dropless while a CUDA graph is captured.
+        """[B, T, H] -> [B, T, H]; rows of zeros for tokens whose `valid_BT` (bool) is false. What
+        such tokens hold, be it NaN, reaches no other token and no gradient of a weight
+        (`RuntimeError`: dropless while a CUDA graph is captured).
         """
         routed = self.router_stage(x_BTH, valid_BT)
         plan = self.preprocess(routed.experts, routed.probs)

@@ -20,13 +20,12 @@ import torch
 class Places(NamedTuple):
     """An assignment of slots to places, both ways.
 
-    Attributes:
-        slot_of_place: int64 [places], the slot at each place; the number of slots where it is
-            empty. Without capacity there are as many places as slots.
-        place_of_slot: int64, the shape of the buckets; `places` where the slot was dropped or, with
-            a capacity, goes nowhere. Without capacity a slot that goes nowhere has a place past
-            the sum of `counts`.
-        counts: int64 [num_buckets], slots of each bucket, dropped ones too.
+    slot_of_place: int64 [places], the slot at each place; the number of slots where it is empty.
+        Without capacity there are as many places as slots.
+    place_of_slot: int64, the shape of the buckets; `places` where the slot was dropped or, with a
+        capacity, goes nowhere. Without capacity a slot that goes nowhere has a place past the sum
+        of `counts`.
+    counts: int64 [num_buckets], slots of each bucket, dropped ones too.
     """
 
     slot_of_place: torch.Tensor
@@ -40,11 +39,10 @@ def assign_places(
 ) -> Places:  # fmt: skip
     """Assign every slot a place.
 
-    Args:
-        buckets: int64, any shape, read flat: the bucket of each slot, `num_buckets` for nowhere.
-        capacity: places a bucket; what does not fit is dropped.
-        priority: like `buckets`; those of the highest priority keep their place, earlier slots
-            first among equals. None keeps the earliest slots.
+    buckets: int64, any shape, read flat: the bucket of each slot, `num_buckets` for nowhere.
+    capacity: places a bucket; what does not fit is dropped.
+    priority: like `buckets`; those of the highest priority keep their place, earlier slots first
+        among equals. None keeps the earliest slots.
     """
     flat = buckets.reshape(-1)
     num_slots = flat.numel()
@@ -88,7 +86,6 @@ def take_rows(
     x_MH: torch.Tensor, slot_of_place: torch.Tensor, place_of_slot: torch.Tensor
 ) -> torch.Tensor:
     """Each place's row of its slot's token, zero at empty places: [M, H] -> [places, H].
-
     `slot_of_place` may be a front part of the assignment: slots whose place is past its end are
     left out. The gradient sums a token's choices in their order, in float32 or wider.
     """
@@ -99,9 +96,8 @@ def weighted_sum(
     rows: torch.Tensor, weights_MK: torch.Tensor,
     slot_of_place: torch.Tensor, place_of_slot: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum over each token's choices of weight times row, in the weights' dtype: -> [M, H].
-
-    Choices without a place add nothing. Terms are added in the order of the choices.
+    """Sum over each token's choices of weight times row, in the weights' dtype: -> [M, H]. Choices
+    without a place add nothing. Terms are added in the order of the choices.
     """
     result = _WeightedSum.apply(rows, weights_MK, slot_of_place, place_of_slot)
     return cast("torch.Tensor", result)

@@ -34,13 +34,10 @@ TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """Where each token goes: what crosses from the router to the rest of the layer.
-
-    Attributes:
-        probs: weight of each choice, float32 (float64 for float64 inputs) [S, K]; connected to
-            the router's weight by autograd. Zero for tokens that are not valid.
-        experts: int64 [S, K], distinct experts by falling score; the number of experts, which is
-            nowhere, for tokens that are not valid.
+    """Where each token goes: what crosses from the router to the rest of the layer. `probs`: weight
+    of each choice, float32 (float64 for float64 inputs) [S, K]; connected to the router's weight by
+    autograd. Zero for tokens that are not valid. `experts`: int64 [S, K], distinct experts by
+    falling score; the number of experts, which is nowhere, for tokens that are not valid.
     """
 
     probs: torch.Tensor
@@ -51,12 +48,11 @@ class Routing(NamedTuple):
 class RouterRule:
     """Settings of a router, as `ModelConfig` has them.
 
-    Attributes:
-        scores: softmax over all experts, or a sigmoid of each logit.
-        normalised: divide the chosen scores by their sum.
-        scale: multiplies the chosen scores, after that.
-        aux_coeff, z_coeff: of the load-balancing loss and the z-loss; 0 leaves it out.
-        expert_bias: add a bias to the scores for the choice alone, see `Router.update_bias`.
+    scores: softmax over all experts, or a sigmoid of each logit.
+    normalised: divide the chosen scores by their sum.
+    scale: multiplies the chosen scores, after that.
+    aux_coeff, z_coeff: of the load-balancing loss and the z-loss; 0 leaves it out.
+    expert_bias: add a bias to the scores for the choice alone, see `Router.update_bias`.
     """
 
     num_experts: int
@@ -74,7 +70,6 @@ class RouterRule:
 
     @property
     def watches_load(self) -> bool:
-        """Whether the slots of each expert are counted."""
         return self.aux_coeff > 0 or self.z_coeff > 0 or self.expert_bias
 
     def score(self, logits_SE: torch.Tensor) -> torch.Tensor:
@@ -82,10 +77,9 @@ class RouterRule:
         return logits_SE.softmax(-1) if self.scores == "softmax" else logits_SE.sigmoid()
 
     def choose(self, scores_SE: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
-        """The top_k experts of each token by score plus bias, int64 [S, K].
-
-        Of equal scores the expert of the lowest number wins, on every device and at every size: a
-        stable sort says so, `topk` leaves it open.
+        """The top_k experts of each token by score plus bias, int64 [S, K]. Of equal scores the
+        expert of the lowest number wins, on every device and at every size: a stable sort says so,
+        `topk` leaves it open.
         """
         ranked = scores_SE.detach()
         if bias_E is not None:
@@ -104,11 +98,9 @@ class RouterRule:
 
 
 class RouterLosses(NamedTuple):
-    """Losses of one microbatch.
-
-    Attributes:
-        part: this rank's part, scaled for the average over ranks; carries the gradient.
-        balance, z: values over the global batch times their coefficients, no gradient.
+    """Losses of one microbatch. `part`: this rank's part, scaled for the average over ranks;
+    carries the gradient. `balance`, `z`: values over the global batch times their coefficients, no
+    gradient.
     """
 
     part: torch.Tensor
@@ -122,10 +114,9 @@ def router_losses(
 ) -> RouterLosses:  # fmt: skip
     """The losses of the tokens of all ranks along `axes`.
 
-    Args:
-        counts_E: int64, slots of this rank that chose each expert.
-        valid_S: bool, tokens that count; None means all do.
-        num_averaged: ranks over which gradients of dense parameters are averaged.
+    counts_E: int64, slots of this rank that chose each expert.
+    valid_S: bool, tokens that count; None means all do.
+    num_averaged: ranks over which gradients of dense parameters are averaged.
     """
     shares_SE = scores_SE
     if rule.scores == "sigmoid":
@@ -166,11 +157,9 @@ def attach_loss(
     probs: torch.Tensor, part: torch.Tensor, scale: torch.Tensor, on_backward: Any
 ) -> torch.Tensor:
     """`probs` unchanged, with the gradient of `scale * part` added to the backward pass, once.
-
-    Args:
-        scale: scalar tensor, read in the backward pass: what the main loss is multiplied by.
-        on_backward: called once in the backward pass. A forward pass may run twice (recompute) or
-            without training, a backward pass runs once a microbatch.
+    `scale`: scalar tensor, read in the backward pass: what the main loss is multiplied by.
+    `on_backward`: called once in the backward pass. A forward pass may run twice (recompute) or
+    without training, a backward pass runs once a microbatch.
     """
     return cast("torch.Tensor", _AttachLoss.apply(probs, part, scale, on_backward))
 
@@ -287,12 +276,9 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
         """Move the bias of experts with too few slots up by `rate`, of others down; then recount.
-
         Slots are those of all ranks since the last call. The rule is that of Wang et al. (2024),
-        "Auxiliary-loss-free load balancing", algorithm 1. Call it once a step, on every rank.
-
-        Raises:
-            RuntimeError: the rule has no expert bias.
+        "Auxiliary-loss-free load balancing", algorithm 1. Call it once a step, on every rank
+        (`RuntimeError`: the rule has no expert bias).
         """
         if self.expert_bias is None:
             raise RuntimeError("Expected a router with expert_bias, got one without.")

@@ -93,11 +93,8 @@ def rows(tp: Axis) -> tuple[Cut, ...]:
 
 def _require_capturable(length: int) -> None:
     """Refuse a capture that this cuDNN cannot hold, of the kernel that is chosen eagerly.
-
-    TransformerEngine knows of it in graphs of its own only (`nvte_get_fused_attn_backend`).
-
-    Raises:
-        RuntimeError: see above.
+    TransformerEngine knows of it in graphs of its own only (`nvte_get_fused_attn_backend`)
+    (`RuntimeError`: see above).
     """
     version = torch.backends.cudnn.version()
     if not length % _LENGTHS or version is None or version > _BROKEN_UP_TO:
@@ -119,11 +116,10 @@ def _second_stream() -> Any:
 class Core(nn.Module):
     """Causal attention of [B, T, N, D] queries to [B, T, K, D] keys and [B, T, K, E] values.
 
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        heads, kv_heads: of this rank.
-        widths: D and E.
-        cp: the layout's context axis.
+    te: the module `transformer_engine.pytorch`.
+    heads, kv_heads: of this rank.
+    widths: D and E.
+    cp: the layout's context axis.
     """
 
     def __init__(
@@ -216,12 +212,9 @@ class Core(nn.Module):
 
 
 class FusedRope(attention.FusedRope):
-    """By TransformerEngine's kernel, which takes sine and cosine of float32 angles by itself.
-
-    The kernel rounds elsewhere than torch's operators do. Angles are made once: a graph reads them.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
+    """By TransformerEngine's kernel, which takes sine and cosine of float32 angles by itself. The
+    kernel rounds elsewhere than torch's operators do. Angles are made once: a graph reads them.
+    `te`: the module `transformer_engine.pytorch`.
     """
 
     angles: torch.Tensor
@@ -283,10 +276,8 @@ def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: 
 
 
 class GroupedQueryAttention(attention.GroupedQueryAttention):
-    """[B, T, H] -> [B, T, H], norm included, residual not.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
+    """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
+    `transformer_engine.pytorch`.
     """
 
     def __init__(
@@ -327,10 +318,8 @@ class GroupedQueryAttention(attention.GroupedQueryAttention):
 
 
 class LatentAttention(attention.LatentAttention):
-    """[B, T, H] -> [B, T, H], norm included, residual not.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
+    """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
+    `transformer_engine.pytorch`.
     """
 
     def __init__(

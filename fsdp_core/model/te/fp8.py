@@ -60,11 +60,8 @@ _FRESH = {"scale": 1.0, "amax_history": 0.0}
 
 
 class Scaling(Precision):
-    """`layers.Precision` by a recipe of fp8.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        group: over which largest values are taken, of delayed scaling.
+    """`layers.Precision` by a recipe of fp8. `te`: the module `transformer_engine.pytorch`.
+    `group`: over which largest values are taken, of delayed scaling.
     """
 
     def __init__(self, te: Any, recipe: Any, group: Any) -> None:
@@ -82,15 +79,13 @@ class Scaling(Precision):
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """No scales move, here or in the backward of what runs inside."""
         with self._te.autocast(**self._options, _graph=True):
             self._global.is_first_fp8_module()
             yield
 
     def replays(self, modules: Iterable[nn.Module]) -> Begin:
-        """Registers modules, and moves the backward's scales if these are the first modules.
-
-        Every part of a layer begins with a module that asks for that mark, fp8 or not: a norm or a
+        """Registers modules, and moves the backward's scales if these are the first modules. Every
+        part of a layer begins with a module that asks for that mark, fp8 or not: a norm or a
         projection. So no look is taken at which of them would.
         """
         metas = [meta for module in modules for _, meta in _metas(module)]
@@ -104,7 +99,6 @@ class Scaling(Precision):
         return functools.partial(self._global.reduce_and_update_fp8_tensors, forward=False)
 
     def state(self, root: nn.Module) -> Iterator[tuple[str, Getter]]:
-        """Scales and histories of delayed scaling, as far as modules have made them."""
         for path, meta in _metas(root):
             for key, phase in _KEYS.items():
                 if hasattr(meta.get(key), "amax_history"):
@@ -155,11 +149,7 @@ ROW_MULTIPLE = 16
 
 
 def recipe_of(fp8: str) -> Any:
-    """TransformerEngine's recipe of a name.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """TransformerEngine's recipe of a name (`ValueError`: there is none of that name)."""
     from transformer_engine.common import recipe
 
     recipes = {
@@ -173,11 +163,8 @@ def recipe_of(fp8: str) -> Any:
 
 
 def precision(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Precision:
-    """What is around the layers' forward. A collective over all ranks, for delayed scaling.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        recipe: in place of the one of that name.
+    """What is around the layers' forward. A collective over all ranks, for delayed scaling. `te`:
+    the module `transformer_engine.pytorch`. `recipe`: in place of the one of that name.
     """
     if fp8 == "none":
         return Precision()

@@ -42,16 +42,13 @@ from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
 class TeLayers(LayerFactory):
     """Makes modules by TransformerEngine; only on Linux with CUDA.
 
-    Args:
-        recipe: none, delayed, current or block: see `te.fp8`.
-        fused_experts: experts by its operators over both layers, not layer by layer; None: where it
-            has grouped kernels for that, see `fuses`.
-        fused_rope: RoPE by its kernel.
-        dtype: compute dtype.
-
-    Raises:
-        BackendMissing: TransformerEngine or CUDA is absent.
-        ValueError: an unknown recipe.
+    recipe: none, delayed, current or block: see `te.fp8`.
+    fused_experts: experts by its operators over both layers, not layer by layer; None: where it has
+        grouped kernels for that, see `fuses`.
+    fused_rope: RoPE by its kernel.
+    dtype: compute dtype.
+    Raises BackendMissing: TransformerEngine or CUDA is absent.
+    Raises ValueError: an unknown recipe.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class TeLayers(LayerFactory):
         self.recipe = recipe
 
     def rms_norm(self, width: int, eps: float) -> nn.Module:
-        """`te.RMSNorm`."""
         return cast("nn.Module", self.te.RMSNorm(width, eps=eps))
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
@@ -94,7 +90,6 @@ class TeLayers(LayerFactory):
         return attention.FusedRope(self.te, config.seq, config.rope_dim, config.rope_theta)
 
     def precision(self, axes: Axes) -> Precision:
-        """fp8, if it was asked for."""
         return fp8.precision(self.te, self.recipe, axes)
 
     def attention(
@@ -109,7 +104,6 @@ class TeLayers(LayerFactory):
         return nn.Identity(), attention.GroupedQueryAttention(self.te, config, axes, rope, norm)
 
     def mlp(self, config: ModelConfig, axes: Axes) -> tuple[nn.Module, nn.Module]:
-        """The norm is inside of what comes second."""
         return nn.Identity(), Mlp(self.te, config, axes)
 
     def shared_experts(self, config: ModelConfig, axes: Axes) -> nn.Module | None:
@@ -129,12 +123,9 @@ class TeLayers(LayerFactory):
 
 def prefer_cudnn_of_torch() -> None:
     """Load every part of the cuDNN that torch brings, before TransformerEngine looks for one.
-
     TransformerEngine finds a system cuDNN first. cuDNN loads its parts by name when they are
-    needed, so two versions in one process share parts, and one of the libraries then fails.
-
-    Raises:
-        BackendMissing: a part of another cuDNN was loaded before; both are named.
+    needed, so two versions in one process share parts, and one of the libraries then fails
+    (`BackendMissing`: a part of another cuDNN was loaded before; both are named).
     """
     if importlib.util.find_spec("nvidia") is None:
         return
@@ -164,10 +155,8 @@ def _loaded_cudnn() -> list[str]:
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp.
-
-    Raises:
-        ValueError: tp does not divide the width.
+    """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp
+    (`ValueError`: tp does not divide the width).
     """
 
     def __init__(self, te: Any, config: ModelConfig, axes: Axes) -> None:
@@ -262,9 +251,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def pad_groups(
     rows: torch.Tensor, counts: Sequence[int], multiple: int
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Rows by expert, each expert's filled with zeros to a multiple; and how many each has then.
-
-    At least one multiple in all.
+    """Rows by expert, each expert's filled with zeros to a multiple; and how many each has then. At
+    least one multiple in all.
     """
     padded = [-(-count // multiple) * multiple for count in counts]
     if not sum(padded):
@@ -297,16 +285,12 @@ class _Flat:
         self.rows, self.sizes = pad_groups(rows.flatten(0, -2), counts, multiple)
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the padded groups in the shape that came in."""
         return unpad_groups(rows, self._counts, self.sizes).unflatten(0, self._leading)
 
 
 class GroupedTeLinear(GroupedLinear):
-    """`te.GroupedLinear` over one parameter [L, out, in]; arguments as `GroupedLinear`'s.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        multiple: of rows that each expert's are padded to.
+    """`te.GroupedLinear` over one parameter [L, out, in]; arguments as `GroupedLinear`'s. `te`: the
+    module `transformer_engine.pytorch`. `multiple`: of rows that each expert's are padded to.
     """
 
     def __init__(
@@ -371,8 +355,7 @@ class OpsKernel:
     until the next call, for the backward pass asks the operators for them. Scales are one: tokens'
     weights are applied where outputs are combined. Not a module, so nothing of it is in the model.
 
-    Attributes:
-        operators: that keep scales of fp8.
+    operators: that keep scales of fp8.
     """
 
     def __init__(self, te: Any, sizes: tuple[int, int, int], multiple: int) -> None:
@@ -424,10 +407,9 @@ def fuses(te: Any, recipe: Any, dtype: torch.dtype) -> bool:
     `is_op_fuser_grouped_tensor_path_supported`; cuBLASLt 13.4 at least on Hopper in 16 bits, 13.5
     for current scaling, 13.6 for blocks; delayed scaling nowhere).
 
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        recipe: of fp8, or None.
-        dtype: compute dtype.
+    te: the module `transformer_engine.pytorch`.
+    recipe: of fp8, or None.
+    dtype: compute dtype.
     """
     supported: bool = te.ops.basic.grouped_linear.is_op_fuser_grouped_tensor_path_supported(
         recipe, dtype
@@ -438,11 +420,8 @@ def fuses(te: Any, recipe: Any, dtype: torch.dtype) -> bool:
 def make_experts(
     te: Any, num_experts: int, sizes: tuple[int, int], axes: MoeAxes, *, multiple: int, fused: bool
 ) -> FusedExperts:
-    """Experts of TransformerEngine: hidden and feed-forward widths `sizes`.
-
-    Args:
-        te: the module `transformer_engine.pytorch`.
-        fused: by its operators over both layers, else layer by layer.
+    """Experts of TransformerEngine: hidden and feed-forward widths `sizes`. `te`: the module
+    `transformer_engine.pytorch`. `fused`: by its operators over both layers, else layer by layer.
     """
     hidden, ffn = sizes
     options: dict[str, Any] = {"multiple": multiple}

@@ -117,50 +117,17 @@ def test_a_slot_is_kept_for_the_tail() -> None:
     """As many sequences as slots are refused, one fewer fits, even if there is no tail."""
     capacity = Capacity(tokens=12, slots=3, multiple=4)
     assert pack([document(4), document(8)], capacity).padded_offsets.tolist() == [0, 4, 12, 12]
-    with pytest.raises(ValueError, match=r"at most 2 sequences .* 3 slots.*got 3"):
+    with pytest.raises(AssertionError, match=r"\[4, 4, 4\] in .*slots=3"):
         pack([document(4)] * 3, capacity)
-
-
-def test_tokens_beyond_the_capacity_are_refused() -> None:
-    """What fits but for its padding is refused, with the lengths; nothing is cut short."""
-    capacity = Capacity(tokens=12, slots=4, multiple=4)
-    with pytest.raises(ValueError, match=r"at most 12 tokens.*got 16: lengths \[5, 6\].* 4"):
-        pack([document(5), document(6)], capacity)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "multiple", "message"),
-    [
-        (10, 3, 4, "multiple of 4 tokens, got 10"), (0, 3, 4, "got 0"),
-        (8, 1, 4, "at least 2 slots.*got 1"), (8, 3, 0, "multiple of 0"),
-    ],
-)  # fmt: skip
-def test_capacities_that_make_no_sense(
-    tokens: int, slots: int, multiple: int, message: str
-) -> None:
-    """A capacity is a whole number of multiples and has a slot besides the tail's."""
-    with pytest.raises(ValueError, match=message):
-        Capacity(tokens=tokens, slots=slots, multiple=multiple)
-
-
-@pytest.mark.parametrize("length", [2, 4])
-def test_masks_of_another_length_are_refused(length: int) -> None:
-    """Targets and masks shorter or longer than the tokens are neither cut nor filled."""
-    three, other = torch.arange(3), torch.arange(length)
-    with pytest.raises(ValueError, match=rf"counted of \(3,\), got \({length},\)"):
-        Document(three, three, other > 0)
-    with pytest.raises(ValueError, match=rf"targets of \(3,\), got \({length},\)"):
-        Document(three, other)
-    with pytest.raises(ValueError, match="n at least 1"):
-        Document(three[:0], three[:0])
+    with pytest.raises(AssertionError, match=r"\[5, 6\] in "):  # fits but for its padding
+        pack([document(5), document(6)], Capacity(tokens=12, slots=4, multiple=4))
 
 
 @pytest.mark.parametrize(("size", "multiple"), [(4, 4), (2, 2), (2, 6), (8, 8)])
 def test_packs_are_cut_as_they_were_padded(size: int, multiple: int) -> None:
     """A pack for fewer context ranks is refused: its sequences would begin inside of a chunk."""
     batch = pack([document(3)], Capacity(tokens=48, slots=3, multiple=multiple))
-    match = rf"multiple of {2 * size} \(2 \* cp {size}\), got {multiple}: pack them for that"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(AssertionError, match=f"padded to {multiple}, cp {size}"):
         batch.plan(size, 0)
 
 
@@ -168,8 +135,5 @@ def test_sequences_without_positions_are_refused() -> None:
     """A sequence of as many tokens as there are positions fits, one more does not."""
     capacity = Capacity(tokens=48, slots=4, multiple=4, longest=9)
     pack([document(9), document(1)], capacity)
-    match = "at most 9 tokens, as many as the model has positions for, got one of 10"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(AssertionError, match=r"\[1, 10\]"):
         pack([document(1), document(10)], capacity)
-    with pytest.raises(ValueError, match="longest to be None or at least 1, got 0"):
-        Capacity(tokens=48, slots=4, multiple=4, longest=0)

@@ -258,45 +258,6 @@ def test_choice_of_a_kernel(
     assert type(kernel_for(q, v)) is kernel
 
 
-# --- what is refused --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), r"of \[B, T, heads, width\]"),
-        (((1, 4, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8)), "same batch and tokens"),
-        (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "same batch and tokens"),
-        (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a multiple in q"),
-        (((1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 1, 8)), "as many heads in v as in k"),
-        (((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 8)), "equal width"),
-        (((1, 6, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8)), "Expected 4 local tokens, got 6"),
-    ],
-)
-def test_shapes_that_are_no_attention(
-    axis: Axis, shapes: tuple[tuple[int, ...], ...], message: str
-) -> None:
-    """Each rule names what was got."""
-    q, k, v = (torch.zeros(shape) for shape in shapes)
-    with pytest.raises(ValueError, match=message):
-        causal_attention(q, k, v, plan=dense_plan(4, 1, 0, CPU), axis=axis)
-
-
-def test_other_refusals(axis: Axis) -> None:
-    """Mixed dtypes, an unknown way, a plan of other ranks, and packs in batches."""
-    x, plan = torch.zeros(1, 4, 2, 8), dense_plan(4, 1, 0, CPU)
-    with pytest.raises(ValueError, match=r"one dtype, got .*float32.*float64"):
-        causal_attention(x, x.double(), x, plan=plan, axis=axis)
-    with pytest.raises(ValueError, match="plan for rank 0 of 1, got one for rank 1 of 2"):
-        causal_attention(x, x, x, plan=dense_plan(8, 2, 1, CPU), axis=axis)
-    packed = pack(
-        [Document(torch.arange(3), torch.arange(3))], Capacity(tokens=4, slots=2, multiple=2)
-    )
-    two = x.expand(2, -1, -1, -1)
-    with pytest.raises(ValueError, match="batch of 1 for packed sequences, got 2"):
-        causal_attention(two, two, two, plan=packed.plan(1, 0), axis=axis)
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_compiled_attention_has_the_gradients_of_eager_attention(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.pipeline_p2p import TensorSpec, TransferFailed, Transfers
+from fsdp_core.parallel.pipeline import TensorSpec, TransferFailed, Transfers
 from fsdp_core.parallel.pipeline_schedule import Exchange, Transfer
 
 SPEC = TensorSpec((2,), torch.float32)

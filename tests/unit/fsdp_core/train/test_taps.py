@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core.dispatch import tensors_in
 from fsdp_core.graph.digest import digest_tensors, empty_rows
-from fsdp_core.nested import tensors_in
 from fsdp_core.train.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps
 
 CPU = torch.device("cpu")

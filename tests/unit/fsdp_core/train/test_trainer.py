@@ -27,10 +27,9 @@ from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from fsdp_core.graph.digest_torch import INT_OF_SIZE, PATTERNS
-from fsdp_core.model.batch import dense_part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.weights import init_weights
+from fsdp_core.model.sharding import init_weights
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.stress.races import ClockStream
@@ -38,6 +37,7 @@ from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.scopes import GraphCounts
 from fsdp_core.train.taps import CallCopies, SnapshotArena, TensorCopies
 from harness.records import COPIES, DIGEST_GROUPS, SAMPLES
+from tests.support.dense_parts import dense_part
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.errors import TensorError
+from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.ledger import StaleAddress
