@@ -164,6 +164,11 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
         key = "soak.steps" if each.leaf == "steps" else "soak.rotate"
         _claim(owned, "soak", [each.leaf], key, each.origin)
     simple = {n: taker(sections[n], n) for n, taker in SIMPLE.items() if n in sections}
+    names = [axis.name for axis in axes]
+    for word in simple.get("about", {}).get("combination", ()):
+        if word.startswith(("args.", "env.", "packages.")) and word not in names:
+            expected = "a word for a feature, or the name of an axis"
+            raise sections["about"].origin.error("about.combination", expected, word, legal=names)
     return Scenario(
         path=path, source=source.lstrip(b"\n"), base=(*base, *more), axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode, owners),

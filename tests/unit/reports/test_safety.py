@@ -98,7 +98,8 @@ def test_folders_of_other_scenarios_say_nothing(tmp_path: Path) -> None:
     assert 'id="h-safety"' not in html.render(summarise(path))
 
 
-@pytest.mark.parametrize("about", ["{package: torch}", "{package: torch, combination: [a, a]}"])
+@pytest.mark.parametrize("about", ["{package: torch}", "{package: torch, combination: [a, a]}",
+                                   "{package: torch, combination: [args.none]}"])  # fmt: skip
 def test_a_scenario_says_what_it_is_about_in_full(about: str) -> None:
     """Both keys, each feature once."""
     text = SCENARIO.format(name="one", words="[]").replace("{package: Mega_FSDP, combination: []}",
