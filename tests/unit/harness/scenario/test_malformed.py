@@ -1,10 +1,12 @@
 """Every malformed scenario of the corpus: its one line, and its exit code.
 
-The corpus lies in `malformed/`, one mistake a file; `expected.txt` has the line of each, with `@`
-for the file's path. A line that ends in `legal values:` goes on with names that may grow.
+`malformed.txt` has one mistake a scenario, each under a line `=== NAME LINE` with what is to be
+said, `@` for the file's path; `options.txt` those of options. A line that ends in `legal values:`
+goes on with names that may grow.
 """
 
 import os
+import re
 import shlex
 import time
 from pathlib import Path
@@ -14,15 +16,9 @@ import pytest
 from harness.cli import main
 from tests.support.fake_engine import Capsys
 
-CORPUS = Path(__file__).parent / "malformed"
-
-EXPECTED = dict(line.split(" ", 1) for line in (CORPUS / "expected.txt").read_text().splitlines())
+HERE = Path(__file__).parent
+_, *CORPUS = re.split(r"^=== ", (HERE / "malformed.txt").read_text(), flags=re.MULTILINE)
 NOTHING_LEFT = ("exclude_everything",)
-
-
-def test_the_table_is_the_corpus() -> None:
-    """Every file has its line and every line its file."""
-    assert {path.stem for path in CORPUS.glob("*.yaml")} == set(EXPECTED)
 
 
 def complaint(capsys: Capsys, *args: str | Path) -> tuple[int, str]:
@@ -41,20 +37,24 @@ def fits(err: str, expected: str) -> bool:
     return err.startswith(whole) if expected.endswith("legal values:") else err == whole
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_one_clear_line(name: str, capsys: Capsys) -> None:
+@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry.split()[0])
+def test_one_clear_line(entry: str, tmp_path: Path, capsys: Capsys) -> None:
     """A mistake costs one line with file, line, key, expected, got; exit 4, or 5 for no case."""
-    path = CORPUS / f"{name}.yaml"
+    head, _, text = entry.partition("\n")
+    name, _, expected = head.partition(" ")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(text)
+    (tmp_path / "train.py").touch()
     code, err = complaint(capsys, path, "--dry-run")
-    assert fits(err, EXPECTED[name].replace("@", str(path))), err
+    assert fits(err, expected.replace("@", str(path))), err
     assert code == (5 if name in NOTHING_LEFT else 4)
 
 
-@pytest.mark.parametrize("line", (CORPUS / "options.txt").read_text().splitlines())
+@pytest.mark.parametrize("line", (HERE / "options.txt").read_text().splitlines())
 def test_a_wrong_option_is_named(line: str, capsys: Capsys) -> None:
     """An error in an option names the option, not the file, and never goes unnoticed."""
     options, _, expected = line.partition("\t")
-    path = CORPUS.parent / "legal" / "the_reference_is_no_case.yaml"
+    path = f"{HERE / 'legal.yaml'}::the_reference_is_no_case"
     code, err = complaint(capsys, path, *shlex.split(options))
     assert (code, fits(err, expected)) == (4, True), err
 
@@ -65,6 +65,8 @@ MONSTERS: dict[str, tuple[bytes, str]] = {
     "deep": (b"base: " + b"[" * 900_000, "nesting"),
     "mappings": (b"{a: " * 200_000, "expected at most 20 levels"),
     "wide": (b"name: [" + b"1, " * 300_000 + b"]", "expected at most 20,000 values, got more"),
+    "binary": (b"name: case\nwhy: \x80\n", ":2: file: expected UTF-8 text, got byte 0x80"),
+    "nul": (b"name: case\nwhy: a\0b\n", ":2: file: expected text, got the control character 0x00"),
     "random": (bytes((i * 7919 + i // 251) % 256 for i in range(500_000)),
                "file: expected UTF-8 text, got byte"),
     "long number": (b"seed: " + b"9" * 5000, "syntax: expected a finite decimal number"),

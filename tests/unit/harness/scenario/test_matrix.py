@@ -46,16 +46,15 @@ def compare(axis: str, reference: Any, expect: Any = "bitwise") -> dict[str, Any
     return {"axis": axis, "reference": reference, "expect": expect}
 
 
-LEGAL = Path(__file__).parent / "legal"
-IDS = [line.split() for line in (LEGAL / "expected.txt").read_text().splitlines()]
+LEGAL = Path(__file__).parent / "legal.yaml"
 
 
-@pytest.mark.parametrize("line", IDS, ids=lambda line: line[0])
-def test_which_cases_there_are(line: list[str]) -> None:
+@pytest.mark.parametrize("path", find_scenarios([LEGAL]), ids=lambda path: path.name)
+def test_which_cases_there_are(path: Path) -> None:
     """Axes multiply, exclude removes, include adds; ids are readable, and in the file's order."""
-    name, *expected = line
-    found = expand(load_scenario(LEGAL / f"{name}.yaml"), "cpu")
-    assert [case.id for case in found] == expected
+    scenario = load_scenario(path)
+    expected = scenario.source.decode().partition("\n")[0].removeprefix("# ").split()
+    assert [case.id for case in expand(scenario, "cpu")] == expected
 
 
 def test_the_three_runs_of_a_case(tmp_path: Path) -> None:
