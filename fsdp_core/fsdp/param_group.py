@@ -87,6 +87,11 @@ class Owned:
         assert parameter is not None
         return parameter
 
+    def other_than(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a place holds in its stead, if any does."""
+        held = (module._parameters.get(attribute) for module, attribute in self.places)
+        return next((p for p in held if p is not None and p is not parameter), parameter)
+
     def register(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
@@ -209,7 +214,7 @@ class ParamGroup:
 
         Raises RuntimeError: the parameters have other dtypes than one that the policy leaves open.
         """
-        current = [o.current for o in self.owned]
+        current = [o.other_than(p) for o, p in zip(self.owned, self.sharded, strict=True)]
         moved = self.main_weight.is_meta or self.has_moved
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
         if self.is_registered or any(p.is_meta for p in current) or not (moved or others):

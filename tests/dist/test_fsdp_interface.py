@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
@@ -258,6 +258,18 @@ def refuses_replaced_parameters() -> None:
             cast("Any", change(model) or model)(rows(0))
 
 
+def tied_parameters_are_assigned() -> None:
+    """Of a parameter with two names both are assigned, one after the other; it stays one."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False)).to("meta")
+    model[1].weight = model[0].weight
+    fully_shard(model)
+    mesh, ones = whole_mesh(), {name: torch.ones(p.shape) for name, p in model.state_dict().items()}
+    given = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in ones.items()}
+    model.load_state_dict(given, assign=True)
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), 12.0))
+
+
 def refuses_second_derivatives() -> None:
     """They would need weights that are released, and gradients that are not reduced."""
     model, x = cast("Any", _wrapped()), rows(1).requires_grad_()
@@ -272,6 +284,7 @@ def refuses_second_derivatives() -> None:
     "program",
     [
         refuses_replaced_parameters,
+        tied_parameters_are_assigned,
         refuses_second_derivatives,
         a_parameter_is_set_on_meta,
         gathers_under_a_transform,
