@@ -4,8 +4,10 @@
 
 pip resolves the request from its configured index against the base interpreter: what is installed
 there serves as it is, and torch with its libraries is held to its version. The overlay holds the
-packages of the lock and sees every other one of the base. It lies in a folder of the cache that is
-named by a hash of the request, and is half made until it has its `environment.json`, the lock.
+packages of the lock and sees every other one of the base. What was built for one release of torch
+and cannot be imported beside the base's, as PyPI's torchvision beside torch for the CPU, is left
+out, and a line says so. It lies in a folder of the cache that is named by a hash of the request,
+and is half made until it has its `environment.json`, the lock.
 
 A request that is in the cache needs neither network nor pip, and its lock stays what it was: to
 resolve it anew, delete its folder. Overlays are built in place, since installed scripts hold paths.
@@ -34,7 +36,7 @@ Say = Callable[[str], None]
 SHOWN_VERSIONS = 8
 BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
 """Packages named like torch's libraries that hold none."""
-LOCK = "environment.json"
+LOCK, LEFT_OUT = "environment.json", "left_out.txt"
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._,-]+\])?")
 _VERSION = r"[0-9][A-Za-z0-9.+!_-]*"
@@ -47,6 +49,19 @@ print(json.dumps({
     "sites": [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))],
     "installed": {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}}))
 """
+_MISFITS = """
+import importlib, importlib.metadata as m, json, re, sys
+found = {}
+for lock in sys.argv[1:]:
+    name = lock.split("==")[0]
+    if any(re.match(r"torch *[(]?==", each) for each in m.requires(name) or ()):
+        try:
+            importlib.import_module(name.replace("-", "_"))
+        except Exception as error:
+            found[lock] = f"{type(error).__name__}: {error}".partition("\\n")[0]
+print(json.dumps(found))
+"""
+"""Which of a lock were built for one release of torch and cannot be imported, and why."""
 _HIDDEN = """
 import importlib.metadata as m, json, sys
 found = [(lock, m.distribution(lock.split("==")[0])) for lock in sys.argv[1:]]
@@ -84,12 +99,19 @@ def prepare(
     try:
         with _locked(folder, say):
             if not (folder / LOCK).exists():
-                _make(folder, _resolve(requirements, python, installed, say), python, base["sites"])
+                lock = _resolve(requirements, python, installed, say)
+                _make(folder, lock, python, base["sites"], installed.get("torch", ""))
             lock = json.loads((folder / LOCK).read_text())
+            left_out = (folder / LEFT_OUT).read_text() if (folder / LEFT_OUT).exists() else ""
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if is_full else str(error)
         raise Infrastructure(f"packages: cannot write to the cache {cache}: {reason}") from None
+    locked = {each.partition("==")[0] for each in lock}
+    if left_out and {_canonical(name.partition("[")[0]) for name in packages} - locked:
+        raise UsageError(left_out)
+    if left_out:
+        say(left_out)
     python = folder / "bin" / "python"
     for wanted, got, place in _ask(python, _HIDDEN, *lock):
         raise UsageError(
@@ -176,15 +198,20 @@ def _is_torch(name: str) -> bool:
     return libraries or name in ("torch", "triton", "pytorch-triton")
 
 
-def _make(folder: Path, lock: list[str], base: Path, sites: Sequence[str]) -> None:
+def _make(folder: Path, lock: list[str], base: Path, sites: Sequence[str], torch: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # what a killed process left of it
     _run(str(base), "-P", "-m", "venv", "--without-pip", str(folder))
     # A venv made from a venv does not see its packages; `addsitedir` also reads .pth files.
     lines = (f"import site; site.addsitedir({site!r})\n" for site in sites)
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "base_packages.pth").write_text("".join(lines))
-    _pip(folder / "bin" / "python", "install", "--no-deps", *lock)
-    write_atomic(folder / LOCK, json.dumps(lock))
+    python = folder / "bin" / "python"
+    _pip(python, "install", "--no-deps", *lock)
+    if misfits := _ask(python, _MISFITS, *lock):
+        _pip(python, "uninstall", "--yes", *(each.partition("==")[0] for each in misfits))
+        told = "; ".join(f"{lock} ({why})" for lock, why in misfits.items())
+        write_atomic(folder / LEFT_OUT, f"packages: not beside torch {torch}, so left out: {told}")
+    write_atomic(folder / LOCK, json.dumps([each for each in lock if each not in misfits]))
 
 
 # ---- processes and files

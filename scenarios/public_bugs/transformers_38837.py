@@ -7,6 +7,7 @@ https://github.com/huggingface/transformers/issues/38837. The Trainer divides a 
     torchrun --nproc-per-node 1 transformers_38837.py --loop trainer
 
 `torch` divides by what a window holds: losses must agree to rounding, and do with `--batches 8`.
+Both clip gradients alike, at a norm that none reaches, so they differ in accumulation alone.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 FEATURES, BATCH, WINDOW = 16, 8, 4
-LEARNING_RATE = 0.05
+LEARNING_RATE, MAX_NORM = 0.05, 1e3
 
 
 class Model(nn.Module):
@@ -54,6 +55,7 @@ def by_hand(model: Model, number: int, epochs: int) -> None:
             window = held[first : first + WINDOW]
             for batch in window:
                 (model(**batch)["loss"] / len(window)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -69,7 +71,7 @@ def by_trainer(model: Model, number: int, epochs: int) -> None:
     arguments = api.TrainingArguments(
         output_dir=tempfile.mkdtemp(), num_train_epochs=epochs, learning_rate=LEARNING_RATE,
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=WINDOW, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True, report_to=[],
+        lr_scheduler_type="constant", max_grad_norm=MAX_NORM, use_cpu=True, report_to=[],
         save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     InOrder(model, arguments, data_collator=together, train_dataset=rows(number)).train()

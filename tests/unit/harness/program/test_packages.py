@@ -23,12 +23,12 @@ from tests.support.fake_engine import Patch
 BASE = Path(sys.executable)
 
 
-def make_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+def make_wheel(folder: Path, name: str, version: str, *requires: str, code: str = "") -> Path:
     """A wheel of one module that knows its version."""
     info = f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
     files = {
-        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{name}.py": f"VERSION = {version!r}\n{code}",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -138,6 +138,23 @@ def test_torch_and_its_libraries_are_never_replaced(request_for: Requests, index
     assert lock(within) == ["greedy==2.0"]
     assert request_for(greedy=">=1, <3") == within
     assert lock(request_for(binds="1.0")) == ["binds==1.0", "nvidia-cudnn-frontend==1.0"]
+
+
+def test_what_was_built_for_another_torch_is_left_out(request_for: Requests, index: Path) -> None:
+    """One line says so, each time; what can be imported beside this torch stays, as does the
+    package that wanted it; asked for by name it is refused."""
+    pin = f"torch=={metadata.version('torch').partition('+')[0]}"
+    make_wheel(index, "vision", "1.0", pin, code="raise RuntimeError('no nms')\n")
+    make_wheel(index, "sound", "1.0", pin)
+    make_wheel(index, "models", "1.0", "vision", "sound")
+    request_for(models="1.0")
+    request_for.said.clear()
+    python = request_for(models="1.0")
+    assert "left out: vision==1.0 (RuntimeError: no nms)" in request_for.said[-1]
+    assert lock(python) == ["models==1.0", "sound==1.0"]
+    assert seen(python, "import importlib.util as u; print(u.find_spec('vision'))") == "None"
+    with pytest.raises(UsageError, match="left out: vision"):
+        request_for(vision="1.0")
 
 
 def test_unknown_versions_name_those_that_exist(request_for: Requests, index: Path) -> None:
