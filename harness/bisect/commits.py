@@ -1,15 +1,18 @@
-"""The first bad commit, by halving in a worktree of its own; the first bad release of a package.
+"""The first bad or first good commit, by halving in a worktree of its own, or release of a package.
 
-    bad fails, as often as tells its rate  ->  good passes  ->  halve, skip what gives no verdict
-      ->  the passes that the end rests on are asked again  ->  one commit, or the suspects
+    the end that fails, as often as tells its rate  ->  the other one passes
+      ->  halve, skip what gives no verdict  ->  the pass that the answer rests on is asked again
+      ->  one commit, or the suspects
 
-From the first bad one on, all are bad. Commits are those of the first parents: of a branch that was
-merged, the merge is named. The built-in program runs under
-the harness of the commit (`python -m harness rerun`), somebody's program under this one, with its
-paths in the worktree. The user's checkout and index stay as they are.
+Which end fails decides what is looked for: the older one passes and the first bad is named, or the
+newer one does, and the first good. From there on all are alike. Commits are those of the first
+parents: of a branch that was merged, the merge is named. The built-in program runs under the
+harness of the commit (`python -m harness rerun`), somebody's program under this one, with its paths
+in the worktree. The user's checkout and index stay as they are.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,11 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from harness.bisect.differences import config_of, leaves_of, program_in
 from harness.bisect.experiments import (
     EVERY_RUN,
+    MAX_SILENT,
     Answer,
     Asker,
     NeverFails,
@@ -42,7 +46,6 @@ from harness.engine.process import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.launch import make_environments
 from harness.program.packages import releases
-from harness.program.spec import program_of
 from harness.records import CaseSpec, ExitCode, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
 from harness.store import LEGS
@@ -99,7 +102,7 @@ class Commit(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What is searched, the good one first; of names with the same `key` one answer holds."""
+    """What is searched, the oldest first; of names with the same `key` one answer holds."""
 
     kind: str
     option: str
@@ -110,10 +113,10 @@ class History:
 
 
 def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
-    """Commits `good..bad` around `root` (`UsageError`: none); `paths`, or all, decide an answer."""
+    """Commits `A..B` around `root` (`UsageError`: none); `paths`, or all, decide an answer."""
     first, dots, last = commits.partition("..")
     if not first or not dots or last.startswith(".") or first.startswith("-"):
-        raise UsageError(f"--commits: expected GOOD..BAD, got {shown(commits)}")
+        raise UsageError(f"--commits: expected A..B, got {shown(commits)}")
     root = Path(git(root, "rev-parse", "--show-toplevel"))
 
     def resolved(name: str) -> str:
@@ -124,13 +127,13 @@ def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
             said = f"--commits: expected a commit of {root}, got {shown(name)}"
             raise UsageError(said) from None
 
-    good, bad = resolved(first), resolved(last or "HEAD")
-    if good == bad or git(root, "merge-base", good, bad, legal=(0, 1)) != good:
-        said = "expected a good commit that the bad one descends from"
+    old, new = resolved(first), resolved(last or "HEAD")
+    if old == new or git(root, "merge-base", old, new, legal=(0, 1)) != old:
+        said = "expected a commit A that B descends from"
         raise UsageError(f"--commits: {said}, got {shown(commits)}")
     words = ("--first-parent", "--reverse", "--format=%H%x00%s")
-    lines = git(root, "log", *words, bad, "--not", good, "--").split("\n")
-    lines.insert(0, git(root, "log", "--no-walk", words[-1], good, "--"))
+    lines = git(root, "log", *words, new, "--not", old, "--").split("\n")
+    lines.insert(0, git(root, "log", "--no-walk", words[-1], old, "--"))
     subjects = dict(line.split("\0", 1) for line in lines)
 
     def key(name: str) -> str:
@@ -144,7 +147,7 @@ def commits_of(root: Path, commits: str, paths: Sequence[str] = ()) -> History:
 
 
 def releases_of(package: str, versions: Sequence[str]) -> History:
-    """Releases of a package, the good one first."""
+    """Releases of a package, the oldest first."""
     return History(
         kind=f"release of {package}", option="--package", line=list(versions),
         key=lambda name: f"release-{hashlib.sha256(f'{package} {name}'.encode()).hexdigest()[:40]}",
@@ -159,38 +162,43 @@ def releases_of(package: str, versions: Sequence[str]) -> History:
 class CommitSearch(Json):
     """The suspects, the newest first, of commits or releases; `skipped` gave no verdict.
 
-    `num_commits` could be the first bad one at the beginning; `num_runs` are tries.
+    `first` is the one from which on all are as `becomes` says, None if there are several suspects,
+    of `num_commits` that it could be at the beginning; `num_runs` are tries.
     """
 
-    first_bad: Commit | None
+    first: Commit | None
+    becomes: Literal["bad", "good"] = "bad"
     suspects: tuple[Commit, ...]
     skipped: tuple[Commit, ...]
-    good: Commit
-    bad: Commit
     num_commits: int
     num_runs: int
     kind: str = "commit"
     policy: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def sought(self) -> str:
+        """`first good release of timm`."""
+        return f"first {self.becomes} {self.kind}"
+
     def __str__(self) -> str:
         """One line."""
         cost = f"asked {count(self.num_runs, 'time')}, of {self.num_commits}"
-        if self.first_bad is not None:
-            return f"first bad {self.kind}: {self.first_bad} ({cost})"
+        if self.first is not None:
+            return f"{self.sought}: {self.first} ({cost})"
         ends = f"from {self.suspects[-1]} to {self.suspects[0]}"
         why = f"{len(self.skipped)} gave no verdict; {cost}"
-        return f"first bad {self.kind}: one of {len(self.suspects)}, {ends} ({why})"
+        return f"{self.sought}: one of {len(self.suspects)}, {ends} ({why})"
 
 
-def find_first_bad(
+def find_turn(
     history: History, run: Callable[[str, int], Reply], questions: Questions,
     *, every_run: bool = False,
 ) -> CommitSearch:  # fmt: skip
-    """The first commit of a history on which a case fails (`UsageError`: ends are not good or bad).
+    """The first commit that fails, or of which none fails any more (`UsageError`: ends are alike).
 
     `run` tries a commit, which was tried so many times before. How often it fails is learnt at the
-    bad commit, unless it is known to fail in every run.
+    bad end, unless it is known to fail in every run.
     """
     return _Search(history, run, questions).find(every_run=every_run)
 
@@ -199,39 +207,67 @@ class _Search:
     def __init__(
         self, history: History, run: Callable[[str, int], Reply], questions: Questions
     ) -> None:
-        self._history, self._run, self._questions = history, run, questions
+        self._history, self._line, self._run, self._questions = (
+            history,
+            history.line,
+            run,
+            questions,
+        )
         self._policy, self._num_runs = EVERY_RUN, 0
+        self._good, self._bad = self._line[0], self._line[-1]
         self._answers: dict[str, list[Answer]] = {}
         self._suspects, self._skipped, self._notes = list[str](), list[str](), list[str]()
 
     def find(self, *, every_run: bool) -> CommitSearch:
-        history, good, bad = self._history, self._history.line[0], self._history.line[-1]
-        said = f"{history.option}: expected a bad end that fails, got {history.named(bad)}"
-        if every_run and self._ask(bad, 0) != "fails":
-            raise UsageError(said)
+        self._see_bad(1 if every_run else MAX_SILENT)
         if not every_run:
-            self._learn(said)
-        self._see_good(self._answer(good, self._policy.passes))
-        while (lucky := self._bisect()) is not None:
-            name = history.named(lucky)
+            self._learn()
+        self._see_good(self._answer(self._good, self._policy.passes))
+        while (lucky := self._halve()) is not None:
+            name = self._history.named(lucky)
             self._notes.append(f"{name}: passed at first and failed when asked again")
-            self._see_good("fails" if lucky == good else "passes")
-            self._learn(said, flaky=True)
+            self._see_good("fails" if lucky == self._good else "passes")
+            self._learn(flaky=True)
         return self._found()
 
-    def _learn(self, said: str, *, flaky: bool = False) -> None:
+    def _see_bad(self, tries: int) -> None:
+        """Ask both ends in turn until one of them fails: that is the bad one."""
+        ends = {self._bad: self._good, self._good: self._bad}
+        for attempt, end in itertools.product(range(tries), ends):
+            if "unresolved" not in self._known(end) and self._ask(end, attempt) == "fails":
+                self._good, self._bad = ends[end], end
+                return
+        said = {"passes": "passes", "unresolved": "gives no verdict"}
+        old, new = (f"{self._history.named(x)}, which {said[self._known(x)[-1]]}"
+                    for x in (self._line[0], self._line[-1]))  # fmt: skip
+        raise UsageError(
+            f"{self._history.option}: expected an end that fails, got {old}, and {new}"
+        )
+
+    def _see_good(self, answer: Answer) -> None:
+        if answer != "passes":
+            named, option = self._history.named, self._history.option
+            how = "gives no verdict" if answer == "unresolved" else "fails as well"
+            said = f"got {named(self._good)}, which {how}, while {named(self._bad)} fails"
+            raise UsageError(f"{option}: expected an end that passes, {said}")
+
+    def _learn(self, *, flaky: bool = False) -> None:
         # Halvings, both ends, and what skips may add.
-        num_questions = math.ceil(math.log2(len(self._history.line))) + 2
-        ask = partial(self._ask, self._history.line[-1])
+        num_questions = math.ceil(math.log2(len(self._line))) + 2
+        ask = partial(self._ask, self._bad)
         try:
             self._policy = learn(ask, num_questions=num_questions, flaky=flaky)
         except NeverFails as error:
-            raise UsageError(f"{said}: {error}") from error
+            end = self._history.named(self._bad)
+            said = f"expected an end that fails, got {end}: {error}"
+            raise UsageError(f"{self._history.option}: {said}") from error
+
+    def _known(self, name: str) -> list[Answer]:
+        return self._answers.setdefault(self._history.key(name), [])
 
     def _ask(self, name: str, attempt: int) -> Answer:
         """One run, which may be known already."""
-        key = self._history.key(name)
-        answers = self._answers.setdefault(key, [])
+        key, answers = self._history.key(name), self._known(name)
         if attempt == len(answers):
             again = f" (run {attempt + 1})" if attempt else ""
             words = f"does {self._history.named(name)} fail?{again}"
@@ -243,36 +279,32 @@ class _Search:
 
     def _answer(self, name: str, passes: int) -> Answer:
         """Fails once it has failed, passes after so many runs; all runs so far count."""
-        known = self._answers.get(self._history.key(name), [])
-        answers = (self._ask(name, number) for number in range(max(passes, len(known))))
+        numbers = range(max(passes, len(self._known(name))))
+        answers = (self._ask(name, number) for number in numbers)
         return next((answer for answer in answers if answer != "passes"), "passes")
 
-    def _see_good(self, answer: Answer) -> None:
-        if answer != "passes":
-            how = "that can be run" if answer == "unresolved" else "that passes"
-            told = "" if answer == "unresolved" else ", which fails: name an older one"
-            good = self._history.named(self._history.line[0])
-            raise UsageError(f"{self._history.option}: expected a good end {how}, got {good}{told}")
-
-    def _bisect(self) -> str | None:
+    def _halve(self) -> str | None:
         """Halve until one suspect is left, or only skipped ones; the last pass if it was luck."""
-        line, low, high = self._history.line, 0, len(self._history.line) - 1
+        line, low, high = self._line, 0, len(self._line) - 1
+        of_old: Answer = "passes" if self._good == line[0] else "fails"
         while inner := [n for n in range(low + 1, high) if line[n] not in self._skipped]:
             at = min(inner, key=lambda n: abs(2 * n - low - high))
             answer = self._answer(line[at], self._policy.passes)
-            low, high = (at if answer == "passes" else low), (at if answer == "fails" else high)
-            self._skipped += [line[at]] if answer == "unresolved" else []
+            if answer == "unresolved":
+                self._skipped.append(line[at])
+            else:
+                low, high = (at, high) if answer == of_old else (low, at)
         self._suspects = line[low + 1 : high + 1][::-1]
-        is_sure = self._answer(line[low], self._policy.confirmations) == "passes"
-        return None if is_sure else line[low]
+        last = line[low if of_old == "passes" else high]
+        return None if self._answer(last, self._policy.confirmations) == "passes" else last
 
     def _found(self) -> CommitSearch:
-        named, history, suspects = self._history.named, self._history, self._suspects
+        named, suspects = self._history.named, self._suspects
         return CommitSearch(
-            first_bad=named(suspects[0]) if len(suspects) == 1 else None,
+            first=named(suspects[0]) if len(suspects) == 1 else None,
+            becomes="bad" if self._bad == self._line[-1] else "good",
             suspects=tuple(map(named, suspects)), skipped=tuple(map(named, sorted(self._skipped))),
-            good=named(history.line[0]), bad=named(history.line[-1]),
-            num_commits=len(history.line) - 1, num_runs=self._num_runs, kind=history.kind,
+            num_commits=len(self._line) - 1, num_runs=self._num_runs, kind=self._history.kind,
             notes=tuple(self._notes),
             policy="one run each" if self._policy == EVERY_RUN else str(self._policy),
         )  # fmt: skip
@@ -293,10 +325,10 @@ class Checkout(NamedTuple):
 Run = Callable[[Checkout], Reply]
 
 
-def first_bad_commit(
+def turning_commit(
     history: History, run: Run, questions: Questions, place: Path, **how: Any
 ) -> CommitSearch:
-    """As `find_first_bad`, with each commit checked out in a worktree at `place`.
+    """As `find_turn`, with each commit checked out in a worktree at `place`.
 
     One that is there is of a search that was killed, as whoever asks holds its folder.
     """
@@ -318,7 +350,7 @@ def first_bad_commit(
     make_folder(place.parent)
     try:
         git(history.root, "worktree", "add", "--quiet", "--detach", str(folder), history.line[-1])
-        return find_first_bad(history, in_checkout, questions, **how)
+        return find_turn(history, in_checkout, questions, **how)
     finally:
         remove()
 
@@ -469,20 +501,30 @@ def find_release(
     case: CaseSpec, verdict: Verdict, package: str, ends: str, asker: Asker,
     *, every_run: bool = False,
 ) -> CommitSearch:  # fmt: skip
-    """As `find_first_bad`, among the releases `A..B` of a package; the reference stays."""
+    """As `find_turn`, among the releases `A..B` of a package.
+
+    The reference has the release, too, unless it is what the two runs differ in.
+    """
     versions, failure = published(package, ends), failure_of(verdict)
+    leaf = f"packages.{package}"
+    stated = [leaves_of(spec.config).get(leaf) for spec in (case.reference, case.candidate)]
 
     def run(version: str, attempt: int) -> Reply:
-        leaves = leaves_of(case.candidate.config) | {f"packages.{package}": version}
-        candidate = replace(case.candidate, config=config_of(leaves))
+        reference, candidate = (
+            replace(spec, config=config_of(leaves_of(spec.config) | {leaf: version}))
+            for spec in (case.reference, case.candidate)
+        )
+        if stated[0] != stated[1]:
+            reference = case.reference
         try:
-            make_environments(filter(None, [program_of(candidate.config)]), lambda _: None)
+            make_environments([program_in(candidate)], lambda _: None)
         except UsageError as error:
             return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
-        found = asker.ask(question_case(case, failure, candidate, repeat=attempt), "").verdict
+        question = question_case(case, failure, candidate, reference=reference, repeat=attempt)
+        (found,) = asker.ask_all([question], "")
         return Reply(answer=failure.answer(found), words=str(failure_of(found)))
 
-    return find_first_bad(releases_of(package, versions), run, asker.questions, every_run=every_run)
+    return find_turn(releases_of(package, versions), run, asker.questions, every_run=every_run)
 
 
 def published(package: str, ends: str) -> list[str]:

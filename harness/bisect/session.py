@@ -24,7 +24,13 @@ from harness.bisect.experiments import Asked, Asker, Questions, runs_key
 from harness.bisect.hardware import follow
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
-from harness.bisect.render import Findings, SearchView, keep_findings, read_findings
+from harness.bisect.render import (
+    Findings,
+    SearchView,
+    keep_findings,
+    read_findings,
+    search_name,
+)
 from harness.bisect.repro import FOLDER, MinimalCase, write_minimal_case
 from harness.checks.complete import find_flaw
 from harness.engine.slurm import stored_options
@@ -36,12 +42,11 @@ from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
 from harness.runner.run import clear_leftovers, stop_on_signals
-from harness.scenario.suite import whole_id
 from harness.store import LEGS, MANIFEST_FILE, RunFolder
 from harness.store.verify import DEFAULT_OUT
 from harness.terminal import typed
 
-SHORT_HASH, MAX_NAME_CHARS, MOST_TOLD = 12, 120, 3
+SHORT_HASH, MOST_TOLD = 12, 3
 COMMITS_FOLDER, REPLIES = "commits", "replies"
 """Of the folder of a search: run folders of other commits; what is answered by none of its runs."""
 STAGES = ("environment", "place", "causes", "least")
@@ -156,7 +161,8 @@ class _Stages:
             words += ["--out", os.path.relpath(self._folder)]
         self._found = Findings(
             case_id=self._case.id, scenario=self._case.scenario, outcome="error", what="not_run",
-            message="no answer yet", command=shlex.join(words), environment=tuple(notes),
+            message="no answer yet", runs=runs_key(self._case), command=shlex.join(words),
+            environment=tuple(notes),
         )  # fmt: skip
 
     def carry_out(self) -> Findings:
@@ -194,6 +200,8 @@ class _Stages:
             "least_case": self._least,
         }  # fmt: skip
         last = "place" if self._case.reference.recorded or search.hardware else search.until
+        if self._case.expect != "bitwise":
+            last = "environment"  # bits that may differ have no place
         for name, stage in list(stages.items())[: STAGES.index(last) + 1]:
             self._keep(**{name: stage()})
         if search.hardware:
@@ -259,7 +267,7 @@ class _Stages:
         )  # fmt: skip
 
     def _commit(self) -> halving.CommitSearch:
-        """The first commit on which the case fails, in a worktree of its own."""
+        """The first commit on which the case fails, or passes, in a worktree of its own."""
         search, folder, verdict = self._search, self._asker.folder, self._asked.verdict
         history = search.history()
         if search.is_ours:
@@ -271,7 +279,7 @@ class _Stages:
             run = halving.commit_run(self._case, verdict, self._asker, history.root)
         place, questions = folder.path / halving.WORKTREE, self._asker.questions
         how = {"every_run": search.every_run}
-        return halving.first_bad_commit(history, run, questions, place, **how)
+        return halving.turning_commit(history, run, questions, place, **how)
 
     # --- what is kept
 
@@ -310,7 +318,7 @@ def _folder(search: Search, prepared: launch.Prepared) -> tuple[RunFolder, tuple
     `UsageError` if the folder that was named is of something else.
     """
     case, notes = search.case, list[str]()
-    name = f"bisect-{whole_id(case.scenario, case.id)}"[:MAX_NAME_CHARS]
+    name = search_name(case)
     now = _holds_for(launch.provenance_of(prepared.machine, [case]))
     for number in itertools.count(1):
         wanted = search.out or DEFAULT_OUT / (f"{name}-{number}" if number > 1 else name)

@@ -35,14 +35,18 @@ MOST_NAMED = 5
     "--against", metavar="EXPR",
     help="With a scenario: compare with this case in place of the reference.",
 )  # fmt: skip
-@click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
+@click.option(
+    "--no-element", is_flag=True, help="Do not look for the first differing operator and element."
+)
 @click.option("--until", type=click.Choice(STAGES), default="least", show_default=True,
               help="Stop after this stage.")  # fmt: skip
 @click.option("--repro", type=PATH, default=FOLDER, show_default=True, metavar="FOLDER",
               help="Folder for the minimal scenario that reproduces the failure.")  # fmt: skip
-@click.option("--commits", default="", metavar="GOOD..BAD", help="Also find the first bad commit.")
+@click.option("--commits", default="", metavar="A..B",
+              help="Also find the first commit that fails, or that passes again.")  # fmt: skip
 @click.option("--package", nargs=2, metavar="NAME A..B",
-              help="With a program: also find the first bad release of a package.")  # fmt: skip
+              help="With a program: also find the first release of a package that fails, or "
+              "passes again.")  # fmt: skip
 @click.option(
     "--every-run", is_flag=True,
     help="With --commits or --package: the failure is deterministic, so run each only once.",
@@ -93,10 +97,10 @@ def bisect_command(
             else:
                 click.echo(f"{spec.id} {verdict.outcome}: nothing to bisect ({verdict.message})")
             return ExitCode.PASSED if verdict.outcome == "passed" else ExitCode.NOTHING_RAN
-    if spec.expect != "bitwise":
+    if spec.expect != "bitwise" and not (how["commits"] or how["package"]):
         raise UsageError(
-            f"bisect: expected a case that compares bits, {spec.id} is judged within a tolerance: "
-            "its verdict has the place and the largest gap"
+            f"bisect: expected a case that compares bits, or --commits or --package, {spec.id} is "
+            "judged within a tolerance: its verdict has the place and the largest gap"
         )
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=options.command_line(),

@@ -43,8 +43,8 @@ UNTIL = ("--until", "environment")
 
 def right(found: dict[str, Any], guilty: str) -> bool:
     """Whether the fault's commit is named, alone or among suspects that cannot be told apart."""
-    if found["first_bad"] is not None:
-        return bool(found["first_bad"]["hash"] == guilty)
+    if found["first"] is not None:
+        return bool(found["first"]["hash"] == guilty)
     skipped = {commit["hash"] for commit in found["skipped"]}
     suspects = [commit["hash"] for commit in found["suspects"]]
     return set(suspects[1:]) <= skipped and guilty in suspects

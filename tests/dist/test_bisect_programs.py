@@ -112,7 +112,7 @@ def test_the_first_bad_commit_of_the_programs_repository(tmp_path: Path) -> None
         tmp_path, path, "--until", "place", "--no-element", "--commits", "HEAD~5..HEAD",
         "--every-run",
     )  # fmt: skip
-    assert found["commits"]["first_bad"]["subject"] == "commit 3"
+    assert found["commits"]["first"]["subject"] == "commit 3"
 
 
 def test_the_first_bad_release_of_a_package(
@@ -135,7 +135,7 @@ def test_the_first_bad_release_of_a_package(
         tmp_path, path, "--until", "place", "--no-element", "--package", "tinytoy", "1.0..2.0",
         "--every-run",
     )  # fmt: skip
-    assert (found["release"]["first_bad"]["hash"], found["release"]["num_commits"]) == ("1.10", 4)
+    assert (found["release"]["first"]["hash"], found["release"]["num_commits"]) == ("1.10", 4)
 
 
 def test_what_a_program_cannot_be_asked_is_said_in_a_line(tmp_path: Path) -> None:

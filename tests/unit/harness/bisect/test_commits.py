@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from harness.bisect import commits
 from harness.bisect.commits import (
     Checkout,
     CommitSearch,
@@ -16,15 +17,22 @@ from harness.bisect.commits import (
     at_commit,
     case_run,
     commits_of,
-    find_first_bad,
-    first_bad_commit,
+    find_release,
+    find_turn,
     releases_of,
+    turning_commit,
 )
 from harness.bisect.experiments import Answer, Questions, Reply
 from harness.errors import Interrupted, UsageError
-from harness.records import Ending, Verdict
+from harness.records import CaseSpec, Ending, Verdict
 from tests.support.git_history import BROKEN, WRONG, git, make_history, programs
-from tests.unit.harness.bisect.made_up_asker import case_of, program_run, run, verdict_of
+from tests.unit.harness.bisect.made_up_asker import (
+    MadeUpAsker,
+    case_of,
+    program_run,
+    run,
+    verdict_of,
+)
 
 NUMBER = 64
 ONCE: dict[str, Any] = {"every_run": True}
@@ -51,12 +59,12 @@ def search(
     commits = f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
     questions = Questions(place / "replies")
     found = commits_of(root, commits, paths)
-    return first_bad_commit(found, run, questions, place / "worktree", **how)
+    return turning_commit(found, run, questions, place / "worktree", **how)
 
 
 def hash_of(found: CommitSearch) -> str:
-    assert found.first_bad is not None, found
-    return found.first_bad.hash
+    assert found.first is not None, found
+    return found.first.hash
 
 
 @pytest.mark.parametrize(
@@ -69,23 +77,23 @@ def test_one_of_64_by_halving(
     how: dict[str, Any], most: int,
 ) -> None:  # fmt: skip
     """Both ends, the logarithm, skips, and where nobody knows how often it fails, what is sure."""
-    commits = history(NUMBER, first_bad, broken=broken)
+    hashes = history(NUMBER, first_bad, broken=broken)
     found = search(tmp_path, **how)
-    assert (hash_of(found), found.num_commits) == (commits[first_bad], NUMBER)
-    assert {c.hash for c in found.skipped} <= {commits[n] for n in broken}
+    assert (hash_of(found), found.num_commits) == (hashes[first_bad], NUMBER)
+    assert {c.hash for c in found.skipped} <= {hashes[n] for n in broken}
     assert found.num_runs <= most
-    told = f"first bad commit: {commits[first_bad][:10]} Change {first_bad} ("
+    told = f"first bad commit: {hashes[first_bad][:10]} Change {first_bad} ("
     assert str(found).startswith(told)
     assert not (tmp_path / "worktree").exists()
 
 
 def test_nothing_of_the_user_is_touched(tmp_path: Path, history: MakeHistory) -> None:
     """A bisection that was begun, changes, other files and other worktrees are as they were."""
-    commits = history(16, 5)
+    hashes = history(16, 5)
     root = tmp_path / "repository"
     (root / "program" / "work.py").write_text("mine\n")
     (root / "untracked").write_text("mine too\n")
-    git(root, "bisect", "start", "--no-checkout", commits[-1], commits[0])
+    git(root, "bisect", "start", "--no-checkout", hashes[-1], hashes[0])
 
     def state() -> list[str]:
         asked = ("status --porcelain", "bisect log", "for-each-ref", "rev-parse HEAD",
@@ -93,7 +101,7 @@ def test_nothing_of_the_user_is_touched(tmp_path: Path, history: MakeHistory) ->
         return [git(root, *words.split()) for words in asked]
 
     before = state()
-    assert hash_of(search(tmp_path, **ONCE)) == commits[5]
+    assert hash_of(search(tmp_path, **ONCE)) == hashes[5]
     assert state() == before
 
 
@@ -101,7 +109,7 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
     tmp_path: Path, history: MakeHistory
 ) -> None:
     """Interrupted at every second run, the same search asks only what it had not asked."""
-    commits, runs, found = history(8, 5), list[str](), None
+    hashes, runs, found = history(8, 5), list[str](), None
     root, left = tmp_path / "repository", tmp_path / "worktree"
     git(root, "worktree", "add", "--detach", str(left))
     (left / "program" / "work.py").write_text(BROKEN)
@@ -120,7 +128,7 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
             assert not left.exists()
             assert git(root, "worktree", "list").count("\n") == 0
     assert found is not None
-    assert hash_of(found) == commits[5]
+    assert hash_of(found) == hashes[5]
     assert len(runs) < 2 * found.num_runs
     before = len(runs)
     assert (search(tmp_path, stopped, **ONCE), len(runs)) == (found, before)
@@ -128,8 +136,8 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
 
 def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: MakeHistory) -> None:
     """Seen always at the bad end, it passes once in the middle: the end is not built on that."""
-    commits = history(16, 6)
-    lucky = {commits[8]}
+    hashes = history(16, 6)
+    lucky = {hashes[8]}
 
     def run(checkout: Checkout) -> Reply:
         if checkout.commit in lucky:
@@ -138,18 +146,18 @@ def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: MakeHistory) -> Non
         return by_reading(checkout)
 
     found = search(tmp_path, run)
-    assert hash_of(found) == commits[6]
+    assert hash_of(found) == hashes[6]
     again = "passed at first and failed when asked again"
-    assert found.notes == (f"{commits[8][:10]} Change 8: {again}",)
+    assert found.notes == (f"{hashes[8][:10]} Change 8: {again}",)
 
 
 def test_of_a_branch_that_was_merged_the_merge_is_named(
     tmp_path: Path, history: MakeHistory
 ) -> None:
     """It is one of the commits that are searched; those of the branch are not."""
-    commits, root = history(3, 9), tmp_path / "repository"
+    hashes, root = history(3, 9), tmp_path / "repository"
     who = ("-c", "user.name=x", "-c", "user.email=x")
-    git(root, "checkout", "--quiet", "-b", "side", commits[1])
+    git(root, "checkout", "--quiet", "-b", "side", hashes[1])
     (root / "side.txt").write_text("broken")
     git(root, "add", ".")
     git(root, *who, "commit", "--quiet", "-m", "side")
@@ -160,22 +168,22 @@ def test_of_a_branch_that_was_merged_the_merge_is_named(
         return Reply(answer="fails" if (checkout.folder / "side.txt").is_file() else "passes")
 
     found = search(tmp_path, run, **ONCE)
-    assert (found.first_bad and found.first_bad.subject, found.num_commits) == ("Merge", 4)
+    assert (found.first and found.first.subject, found.num_commits) == ("Merge", 4)
 
 
 @pytest.mark.parametrize("how", [ONCE, {}])
 @pytest.mark.parametrize(
     ("first_bad", "broken", "said"),
-    [(0, (), "expected a good end that passes, got .* Change 0, which fails"),
-     (9, (), "expected a bad end that fails, got .* Change 4"),
-     (1, (0,), "expected a good end that can be run, got .* Change 0"),
-     (1, (4,), "expected a bad end that fails, got .* Change 4")],
+    [(0, (), "expected an end that passes, got .* Change 0, which fails as well"),
+     (9, (), "expected an end that fails, got .* 0, which passes, and .* Change 4, which passes"),
+     (1, (0,), "expected an end that passes, got .* Change 0, which gives no verdict"),
+     (1, (4,), "expected an end that fails, .* Change 0, which passes, .* 4, which gives no verd")],
 )  # fmt: skip
 def test_ends_that_are_not_what_they_should_be(
     tmp_path: Path, history: MakeHistory, first_bad: int, broken: tuple[int, ...], said: str,
     how: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Good must pass and bad must fail: one line that says which does not."""
+    """One must pass and one must fail: one line that says which does not."""
     history(4, first_bad, broken)
     with pytest.raises(UsageError, match=said):
         search(tmp_path, **how)
@@ -183,15 +191,15 @@ def test_ends_that_are_not_what_they_should_be(
 
 def test_ranges_that_cannot_be(tmp_path: Path, history: MakeHistory) -> None:
     """What is no range, no commit, no repository, or runs backwards: one line, exit code 4."""
-    commits = history(4, 2)
+    hashes = history(4, 2)
     root = tmp_path / "repository"
-    assert commits_of(root, f"{commits[0]}..").line[-1] == commits[-1]
+    assert commits_of(root, f"{hashes[0]}..").line[-1] == hashes[-1]
     for wrong, said in (
-        ("main", "expected GOOD..BAD"), ("..main", "expected GOOD..BAD"),
-        ("a...b", "expected GOOD..BAD"), ("--all..main", "expected GOOD..BAD"),
-        (f"nowhere..{commits[1]}", "expected a commit of .*, got 'nowhere'"),
-        (f"{commits[2]}..{commits[1]}", "that the bad one descends from"),
-        ("main..main", "that the bad one descends from"),
+        ("main", "expected A..B"), ("..main", "expected A..B"),
+        ("a...b", "expected A..B"), ("--all..main", "expected A..B"),
+        (f"nowhere..{hashes[1]}", "expected a commit of .*, got 'nowhere'"),
+        (f"{hashes[2]}..{hashes[1]}", "that B descends from"),
+        ("main..main", "that B descends from"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=said) as caught:
             commits_of(root, wrong)
@@ -203,10 +211,11 @@ def test_ranges_that_cannot_be(tmp_path: Path, history: MakeHistory) -> None:
 @pytest.mark.parametrize(
     ("answers", "suspects"),
     [("ggbbbb", "2"), ("gbbbbb", "1"), ("gggggb", "5"), ("g--bbb", "321"), ("g----b", "54321"),
-     ("g", ""), ("bbbbbb", ""), ("gbbbb-", "")],
+     ("bbgggg", "2"), ("bggggg", "1"), ("bbbbbg", "5"), ("b--ggg", "321"),
+     ("g", ""), ("gggggg", ""), ("bbbbbb", ""), ("gbbbb-", ""), ("-gggggb", "")],
 )  # fmt: skip
-def test_the_first_bad_release(answers: str, suspects: str) -> None:
-    """By the same halving; what gives no verdict hides it, and ends must be good and bad."""
+def test_the_first_bad_or_good_release(answers: str, suspects: str) -> None:
+    """By the same halving, as ends say; what gives no verdict hides it; ends must differ."""
     table: dict[str, Answer] = {"b": "fails", "g": "passes", "-": "unresolved"}
     versions, asked = [f"1.{n}" for n in range(len(answers))], list[str]()
 
@@ -215,14 +224,57 @@ def test_the_first_bad_release(answers: str, suspects: str) -> None:
         return Reply(answer=table[answers[versions.index(version)]])
 
     def found() -> CommitSearch:
-        return find_first_bad(releases_of("toy", versions), run, Questions(), **ONCE)
+        return find_turn(releases_of("toy", versions), run, Questions(), **ONCE)
 
     if not suspects:
         with pytest.raises(UsageError, match="--package: expected a"):
             found()
         return
-    assert [c.hash for c in found().suspects] == [f"1.{n}" for n in suspects]
+    answer = found()
+    assert [c.hash for c in answer.suspects] == [f"1.{n}" for n in suspects]
+    assert answer.becomes == ("bad" if answers[0] == "g" else "good")
     assert len(asked) == len(set(asked)) <= 2 + max(3, len(suspects))
+
+
+def test_a_lucky_pass_of_what_was_mended_later_is_taken_back() -> None:
+    """The pass next to the answer is asked again, on whichever side of it it lies."""
+    versions, lucky = [f"1.{n}" for n in range(9)], {"1.4"}
+
+    def run(version: str, attempt: int) -> Reply:
+        is_luck = version in lucky and not attempt
+        passes = is_luck or version in versions[6:]
+        return Reply(answer="passes" if passes else "fails")
+
+    found = find_turn(releases_of("toy", versions), run, Questions())
+    assert (hash_of(found), found.becomes) == ("1.6", "good")
+    assert found.notes == ("1.4: passed at first and failed when asked again",)
+
+
+@pytest.mark.parametrize(("pinned", "are_alike"), [("1.0", True), (None, True), ("0.9", False)])
+def test_both_runs_have_the_release_unless_they_differ_in_it(
+    monkeypatch: pytest.MonkeyPatch, pinned: str | None, are_alike: bool
+) -> None:
+    """Two releases would be compared in place of what the case compares."""
+    monkeypatch.setattr(commits, "published", lambda *_: ["1.0", "1.1", "1.2"])
+    monkeypatch.setattr(commits, "make_environments", lambda *_: None)
+    parts: list[Any] = [
+        {"packages": {"toy": v} if v else {}} for v in (pinned, "1.0" if pinned else None)
+    ]
+
+    def what(case: CaseSpec) -> str:
+        ours, theirs, again = (
+            run.config["program"]["packages"].get("toy")
+            for run in (case.reference, case.candidate, case.control)
+        )
+        assert ours == again
+        assert (ours == theirs) is are_alike
+        return "diverged" if theirs < "1.2" else ""
+
+    one, other = (program_run(args={"fast": n}, **part) for n, part in enumerate(parts))
+    case = case_of(one, other)
+    failed = verdict_of(case, "diverged")
+    found = find_release(case, failed, "toy", "1.0..1.2", MadeUpAsker(of_case=what), **ONCE)
+    assert (hash_of(found), found.becomes) == ("1.2", "good")
 
 
 # --- a run at a commit -----------------------------------------------------------------------

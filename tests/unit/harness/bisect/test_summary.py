@@ -45,7 +45,7 @@ FINDINGS = Findings(
     message="w differs | first", command="harness bisect dp4", place=PLACE, causes=CAUSES,
     least_case=ALONE, num_runs=2, seconds=1.5,
     commits=CommitSearch(
-        first_bad=BAD, suspects=(BAD,), skipped=(), good=BAD, bad=BAD, num_commits=8, num_runs=5
+        first=BAD, suspects=(BAD,), skipped=(), num_commits=8, num_runs=5
     ),
     questions=(AskedQuestion(words="does it fail?", answer="failed", runs=2, seconds=1.5),),
 )  # fmt: skip

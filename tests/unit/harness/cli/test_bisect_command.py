@@ -10,9 +10,10 @@ import pytest
 
 from harness import provenance
 from harness.bisect.experiments import AskedQuestion, Asker
-from harness.bisect.render import asked
+from harness.bisect.render import asked, known_of
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
+from harness.store import RunFolder
 from tests.support.fake_engine import (
     SCENARIO,
     Capsys,
@@ -56,6 +57,9 @@ def test_a_failing_case_is_led_to_its_place(
     assert (place["step"], place["phase"], place["tensor"]) == (2, "optimizer", "w")
     assert (place["rank"], place["ranks"], kept()["place"]) == (1, [1], place)
     assert "dp2-attn" in Path("b/bisect.md").read_text()
+    cases = {case.id: case for case in RunFolder.open(Path("r")).cases}
+    assert dict(known_of(cases["dp2-attn"], Path("b")))["where"] == "step 2, optimizer, rank 1"
+    assert not known_of(cases["dp2-full_iteration"], Path("b"))
     assert (engine.made, engine.closed) == ([], 2)
     assert main(["bisect", "dp2-full_iteration", "r"]) == 0
     assert "nothing to bisect" in capsys.readouterr().out
@@ -286,8 +290,8 @@ def test_the_first_bad_commit_in_log2_of_all(history: list[str], capsys: Capsys)
                "--every-run", *room]  # fmt: skip
     code, found = run_json(capsys, *command)
     commits = found["commits"]
-    assert (code, commits["first_bad"]["hash"]) == (1, history[11])
-    assert commits["first_bad"]["subject"] == "Change 11"
+    assert (code, commits["first"]["hash"]) == (1, history[11])
+    assert commits["first"]["subject"] == "Change 11"
     num_skipped = len(commits["skipped"])
     assert commits["num_runs"] <= 4 + 2 + num_skipped
     assert found["num_runs"] == 3 * commits["num_runs"]
