@@ -137,6 +137,16 @@ class KeepSpec(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorSpec(Json):
+    """Operators that every rank writes down: of a module's calls in one step, or their backward."""
+
+    step: int
+    module: str
+    call: int | None = None  # its number in the step; None for all
+    backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec(Json):
     """One unique training run."""
 
@@ -148,6 +158,7 @@ class RunSpec(Json):
     plant: PlantSpec | None = None
     soak: SoakSpec | None = None  # None: the steps of its configuration and no more
     keep: KeepSpec | None = None
+    operators: OperatorSpec | None = None
     rounding: int = 0  # seed of a run that rounds at random, 0 for all others
     # Of which steps a program's gradients are also written as `harness.recorder.sketch`.
     sketch: Literal["none", "first", "all"] = "none"
@@ -582,3 +593,45 @@ def given_in(records: RankRecords, step: int) -> tuple[GivenCall, ...]:
             with suppress(RecordError, TypeError):
                 return tuple(GivenCall.from_json(each) for each in event.detail.get("calls") or ())
     return ()
+
+
+OPERATORS = "operators"
+"""Name of the event that has the operators which a run was asked to write down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCall(Json):
+    """An operator as it ran: the program's line, `settings` that are no tensors, the `shape` of its
+    first result, digests of its tensors ("" without one), and names of inputs ("" if unknown)."""
+
+    operator: str
+    line: str = ""
+    settings: str = ""
+    shape: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """For people: `aten._softmax.default(dim=-1) at train.py:12`."""
+        where = f" at {self.line}" if self.line else ""
+        return f"{self.operator}({self.settings}){where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCalls(Json):
+    """What a rank wrote down: of how many calls of the module; `why` not all of it can be seen."""
+
+    calls: tuple[OperatorCall, ...] = ()
+    num_calls: int = 0
+    is_cut: bool = False
+    why: str = ""
+
+
+def operators_in(records: RankRecords) -> OperatorCalls:
+    """Empty where nothing was written down."""
+    for event in records.events:
+        if event.name == OPERATORS:
+            with suppress(RecordError, TypeError):
+                return OperatorCalls.from_json(event.detail)
+    return OperatorCalls()

@@ -145,7 +145,10 @@ def _details(case: CaseReport) -> str:
         lines.append(f"- state, {escape(group.words)}")
     if case.curve is not None:
         lines += ["", escape(case.curve.words)]
-    if case.bisect:
+    if case.known:
+        rows = (f"{name:<12} {one_line(text, MAX_ROW_CHARS)}" for name, text in case.known)
+        lines += ["", "Found by harness bisect:", "", fenced("\n".join(rows))]
+    elif case.bisect:
         lines += ["", "Find the cause:", "", fenced(one_line(case.bisect))]
     lines += ["", "Repeat:", "", fenced(one_line(case.command)), ""]
     if case.output is not None:

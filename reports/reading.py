@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from harness.bisect.render import known_of
 from harness.checks import confirmation, exit_code
 from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
@@ -84,6 +85,7 @@ class CaseReport:
     cost: Cost
     attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)  # but the one judged
     about: About | None = None
+    known: tuple[tuple[str, str], ...] = ()  # what `harness bisect` has found of it: name, text
 
     @property
     def outcome(self) -> Outcome:
@@ -333,6 +335,7 @@ class _Reading:
             output=None if green else self._output(place, runs),
             attempts={role: found for role, found in attempts.items() if found},
             about=self._about(spec, runs["candidate"]),
+            known=() if green else known_of(spec, self.folder.path),
         )  # fmt: skip
 
     def _about(self, spec: CaseSpec, candidate: RunResult) -> About | None:

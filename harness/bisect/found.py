@@ -7,6 +7,7 @@ from typing import Any, Literal
 from harness.checks.evidence import show_ranks
 from harness.codec import Json
 from harness.faults.fault import Phase
+from harness.records import OperatorCall
 
 MOST_NAMES = 3
 Near = Literal["", "before", "in", "after"]
@@ -37,6 +38,38 @@ class Element(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operator(Json):
+    """The first operator of a module's call that does otherwise, the `number`-th of the candidate.
+
+    None in a run that has no such operator. `outside` are inputs that differ and that no operator
+    of the call has made: the operator itself is right; without any, its inputs are equal.
+    """
+
+    reference: OperatorCall | None
+    candidate: OperatorCall | None
+    number: int
+    outside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """`aten.mul.Tensor() at a.py:7, in the reference aten.add.Tensor(alpha=1) at a.py:7`."""
+        if self.outside:
+            return f"{self.candidate}, given another {', '.join(self.outside)} from outside of it"
+        if self.candidate is None or self.reference is None:
+            run = "reference" if self.candidate is None else "candidate"
+            return f"{self.candidate or self.reference}, in the {run} alone"
+        same = str(self.reference) == str(self.candidate)
+        return f"{self.candidate}, in the reference {'as well' if same else self.reference}"
+
+    @property
+    def told(self) -> str:
+        """The evidence in a sentence."""
+        if self.candidate is None:
+            return f"the candidate has nothing that gives what {self.reference} gives"
+        what = "" if self.outside else ": it was given the same and returned something else"
+        return f"operator {self.number} of the call is the first that differs, {self}{what}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Location(Json):
     """Where a fault entered, as far as it is known; "" and None where a level is not.
 
@@ -48,7 +81,7 @@ class Location(Json):
         quantity: what of it: `grads`, `weights`, `optim`, `rng`, `loss`, `taps.output`, ...
         rank: where it entered; the lowest of `ranks`, on which it is wrong at that place.
         near, collective: the side of the collective that spread or computed it.
-        element: first differing one, once somebody looked.
+        element, operator: first differing ones, once somebody looked.
         evidence, unknown: a sentence for each conclusion, and for each level without one.
         before_is_equal: whether every step before `step` is equal on every rank.
     """
@@ -64,6 +97,7 @@ class Location(Json):
     near: Near = ""
     collective: str = ""
     element: Element | None = None
+    operator: Operator | None = None
     evidence: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     before_is_equal: bool = False

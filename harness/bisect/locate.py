@@ -7,13 +7,14 @@
     a run ended, or broke a limit    how, by fields of the outcome and of error records
 
 With an `Asker`, both runs are made again with every call up to the first bad step digested, then
-with the first bad tensor kept whole. Where the failure stays away, the case is run as it is some
-more times: if it passes then, it comes now and then, and the look is repeated until it comes; if it
-does not, looking in keeps it away (it moves addresses and times), and the case's own records stand.
+with the operators of the first bad call, then with the first bad tensor kept whole. Where the
+failure stays away, the case is run as it is some more times: if it passes then, it comes now and
+then, and the look is repeated until it comes; if it does not, looking in keeps it away (it moves
+addresses and times), and the case's own records stand.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.bisect.divergence import RunPair, first_difference
 from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
+from harness.bisect.operators import operators_for, why_unseen, with_operator
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line
@@ -347,6 +349,10 @@ def shortened(specs: Sequence[RunSpec], step: int, **config: Any) -> list[RunSpe
     return [replace(spec, config=spec.config | config, soak=None) for spec in short]
 
 
+_Read = Callable[..., Location]
+"""Of a question's case and its two runs, what they show of the place that is known."""
+
+
 class _Look:
     """One look into a case: what is known of the place gets closer with each step."""
 
@@ -360,7 +366,8 @@ class _Look:
     def carry_out(self, *, element: bool) -> Location:
         if self._wants_calls():
             self._look_into_calls()
-        if element and kept_name(self._found):
+        if element:
+            self._look_at_operators()
             self._look_at_elements()
         told = ["it comes now and then: the same run passes, too"] if self._is_flaky else []
         return self._found.saying(*told)
@@ -389,7 +396,9 @@ class _Look:
             reference=reference, control=reference, candidate=candidate, skip_reason="", **fields,
         )  # fmt: skip
 
-    def _ask(self, question: CaseSpec, words: str, number: int = 0) -> CaseRuns:
+    def _ask(
+        self, question: CaseSpec, words: str, number: int = 0, read: _Read | None = None
+    ) -> CaseRuns:
         """The runs of a question, of its candidate's repeat of that number."""
         if number:
             candidate = replace(question.candidate, replica=FIRST_REPEAT + number)
@@ -398,11 +407,13 @@ class _Look:
             words += f" run {number + 1}"
 
         def told(ours: RunResult, theirs: RunResult) -> str:
-            if question.candidate.keep is None:
+            if read is None:
                 found = between(ours, theirs)
                 return "" if found.phase is None and found.step is None else str(found)
-            found = with_element(self._found, question, self._asker.folder)
-            return found.unknown[-1] if found.element is None else found.evidence[-1]
+            closer = read(question, ours, theirs)
+            return closer.evidence[-1] if closer.evidence != before else closer.unknown[-1]
+
+        before = self._found.evidence
 
         return self._asker.ask(
             question, words, judge=judged_by(told), answer=lambda verdict: verdict.message
@@ -448,9 +459,30 @@ class _Look:
             self._is_flaky = any(_between(runs).phase is None for runs in asked)
         return MOST_LOOKS if self._is_flaky else otherwise
 
+    def _look_at_operators(self) -> None:
+        """Both runs again, with the operators of the first wrong call."""
+        before, spec = self._found, operators_for(self._found, self._pair[0])
+        if spec is None:
+            return
+        if why := why_unseen(spec, self._pair):
+            self._note(why)
+            return
+        question = self._question(
+            "operators",
+            "operators",
+            *(replace(each, operators=spec) for each in self._shortened(taps=[])),
+        )
+
+        def read(_: CaseSpec, *pair: RunResult) -> Location:
+            return with_operator(before, spec, pair)
+
+        self._repeated(question, f"which operator of {spec.module} differs first?", read)
+
     def _look_at_elements(self) -> None:
         """Both runs again, with the bytes of the first wrong tensor."""
         before = self._found
+        if not kept_name(before):
+            return
         if before.step is None or before.step not in {s for s, _ in step_table(self._pair[1])}:
             self._note(f"element: step {before.step} did not end, so no contents were kept")
             return
@@ -458,14 +490,24 @@ class _Look:
         question = self._question(
             "keep", "contents", *(replace(spec, keep=keep) for spec in self._specs)
         )
-        words, number = f"which element of {kept_name(before)} differs first?", 0
+
+        def read(asked: CaseSpec, *_: RunResult) -> Location:
+            return with_element(before, asked, self._asker.folder)
+
+        self._repeated(question, f"which element of {kept_name(before)} differs first?", read)
+
+    def _repeated(self, question: CaseSpec, words: str, read: _Read) -> None:
+        """Look until it was seen, as often as a failure that comes now and then takes."""
+        before, number = self._found, 0
         while True:
-            runs = self._ask(question, words, number)
-            self._found = with_element(before, runs.case, self._asker.folder)
+            runs = self._ask(question, words, number, read)
+            self._found = read(runs.case, runs.reference, runs.candidate)
             number += 1
             came = number == 1 and _between(runs).step is not None
-            if came or self._found.element is not None or number >= self._num_looks(1):
+            is_seen = self._found.evidence != before.evidence
+            if came or is_seen or number >= self._num_looks(1):
                 break
+            self._found = before
 
 
 def _between(runs: CaseRuns) -> Location:

@@ -4,6 +4,7 @@ Both are made by `print_findings`; the first three lines say what failed, where 
 first thing that is wrong there. The JSON is `Findings.to_json`.
 """
 
+import glob
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -16,21 +17,23 @@ from rich.text import Text
 
 from harness.bisect.causes import FoundCauses
 from harness.bisect.commits import CommitSearch
-from harness.bisect.experiments import AskedQuestion
+from harness.bisect.experiments import AskedQuestion, runs_key
 from harness.bisect.found import Element, Location
 from harness.bisect.hardware import Traced
 from harness.bisect.repro import MinimalCase
 from harness.checks.evidence import count
 from harness.codec import Json, RecordError
 from harness.errors import one_line
-from harness.records import WHATS, Outcome, RunOutcome, Verdict, What
+from harness.records import WHATS, CaseSpec, Outcome, RunOutcome, Verdict, What
 from harness.runner.plan import Plan
 from harness.runner.run import Silent
+from harness.scenario.suite import whole_id
 from harness.store import SEARCH_FILE
 from harness.store.files import read_object, write_atomic, write_object
 from harness.terminal import COLOURS, LiveView, cell, duration, typed
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
+MAX_NAME_CHARS = 120
 PAGE_WIDTH = 10_000
 """Nothing is folded on the page: whoever reads it copies commands and paths."""
 MAYBE_HARDWARE: tuple[What, ...] = ("nondeterministic_reference", "illegal_access")
@@ -47,6 +50,7 @@ class Findings(Json):
 
     Attributes:
         outcome, what, message: its verdict.
+        runs: which runs the case has, as `runs_key` says.
         command: that goes on with the search, or shows it again.
         environment: what runs or run folders differ in; said first.
         num_runs, seconds: of all calls of the command.
@@ -59,6 +63,7 @@ class Findings(Json):
     what: What
     message: str
     command: str
+    runs: str = ""
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
@@ -84,6 +89,21 @@ def read_findings(folder: Path) -> Findings | None:
         return Findings.from_json(read_object(folder / SEARCH_FILE))
     except (OSError, RecordError):
         return None
+
+
+def known_of(case: CaseSpec, folder: Path) -> tuple[tuple[str, str], ...]:
+    """What a search of the same runs has found, in a run folder or beside it, as `facts`."""
+    name = glob.escape(search_name(case))
+    for place in (folder, *sorted(folder.parent.glob(f"{name}*"))):
+        found = read_findings(place)
+        if found is not None and found.runs == runs_key(case):
+            return tuple(facts(found))
+    return ()
+
+
+def search_name(case: CaseSpec) -> str:
+    """Of the folder of a search, with a number where there is one already."""
+    return f"bisect-{whole_id(case.scenario, case.id)}"[:MAX_NAME_CHARS]
 
 
 def first_wrong(place: Location | None) -> str:
@@ -152,6 +172,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     ]
     if place is not None and place.element is not None:
         lines.append(("element", element(place.element)))
+    if place is not None and place.operator is not None:
+        lines.append(("operator", str(place.operator)))
     if place is not None and place.collective:
         lines.append(("entered", f"{place.near} {place.collective}".strip()))
     lines.append(("since", since(place)))
@@ -184,7 +206,7 @@ def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str]]]:
         yield "placements", findings.hardware.rows
         yield "doubts", findings.hardware.notes
     for commits in filter(None, (findings.commits, findings.release)):
-        yield f"first bad {commits.kind}", (commits.policy, *commits.notes)
+        yield commits.sought, (commits.policy, *commits.notes)
     yield "asked", [question_line(question).plain for question in findings.questions]
 
 

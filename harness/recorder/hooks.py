@@ -19,7 +19,7 @@ import random
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_core.graph.digest import Digester, empty_rows
@@ -37,6 +38,8 @@ from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
 from harness.recorder.observer import UNSCALED, Observer, guarded
+from harness.recorder.operators import EVENT as OPERATORS_EVENT
+from harness.recorder.operators import Operators
 from harness.recorder.session import Session, begin, patch
 from harness.recorder.state import cuda_is_used, plain
 
@@ -68,6 +71,7 @@ def install(session: Session) -> None:
     observer.capturing = watch.capturing
     watch.install()
     rounding = _round_at_random(observer) if session.rounding else None
+    operators = None if session.operators is None else Operators(session.operators)
     if dist.is_available() and session.world_size > 1 and not session.is_job:
         session.leaving = Notes(observer).install()
 
@@ -76,6 +80,8 @@ def install(session: Session) -> None:
             graphs = watch.summary()
             if graphs["graphs"]:
                 observer.event(SUMMARY_EVENT, graphs)
+            if operators is not None:
+                observer.event(OPERATORS_EVENT, operators.detail())
             facts = observer.finish()
         if rounding is not None:
             rounding.end()
@@ -83,8 +89,11 @@ def install(session: Session) -> None:
 
     session.finish, session.under_way = finish, observer.under_way
     session.module_at_work = lambda error: _module_of(error, observer)
-    observer.add_taps = Taps(observer).add
+    taps = Taps(observer)
+    observer.add_taps = taps.add
     observer.add_taps(session.config.get("taps", ()))
+    if operators is not None:
+        taps.show(operators)
 
 
 def _round_at_random(observer: Observer) -> Any:
@@ -251,7 +260,8 @@ def _hook_losses(observer: Observer) -> None:
         depth[0] += 1
         observer.is_in_backward = True
         try:
-            return original(tensors, *args, **kwargs)
+            with observer.backward_pass():
+                return original(tensors, *args, **kwargs)
         finally:
             depth[0] -= 1
             observer.is_in_backward = bool(depth[0])
@@ -341,7 +351,7 @@ class Taps:
 
     def __init__(self, observer: Observer) -> None:
         self._observer, self.session = observer, observer.session
-        self.aside = contextlib.nullcontext
+        self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         self._kinds: dict[str, frozenset[str]] = {}
         self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
@@ -360,6 +370,34 @@ class Taps:
             self._hook_checkpoints()
         self._patterns += added
         self._kinds.clear()
+
+    def show(self, operators: Operators) -> None:
+        """Show it the calls of its module in its step, and the backward passes of that step."""
+        observer = self._observer
+
+        def before(module: nn.Module, args: Any) -> None:
+            name, _ = self._asked(module)
+            is_due = observer.number_of_calls == operators.step and not observer.is_in_backward
+            if is_due and name == operators.module:
+                operators.enter(module, args)
+                left.append(module)
+
+        def after(module: nn.Module, args: Any, result: Any) -> None:
+            if left and left[-1] is module:
+                left.pop()
+                operators.leave()
+
+        left: list[nn.Module] = []
+        torch_modules.register_module_forward_pre_hook(before)
+        torch_modules.register_module_forward_hook(after, always_call=True)
+        # What the recorder does is not the program's.
+        observer.aside = self.aside = _disable_current_modes
+
+        def backward_pass() -> contextlib.AbstractContextManager[Any]:
+            is_due = operators.is_backward and observer.number_of_calls == operators.step
+            return operators if is_due else contextlib.nullcontext()
+
+        observer.backward_pass = backward_pass
 
     def _before(self, module: nn.Module, args: Any) -> None:
         name, kinds = self._asked(module)

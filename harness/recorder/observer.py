@@ -116,6 +116,7 @@ class Observer(Recorder):
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
+        self.backward_pass: Callable[[], contextlib.AbstractContextManager[Any]] = self.aside
         is_seeded = session.program.get("determinism") == "enforce"
         self.seeded = {"python", "numpy"} if is_seeded else set[str]()
         self._keeper = None if session.keep is None else Keeper(session, session.keep)
@@ -304,10 +305,9 @@ class Observer(Recorder):
         self.close()
 
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
-        step = self.step_of_calls()
-        step.taps.append((name, _to_host(row)))
+        self.step_of_calls().taps.append((name, _to_host(row)))
         if self._keeper is not None:
-            self._keeper.take(self._next if step.index < 0 else step.index, name, tensors)
+            self._keeper.take(self.number_of_calls, name, tensors)
 
     def add(self, optimizer: Any) -> None:
         if not any(ref() is optimizer for ref in self._optimizers):
@@ -332,9 +332,13 @@ class Observer(Recorder):
         return self._here() if inside is None else inside
 
     @property
-    def taps_are_due(self) -> bool:
+    def number_of_calls(self) -> int:
         index = self.step_of_calls().index
-        return self._falls_due(self._next if index < 0 else index, self.taps_every)
+        return self._next if index < 0 else index
+
+    @property
+    def taps_are_due(self) -> bool:
+        return self._falls_due(self.number_of_calls, self.taps_every)
 
     def under_way(self) -> int:
         """The step that the program is in, -1 before training; after the optimizers the next one,

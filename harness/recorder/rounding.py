@@ -228,7 +228,7 @@ class Rounding:
     def __init__(self, seed: int, rank: int) -> None:
         self._mode = RandomRounding(seed * RANKS + rank)
         self._thread: threading.Thread | None = None
-        self._num_compiled = _num_compiled()
+        self.num_compiled = num_compiled()
 
     def begins(self, original: Callable[[], None]) -> None:
         original()
@@ -250,7 +250,7 @@ class Rounding:
             if modes[-1] is self._mode:
                 self._mode.__exit__(None, None, None)
         self._thread = None
-        if _num_compiled() > self._num_compiled:
+        if num_compiled() > self.num_compiled:
             raise CannotRound("what torch.compile made before training does not round at random")
 
 
@@ -259,7 +259,7 @@ def refuse(*args: Any, **kwargs: Any) -> None:
     raise CannotRound("replays of a graph do not round at random: expected an eager reference")
 
 
-def _num_compiled() -> int:
+def num_compiled() -> int:
     """Graphs that torch.compile has made in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

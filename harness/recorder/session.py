@@ -86,6 +86,7 @@ class Session:
         self.config: Mapping[str, Any] = spec["config"]
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
+        self.operators: Mapping[str, Any] | None = spec.get("operators")
         self.rounding = int(spec.get("rounding", 0))
         self.sketch = str(spec.get("sketch", "none"))
         self.pid, self.step, self.is_over = os.getpid(), -1, False

@@ -65,7 +65,13 @@ from harness.records import (
 from harness.repeats import is_timed
 from harness.worker.collectives import Notes, noted
 from harness.worker.error_evidence import evidence_of
-from harness.worker.observe import Observer, digest_time_event, keeper, memory_event
+from harness.worker.observe import (
+    Observer,
+    Watched,
+    digest_time_event,
+    keeper,
+    memory_event,
+)
 from harness.worker.plant import Plant
 from harness.worker.soak import Soaking
 
@@ -208,6 +214,7 @@ class _Session:
         spec, rank, file, device = self.spec, self.rank, self.file, trainer.device
         keep = keeper(spec, rank, self.folder, trainer)
         rounding = rounded(spec, rank)
+        operators = Watched(spec, trainer)
         observer = Observer(trainer, rank, file)
         environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
                        "started_unix_s": self.started_unix_s}  # fmt: skip
@@ -234,7 +241,7 @@ class _Session:
                 observer.begin()
                 notes.begin()
                 self.plant.before_step(trainer, self.step)
-                with rounding, self._modules_noted(notes):
+                with rounding, self._modules_noted(notes), operators.of(self.step):
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
@@ -243,6 +250,7 @@ class _Session:
                     file.write(notes.given_event(rank, self.step))
         finally:
             self._flush(observer)
+            operators.write(rank, file)
         if self.part.stop < math.inf:
             return
         soaking.write_event()

@@ -5,6 +5,7 @@ device; every `flush_every` steps the ring is copied to the host once and writte
 so no step waits for the device. Floats travel as their bits.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -22,8 +23,10 @@ from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_hex,
 from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.taps import PLACE_COLUMN, Snapshot, matches
 from harness.recorder import RecordFile
+from harness.recorder.operators import Operators
 from harness.recorder.rows import hashed, seconds_between, write_kept
 from harness.records import (
+    OPERATORS,
     UNFINISHED,
     EventRecord,
     FloatBits,
@@ -321,3 +324,38 @@ def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable
         write_kept(folder, spec.key, rank, step, kept)
 
     return observe
+
+
+class Watched:
+    """The operators of a module's calls that a run is asked to write down, if it is."""
+
+    def __init__(self, spec: RunSpec, trainer: Trainer) -> None:
+        self._operators: Operators | None = None
+        if spec.operators is None:
+            return
+        self._operators = Operators(spec.operators.to_json())
+        named = (each for stage in trainer.stages for each in stage.named_modules())
+        module = dict(named).get(spec.operators.module)
+        if module is None:
+            return  # of another stage of the pipeline
+        original, self._is_due = module._call_impl, False
+        watched = self._operators.around(module, original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_again = torch._C._current_graph_task_id() != -1 or not module.training
+            return (watched if self._is_due and not is_again else original)(*args, **kwargs)
+
+        module._call_impl = call
+
+    def of(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the step is taken."""
+        operators = self._operators
+        self._is_due = operators is not None and step == operators.step
+        is_backward = operators is not None and self._is_due and operators.is_backward
+        return operators if operators and is_backward else contextlib.nullcontext()
+
+    def write(self, rank: int, file: RecordFile) -> None:
+        """Write what was seen, once."""
+        if self._operators is not None:
+            step, detail = self._operators.step, self._operators.detail()
+            file.write(EventRecord(name=OPERATORS, rank=rank, step=step, detail=detail))

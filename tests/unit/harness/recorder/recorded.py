@@ -58,13 +58,13 @@ def plain() -> None:
 def record_folder(
     folder: Path,
     /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
-                  rounding: int = 0, sketch: str = "none", **program: Any) -> Path:  # fmt: skip
+                  rounding: int = 0, sketch: str = "none",
+                  operators: dict[str, Any] | None = None, **program: Any) -> Path:  # fmt: skip
     """A run's folder with its specification, as far as the recorder reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"program": program, "steps": 2, "taps": list(taps)}
-    (folder / "spec.json").write_text(
-        json.dumps({"config": config, "keep": keep, "rounding": rounding, "sketch": sketch})
-    )
+    spec = {"config": config, "keep": keep, "rounding": rounding, "sketch": sketch}
+    (folder / "spec.json").write_text(json.dumps(spec | {"operators": operators}))
     return folder
 
 

@@ -1,0 +1,163 @@
+"""Every operator inside the calls of one module in one step: its line, and digests of its tensors.
+
+    forward     from the module's hook before its forward pass to the one after it
+    backward    operators of the autograd nodes that the module's forward pass has made, known by
+                their numbers in the order in which nodes are made
+
+Nothing is computed with a digest. Compiled code and replays of graphs dispatch no operators.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp_core.dispatch import ObservingMode, calling_line, is_fake, opens_itself
+from fsdp_core.graph.digest import Digester, digest_hex, empty_rows
+from harness.recorder.rounding import num_compiled
+
+EVENT = "operators"
+MOST = 4096
+"""Operators of a rank that are written down."""
+MOST_CHARS = 200
+UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
+"""Begin names of operators that return memory nobody has written."""
+UNDER_WAY = ("c10d", "_c10d")
+"""Begin namespaces whose results are there only once they were waited for."""
+
+
+class Operators(ObservingMode):
+    """What `OperatorSpec` asks for, of one rank.
+
+    Attributes:
+        calls: of the module in the step so far.
+        found: what was seen: fields of `harness.records.OperatorCall`, digests still as rows.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.step, self.module = int(spec["step"]), str(spec["module"])
+        self._call, self.is_backward = spec["call"], bool(spec["backward"])
+        self.calls, self.found, self._more = 0, list[dict[str, Any]](), False
+        self._inside: list[nn.Module | None] = []
+        self._first_node = 0
+        self._nodes: list[range] = []
+        self._lines: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._digesters: dict[Any, Digester] = {}
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A call of the module begins in the step."""
+        wanted = self._call in (None, self.calls) and not any(self._inside)
+        self.calls += 1
+        self._inside.append(module if wanted else None)
+        if wanted:
+            named = [*module.named_parameters(), *module.named_buffers()]
+            names = {t.data_ptr(): name for name, t in named if not opens_itself(type(t))}
+            given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            names |= {t.data_ptr(): f"input {n}" for n, t in enumerate(given)
+                      if not opens_itself(type(t))}  # fmt: skip
+            # Memory may be another's by the time of the backward pass.
+            self._names = {} if self.is_backward else names
+            self._first_node = torch.autograd._get_sequence_nr()
+            self.__enter__()
+
+    def leave(self) -> None:
+        """The call that began last has ended, or raised."""
+        if self._inside and self._inside.pop() is not None:
+            self.__exit__(None, None, None)
+            self._nodes.append(range(self._first_node, torch.autograd._get_sequence_nr()))
+
+    def around(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, of the module, watched."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.enter(module, (args, kwargs))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, and write down what went in and came out."""
+        kwargs = kwargs or {}
+        if any(map(opens_itself, types)):  # what the wrapper holds comes by itself
+            return func(*args, **kwargs) if is_fake(types) else NotImplemented
+        line = calling_line(sys._getframe())
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            if not self.is_backward or not any(number in each for each in self._nodes):
+                return func(*args, **kwargs)
+            if getattr(node, "_forward_cls", None) is None:
+                line = self._lines.get(number, "")  # the engine has no line of its own
+        elif not any(self._inside):
+            return func(*args, **kwargs)
+        elif self.is_backward:
+            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+            return func(*args, **kwargs)
+        return self._digested(func, args, kwargs, line)
+
+    def _digested(self, func: Any, args: Any, kwargs: Any, line: str) -> Any:
+        if len(self.found) >= MOST:
+            self._more = True
+            return func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [self._digest(x) for x in given]
+        names = [self._names.get(x.data_ptr(), "") for x in given]
+        out = func(*args, **kwargs)
+        schema = func._schema.arguments
+        named = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
+        written = [named[x.name] for x in schema if x.name in named
+                   if x.alias_info is not None and x.alias_info.is_write]  # fmt: skip
+        made = [x for x in tree_leaves((out, written)) if isinstance(x, Tensor)]
+        name = func.overloadpacket.__name__
+        is_there = not func.namespace.startswith(UNDER_WAY) and not name.startswith(UNWRITTEN)
+        shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
+        self.found.append({
+            "operator": str(func), "line": line, "settings": _settings(named), "names": names,
+            "inputs": inputs, "outputs": [self._digest(x) if is_there else None for x in made],
+            "shape": next(iter(shapes), ""),
+        })  # fmt: skip
+        return out
+
+    def _digest(self, tensor: Tensor) -> Tensor | None:
+        """Its row; None of what has no digest."""
+        kind = (tensor.shape, tensor.dtype, tensor.device)
+        with torch.no_grad():
+            try:
+                if kind not in self._digesters:
+                    self._digesters[kind] = Digester([tensor])
+                rows = empty_rows(1, tensor.device)
+                self._digesters[kind]([tensor.detach()], rows)
+            except (ValueError, NotImplementedError):
+                return None
+        return rows
+
+    def detail(self) -> dict[str, Any]:
+        """Of the event; it waits for the device."""
+        why = "torch.compile has made code of parts of the program" if num_compiled() else ""
+
+        def texts(rows: Sequence[Tensor | None]) -> list[str]:
+            return ["" if row is None else digest_hex(row.cpu())[0] for row in rows]
+
+        calls = [
+            each | {"inputs": texts(each["inputs"]), "outputs": texts(each["outputs"])}
+            for each in self.found
+        ]
+        return {"calls": calls, "num_calls": self.calls, "is_cut": self._more, "why": why}
+
+
+def _settings(named: Mapping[str, Any]) -> str:
+    """Arguments that are no tensors: `dim=-1, half_to_float=False`."""
+    kinds = (bool, int, float, str, torch.dtype, torch.memory_format)
+    told = (
+        f"{name}={value}" for name, value in named.items()
+        if (leaves := tree_leaves(value)) and all(isinstance(leaf, kinds) for leaf in leaves)
+    )  # fmt: skip
+    return ", ".join(told)[:MOST_CHARS]
