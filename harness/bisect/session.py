@@ -10,6 +10,7 @@ on, as its runs are in the folder, by key.
 import itertools
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,7 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     name, why = f"bisect-{case.scenario}", f"Where the failure of {case.id} comes from."
     prepared = launch.prepare_cases([case], name=name, why=why, **search.room)
     programs = filter(None, (program_of(spec.config) for spec in runs_of(case)))
-    make_environments(programs, lambda _: None)
+    make_environments(programs, _say)
     folder, notes = _folder(search, prepared)
     with folder, view:
         clear_leftovers(folder)
@@ -122,6 +123,10 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
             return stages.carry_out(), folder.path
         finally:
             engine.close()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def _refuse_elsewhere(search: Search) -> None:
