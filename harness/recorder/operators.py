@@ -4,7 +4,8 @@
     backward    operators of the autograd nodes that the module's forward pass has made, known by
                 their numbers in the order in which nodes are made
 
-Nothing is computed with a digest. Compiled code and replays of graphs dispatch no operators.
+Nothing is computed with a digest. Compiled code and replays of graphs dispatch no operators. What
+lies in memory that was never written as a whole, as in the buffer of a gather, has no digest.
 """
 
 import sys
@@ -25,8 +26,10 @@ MOST = 4096
 MOST_CHARS = 200
 UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 """Begin names of operators that return memory nobody has written."""
-UNDER_WAY = ("c10d", "_c10d")
-"""Begin namespaces whose results are there only once they were waited for."""
+UNDER_WAY = ("c10d", "_c10d", "fsdp")
+"""Begin namespaces whose results are whole only once something was waited for."""
+FILLS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_")
+"""Operators that write all of a tensor whatever it held."""
 
 
 class Operators(ObservingMode):
@@ -48,6 +51,7 @@ class Operators(ObservingMode):
         self._lines: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._digesters: dict[Any, Digester] = {}
+        self._unwritten: set[int] = set()  # addresses of memory
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """A call of the module begins in the step."""
@@ -57,8 +61,7 @@ class Operators(ObservingMode):
         if wanted:
             named = [*module.named_parameters(), *module.named_buffers()]
             names = {t.data_ptr(): name for name, t in named if not opens_itself(type(t))}
-            given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            names |= {t.data_ptr(): f"input {n}" for n, t in enumerate(given)
+            names |= {t.data_ptr(): f"input {n}" for n, t in enumerate(_tensors(args))
                       if not opens_itself(type(t))}  # fmt: skip
             # Memory may be another's by the time of the backward pass.
             self._names = {} if self.is_backward else names
@@ -107,17 +110,20 @@ class Operators(ObservingMode):
         if len(self.found) >= MOST:
             self._more = True
             return func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        schema, name = func._schema, func.overloadpacket.__name__
+        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        given = _tensors([named[x.name] for x in schema.arguments
+                          if x.name in named and not x.is_out])  # fmt: skip
         inputs = [self._digest(x) for x in given]
         names = [self._names.get(x.data_ptr(), "") for x in given]
         out = func(*args, **kwargs)
-        schema = func._schema.arguments
-        named = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
-        written = [named[x.name] for x in schema if x.name in named
+        written = [x for x in schema.arguments if x.name in named
                    if x.alias_info is not None and x.alias_info.is_write]  # fmt: skip
-        made = [x for x in tree_leaves((out, written)) if isinstance(x, Tensor)]
-        name = func.overloadpacket.__name__
-        is_there = not func.namespace.startswith(UNDER_WAY) and not name.startswith(UNWRITTEN)
+        filled = [named[x.name] for x in written if x.is_out or name in FILLS]
+        is_new = all(each.alias_info is None for each in schema.returns)
+        self._note_memory(_tensors(out) if is_new else [], _tensors(filled), name)
+        made = _tensors((out, [named[x.name] for x in written]))
+        is_there = not func.namespace.startswith(UNDER_WAY)
         shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
         self.found.append({
             "operator": str(func), "line": line, "settings": _settings(named), "names": names,
@@ -126,8 +132,18 @@ class Operators(ObservingMode):
         })  # fmt: skip
         return out
 
+    def _note_memory(self, new: Sequence[Tensor], filled: Sequence[Tensor], name: str) -> None:
+        """Which memory nobody has written as a whole."""
+        places = {_memory(x) for x in new}
+        self._unwritten -= places | {
+            _memory(x) for x in filled if x.nbytes == x.untyped_storage().nbytes()
+        }
+        self._unwritten |= places if name.startswith(UNWRITTEN) else set()
+
     def _digest(self, tensor: Tensor) -> Tensor | None:
         """Its row; None of what has no digest."""
+        if _memory(tensor) in self._unwritten:
+            return None
         kind = (tensor.shape, tensor.dtype, tensor.device)
         with torch.no_grad():
             try:
@@ -151,6 +167,14 @@ class Operators(ObservingMode):
             for each in self.found
         ]
         return {"calls": calls, "num_calls": self.calls, "is_cut": self._more, "why": why}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _settings(named: Mapping[str, Any]) -> str:
