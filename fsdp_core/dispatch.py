@@ -42,10 +42,14 @@ _OF_NO_PROGRAM = (
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
-def calling_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame of the program from `frame` outwards, or ''."""
+def calling_line(frame: FrameType | None, hidden: str = "") -> str:
+    """`file:line` of the innermost frame of the program from `frame` outwards, or ''.
+
+    Files in the folder `hidden` are none of the program's, either.
+    """
     while frame is not None:
-        name = _program_file(frame.f_code.co_filename)
+        path = frame.f_code.co_filename
+        name = "" if hidden and path.startswith(hidden) else _program_file(path)
         if name and frame.f_code.co_name not in _OF_MODES:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back

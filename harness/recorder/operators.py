@@ -10,6 +10,7 @@ lies in memory that was never written as a whole, as in the buffer of a gather, 
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fsdp_core.dispatch import ObservingMode, calling_line, is_fake, opens_itsel
 from fsdp_core.graph.digest import Digester, digest_hex, empty_rows
 from harness.recorder.rounding import num_compiled
 
-EVENT = "operators"
+EVENT, HERE = "operators", str(Path(__file__).parent)
 MOST = 4096
 """Operators of a rank that are written down."""
 MOST_CHARS = 200
@@ -91,7 +92,7 @@ class Operators(ObservingMode):
         kwargs = kwargs or {}
         if any(map(opens_itself, types)):  # what the wrapper holds comes by itself
             return func(*args, **kwargs) if is_fake(types) else NotImplemented
-        line = calling_line(sys._getframe())
+        line = calling_line(sys._getframe(), hidden=HERE)
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             number = node._sequence_nr()

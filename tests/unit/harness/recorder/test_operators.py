@@ -134,6 +134,7 @@ def test_a_backward_pass_has_the_lines_of_its_forward_pass(tmp_path: Path) -> No
     lines = {call.operator: call.line for call in calls}
     assert lines["aten._softmax_backward_data.default"] == line_of("softmax")
     assert "aten.pow.Tensor_Scalar" not in lines  # of the loss
+    assert not any("hooks.py" in line for line in lines.values())
     assert sum(call.operator == "aten._softmax_backward_data.default" for call in calls) == 2
 
 
