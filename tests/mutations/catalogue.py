@@ -22,7 +22,7 @@ MUTATIONS = [
         "bisect/operators.py",
         "recorder/test_operators bisect/test_operators",
         ("same_operators_are_enough", "if not _equal(ours.outputs, theirs.outputs):", "if False:"),
-        ("added_copies_are_wrong", "_new(c.outputs, ours_known)", "c.outputs"),
+        ("added_copies_are_wrong", "_new(call.outputs, ours_known)", "call.outputs"),
         ("wrong_inputs_are_the_operators", "in named if is_other)", "in named if False)"),
         ("compiled_code_has_no_operators", "if not held.calls or held.why:", "if not held.calls:"),
     ),
