@@ -92,38 +92,27 @@ class Operators(ObservingMode):
         kwargs = kwargs or {}
         if any(map(opens_itself, types)):  # what the wrapper holds comes by itself
             return func(*args, **kwargs) if is_fake(types) else NotImplemented
+        schema = func._schema.arguments
+        named = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
         line = calling_line(sys._getframe(), hidden=HERE)
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             number = node._sequence_nr()
-            if not self.is_backward or not any(number in each for each in self._nodes):
-                return func(*args, **kwargs)
+            is_asked = self.is_backward and any(number in each for each in self._nodes)
             if getattr(node, "_forward_cls", None) is None:
                 line = self._lines.get(number, "")  # the engine has no line of its own
-        elif not any(self._inside):
-            return func(*args, **kwargs)
-        elif self.is_backward:
-            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
-            return func(*args, **kwargs)
-        return self._digested(func, args, kwargs, line)
-
-    def _digested(self, func: Any, args: Any, kwargs: Any, line: str) -> Any:
-        if len(self.found) >= MOST:
-            self._more = True
-            return func(*args, **kwargs)
-        schema, name = func._schema, func.overloadpacket.__name__
-        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-        given = _tensors([named[x.name] for x in schema.arguments
-                          if x.name in named and not x.is_out])  # fmt: skip
+        else:
+            is_inside = any(self._inside)
+            is_asked = is_inside and not self.is_backward
+            if is_inside:
+                self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+        self._more |= is_asked and len(self.found) >= MOST
+        if not is_asked or self._more:
+            return self._run(func, args, kwargs, named)[0]
+        given = _tensors([named[x.name] for x in schema if x.name in named and not x.is_out])
         inputs = [self._digest(x) for x in given]
         names = [self._names.get(x.data_ptr(), "") for x in given]
-        out = func(*args, **kwargs)
-        written = [x for x in schema.arguments if x.name in named
-                   if x.alias_info is not None and x.alias_info.is_write]  # fmt: skip
-        filled = [named[x.name] for x in written if x.is_out or name in FILLS]
-        is_new = all(each.alias_info is None for each in schema.returns)
-        self._note_memory(_tensors(out) if is_new else [], _tensors(filled), name)
-        made = _tensors((out, [named[x.name] for x in written]))
+        out, made = self._run(func, args, kwargs, named)
         is_there = not func.namespace.startswith(UNDER_WAY)
         shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
         self.found.append({
@@ -133,13 +122,20 @@ class Operators(ObservingMode):
         })  # fmt: skip
         return out
 
-    def _note_memory(self, new: Sequence[Tensor], filled: Sequence[Tensor], name: str) -> None:
-        """Which memory nobody has written as a whole."""
-        places = {_memory(x) for x in new}
-        self._unwritten -= places | {
-            _memory(x) for x in filled if x.nbytes == x.untyped_storage().nbytes()
-        }
-        self._unwritten |= places if name.startswith(UNWRITTEN) else set()
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, named: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """What it returns, and all that it has made; notes memory that nobody has written whole."""
+        out, name = func(*args, **kwargs), func.overloadpacket.__name__
+        written = [x for x in func._schema.arguments if x.name in named
+                   if x.alias_info is not None and x.alias_info.is_write]  # fmt: skip
+        is_new = all(each.alias_info is None for each in func._schema.returns)
+        new = {_memory(x) for x in _tensors(out)} if is_new else set[int]()
+        filled = _tensors([named[x.name] for x in written if x.is_out or name in FILLS])
+        whole = {_memory(x) for x in filled if x.nbytes == x.untyped_storage().nbytes()}
+        self._unwritten -= new | whole
+        self._unwritten |= new if name.startswith(UNWRITTEN) else set()
+        return out, _tensors((out, [named[x.name] for x in written]))
 
     def _digest(self, tensor: Tensor) -> Tensor | None:
         """Its row; None of what has no digest."""
