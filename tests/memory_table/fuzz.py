@@ -4,7 +4,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from fsdp_core.config import POOLS, ConfigError, TrainConfig
+from fsdp_core.config import POOLS, TrainConfig
+from harness.errors import ScenarioError
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.comparison import Row, compare
 from tests.memory_table.rehearsal import can_rehearse
@@ -21,7 +22,7 @@ def drawn(seed: int) -> Iterator[tuple[str, TrainConfig]]:
         number += 1
         try:
             config = case.config(graph=(), stress=(), compile=(), taps=())
-        except ConfigError:
+        except ScenarioError:
             continue
         # Draws are of graphed runs, which leave out pools that move.
         fsdp = dataclasses.replace(config.fsdp, pool=POOLS[number % len(POOLS)])

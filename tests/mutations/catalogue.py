@@ -548,6 +548,10 @@ MUTATIONS = [
         ("depth_without_end", "if level > MAX_DEPTH:", "if level > MAX_NODES:"),
         ("bool_is_an_integer", "if isinstance(value, bool) or not isinstance(value, int):",
          "if not isinstance(value, int):"),
+        ("scenario_of_a_name_lost", "if not name or name in found:", "if not name:"),
+        ("lines_of_a_document", 'found[name] = b"\\n" * line + part', "found[name] = part",
+         "scenario/test_suite"),
+        ("any_scenario_of_a_file", 'if wanted in ("", name)}', "}", "scenario/test_suite"),
     ),
     *slips_of(
         "provenance.py",

@@ -12,13 +12,15 @@ from tests.planted.conftest import RunScenario
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = find_scenarios([ROOT / "scenarios/planted.yaml"])
+LAYER = "model.layers=1"
 CHEAPER = {
-    "wrong_values": ("parallel.dp=2", "microbatches=1", "steps=8"),
-    "stale_address": ("steps=6",),
-    "lost_records": ("steps=6",),
-    "dead_ranks": ("steps=5",),
+    "wrong_values": (LAYER, "parallel.dp=2", "microbatches=1", "steps=8"),
+    "stale_address": (LAYER, "steps=6"),
+    "lost_records": (LAYER, "steps=6"),
+    "dead_ranks": (LAYER, "steps=5"),
+    "rounding": (),  # a fault of its second layer
 }
-"""What a scenario can do without to name the same faults: ranks, microbatches, steps after them."""
+"""What a scenario can do without to name the same faults: ranks, layers, microbatches, steps."""
 FEWER = {
     "wrong_values": ("graph=[eager, [full_iteration]]",), "missed_work": ("graph=[eager, [attn]]",),
     "rounding": ("compile=[none, [mlp]]",),
@@ -41,7 +43,7 @@ def test_every_fault_is_named_and_the_clean_cases_pass(
     path: Path, run_scenario: RunScenario
 ) -> None:
     """Each verdict names what the catalogue expects; what cannot be planted here is skipped."""
-    sets, axes = CHEAPER.get(name_of(path), ()), FEWER.get(name_of(path), ())
+    sets, axes = CHEAPER.get(name_of(path), (LAYER,)), FEWER.get(name_of(path), ())
     judged = run_scenario(path, sets=sets, axes=axes)
     for case, verdict in judged:
         fault = planted_fault(case)

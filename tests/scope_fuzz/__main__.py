@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from harness.errors import ScenarioError
 from tests.dist.rank_pool import RankPool
 from tests.scope_fuzz.case import Case
 from tests.scope_fuzz.draw import Draw
@@ -32,10 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         asked = parser.parse_args(arguments)
         worlds = tuple(int(size) for size in asked.ranks.split(","))
         replayed = None if asked.replay is None else Case.from_json(asked.replay)
-    except (argparse.ArgumentError, ValueError, KeyError) as error:
+    except (argparse.ArgumentError, ScenarioError, ValueError, KeyError) as error:
         sys.stderr.write(f"{error}\n")
         return 4
-    size = max(worlds) if replayed is None else replayed.world_size
+    size = max(worlds) if replayed is None else replayed.config().parallel.world_size
     pool = RankPool(size)
     judge = Judge(pool, asked.case_seconds)
     failed = 0

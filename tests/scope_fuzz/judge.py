@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fsdp_core.config import ConfigError
+from harness.errors import ScenarioError
 from tests.dist.rank_pool import RankError, RankPool
 from tests.scope_fuzz.case import Case
 from tests.scope_fuzz.programs import run_case
@@ -48,12 +48,13 @@ class Judge:
         if refusal.kind or refusal.rule:
             self.refused[refusal.rule] += not refusal.kind
             return refusal
-        if case.world_size > self.pool.num_ranks:
+        ranks = case.config().parallel.world_size
+        if ranks > self.pool.num_ranks:
             return Verdict(rule="more ranks than there are")
         self.ran += 1
         try:
             reports = self.pool.run(
-                run_case, case.to_json(), world_size=case.world_size, timeout_s=self.timeout_s
+                run_case, case.to_json(), world_size=ranks, timeout_s=self.timeout_s
             )
         except RankError as error:
             return Verdict(f"raised {error.kind}", str(error)[-MOST_CHARS:])
@@ -69,7 +70,7 @@ def refusal_of(case: Case) -> Verdict:
     """What rules say: nothing, a refusal with a key, or a failure where it is no refusal."""
     try:
         case.config()
-    except ConfigError as error:
+    except ScenarioError as error:
         return Verdict(rule=error.rule or error.key) if error.key else Verdict("no key", str(error))
     except Exception as error:  # noqa: BLE001  (whatever else is raised is what is looked for)
         return Verdict(f"config raised {type(error).__name__}", repr(error))

@@ -66,12 +66,13 @@ sys.exit(max(rank.wait() for rank in ranks))
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script, and two jobs of two ranks, recorded: equal ones `a` and `b`."""
+    """A folder with the script, and a job of two ranks, recorded as `a` and copied as `b`, `c`."""
     folder = tmp_path_factory.mktemp("wrapped")
     (folder / "train.py").write_text(TRAIN)
-    for name in ("a", "b"):
-        launch = (sys.executable, "-c", LAUNCH, sys.executable, str(folder / "train.py"))
-        assert wrap(folder, name, *launch) == 0
+    launch = (sys.executable, "-c", LAUNCH, sys.executable, str(folder / "train.py"))
+    assert wrap(folder, "a", *launch) == 0
+    for name in ("b", "c"):
+        shutil.copytree(folder / "a", folder / name)
     return folder
 
 
@@ -103,7 +104,6 @@ def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
     a, b = str(lab / "a"), str(lab / "b")
     for same in ((a, a), (a, b, "--control", a)):
         assert main(["compare-runs", *same]) == ExitCode.USAGE
-    shutil.copytree(lab / "b", lab / "c", dirs_exist_ok=True)
     assert compared(lab, a, b)[0] == main(["diff", a, b]) == ExitCode.PASSED
     assert main(["diff", a, a]) == ExitCode.USAGE
     code, verdict = compared(lab, a, b, "--control", str(lab / "c"))
