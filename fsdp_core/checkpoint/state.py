@@ -35,10 +35,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from fsdp_core.fsdp.api import FSDPModule
-from fsdp_core.fsdp.row_sharded import RowSharded
+from fsdp_core.fsdp.row_sharded import RowSharded, write_items
 from fsdp_core.parallel.param_sharding import Stretch, Stretches, named_stretches
 
 # --- pieces -----------------------------------------------------------------------------------
@@ -139,15 +139,7 @@ class Piece(torch.Tensor):
         return [metadata.ChunkStorageMetadata(torch.Size(offsets), local.shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        about = metadata.TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=metadata.MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, about, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return write_items(fqn, self, self.local)
 
     def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         return self.local

@@ -373,18 +373,23 @@ class RowSharded(_Base):
         return [metadata.ChunkStorageMetadata(torch.Size(offsets), spec.local_shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        about = metadata.TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=metadata.MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, about, self.row_spec.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return write_items(fqn, self, self._local_tensor)
 
     def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         return self._local_tensor
+
+
+def write_items(fqn: str, tensor: Any, local: torch.Tensor) -> list[WriteItem]:
+    """What checkpoints write of a tensor that knows its chunks, in this rank's memory `local`."""
+    about = metadata.TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=metadata.MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, about, tensor.size()),
+        )
+        for chunk in tensor.__create_chunk_list__()
+    ]
 
 
 class _Rows(torch.autograd.Function):

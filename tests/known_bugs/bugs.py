@@ -33,6 +33,22 @@ BUGS = (
         REGRESSIONS + "test_stale_gather",
     ),
     Bug(
+        "replaced_parameter_is_put_back",
+        "a bias that was set to None, or swapped for a call, is computed with all the same",
+        FSDP + "param_group.py",
+        "            if any(m._parameters.get(name) is not self.sharded[index] for",
+        "            if any(m._parameters is None for",
+        "tests/dist/test_fsdp_interface.py::test_interface",
+    ),
+    Bug(
+        "second_name_is_not_assigned",
+        "what load_state_dict assigns to a tied parameter's second name is overwritten",
+        FSDP + "param_group.py",
+        "        return next((p for p in held if p is not None and p is not parameter), parameter)",
+        "        return next(held) or parameter",
+        "tests/dist/test_fsdp_interface.py::test_interface",
+    ),
+    Bug(
         "gather_before_the_shard_is_written",
         "the side stream sends weights while the optimizer writes them",
         FSDP + "unit.py",
