@@ -40,8 +40,8 @@ class Block(nn.Module):
         y = torch.softmax(y, 0 if self.how == "dim" else -1)  # softmax
         if self.how in ("room", "other room"):
             # Memory that holds what was there before, of which a part is written and used.
-            torch.full((4096,), float(len(self.how)))
             room = torch.empty(4096)
+            room.numpy()[:] = len(self.how)
             room[:4] = y[0].detach()
             y = y + room.mul_(1)[:4].sum()
         if self.how == "copy":
