@@ -27,8 +27,9 @@ MOST = 4096
 MOST_CHARS = 200
 UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 """Begin names of operators that return memory nobody has written."""
-UNDER_WAY = ("c10d", "_c10d", "fsdp")
-"""Begin namespaces whose results are whole only once something was waited for."""
+UNDER_WAY, INTO_BUFFER, WAITED = ("c10d", "_c10d"), "all_gather_copy_in", "wait_tensor"
+"""Begin namespaces of collectives, which write on after they return; FSDP2's, which writes its own
+part of what a gather fills; the one that waits."""
 FILLS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_")
 """Operators that write all of a tensor whatever it held."""
 
@@ -113,11 +114,10 @@ class Operators(ObservingMode):
         inputs = [self._digest(x) for x in given]
         names = [self._names.get(x.data_ptr(), "") for x in given]
         out, made = self._run(func, args, kwargs, named)
-        is_there = not func.namespace.startswith(UNDER_WAY)
         shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
         self.found.append({
             "operator": str(func), "line": line, "settings": _settings(named), "names": names,
-            "inputs": inputs, "outputs": [self._digest(x) if is_there else None for x in made],
+            "inputs": inputs, "outputs": [self._digest(x) for x in made],
             "shape": next(iter(shapes), ""),
         })  # fmt: skip
         return out
@@ -133,9 +133,14 @@ class Operators(ObservingMode):
         new = {_memory(x) for x in _tensors(out)} if is_new else set[int]()
         filled = _tensors([named[x.name] for x in written if x.is_out or name in FILLS])
         whole = {_memory(x) for x in filled if x.nbytes == x.untyped_storage().nbytes()}
-        self._unwritten -= new | whole
-        self._unwritten |= new if name.startswith(UNWRITTEN) else set()
-        return out, _tensors((out, [named[x.name] for x in written]))
+        made = _tensors((out, [named[x.name] for x in written]))
+        is_collective = func.namespace.startswith(UNDER_WAY) and name != WAITED
+        if is_collective or name == INTO_BUFFER:
+            self._unwritten |= set(map(_memory, made))
+        else:
+            self._unwritten -= new | whole
+            self._unwritten |= new if name.startswith(UNWRITTEN) else set()
+        return out, made
 
     def _digest(self, tensor: Tensor) -> Tensor | None:
         """Its row; None of what has no digest."""
