@@ -8,6 +8,7 @@ as raw bits beside a value for people, which is None for NaN and infinity. Lines
     initial  at most once: digests of the state before the first step
     step     once a step: losses, gradient norm, digests, non-finite tensors, memory
     event    any time: a named fact that is not compared (graph captured, fault planted)
+    final    at most once: digests of the state as the program left it, after the last step
     error    at most once: the exception that ended the rank
     end      once, only if all steps ran
 """
@@ -52,6 +53,8 @@ GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
 COPIES = "copies"  # group of what the built-in trainer computes with, kept between steps
 OTHERS = "others"  # group of a program's modules that no optimizer trains: an EMA, a teacher
+AFTER = " after the last step"
+"""Ends names of groups in the last step's record that hold what a `FinalRecord` says."""
 DIGEST_HEX_CHARS = 32  # of a tensor's 128 bits; a group is their concatenation in tensor order
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8  # a digest, and its place in the step
 NEVER_RAN, ABSENT = "f" * 8, "f" * DIGEST_HEX_CHARS
@@ -303,6 +306,22 @@ class InitialRecord(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinalRecord(Json):
+    """Digests of the state as the process ends, after step `step`; of a program what it still has
+    then, as it was in that step: under the same name, in the same shape.
+
+    Readers make it part of that step's record, as groups whose names end in `AFTER`.
+    """
+
+    rank: int
+    step: int
+    tensors: dict[str, tuple[str, ...]]
+    digests: dict[str, str]
+    nonfinite: dict[str, tuple[str, ...]]
+    kind: Literal["final"] = "final"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EventRecord(Json):
     """A named fact that is not compared."""
 
@@ -393,11 +412,12 @@ class EndRecord(Json):
 
 
 Record = (
-    StartRecord | NamesRecord | InitialRecord | StepRecord | EventRecord | ErrorRecord | EndRecord
-)
+    StartRecord | NamesRecord | InitialRecord | StepRecord | FinalRecord | EventRecord | ErrorRecord
+    | EndRecord
+)  # fmt: skip
 RECORD_KINDS: dict[str, type[Record]] = {
     "start": StartRecord, "names": NamesRecord, "initial": InitialRecord, "step": StepRecord,
-    "event": EventRecord, "error": ErrorRecord, "end": EndRecord,
+    "final": FinalRecord, "event": EventRecord, "error": ErrorRecord, "end": EndRecord,
 }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ from harness.checks.gradients import Allowed, fraction, measured, sketches, with
 from harness.provenance import different
 from harness.records import (
     ABSENT,
+    AFTER,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     OTHERS,
@@ -125,6 +126,8 @@ def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare every digest of the (step, rank) pairs that both runs hold."""
+    ends = [any(g.endswith(AFTER) for r in run.ranks if r.start for g in r.start.tensors)
+            for run in (reference, candidate)]  # fmt: skip
     reference, candidate = with_same_groups(reference, candidate)
     if (renamed := _names_differ(reference, candidate)) is not None:
         return renamed
@@ -141,9 +144,13 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     if not differing:
         number = sum(_num_digests(ours[key]) for key in pairs)
         message = f"{count(number, 'tensor digest')} equal in {len(pairs)} (step, rank) pairs"
+        if any(group.endswith(AFTER) for start in starts.values() for group in start.tensors):
+            message += ", also after the last step"
+        elif any(ends):
+            message += "; one run alone has its state after the last step: not compared"
         if left_out := sum(_num_left_out(start, ours) for start in starts.values()):
-            message += f"; {count(left_out, 'tensor')} of modules that no optimizer trains not "
-            message += "compared, since one run has others"
+            message += f"; {count(left_out, 'tensor')} not compared that one run lacks, of modules "
+            message += "that no optimizer trains or after the last step"
         figures = {"left_out": left_out} if left_out else {}
         return passed("state", message, digests=number, differing_pairs=0, **figures)
     order: dict[tuple[str, str], int] = {}  # over all ranks, which may hold different tensors
@@ -185,13 +192,15 @@ def _num_digests(record: StepRecord | InitialRecord) -> int:
 
 
 def _num_left_out(start: StartRecord, table: StateTable) -> int:
-    """How many tensors of `OTHERS` one run alone holds."""
-    texts = [r.digests.get(OTHERS, "") for (_, rank), r in table.items() if rank == start.rank]
-    size = DIGEST_HEX_CHARS
-    return sum(
-        all(text[i * size : (i + 1) * size] in ("", ABSENT) for text in texts)
-        for i in range(len(start.tensors.get(OTHERS, ())))
-    )
+    """How many tensors of groups of `with_same_groups` one run alone holds."""
+    size, number = DIGEST_HEX_CHARS, 0
+    for group, names in start.tensors.items():
+        if group == OTHERS or group.endswith(AFTER):
+            texts = [r.digests.get(group, "") for (_, n), r in table.items() if n == start.rank]
+            texts = [text for text in texts if text.strip(ABSENT[0])]
+            held = (i * size for i in range(len(names)))
+            number += sum(all(text[i : i + size] == ABSENT for text in texts) for i in held)
+    return number
 
 
 def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | None:
@@ -288,7 +297,8 @@ def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
         if record.skipped and group == "grads":
             continue
-        masks = {} if reference is None or group in DIGEST_GROUPS else reference.nonfinite
+        is_trained = group.removesuffix(AFTER) in DIGEST_GROUPS
+        masks = {} if reference is None or is_trained else reference.nonfinite
         for place, tensor in enumerate(record.nonfinite.get(group, ())):
             if tensor not in masks.get(group, ()):
                 at = (1 if group == "grads" else 3 + index, place)

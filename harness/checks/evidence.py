@@ -9,6 +9,7 @@ from harness.program.spec import ENFORCED, program_of
 from harness.provenance import different, fingerprint, flat, told
 from harness.records import (
     ABSENT,
+    AFTER,
     COPIES,
     DIGEST_HEX_CHARS,
     GROUP_ORDER,
@@ -106,34 +107,48 @@ def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
 
 
 def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
-    """The runs without `COPIES` where their strategies keep other ones; of `OTHERS` what all hold.
+    """The runs without `COPIES` where their strategies keep other ones; of `OTHERS`, and of the
+    state after the last step, what all hold.
 
     Modules of a class of which one run has more or others are left out: digests are `ABSENT`.
     """
     sharded = [run.spec.config.get("fsdp", {}) for run in runs]
     if len({(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}) > 1:
         runs = tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
-    if all(run.spec.is_builtin for run in runs):
-        return runs
-    tables = [_others(run) for run in runs]
-    held = [{(rank, name) for (_, rank), t in table.items() for name in t} for table in tables]
-    odd = {class_of(name) for each in held for _, name in each ^ held[0]}
+    starts = [[each.start.tensors for each in run.ranks if each.start] for run in runs]
+    tensors = [{group for held in of_run for group in held} for of_run in starts]
+    groups = {group for held in tensors for group in held if group.endswith(AFTER)}
+    lone = {group for group in groups if not all(group in held for held in tensors)}
+    if lone:
+        runs = tuple(with_groups(run, lambda group: group not in lone) for run in runs)
+    groups |= {OTHERS for held in tensors if OTHERS in held}
+    for group in sorted(groups - lone):
+        runs = _shared(group, *runs)
+    return runs
 
-    def part(table: _Others, records: RankRecords) -> RankRecords:
-        names = records.start.tensors.get(OTHERS, ()) if records.start else ()
+
+def _shared(group: str, *runs: RunResult) -> tuple[RunResult, ...]:
+    """The runs, of a group with what all of them hold."""
+    tables = [_digests_of(group, run) for run in runs]
+    held = [{(rank, name) for (_, rank), t in table.items() for name in t} for table in tables]
+    odd = {kin_of(group, name) for each in held for _, name in each ^ held[0]}
+    odd = odd if group.startswith(OTHERS) else set()
+
+    def part(table: _Digests, records: RankRecords) -> RankRecords:
+        names = records.start.tensors.get(group, ()) if records.start else ()
 
         def laid(record: Any, step: int) -> Any:
-            if record is None or OTHERS not in record.digests:
+            if record is None or group not in record.digests:
                 return record
             here = [each.get((step, records.rank), {}) for each in tables]
             own = table[step, records.rank]
             # A module may live longer in one run, until the garbage is collected.
-            left_out = odd.union(*(lone_classes(here[0], each) for each in here))
+            left_out = odd.union(*(lone_kin(group, here[0], each) for each in here))
             text = "".join(
-                own[name] if name in own and class_of(name) not in left_out else ABSENT
+                own[name] if name in own and kin_of(group, name) not in left_out else ABSENT
                 for name in names
             )  # fmt: skip
-            return replace(record, digests={**record.digests, OTHERS: text})
+            return replace(record, digests={**record.digests, group: text})
 
         steps = tuple(laid(step, step.step) for step in records.steps)
         return replace(records, initial=laid(records.initial, BEFORE), steps=steps)
@@ -144,29 +159,30 @@ def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
     )
 
 
-_Others = Mapping[Key, Mapping[str, str]]
+_Digests = Mapping[Key, Mapping[str, str]]
 
 
-def _others(run: RunResult) -> _Others:
-    """Digests of `OTHERS` that there are, by step and rank."""
+def _digests_of(group: str, run: RunResult) -> _Digests:
+    """Digests of a group that there are, by step and rank."""
     found: dict[Key, dict[str, str]] = {}
     size, starts = DIGEST_HEX_CHARS, {r: each.start for r, each in rank_table(run).items()}
     for key, record in state_table(run).items():
-        start, text = starts[key[1]], record.digests.get(OTHERS, "")
-        names = start.tensors.get(OTHERS, ()) if start else ()
+        start, text = starts[key[1]], record.digests.get(group, "")
+        names = start.tensors.get(group, ()) if start and text.strip(ABSENT[0]) else ()
         chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(names)}
         found[key] = {name: each for name, each in chunks.items() if each not in ("", ABSENT)}
     return found
 
 
-def lone_classes(ours: Iterable[str], theirs: Iterable[str]) -> set[str]:
-    """Classes of `OTHERS` of which one side has more modules: digests tell nothing of those."""
-    return {class_of(name) for name in {*ours} ^ {*theirs}}
+def lone_kin(group: str, ours: Iterable[str], theirs: Iterable[str]) -> set[str]:
+    """Kin (`kin_of`) that one side alone has: digests tell nothing of those."""
+    return {kin_of(group, name) for name in {*ours} ^ {*theirs}}
 
 
-def class_of(name: str) -> str:
-    """Of `EMA#2.layers.0.weight` the class."""
-    return name.partition(".")[0].partition("#")[0]
+def kin_of(group: str, name: str) -> str:
+    """Tensors that can be told apart only together: of `OTHERS` those of a class, `EMA` of
+    `EMA#2.layers.0.weight`; else each by itself."""
+    return name.partition(".")[0].partition("#")[0] if group.startswith(OTHERS) else name
 
 
 # --- the environment of two runs --------------------------------------------------------------
@@ -299,7 +315,8 @@ def where(found: Difference) -> str:
         text if set(text) - _HEX or len(text) < DIGEST_HEX_CHARS else "a digest" for text in texts
     ]
     values = f": {sides[0]} became {sides[1]}" if sides != ["a digest"] * 2 else ""
-    return f"{when(found.step)} on rank {found.rank}{values}"
+    at = "after the last step" if found.quantity.endswith(AFTER) else when(found.step)
+    return f"{at} on rank {found.rank}{values}"
 
 
 def when(step: int) -> str:

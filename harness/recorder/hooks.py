@@ -87,7 +87,7 @@ def install(session: Session) -> None:
             rounding.end()
         return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
 
-    session.finish, session.under_way = finish, observer.under_way
+    session.left, session.finish, session.under_way = observer.left, finish, observer.under_way
     session.module_at_work = lambda error: _module_of(error, observer)
     taps = Taps(observer)
     observer.add_taps = taps.add

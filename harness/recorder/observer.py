@@ -49,6 +49,8 @@ GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "loss
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
 WAIT_S = 1e-3
+FINAL = -2
+"""In place of a step's number: the state after the last one."""
 _NUMBER = re.compile(r"#\d+")
 Rows = tuple[Sequence[str], Tensor, Sequence[str]]
 """Names, their digests, int32 [n, 5] on the host or on their way to it, and shapes for people."""
@@ -135,6 +137,8 @@ class Observer(Recorder):
         self._written_taps: list[str] = []
         self._last_mark: Any = None
         self._memory = (0, 0)
+        self._seen: dict[str, dict[str, str]] = {}  # shapes of all tensors by group
+        self._kept: list[Any] = []
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -304,6 +308,21 @@ class Observer(Recorder):
         self._observe_state(step, stepping or self.optimizers)
         self.close()
 
+    def left(self) -> None:
+        """Record the state as the program leaves it: it may change after the last step.
+
+        What is gone by then, or is no more what it was in that step, is left out.
+        """
+        self.close()
+        if not self._written or self._next == int(self.session.program.get("first_step", 0)):
+            return
+        final = Step(FINAL)
+        with contextlib.suppress(Exception), self.aside():  # whatever is left of a device
+            self._digest_state(final, self.optimizers)
+            del final.groups["rng"]  # what comes after the training may draw
+            self._mark(final)
+            self._queue.append(final)
+
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
         self.step_of_calls().taps.append((name, _to_host(row)))
         if self._keeper is not None:
@@ -421,6 +440,9 @@ class Observer(Recorder):
         step.memory = self._memory
         if is_due:
             self._digest_state(step, optimizers)
+        if step.index + 1 == self.session.config.get("steps") and _has_room():
+            # Most programs are one function, whose variables are gone before the process ends.
+            self._kept = [*self.optimizers, *self.names.roots, *self.names.other_modules]
         self._mark(step)
 
     def _digest_state(self, step: Step, optimizers: Sequence[Any]) -> None:
@@ -451,6 +473,8 @@ class Observer(Recorder):
         """Add digests of tensors, and of what is none, in place of what the section had."""
         by_device: dict[torch.device, Named] = {}
         for name, tensor in named:
+            if step.index == FINAL and not _is_there(tensor):
+                continue
             by_device.setdefault(tensor.device, []).append((name, tensor))
             if self._keeper is not None:
                 self._keeper.take(step.index, f"{group}:{name}", [tensor])
@@ -497,6 +521,7 @@ class Observer(Recorder):
 
     def finish(self) -> Mapping[str, Any]:
         self.close()
+        self._kept = []
         self._drain(wait=True)
         return {"peak_bytes": memory()[1]}
 
@@ -519,11 +544,17 @@ class Observer(Recorder):
             if group == OTHERS:
                 twins = _names_of_twins(found)
                 found = {new: found[old] for old, new in twins.items()}
+            if step.index == FINAL:
+                found = self._still_there(group, found)
             names[group] = list(found), [shape for *_, shape in found.values()]
             digests[group] = "".join(text for text, *_ in found.values())
             if bad := [name for name, (_, flag, _) in found.items() if flag]:
                 nonfinite[group] = bad
         state = {"digests": digests, "nonfinite": nonfinite}
+        if step.index == FINAL:
+            tensors = {group: held for group, (held, _) in names.items()}
+            self.session.write("final", step=self._next - 1, tensors=tensors, **state)
+            return
         self._write_names(step, names)
         if step.index < 0:
             self.session.write("initial", **state)
@@ -542,6 +573,17 @@ class Observer(Recorder):
         if self._keeper is not None:
             self._keeper.write(step.index, twins)
 
+    def _still_there(self, group: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What is of the name and shape that it had in a step; of twins, if there are as many."""
+        seen = self._seen.get(group, {})
+        odd = {_kind_of(name.partition(".")[0]) for name in seen.keys() ^ found.keys()}
+        return {
+            name: row
+            for name, row in found.items()
+            if seen.get(name) == row[-1]
+            if group != OTHERS or _kind_of(name.partition(".")[0]) not in odd
+        }
+
     def _write_names(self, step: Step, names: Mapping[str, tuple[list[str], list[str]]]) -> None:
         """Names and shapes by group, and names of taps, where the last ones do not hold any more"""
         taps = [name for name, _ in step.taps]
@@ -554,6 +596,8 @@ class Observer(Recorder):
                 about["shapes"] = {group: shapes for group, (_, shapes) in changed.items()}
             self.session.write("names", step=step.index, taps=taps, **about)
             self._written |= changed
+            for group, each in changed.items():
+                self._seen.setdefault(group, {}).update(zip(*each, strict=True))
             self._written_taps = taps
 
 
@@ -653,6 +697,16 @@ def _unique(names: Iterable[str]) -> list[str]:
         last[name] = number
         found[shown] = None
     return list(found)
+
+
+def _has_room() -> bool:
+    """Whether the device has memory for another program's state while this one's is kept."""
+    return not cuda_is_used() or torch.cuda.mem_get_info()[0] > torch.cuda.memory_allocated()
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Whether its memory was not freed below it, as sharding engines do."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _to_host(tensor: Tensor) -> Tensor:

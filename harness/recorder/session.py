@@ -97,6 +97,7 @@ class Session:
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
+        self.left: Callable[[], None] = lambda: None
         self.finish: Callable[[], Mapping[str, Any]] = dict
         self.started_s, self.startup_s = time.monotonic() - age_s(), 0.0
 
@@ -177,6 +178,7 @@ class Session:
             return
         try:
             self.leaving(has_failed=False)
+            self.left()
             facts = self.finish()
         except Exception as error:  # noqa: BLE001 - as above
             self.broken(error)

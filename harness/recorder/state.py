@@ -185,6 +185,10 @@ class Names:
         new = [each for each in inner if id(each) not in held and not self.knows(each)]
         return [each for each in new if not isinstance(each, fx.GraphModule)]
 
+    @property
+    def other_modules(self) -> list[nn.Module]:
+        return [module for ref, _ in self._others if (module := ref()) is not None]
+
     def others(self) -> Named:
         """Parameters and buffers of those modules, `EMA.layers.0.weight`; of twins `EMA#2...`."""
         return [

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from harness.checks.bits import quantities
 from harness.checks.evidence import (
-    class_of,
     different_leaves,
     groups_of,
+    kin_of,
     known_of,
-    lone_classes,
+    lone_kin,
     show_float,
 )
 from harness.errors import UsageError
@@ -32,7 +32,6 @@ from harness.records import (
     ABSENT,
     DIGEST_HEX_CHARS,
     NEVER_RAN,
-    OTHERS,
     TAP_HEX_CHARS,
     Difference,
     ExitCode,
@@ -214,9 +213,9 @@ class _Pair:
             if ours == theirs:
                 self.compared[digest] += len(ours)
                 continue
-            odd = lone_classes(ours, theirs) if group == OTHERS else set[str]()
+            odd = lone_kin(group, ours, theirs)
             for place, name in enumerate(dict.fromkeys((*ours, *theirs))):
-                if name not in ours or name not in theirs or class_of(name) in odd:
+                if kin_of(group, name) in odd:
                     self.only[name not in ours].add((noun, rank, f"{group}/{name}"))
                     continue
                 (shape, a, at), (other, b, _) = ours[name], theirs[name]

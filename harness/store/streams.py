@@ -26,10 +26,12 @@ from harness.errors import one_line
 from harness.recorder.ring import JOB, SEGMENTS, START_FILE, checksum_in, unsealed
 from harness.records import (
     ABSENT,
+    AFTER,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
+    FinalRecord,
     InitialRecord,
     NamesRecord,
     RankRecords,
@@ -213,7 +215,7 @@ class _Held:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lists: dict[str, list[Any]] = {"step": [], "event": [], "names": []}
-        self.once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
+        self.once: dict[str, Any] = dict.fromkeys(("start", "initial", "final", "error", "end"))
         self.last: Record | None = None
 
     @property
@@ -225,12 +227,14 @@ class _Held:
         after_end = [each for each in problems if each.endswith(AFTER_END)][:1]
         if (more := len(problems) - MAX_PROBLEMS) > 0:
             problems = [*problems[:MAX_PROBLEMS], f"line 0: {more} more problems"]
+        once, names = dict(self.once), self.lists["names"]
+        final = once.pop("final")
         records = RankRecords(
             rank=self.rank, problems=tuple(problems), after_end=tuple(after_end),
-            steps=tuple(self.lists["step"]), events=tuple(self.lists["event"]), **self.once,
+            steps=tuple(self.lists["step"]), events=tuple(self.lists["event"]), **once,
         )  # fmt: skip
-        names = self.lists["names"]
-        return with_all_names(records, names) if names else records
+        records = with_all_names(records, names) if names else records
+        return records if final is None else _with_final(records, final)
 
     def forget_digests(self) -> bool:
         """Leave the last record without digests; whether it had some."""
@@ -294,6 +298,27 @@ def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRe
     own: list[Names] = [(record.tensors, record.taps) for record in ordered]
     whole = _union([(dict.fromkeys(DIGEST_GROUPS, ()), ()), *own])
     return _spread(records, lambda step: held[bisect_right(steps, step)], whole)
+
+
+def _with_final(records: RankRecords, final: FinalRecord) -> RankRecords:
+    """The records with what `final` says as groups of the last step."""
+    start, steps = records.start, records.steps
+    if start is None or not steps or steps[-1].step != final.step:
+        problem = f"line 0: state after step {final.step}, which is not the last one"
+        return replace(records, problems=(*records.problems, problem))
+    named = {f"{group}{AFTER}": names for group, names in final.tensors.items()}
+    none = {group: _all_absent(ABSENT, len(names)) for group, names in named.items()}
+    held = {f"{group}{AFTER}": text for group, text in final.digests.items()}
+    bad = {f"{group}{AFTER}": names for group, names in final.nonfinite.items()}
+    last = replace(
+        steps[-1], digests={**steps[-1].digests, **none, **held},
+        nonfinite={**steps[-1].nonfinite, **bad},
+    )  # fmt: skip
+    before = (replace(step, digests={**step.digests, **none}) for step in steps[:-1])
+    if (initial := records.initial) is not None:
+        initial = replace(initial, digests={**initial.digests, **none})
+    start = replace(start, tensors={**start.tensors, **named})
+    return replace(records, start=start, steps=(*before, last), initial=initial)
 
 
 def aligned(*runs: RunResult) -> tuple[RunResult, ...]:

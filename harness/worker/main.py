@@ -253,6 +253,7 @@ class _Session:
             operators.write(rank, file)
         if self.part.stop < math.inf:
             return
+        file.write(observer.final(self.step))
         soaking.write_event()
         file.write(observer.graphs_event(self.step))
         file.write(memory_event(trainer, rank, self.step))

@@ -29,6 +29,7 @@ from harness.records import (
     OPERATORS,
     UNFINISHED,
     EventRecord,
+    FinalRecord,
     FloatBits,
     InitialRecord,
     RunSpec,
@@ -104,6 +105,14 @@ class Observer:
         """The state before the first step; once, as it waits for the device."""
         digests, nonfinite = self._digests(self._trainer.digest_state(), self._rng())
         return InitialRecord(rank=self._rank, digests=digests, nonfinite=nonfinite)
+
+    def final(self, step: int) -> FinalRecord:
+        """The state as the run leaves it; nothing draws after the last step."""
+        digests, nonfinite = self._digests(self._trainer.digest_state(), self._rng())
+        tensors = {group: self.tensor_names[group] for group in digests}
+        return FinalRecord(
+            rank=self._rank, step=step, tensors=tensors, digests=digests, nonfinite=nonfinite
+        )
 
     def observe(self, step: int) -> None:
         """Take the outputs of `step`; writes records when the ring is full."""

@@ -15,6 +15,7 @@ from harness.checks import bits, judge
 from harness.checks.bits import same_data
 from harness.records import (
     ABSENT,
+    AFTER,
     COPIES,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
@@ -230,6 +231,28 @@ def test_modules_without_an_optimizer_are_compared_where_both_runs_have_them(
         assert place(answer)[:4] == (2, 0, OTHERS, "EMA.bias")
     else:
         assert answer.figures.get("left_out", 0) == left_out
+
+
+def left(run: RunResult, *digests: str) -> RunResult:
+    """The run with the state after its last step on rank 0, a digest a tensor."""
+    group = f"weights{AFTER}"
+    run = edit(run, 0, start={"tensors": {group: ("a", "b")}})
+    for step in range(4):
+        text = "".join(each * DIGEST_HEX_CHARS for each in (digests if step == 3 else "ff"))
+        run = edit(run, 0, step, digests={group: text})
+    return run
+
+
+def test_the_state_after_the_last_step_is_compared_where_both_runs_have_it() -> None:
+    """A difference is of that moment; what one run alone has is no difference, and said."""
+    answer = ask("state", left(REFERENCE, "1", "2"), left(CANDIDATE, "1", "3"))
+    assert place(answer)[:4] == (3, 0, f"weights{AFTER}", "b")
+    assert "b (weights after the last step) differs first after the last step" in answer.message
+    answer = ask("state", left(REFERENCE, "1", "2"), left(CANDIDATE, "1", "f"))
+    assert (answer.outcome, answer.figures["left_out"]) == ("passed", 1)
+    alone = ask("state", REFERENCE, left(CANDIDATE, "1", "2"))
+    assert alone.outcome == "passed"
+    assert "one run alone has its state after the last step" in alone.message
 
 
 def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None:

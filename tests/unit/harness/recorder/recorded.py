@@ -18,7 +18,14 @@ import torch._dynamo  # optimizers import it: once here, not in each child
 from torch import nn
 
 from harness.recorder import session as recording
-from harness.records import ABSENT, DIGEST_HEX_CHARS, ErrorRecord, RankRecords, StepRecord
+from harness.records import (
+    ABSENT,
+    AFTER,
+    DIGEST_HEX_CHARS,
+    ErrorRecord,
+    RankRecords,
+    StepRecord,
+)
 from harness.store.streams import rank_path, read_rank
 
 Program = Callable[[], object]
@@ -153,12 +160,13 @@ def digests(records: RankRecords, group: str, step: int) -> dict[str, str]:
 
 
 def changed(first: RankRecords, second: RankRecords, step: int) -> set[str]:
-    """What two runs hold with other digests in a step, as `group:name`."""
+    """What two runs hold with other digests in a step as it ended, as `group:name`."""
     record = first.initial if step < 0 else first.steps[step]
     assert record is not None
     return {
         f"{group}:{name}"
         for group in record.digests
+        if not group.endswith(AFTER)
         for name in digests(first, group, step).keys() | digests(second, group, step).keys()
         if digests(first, group, step).get(name) != digests(second, group, step).get(name)
     }

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from harness.checks.gradients import distance
 from harness.recorder import record
+from harness.records import AFTER
 from tests.unit.harness.recorder.recorded import (
     PARAMS,
     changed,
@@ -369,6 +370,39 @@ def test_modules_that_no_optimizer_trains_are_a_group(tmp_path: Path) -> None:
         assert found
         assert {name.partition(".")[0].partition("#")[0] for name in found} == {"others:Average"}
     assert changed(first, turned, 1) == set()
+
+
+def ending(how: str) -> None:
+    model, twins = model_of(), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    train(model, Adam(model.parameters()), steps=2)
+    with torch.no_grad():
+        if how == "changed":
+            nn.init.ones_(model.get_parameter("0.weight"))
+            nn.init.ones_(twins[1].bias)
+        elif how == "cast":
+            model.half()
+        elif how == "freed":
+            model.get_parameter("0.weight").untyped_storage().resize_(0)
+    if how == "failed":
+        raise ZeroDivisionError
+
+
+def test_the_state_after_the_last_step_is_recorded(tmp_path: Path) -> None:
+    """As the process ends, though the program's variables are gone: what is what it was."""
+    same, other, cast, freed = pair(ending, tmp_path, "", "changed", "cast", "freed")
+    left = f"weights{AFTER}"
+    assert digests(same, left, 1) == digests(same, "weights", 1)
+    assert digests(same, f"optim{AFTER}", 1) == digests(same, "optim", 1)
+    assert digests(same, left, 0) == {}
+    ours, theirs = digests(same, left, 1), digests(other, left, 1)
+    assert {name for name in ours if ours[name] != theirs[name]} == {"0.weight"}
+    assert digests(same, f"others{AFTER}", 1) != digests(other, f"others{AFTER}", 1)
+    assert changed(same, other, 1) == set()
+    assert digests(cast, left, 1) == {}
+    assert digests(freed, left, 1).keys() == {*PARAMS} - {"0.weight"}
+    failed = recorded(lambda: ending("failed"), tmp_path / "failed", code=1)
+    assert failed.start is not None
+    assert left not in failed.start.tensors
 
 
 @pytest.mark.parametrize(("to_none", "held"), [(True, set(PARAMS[2:])), (False, set(PARAMS))])

@@ -34,6 +34,7 @@ from harness.records import (
     EndRecord,
     ErrorRecord,
     EventRecord,
+    FinalRecord,
     InitialRecord,
     PlantSpec,
     Record,
@@ -72,7 +73,8 @@ def test_a_good_rank_writes_every_record(
     records = rank.run(spec(graph=graph, flush_every=4))
     assert rank.code == 0
     kinds = [type(record) for record in records]
-    assert kinds == [StartRecord, InitialRecord, *[StepRecord] * 5, *[EventRecord] * 2, EndRecord]
+    assert kinds == [StartRecord, InitialRecord, *[StepRecord] * 5, FinalRecord,
+                     *[EventRecord] * 2, EndRecord]  # fmt: skip
     steps = steps_of(records)
     assert [record.step for record in steps] == [0, 1, 2, 3, 4]
     graphs, memory = records[-3:-1]
