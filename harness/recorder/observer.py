@@ -11,9 +11,7 @@ on the stream that is current there.
 
 import contextlib
 import functools
-import itertools
 import re
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +26,18 @@ from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
 from harness.provenance import of_gpu
 from harness.recorder import Recorder
 from harness.recorder.graphs import GraphInfo
-from harness.recorder.rows import HEX_CHARS, hashed, seconds_between, write_kept
+from harness.recorder.rows import (
+    Rows,
+    as_tensor,
+    float_bits,
+    found_in,
+    kind_of,
+    mean,
+    names_of_twins,
+    row_of,
+    seconds_between,
+    write_kept,
+)
 from harness.recorder.session import Session
 from harness.recorder.sketch import sketch
 from harness.recorder.state import (
@@ -52,8 +61,6 @@ WAIT_S = 1e-3
 FINAL = -2
 """In place of a step's number: the state after the last one."""
 _NUMBER = re.compile(r"#\d+")
-Rows = tuple[Sequence[str], Tensor, Sequence[str]]
-"""Names, their digests, int32 [n, 5] on the host or on their way to it, and shapes for people."""
 
 
 @dataclass
@@ -201,7 +208,7 @@ class Observer(Recorder):
         Of one that a GradScaler has scaled it is the loss before: a scale may be too large.
         In the capture of a graph it is where each replay will write the loss.
         """
-        loss = _as_tensor(getattr(loss, UNSCALED, loss))
+        loss = as_tensor(getattr(loss, UNSCALED, loss))
         if loss.numel() == 1 and loss.is_floating_point():
             loss, step = loss.detach().reshape(()), self._here(graph)
             held = step.told if is_told else step.losses
@@ -209,7 +216,7 @@ class Observer(Recorder):
 
     @guarded
     def grad_norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
-        norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
+        norm = as_tensor(norm).detach().reshape(-1)[:1].reshape(())
         self._here(graph).norm = _to_host(norm) if graph is None else norm
 
     @guarded
@@ -480,7 +487,7 @@ class Observer(Recorder):
                 self._keeper.take(step.index, f"{group}:{name}", [tensor])
         rows = [self._rows(section, device, here) for device, here in by_device.items()]
         if others:
-            digests = torch.tensor([*map(_row, others.values())], dtype=torch.int32)
+            digests = torch.tensor([*map(row_of, others.values())], dtype=torch.int32)
             rows.append((list(others), digests, [""] * len(others)))
         sections = step.groups.setdefault(group, {})
         sections.pop(section, None)  # what was looked at last comes last
@@ -540,9 +547,9 @@ class Observer(Recorder):
         names, digests, nonfinite = dict[str, Any](), dict[str, str](), dict[str, list[str]]()
         twins: dict[str, str] = {}
         for group, sections in step.groups.items():
-            found = _found(group, sections)
+            found = found_in(group, sections)
             if group == OTHERS:
-                twins = _names_of_twins(found)
+                twins = names_of_twins(found)
                 found = {new: found[old] for old, new in twins.items()}
             if step.index == FINAL:
                 found = self._still_there(group, found)
@@ -561,9 +568,9 @@ class Observer(Recorder):
         else:
             rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(step.taps))
             self.session.write(
-                "step", step=step.index, loss=_mean(step.microbatches),
-                microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
-                grad_norm=None if step.norm is None else _float_bits(step.norm),
+                "step", step=step.index, loss=mean(step.microbatches),
+                microbatch_losses=[float_bits(loss) for loss in step.microbatches],
+                grad_norm=None if step.norm is None else float_bits(step.norm),
                 step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.memory[0],
                 peak_bytes=step.memory[1], skipped=step.skipped, taps="".join(rows),
                 sketches={name: row.tolist() for name, row in step.sketches.items()}, **state,
@@ -576,12 +583,12 @@ class Observer(Recorder):
     def _still_there(self, group: str, found: Mapping[str, Any]) -> dict[str, Any]:
         """What is of the name and shape that it had in a step; of twins, if there are as many."""
         seen = self._seen.get(group, {})
-        odd = {_kind_of(name.partition(".")[0]) for name in seen.keys() ^ found.keys()}
+        odd = {kind_of(name.partition(".")[0]) for name in seen.keys() ^ found.keys()}
         return {
             name: row
             for name, row in found.items()
             if seen.get(name) == row[-1]
-            if group != OTHERS or _kind_of(name.partition(".")[0]) not in odd
+            if group != OTHERS or kind_of(name.partition(".")[0]) not in odd
         }
 
     def _write_names(self, step: Step, names: Mapping[str, tuple[list[str], list[str]]]) -> None:
@@ -639,66 +646,6 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
 
-def _row(data: bytes | None) -> list[int]:
-    """A row for what is no tensor; zeros for a generator that no two runs could have alike."""
-    return [*struct.unpack(">4i", bytes.fromhex(hashed(data))), 0] if data is not None else [0] * 5
-
-
-def _found(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[str, int, str]]:
-    """Digests of a group in hex, whether not all is finite, and shapes, by unique names."""
-    looks = [[each for rows in held for each in _read(*rows)] for held in sections.values()]
-    if group == "optim":
-        # Each optimizer has a state of its own for a parameter they share, and numbers for it.
-        looks = [list(itertools.chain(*looks))]
-    # Optimizers may share a parameter, or one only hold another: the last look counts.
-    found: dict[str, tuple[str, int, str]] = {}
-    for look in looks:
-        found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
-    return found
-
-
-def _kind_of(module: str) -> str:
-    return module.partition("#")[0]
-
-
-def _names_of_twins(found: Mapping[str, tuple[str, int, str]]) -> dict[str, str]:
-    """Modules of one class numbered by their digests, old names and new: which one was found first
-    tells nothing."""
-    modules: dict[str, list[tuple[str, Any]]] = {}
-    for name, row in found.items():
-        module, _, path = name.partition(".")
-        modules.setdefault(module, []).append((path, row))
-    numbers, names = dict[str, int](), dict[str, str]()
-    for module, rows in sorted(modules.items(), key=lambda each: (_kind_of(each[0]), each[1])):
-        kind = _kind_of(module)
-        number = numbers[kind] = numbers.get(kind, 0) + 1
-        shown = f"{kind}#{number}" if number > 1 else kind
-        names |= {f"{module}.{path}": f"{shown}.{path}" for path, _ in rows}
-    return names
-
-
-def _read(
-    names: Sequence[str], rows: Tensor, shapes: Sequence[str]
-) -> Iterator[tuple[str, tuple[str, int, str]]]:
-    text, flags = digest_hex(rows)
-    texts = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
-    return zip(names, zip(texts, flags, shapes, strict=True), strict=True)
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    """Names, those that come again with a number."""
-    last: dict[str, int] = {}
-    found: dict[str, None] = {}
-    for name in names:
-        number, shown = last.get(name, 1), name
-        while shown in found:
-            number += 1
-            shown = f"{name}#{number}"
-        last[name] = number
-        found[shown] = None
-    return list(found)
-
-
 def _has_room() -> bool:
     """Whether the device has memory for another program's state while this one's is kept."""
     return not cuda_is_used() or torch.cuda.mem_get_info()[0] > torch.cuda.memory_allocated()
@@ -715,29 +662,3 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _as_tensor(value: Any) -> Tensor:
-    """A loss or a norm as the program gives it; a number is a float64, as Python's are."""
-    value = getattr(value, "_local_tensor", value)
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-
-
-def _float_bits(value: Tensor) -> dict[str, Any]:
-    """A float64 or a whole number by its 64 bits, what is narrower by those of a float32."""
-    is_wide = value.dtype == torch.float64 or not value.is_floating_point()
-    value = value.double() if is_wide else value.float()
-    # By the integer view: a Python float may not keep the pattern of a NaN.
-    pattern = int(value.view(torch.int64 if is_wide else torch.int32))
-    bits = f"{pattern & (1 << 64) - 1:016x}" if is_wide else f"{pattern & (1 << 32) - 1:08x}"
-    number = float(value)
-    return {"bits": bits, "value": number if number - number == 0 else None}
-
-
-def _mean(losses: Sequence[Tensor]) -> Mapping[str, Any] | None:
-    """What curves show of a step: its only loss, or the mean of its microbatches on this rank."""
-    if len(losses) < 2:
-        return _float_bits(losses[0]) if losses else None
-    mean = torch.stack([loss.double() for loss in losses]).mean()
-    is_wide = any(loss.dtype == torch.float64 for loss in losses)
-    return _float_bits(mean if is_wide else mean.float())

@@ -4,14 +4,21 @@ Used by the observer of programs and by that of the built-in trainer.
 """
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from fsdp_core.graph.digest import digest_hex
 
 HEX_CHARS = 32
 """Of a digest."""
+Rows = tuple[Sequence[str], Tensor, Sequence[str]]
+"""Names, their digests, int32 [n, 5] on the host or on their way to it, and shapes for people."""
 
 
 def hashed(data: bytes) -> str:
@@ -46,3 +53,93 @@ def entry_of(kept: Any) -> tuple[Any, bytes]:
         places=tuple(Place(**vars(place)) for place in kept.places),
     )  # fmt: skip
     return about, kept.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# --- rows of a step of a program ---------------------------------------------------------------
+
+
+def row_of(data: bytes | None) -> list[int]:
+    """A row for what is no tensor; zeros for a generator that no two runs could have alike."""
+    return [*struct.unpack(">4i", bytes.fromhex(hashed(data))), 0] if data is not None else [0] * 5
+
+
+def found_in(group: str, sections: Mapping[str, list[Rows]]) -> dict[str, tuple[str, int, str]]:
+    """Digests of a group in hex, whether not all is finite, and shapes, by unique names."""
+    looks = [[each for rows in held for each in _read(*rows)] for held in sections.values()]
+    if group == "optim":
+        # Each optimizer has a state of its own for a parameter they share, and numbers for it.
+        looks = [list(itertools.chain(*looks))]
+    # Optimizers may share a parameter, or one only hold another: the last look counts.
+    found: dict[str, tuple[str, int, str]] = {}
+    for look in looks:
+        found |= zip(_unique([name for name, _ in look]), [row for _, row in look], strict=True)
+    return found
+
+
+def kind_of(module: str) -> str:
+    """Of a twin's name, `EMA#2`, the class."""
+    return module.partition("#")[0]
+
+
+def names_of_twins(found: Mapping[str, tuple[str, int, str]]) -> dict[str, str]:
+    """Modules of one class numbered by their digests, old names and new: which one was found first
+    tells nothing."""
+    modules: dict[str, list[tuple[str, Any]]] = {}
+    for name, row in found.items():
+        module, _, path = name.partition(".")
+        modules.setdefault(module, []).append((path, row))
+    numbers, names = dict[str, int](), dict[str, str]()
+    for module, rows in sorted(modules.items(), key=lambda each: (kind_of(each[0]), each[1])):
+        kind = kind_of(module)
+        number = numbers[kind] = numbers.get(kind, 0) + 1
+        shown = f"{kind}#{number}" if number > 1 else kind
+        names |= {f"{module}.{path}": f"{shown}.{path}" for path, _ in rows}
+    return names
+
+
+def _read(
+    names: Sequence[str], rows: Tensor, shapes: Sequence[str]
+) -> Iterator[tuple[str, tuple[str, int, str]]]:
+    text, flags = digest_hex(rows)
+    texts = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
+    return zip(names, zip(texts, flags, shapes, strict=True), strict=True)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Names, those that come again with a number."""
+    last: dict[str, int] = {}
+    found: dict[str, None] = {}
+    for name in names:
+        number, shown = last.get(name, 1), name
+        while shown in found:
+            number += 1
+            shown = f"{name}#{number}"
+        last[name] = number
+        found[shown] = None
+    return list(found)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A loss or a norm as the program gives it; a number is a float64, as Python's are."""
+    value = getattr(value, "_local_tensor", value)
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def float_bits(value: Tensor) -> dict[str, Any]:
+    """A float64 or a whole number by its 64 bits, what is narrower by those of a float32."""
+    is_wide = value.dtype == torch.float64 or not value.is_floating_point()
+    value = value.double() if is_wide else value.float()
+    # By the integer view: a Python float may not keep the pattern of a NaN.
+    pattern = int(value.view(torch.int64 if is_wide else torch.int32))
+    bits = f"{pattern & (1 << 64) - 1:016x}" if is_wide else f"{pattern & (1 << 32) - 1:08x}"
+    number = float(value)
+    return {"bits": bits, "value": number if number - number == 0 else None}
+
+
+def mean(losses: Sequence[Tensor]) -> Mapping[str, Any] | None:
+    """What curves show of a step: its only loss, or the mean of its microbatches on this rank."""
+    if len(losses) < 2:
+        return float_bits(losses[0]) if losses else None
+    found = torch.stack([loss.double() for loss in losses]).mean()
+    is_wide = any(loss.dtype == torch.float64 for loss in losses)
+    return float_bits(found if is_wide else found.float())

@@ -37,9 +37,6 @@ RUNNING = [
          "return self.losses or self.told", "recorder/test_steps"),
         ("copy_is_the_tensor", "return tensor.clone()", "return tensor",
          "recorder/test_steps"),
-        ("double_loss_as_float", "is_wide = value.dtype == torch.float64 or not value"
-         ".is_floating_point()", "is_wide = False", "recorder/test_steps"),
-        ("loss_is_first_microbatch", "if len(losses) < 2:", "if losses:", "recorder/test_steps"),
         ("hook_failure_swallowed", "            self.session.broken(error)\n",
          "            del error\n", "recorder/test_session"),
         ("nonfinite_not_written",
@@ -50,6 +47,19 @@ RUNNING = [
          "            number"),
         ("every_optimizer_in_one_section", "return self.places.setdefault(id(optimizer), "
          "len(self.places))", "return self.places.setdefault(id(optimizer), 0)"),
+    ),
+    *slips_of(
+        "recorder/rows.py",
+        "recorder/test_steps",
+        ("double_loss_as_float", "is_wide = value.dtype == torch.float64 or not value"
+         ".is_floating_point()", "is_wide = False"),
+        ("loss_is_first_microbatch", "if len(losses) < 2:", "if losses:"),
+    ),
+    *slips_of(
+        "recorder/observer.py",
+        "recorder/test_state",
+        ("last_state_of_globals", "self._kept = [*self.optimizers, *self.names.roots,",
+         "_ = [*self.optimizers, *self.names.roots,"),
     ),
     *slips_of(
         "recorder/state.py",
