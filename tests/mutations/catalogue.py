@@ -288,7 +288,7 @@ MUTATIONS = [
          "DIGEST_GROUPS"),
         ("skipped_step_excuses_all", 'if record.skipped and group == "grads":',
          "if record.skipped:"),
-        ("reference_excuses", "if reference is None or group in DIGEST_GROUPS else",
+        ("reference_excuses", "if reference is None or is_trained else",
          "if reference is None else"),
         ("finite_of_the_reference",
          "theirs = step_table(runs.reference), step_table(runs.candidate)\n    if not theirs:",
