@@ -4,6 +4,7 @@ Every error goes through `main`: one line on stderr and the exit code of `harnes
 `--json`, stdout holds one JSON value and everything for people goes to stderr.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import click
 
-from harness.errors import HarnessError, InternalError, Interrupted, UsageError
+from harness.errors import HarnessError, InternalError, Interrupted, UsageError, shown
 from harness.masking import Masker
 from harness.records import ExitCode
 
@@ -110,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HarnessError as error:
         code = _say(error)
     except Exception as error:  # noqa: BLE001 - the one place where our own mistakes end
-        code = _internal(error)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # somebody typed it
+            code = _say(UsageError(f"expected a path, got {shown(error.filename)}: too long"))
+        else:
+            code = _internal(error)
     if "--bisect-exit" in args:
         from harness.cli.options import for_git
 

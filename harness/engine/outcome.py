@@ -91,9 +91,8 @@ _PASSED: dict[str, Passed] = {each: each for each in get_args(Passed)}
 _COUNTERS = Path("/proc/vmstat")
 _OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
 _OUT_OF_MEMORY = re.compile(r"error:.*(oom_kill event|: out of memory)", re.IGNORECASE)
-_FIRST_END = re.compile(
-    r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
-)
+_END_OF_STEP = re.compile(r"\*\*\* STEP .*CANCELLED")
+_END_OF_TASK = re.compile(r"srun: error: \S+: tasks? ")
 _SAYS_WHY = re.compile(r"error|^(\d+: )?harness: ", re.IGNORECASE)
 
 
@@ -506,7 +505,7 @@ def put_together(
         )
         for records in read_ranks(folder, spec.world_size)
     ]
-    word = _completed(folder, word)
+    word = _completed(folder, word, is_anyone_heard=bool(reports))
     answer = _answer(spec, reports, ranks, num_nodes, word)
     what, message, culprit, _ = answer
     if what == "illegal_access" and culprit is not None:
@@ -561,20 +560,22 @@ def _answer(
     return answer
 
 
-def _completed(folder: Path, word: Word) -> Word:
+def _completed(folder: Path, word: Word, *, is_anyone_heard: bool) -> Word:
     """Slurm's word, with the end of a step whose job lives, and the line of the log that says most.
 
-    srun speaks of a task that failed first, then ends the others; whoever else ends a step is first
-    heard of by Slurm's word on the step, and its tasks' ends follow.
+    srun ends a step because a task failed: it speaks of that task first, and asks the agents to
+    stop, which then report. Where somebody else cancels a step, Slurm may kill all agents at once,
+    and word of their ends may overtake its word on the step.
     """
     log, state = tail_of(folder / LOG_FILE), word.state
     lines = [line.strip() for line in log.splitlines() if line.strip()]
+    ends = [line for line in lines if _END_OF_STEP.search(line) or _END_OF_TASK.match(line)]
+    slurm = [line for line in ends if not _END_OF_TASK.match(line)]
     if not state and _OUT_OF_MEMORY.search(log):
         state = "OUT_OF_MEMORY"
-    elif not state and (first := _FIRST_END.search(log)) is not None and not first["task"]:
+    elif not state and slurm and (slurm[0] == ends[0] or not is_anyone_heard):
         state = "CANCELLED"
     text = word.text or f"the step ended ({state or 'Slurm says no more'})"
-    slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
     said = next(iter(slurm or [line for line in lines if _SAYS_WHY.search(line)][-1:]), "")
     return Word(state, f"{text}; {LOG_FILE}: {said[:300]}" if said else text, word.killed_by)
 

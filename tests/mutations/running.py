@@ -260,6 +260,14 @@ RUNNING = [
         ("last_difference_is_first", "or order < first[0]:", "or order > first[0]:"),
     ),
     *slips_of(
+        "engine/outcome.py",
+        "engine/test_reports",
+        ("cancelled_by_the_order_of_lines", "(slurm[0] == ends[0] or not is_anyone_heard)",
+         "slurm[0] == ends[0]"),
+        ("every_end_of_a_step_is_a_cancellation", "(slurm[0] == ends[0] or not is_anyone_heard)",
+         "True"),
+    ),
+    *slips_of(
         "cli/wrap.py",
         "test_wrap",
         ("nothing_recorded_is_a_success", "return code or missing", "return code"),

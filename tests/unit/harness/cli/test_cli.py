@@ -265,6 +265,7 @@ def test_list_says_cases_or_how_many_and_checks_every_file(
         ("run small.yaml other.yaml", "other.yaml"),
         ("run small.yaml -k (a", "-k '(a': expected"),
         ("run small.yaml --set seed", "--set 'seed'"),
+        (f"run {'x' * 5000}.yaml", "too long"),
         ("frob", "frob"),
         ("--frob", "--frob"),
         ("show", "CASE"),

@@ -105,6 +105,12 @@ ROWS: dict[str, Row] = {
     "the step was cancelled, and agents killed": (
         [], Word(killed_by=9), BY_SOMEBODY, "interrupted", None, "(CANCELLED)",
     ),
+    "the same, and the ends of agents are heard of first": (
+        [], Word(killed_by=9), BY_SRUN, "interrupted", None, "(CANCELLED)",
+    ),
+    "the program killed every agent": (
+        [], Word(killed_by=9), "srun: error: n1: task 0: Killed\n", "crashed", None, "no report",
+    ),
     "no agent ever was": (
         [], NO_WORD, "0: Traceback\n0: ModuleNotFoundError: x\nsrun: Force Terminated StepId=1.0\n",
         "interrupted", None, "nodes 0, 1 left no report; the step ended (Slurm says no more); "
