@@ -25,6 +25,7 @@ from rich.text import Text
 
 from harness.checks import CHECKS, confirmation
 from harness.checks.evidence import count
+from harness.engine.evidence import tail_of
 from harness.errors import one_line
 from harness.records import (
     OUTCOMES,
@@ -39,7 +40,6 @@ from harness.records import (
 )
 from harness.runner.plan import Plan, Timeline, cost
 from harness.runner.run import Silent, View
-from harness.store.files import read_tail
 
 COLOURS: dict[Outcome, str] = {
     "passed": "green", "failed": "bold red", "error": "magenta",
@@ -269,8 +269,7 @@ def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> Non
 
 def stderr_tail(path: Path) -> tuple[str, ...]:
     """The last lines that a rank printed; empty if there are none, or no plain file."""
-    text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
-    return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
+    return tuple(tail_of(path, STDERR_TAIL_BYTES).splitlines()[-STDERR_TAIL_LINES:])
 
 
 def _exit_word(gone: RankExit | None) -> str:

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness.errors import Infrastructure
-from harness.store.files import write_atomic
+from harness.store.files import make_folder, write_atomic
 from reports import html, json_report, junit, markdown, safety
 from reports.reading import Report, summarise
 from reports.text import well_formed
@@ -31,10 +30,7 @@ def build(
     """
     report = summarise(run_folder, history)
     folder = report.folder / REPORT_FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise Infrastructure(f"cannot make folder {folder}: {error.strerror or error}") from error
+    make_folder(folder)
     made = {"html": ("index.html", html), "markdown": ("report.md", markdown),
             "junit": ("junit.xml", junit), "json": ("report.json", json_report)}  # fmt: skip
     texts = {name: form.render(report) for name, form in made.values()}

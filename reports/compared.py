@@ -5,10 +5,8 @@ state_map   for each tensor group and (step, rank): how many tensors differ, or 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import pandas as pd
 
 from harness.records import (
     COPIES,
@@ -26,6 +24,7 @@ BEFORE = MISSING = -1
 """In place of a step's number: the state before step 0. In place of a count: one run recorded it
 and the other did not, or not the same tensors."""
 Place = tuple[int, int]  # step and rank
+Losses = Mapping[Place, FloatBits]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,49 +41,50 @@ class LossCurve:
     differing: tuple[int, ...] = ()  # steps in which some rank's bits differ
 
 
-def losses(run: RunResult) -> pd.DataFrame:
-    """A row for each recorded loss: rank, step, bits, value (NaN where not finite)."""
-    found = {
-        (records.rank, record.step): record.loss
+def losses(run: RunResult) -> Losses:
+    """The recorded losses of a run; of a step that is there twice, the first counts."""
+    return {
+        (record.step, records.rank): record.loss
         for records in run.ranks
-        for record in reversed(records.steps)  # of a step that is there twice, the first counts
+        for record in reversed(records.steps)
         if record.loss is not None  # a rank of a pipeline may have none
     }
-    rows = [
-        (*place, found[place].bits, math.nan if found[place].value is None else found[place].value)
-        for place in sorted(found)
-    ]
-    return pd.DataFrame(rows, columns=["rank", "step", "bits", "value"])
 
 
-def loss_curve(reference: pd.DataFrame, candidate: pd.DataFrame, rank: int) -> LossCurve | None:
+def loss_curve(reference: Losses, candidate: Losses, rank: int) -> LossCurve | None:
     """Curves of two runs by their `losses`, or None if they share no step.
 
     Drawn is the loss of `rank`, or of the lowest shared one if it has none.
     """
-    both = reference.merge(candidate, on=["rank", "step"], suffixes=("_r", "_c"))
-    if both.empty:
+    both = sorted(reference.keys() & candidate.keys())
+    if not both:
         return None
-    both["ulps"] = [_ulps(a, b) for a, b in zip(both["bits_r"], both["bits_c"], strict=True)]
-    bad = both[both["bits_r"] != both["bits_c"]]
-    words = _words(both, bad, max(len(reference), len(candidate)) - len(both))
-    drawn = rank if (both["rank"] == rank).any() else int(both["rank"].min())
-    if bad.empty:
+    ulps = {place: _ulps(reference[place], candidate[place]) for place in both}
+    bad = [place for place in both if reference[place].bits != candidate[place].bits]
+    words = _words(ulps, bad, max(len(reference), len(candidate)) - len(both))
+    ranks = {own for _, own in both}
+    drawn = rank if rank in ranks else min(ranks)
+    if not bad:
         return LossCurve(rank=drawn, words=words)
-    own = both[both["rank"] == drawn]
-    by_step = both.groupby("step")["ulps"].agg(lambda ulps: ulps.max(skipna=False))
+    largest: dict[int, float] = {}
+    for (step, _), gap in ulps.items():
+        largest[step] = gap if math.isnan(gap) else max(largest.get(step, 0.0), gap)
+    own = [place for place in both if place[1] == drawn]
     return LossCurve(
-        rank=drawn, words=words, steps=tuple(map(int, own["step"])),
-        reference=tuple(own["value_r"]), candidate=tuple(own["value_c"]),
-        delta_steps=tuple(int(str(step)) for step in by_step.index), delta_ulps=tuple(by_step),
-        differing=tuple(sorted({int(step) for step in bad["step"]})),
+        rank=drawn, words=words, steps=tuple(step for step, _ in own),
+        reference=tuple(_number(reference[place]) for place in own),
+        candidate=tuple(_number(candidate[place]) for place in own),
+        delta_steps=tuple(largest), delta_ulps=tuple(largest.values()),
+        differing=tuple(sorted({step for step, _ in bad})),
     )  # fmt: skip
 
 
-def _ulps(left: str, right: str) -> float:
-    if left == right:
-        return 0.0
-    distance = ulp_distance(FloatBits.from_hex(left), FloatBits.from_hex(right))
+def _number(loss: FloatBits) -> float:
+    return math.nan if loss.value is None else loss.value
+
+
+def _ulps(left: FloatBits, right: FloatBits) -> float:
+    distance = 0 if left.bits == right.bits else ulp_distance(left, right)
     return math.nan if distance is None else float(distance)
 
 
@@ -93,20 +93,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _words(both: pd.DataFrame, bad: pd.DataFrame, lost: int) -> str:
+def _words(ulps: Mapping[Place, float], bad: Sequence[Place], lost: int) -> str:
     note = f" Losses without a counterpart in the other run: {lost}." if lost else ""
-    steps, ranks = both["step"].nunique(), both["rank"].nunique()
-    where = f"{counted(steps, 'shared step')} on {counted(ranks, 'rank')}"
-    if bad.empty:
+    steps, ranks = map(set, zip(*ulps, strict=True))
+    where = f"{counted(len(steps), 'shared step')} on {counted(len(ranks), 'rank')}"
+    if not bad:
         return f"Δloss is zero: the same bits in {where}.{note}"
-    first = bad.sort_values(["step", "rank"]).iloc[0]
-    text = f"Δloss differs first at step {first['step']} on rank {first['rank']}"
-    text += f", in {len(bad)} of {len(both)} losses ({where})"
-    numbers = bad[bad["ulps"].notna()]
-    if len(numbers):
-        worst = numbers.sort_values("ulps", ascending=False, kind="stable").iloc[0]
-        at = f"at most {worst['ulps']:.0f} ulp (step {worst['step']}, rank {worst['rank']})"
-        text += f"; {at if worst['ulps'] else 'by the sign of a zero'}"
+    step, rank = bad[0]
+    text = f"Δloss differs first at step {step} on rank {rank}"
+    text += f", in {len(bad)} of {len(ulps)} losses ({where})"
+    numbers = [place for place in bad if not math.isnan(ulps[place])]
+    if numbers:
+        step, rank = worst = max(numbers, key=lambda place: ulps[place])
+        at = f"at most {ulps[worst]:.0f} ulp (step {step}, rank {rank})"
+        text += f"; {at if ulps[worst] else 'by the sign of a zero'}"
     if odd := len(bad) - len(numbers):
         text += f"; {odd} {'is' if odd == 1 else 'are'} NaN or infinite in one run"
     return f"{text}.{note}"

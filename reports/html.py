@@ -60,6 +60,7 @@ def render(report: Report) -> str:
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {
         "clean": lambda value: clean(str(value)),
         "one_line": lambda value: one_line(str(value)),
@@ -80,7 +81,7 @@ def render(report: Report) -> str:
         rows=[row for row in rows if row["outcome"] not in GREEN],
         green=[row for row in rows if row["outcome"] in GREEN],
         num_inline=len(bodies.inline), packed=bodies.packed(),
-        index=_for_script(_index(report)), past_data=_for_script(_past(report)),
+        index=_index(report), past_data=_past(report),
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
         longest=sorted(report.cases, key=lambda case: -case.verdict.wall_s)[:MAX_LONGEST],
         cost_head=COST_HEAD, cost_rows=cost_rows(report), cost_words=COST_WORDS,
@@ -249,9 +250,3 @@ def _past(report: Report) -> dict[str, Any]:
             if own is not None and len(own.letters) > 1
         },
     }
-
-
-def _for_script(value: object) -> Markup:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c"))

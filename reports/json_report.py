@@ -12,6 +12,7 @@ import msgspec
 from harness.records import Verdict
 from harness.runner.run import Attempt
 from harness.tolerance import Expect
+from reports.compared import GroupMap
 from reports.reading import CaseReport, Output, Report
 from reports.text import well_formed
 
@@ -94,24 +95,21 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "expect": case.spec.expect,
         "verdict": case.verdict.to_json(),
         "delta_loss": case.curve.words if case.curve is not None else None,
-        "state": [
-            {
-                "group": g.group,
-                "num_tensors": g.num_tensors,
-                "num_pairs": len(g.counts),
-                "differing_pairs": len(g.differing),
-                "missing_pairs": g.missing,
-                "most_tensors": max(0, *g.counts.values()),
-                "first": next(iter(g.differing), ()),
-            }
-            for g in (case.state.groups if case.state is not None else ())
-        ],
+        "state": [_state(group) for group in (case.state.groups if case.state is not None else ())],
         "peak_bytes": case.peaks,
         "times": {name: getattr(case.cost, name) for name in _Times.__annotations__},
         "output": case.output.to_json() if case.output is not None else None,
         "attempts": {role: [a.to_json() for a in own] for role, own in case.attempts.items()},
     }
     return {key: facts[key] for key in _Case.__annotations__}
+
+
+def _state(group: GroupMap) -> _State:
+    return {
+        "group": group.group, "num_tensors": group.num_tensors, "num_pairs": len(group.counts),
+        "differing_pairs": len(group.differing), "missing_pairs": group.missing,
+        "most_tensors": max(0, *group.counts.values()), "first": next(iter(group.differing), ()),
+    }  # fmt: skip
 
 
 def _storable(value: Any) -> Any:

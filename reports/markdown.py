@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.errors import Infrastructure
+from harness.store.files import refusals
 from harness.terminal import duration
 from reports import safety
 from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report, place_words
@@ -61,15 +61,13 @@ def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
 
 def add_to_step(path: Path, report: Report) -> None:
     """Add the report to the file that the CI shows for its step, as far as there is room in it."""
-    try:
+    with refusals("write", path):
         left = MAX_STEP_FILE_BYTES - (path.stat().st_size if path.exists() else 0)
         text = f"{escape(report.headline)}: no room is left here, see report.md\n"
         if left >= MIN_STEP_BYTES:
             text = render(report, max_bytes=left)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" + well_formed(text))
-    except OSError as error:
-        raise Infrastructure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def of_safety(tables: Iterable[safety.Table]) -> str:

@@ -301,11 +301,7 @@ class _Reading:
             for role in ROLES:
                 spec = getattr(case, role)
                 if spec.key not in self.runs:
-                    sealed = folder.case_folder(case.id) / role
-                    # A folder from which only the cases were kept can still be reported.
-                    kept = not folder.run_folder(spec.key).is_dir() and sealed.is_dir()
-                    run = load_run_folder(sealed, spec) if kept else folder.load_run(spec)
-                    self.runs[spec.key] = run
+                    self.runs[spec.key] = load_run_folder(folder.leg_folder(case, role), spec)
         self._timeline = Timeline(self.runs.values())
         self._losses = {key: losses(run) for key, run in self.runs.items()}
         self._attempts = {key: earlier_attempts(folder, run.spec) for key, run in self.runs.items()}

@@ -89,7 +89,7 @@ def _table(
     # no other.
     ran = {words for words, version in found if version != UNKNOWN}
     never = [place for place in found if place[1] == UNKNOWN]
-    if all(words in ran and _is_unknown(found[words, version]) for words, version in never):
+    if all(p[0] in ran and {each.answer for each in found[p]} <= {"not run"} for p in never):
         versions = [version for version in versions if version != UNKNOWN]
     rows = []
     for words in sorted({words for words, _ in found}):
@@ -97,10 +97,6 @@ def _table(
                  for version in versions)  # fmt: skip
         rows.append((" + ".join(words) or "alone", tuple(cells)))
     return Table(package=package, versions=tuple(versions), rows=tuple(rows))
-
-
-def _is_unknown(findings: Sequence[Finding]) -> bool:
-    return all(each.answer == "not run" for each in findings)
 
 
 def _cell(

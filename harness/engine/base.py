@@ -19,6 +19,9 @@ from harness.errors import UsageError
 from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunOutcome, RunSpec
 
+ENTRY = "harness.worker.main:rank_main"
+"""What a rank is, `module:function` of a `RankMain`, where nothing else is said."""
+
 
 class Engine(ABC):
     """Starts runs and says what happened to them; a `with` statement closes it."""
@@ -48,9 +51,9 @@ class Engine(ABC):
     def cancel(self) -> None:
         """Kill every run. What they recorded stays; they get no outcome. The next start works."""
 
-    @abstractmethod
     def close(self) -> None:
         """Kill every run and give back what the engine holds."""
+        self.cancel()
 
     def __enter__(self) -> Self:
         return self

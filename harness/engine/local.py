@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import Engine, Slots, mps_runs
+from harness.engine.base import ENTRY, Engine, Slots, mps_runs
 from harness.engine.evidence import tail_of
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
 from harness.engine.process import kill_group, kill_marked, server_environment
@@ -40,7 +40,6 @@ from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, Wha
 from harness.repeats import is_timed
 from harness.store import begin_run, read_outcome, save_outcome
 
-ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
 """What a leader may take beyond a run's own timeout before the engine ends the server."""
 START_TIMEOUT_S = 300.0
@@ -375,6 +374,3 @@ class LocalEngine(Engine):
         for key in list(self._active):
             self._release(key)
         self._ended.clear()
-
-    def close(self) -> None:
-        self.cancel()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.codec import Json, dumps
-from harness.engine.base import Engine
+from harness.engine.base import ENTRY, Engine
 from harness.engine.outcome import (
     LOG_FILE,
     NO_WORD,
@@ -42,7 +42,6 @@ from harness.repeats import unique_runs
 from harness.store import begin_run, save_outcome
 from harness.store.files import write_atomic
 
-ENTRY = "harness.worker.main:rank_main"
 SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 """Variables that say which Slurm; all others of that name are of a job that we may be in."""
 START_S = 300.0
@@ -211,9 +210,10 @@ class SlurmEngine(Engine):
             "--name", step.name, "--entry", self._entry, "--limits", dumps(self._limits),
         ]  # fmt: skip
         mine = os.getpid()
+        environment = server_environment(own_environment(os.environ)) | code_variables()
         with (folder / LOG_FILE).open("ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(),
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                 start_new_session=True,
                 # It ends its step, which outlives us otherwise.
                 preexec_fn=lambda: die_with_parent(mine, gently=True),
@@ -270,13 +270,6 @@ class SlurmEngine(Engine):
         run, self._active = self._active, None
         if run is not None:
             self._stop(run)
-
-    def close(self) -> None:
-        self.cancel()
-
-
-def _environment() -> dict[str, str]:
-    return server_environment(own_environment(os.environ)) | code_variables()
 
 
 # --- what differs before a run is started: this machine is only where the harness waits ----------

@@ -249,8 +249,8 @@ class RunFolder:
         write_object(folder / VERDICT_FILE, verdict, sums)
 
     def load_verdict(self, case_id: str) -> Verdict | None:
-        """The stored answer for a case; None if there is none that decodes for this case."""
-        return find_verdict(self.case_folder(case_id), case_id)[0]
+        """As `read_verdict`, of a case of this folder."""
+        return read_verdict(self.case_folder(case_id), case_id)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Stored answers in the order of `cases`; cases without one are left out."""

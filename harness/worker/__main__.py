@@ -13,14 +13,12 @@ from pathlib import Path
 from harness.engine.ranks import Limits
 from harness.errors import HarnessError
 
-ENTRY = "harness.worker.main:rank_main"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the command line and do what it says; the exit code."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--entry", default=ENTRY)
-    common.add_argument("--limits", default="{}", help="of a leader, as JSON")
+    common.add_argument("--entry", required=True)
+    common.add_argument("--limits", required=True, help="of a leader, as JSON")
     parser = argparse.ArgumentParser(prog="python -m harness.worker")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="fork runs for a harness", parents=[common])

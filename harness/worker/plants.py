@@ -27,13 +27,11 @@ from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.stressors import WatchedPool
 from fsdp_core.train import Trainer
 from fsdp_core.train.graphs import CapturedRegion
-from harness.records import PlantSpec
 from harness.worker.plant import (
     TENSORS,
     Site,
     first_unit,
     group_of_layer_1,
-    injections,
     keep,
     layers,
     on_its_stream,
@@ -41,14 +39,6 @@ from harness.worker.plant import (
     surround,
     unit_named,
 )  # fmt: skip
-
-
-def act_before_step(name: str, trainer: Trainer) -> None:
-    """Plant a fault that acts before a step, at once; `KeyError` if it does not."""
-    found = injections(PlantSpec(fault=name))
-    for act in found[""] if "" in found else found["capture"]:
-        act(trainer)
-
 
 # ---- how a process fails
 

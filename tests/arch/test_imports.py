@@ -9,7 +9,7 @@ import pytest
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
 TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipeline_schedule")
-REPORT_LIBRARIES = {"pandas", "matplotlib"}
+REPORT_LIBRARIES = {"matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest
 PLUGIN_USES = {"pytest"}  # of whoever runs it under it
@@ -36,7 +36,7 @@ def test_torch_is_imported_only_where_it_may_be() -> None:
 
 
 def test_report_libraries_stay_in_reports() -> None:
-    """pandas and matplotlib cost a second to import: only reports pay it."""
+    """matplotlib costs a second to import: only reports pay it."""
     wrong = [
         entry
         for entry in all_imports()
@@ -78,7 +78,7 @@ def test_the_pytest_plugin_costs_nothing_where_it_is_not_asked_for() -> None:
 
 
 def test_torch_free_modules_load_no_torch() -> None:
-    """Importing all torch-free modules, in a process of its own, loads neither torch nor pandas."""
+    """Importing all torch-free modules, in a process of its own, loads no torch and no plotting."""
     modules = [module_name(path) for path in code_files("harness")]
     with_torch = ("harness.worker", "harness.recorder.")
     modules = [m for m in modules if not m.startswith(with_torch) and "__main__" not in m]

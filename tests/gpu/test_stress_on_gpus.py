@@ -10,7 +10,8 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import make_trainer
-from harness.worker.plants import act_before_step
+from harness.records import PlantSpec
+from harness.worker.plant import injections
 from tests.dist.rank_pool import RankPool
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -62,7 +63,9 @@ def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, An
     try:
         for number in range(STEPS):
             if number == step:
-                act_before_step(fault, trainer)
+                found = injections(PlantSpec(fault=fault))
+                for act in found.get("") or found["capture"]:
+                    act(trainer)
             seen.append(bits(trainer, number))
     except Exception as error:  # noqa: BLE001 - the answer
         return type(error).__name__, str(error)
