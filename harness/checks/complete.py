@@ -185,6 +185,7 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
         "groups without tensors": (unknown, []),
     })  # fmt: skip
     _texts(rank, "before step 0", initial, start)
+    taken = next((step.step for step in records.steps if not step.skipped), None)
     for record in records.steps:
         due, got = run.spec.config.get("microbatches"), len(record.microbatch_losses)
         _facts(rank, f"step {record.step}", {
@@ -192,7 +193,7 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
             "groups": (sorted(record.digests), sorted(start.tensors)),
         }, record.step)  # fmt: skip
         _texts(rank, f"step {record.step}", record, start)
-        owes = run.spec.sketch == "all" or (run.spec.sketch == "first" and record.step == 0)
+        owes = run.spec.sketch == "all" or (run.spec.sketch == "first" and record.step == taken)
         message = f"rank {rank}, step {record.step}: gradients without their sketches"
         lacks = record.digests["grads"].replace(ABSENT, "") and not record.sketches
         _need(not (owes and lacks), "corrupt_record", message, rank, record.step)

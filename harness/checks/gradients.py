@@ -3,7 +3,7 @@
 Losses say little of a wrong gradient: Adam takes steps of one length whatever it is given. So the
 gradient of each parameter is compared as a vector, by rank:
 
-    rtol, atol    in the first step, where both runs have the same weights:
+    rtol, atol    in the first step that is not skipped, where both runs have the same weights:
                   |candidate - reference| <= `gradients` |reference| + 1 % of all on the rank
     rounding      in every step: as far as the samples are from the reference, the farthest so far
                   of a parameter, times the point of Student's distribution that bounds losses
@@ -74,7 +74,7 @@ def with_gradients(
     ours, theirs = sketches(reference), sketches(candidate)
     gaps, left_out = _gaps(ours, theirs, allowed)
     if not gaps:
-        return losses
+        return replace(losses, message=f"{losses.message}; no gradient was compared")
     place, (units, gap) = next(
         (each for each in gaps.items() if not each[1][0] <= 1), max(gaps.items(), key=_units)
     )

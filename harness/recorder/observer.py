@@ -146,6 +146,7 @@ class Observer(Recorder):
         self._memory = (0, 0)
         self._seen: dict[str, dict[str, str]] = {}  # shapes of all tensors by group
         self._kept: list[Any] = []
+        self._sketched: int | None = None
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -275,6 +276,8 @@ class Observer(Recorder):
     def skipped(self, why: str) -> None:
         step = self._open()
         step.skipped = why or "skipped"
+        if self._sketched == step.index:
+            self._sketched = None
         if not step.is_explicit:
             step.stepped.add(-1)
             self._step_is_over(step, self.optimizers)
@@ -436,9 +439,16 @@ class Observer(Recorder):
         for optimizer, params in self._each_once(optimizers):
             named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
-            if self.session.sketch == "all" or (self.session.sketch == "first" and not step.index):
+            if self._is_sketched(step):
                 scale = getattr(optimizer, "grad_scale", None)  # of fused ones
                 step.sketches |= {name: _to_host(sketch(held, scale)) for name, held in named}
+
+    def _is_sketched(self, step: Step) -> bool:
+        """`first` is the first step that is taken: until then weights are those of step 0."""
+        if self._sketched is None and not step.skipped:
+            self._sketched = step.index
+        asked = self.session.sketch
+        return asked == "all" or (asked == "first" and step.index == self._sketched)
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         is_due = self._is_due(step)

@@ -186,6 +186,7 @@ MUTATIONS = [
     *slips_of(
         "checks/complete.py",
         "checks/test_complete",
+        ("skipped_steps_owe_sketches", "record.step == taken)", "record.step == 0)"),
         ("sketches_not_owed", "_need(not (owes and lacks),", "_need(True,"),
         ("sketches_of_the_first_step_only", 'owes = run.spec.sketch == "all" or (',
          'owes = run.spec.sketch == "all" and record.step == 0 or ('),

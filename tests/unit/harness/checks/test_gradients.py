@@ -41,6 +41,11 @@ def asked(reference: Gradients, candidate: Gradients, expect: Any = CLOSE) -> An
     return ask("loss", *runs, LAB.case(expect=expect))
 
 
+def test_a_pass_says_that_no_gradient_was_compared() -> None:
+    """As of runs that skip all steps, or that `wrap` recorded."""
+    assert "no gradient" in ask("loss", REFERENCE, CANDIDATE, LAB.case(expect=CLOSE)).message
+
+
 def turned(g: dict[str, torch.Tensor]) -> None:
     """Another direction of the same length: a norm does not see it."""
     g["a.weight"] = g["a.weight"].flip(0, 1)

@@ -664,6 +664,24 @@ def test_gradients_are_sketched_in_the_steps_asked_for(
     assert not steps or set(left.steps[0].sketches) == set(PARAMS)
 
 
+def test_the_first_step_that_is_taken_is_sketched(tmp_path: Path) -> None:
+    """One that a GradScaler skips has gradients that tell nothing."""
+
+    def program() -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).square().mean() * 8).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    steps = recorded(program, tmp_path, sketch="first").steps
+    assert [bool(step.skipped) for step in steps] == [True, False, False]
+    assert [bool(step.sketches) for step in steps] == [False, True, False]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_sketches_are_of_gradients_without_a_scale(tmp_path: Path, *, fused: bool) -> None:
     """Fused optimizers get scaled gradients from a GradScaler, others get them unscaled."""
