@@ -37,7 +37,7 @@ from harness.recorder import Recorder
 from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
-from harness.recorder.observer import UNSCALED, Observer, guarded
+from harness.recorder.observer import OVERFLOW, UNSCALED, Observer, guarded
 from harness.recorder.operators import EVENT as OPERATORS_EVENT
 from harness.recorder.operators import Operators
 from harness.recorder.session import Session, begin, patch
@@ -293,7 +293,7 @@ def _hook_scaler(observer: Observer) -> None:
         result = original(self, optimizer, *args, **kwargs)
         # The optimizer's own hooks have counted the step if it was taken.
         if observer.num_taken == taken and not _is_quiet(observer):
-            observer.skipped("GradScaler found a gradient that is not finite")
+            observer.skipped(OVERFLOW)
         return result
 
     def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -55,6 +55,7 @@ from harness.recorder.state import (
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "losses")
 """Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
+OVERFLOW = "GradScaler found a gradient that is not finite"
 UNSCALED = "_harness_unscaled"
 """Attribute of a scaled loss: the loss."""
 WAIT_S = 1e-3
@@ -81,6 +82,7 @@ class Step:
     stepped: set[int] = field(default_factory=set)
     places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
+    overflows: list[Tensor] = field(default_factory=list)
     mark: Any = None
     memory: tuple[int, int] = (0, 0)
 
@@ -229,6 +231,9 @@ class Observer(Recorder):
         step = self._at_work = self._open()
         step.place_of(optimizer)
         self._stepping.append(optimizer)
+        if isinstance(found := getattr(optimizer, "found_inf", None), Tensor):
+            # A fused optimizer itself leaves its step out, and the host does not know yet.
+            step.overflows.append(_to_host(found))
         self._observe_gradients(step, [optimizer])
 
     @guarded
@@ -439,15 +444,16 @@ class Observer(Recorder):
         for optimizer, params in self._each_once(optimizers):
             named = [each for p in params for each in plain(self.names.of(p), gradient(p))]
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
-            if self._is_sketched(step):
+            if self._is_sketched(step, optimizer):
                 scale = getattr(optimizer, "grad_scale", None)  # of fused ones
                 step.sketches |= {name: _to_host(sketch(held, scale)) for name, held in named}
 
-    def _is_sketched(self, step: Step) -> bool:
+    def _is_sketched(self, step: Step, optimizer: Any) -> bool:
         """`first` is the first step that is taken: until then weights are those of step 0."""
-        if self._sketched is None and not step.skipped:
-            self._sketched = step.index
         asked = self.session.sketch
+        if asked == "first" and self._sketched is None and not step.skipped:
+            found = getattr(optimizer, "found_inf", None)
+            self._sketched = None if isinstance(found, Tensor) and bool(found) else step.index
         return asked == "all" or (asked == "first" and step.index == self._sketched)
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
@@ -576,13 +582,14 @@ class Observer(Recorder):
         if step.index < 0:
             self.session.write("initial", **state)
         else:
+            skipped = step.skipped or (OVERFLOW if any(map(bool, step.overflows)) else "")
             rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(step.taps))
             self.session.write(
                 "step", step=step.index, loss=mean(step.microbatches),
                 microbatch_losses=[float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else float_bits(step.norm),
                 step_s=seconds_between(self._last_mark, step.mark), live_bytes=step.memory[0],
-                peak_bytes=step.memory[1], skipped=step.skipped, taps="".join(rows),
+                peak_bytes=step.memory[1], skipped=skipped, taps="".join(rows),
                 sketches={name: row.tolist() for name, row in step.sketches.items()}, **state,
             )  # fmt: skip
             self.session.step = step.index

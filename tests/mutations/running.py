@@ -59,6 +59,7 @@ RUNNING = [
         "recorder/observer.py",
         "recorder/test_state",
         ("step_0_is_sketched_though_skipped", "step.index == self._sketched)", "not step.index)"),
+        ("fused_step_is_never_skipped", "if any(map(bool, step.overflows)) else", "if False else"),
         ("last_state_of_globals", "self._kept = [*self.optimizers, *self.names.roots,",
          "_ = [*self.optimizers, *self.names.roots,"),
     ),

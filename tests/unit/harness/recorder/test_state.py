@@ -664,12 +664,13 @@ def test_gradients_are_sketched_in_the_steps_asked_for(
     assert not steps or set(left.steps[0].sketches) == set(PARAMS)
 
 
-def test_the_first_step_that_is_taken_is_sketched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_first_step_that_is_taken_is_sketched(fused: bool, tmp_path: Path) -> None:
     """One that a GradScaler skips has gradients that tell nothing."""
 
     def program() -> None:
         model = model_of()
-        optimizer = SGD(model.parameters(), 0.1)
+        optimizer = SGD(model.parameters(), 0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
         for _ in range(3):
             optimizer.zero_grad()

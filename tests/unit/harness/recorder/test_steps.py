@@ -295,14 +295,19 @@ def test_the_norm_is_that_of_clipping(tmp_path: Path) -> None:
     assert [norm and norm.value for norm in norms] == [7.0] * len(clips)
 
 
-@pytest.mark.parametrize("num_optimizers", [1, 2])
+@pytest.mark.parametrize(("num_optimizers", "fused"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_a_step_that_a_scaler_skips(explicit: bool, num_optimizers: int, tmp_path: Path) -> None:
-    """Only the step that no optimizer took is recorded as skipped, and its weights stay."""
+def test_a_step_that_a_scaler_skips(
+    explicit: bool, num_optimizers: int, fused: bool, tmp_path: Path
+) -> None:
+    """Only the step that no optimizer took is recorded as skipped, and its weights stay.
+
+    A fused optimizer is called all the same, and leaves it out by itself.
+    """
 
     def program() -> None:
         model = model_of()
-        optimizers = [SGD(part.parameters(), 0.1) for part in model][:num_optimizers]
+        optimizers = [SGD(part.parameters(), 0.1, fused=fused) for part in model][:num_optimizers]
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         recorder = record(model, optimizers)
 
