@@ -114,10 +114,15 @@ class Operators(ObservingMode):
         inputs = [self._digest(x) for x in given]
         names = [self._names.get(x.data_ptr(), "") for x in given]
         out, made = self._run(func, args, kwargs, named)
+        returns = [each.alias_info for each in func._schema.returns]
+        # A view makes no value; what it is of may be memory that is filled later.
+        is_view = bool(returns) and all(x is not None and not x.is_write for x in returns)
+        if not given and not made:
+            return out
         shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
         self.found.append({
             "operator": str(func), "line": line, "settings": _settings(named), "names": names,
-            "inputs": inputs, "outputs": [self._digest(x) for x in made],
+            "inputs": inputs, "outputs": [None if is_view else self._digest(x) for x in made],
             "shape": next(iter(shapes), ""),
         })  # fmt: skip
         return out

@@ -42,6 +42,11 @@ class Block(nn.Module):
             # Memory that holds what was there before, of which a part is written and used.
             room = torch.empty(4096)
             room.numpy()[:] = len(self.how)
+            late = torch.empty(4)
+            late.untyped_storage().resize_(0)
+            late.untyped_storage().resize_(16)  # as FSDP2's weights, which are filled later
+            late.numpy()[:] = len(self.how)
+            y = y + late.view(2, 2).fill_(1).sum()
             room[:4] = y[0].detach()
             y = y + room.mul_(1)[:4].sum()
         if self.how == "copy":
