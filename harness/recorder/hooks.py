@@ -20,7 +20,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,11 @@ from harness.recorder.capture import HostGraph, is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
 from harness.recorder.observer import OVERFLOW, UNSCALED, Observer, guarded
-from harness.recorder.operators import EVENT as OPERATORS_EVENT
-from harness.recorder.operators import Operators
 from harness.recorder.session import Session, begin, patch
 from harness.recorder.state import cuda_is_used, plain
+
+if TYPE_CHECKING:
+    from harness.recorder.operators import Operators
 
 SUMMARY_EVENT = "cuda_graphs"
 TAPS_EVENT = "taps"
@@ -71,7 +72,7 @@ def install(session: Session) -> None:
     observer.capturing = watch.capturing
     watch.install()
     rounding = _round_at_random(observer) if session.rounding else None
-    operators = None if session.operators is None else Operators(session.operators)
+    operators = None if session.operators is None else _operators(session.operators)
     if dist.is_available() and session.world_size > 1 and not session.is_job:
         session.leaving = Notes(observer).install()
 
@@ -81,7 +82,7 @@ def install(session: Session) -> None:
             if graphs["graphs"]:
                 observer.event(SUMMARY_EVENT, graphs)
             if operators is not None:
-                observer.event(OPERATORS_EVENT, operators.detail())
+                observer.event("operators", operators.detail())
             facts = observer.finish()
         if rounding is not None:
             rounding.end()
@@ -94,6 +95,12 @@ def install(session: Session) -> None:
     observer.add_taps(session.config.get("taps", ()))
     if operators is not None:
         taps.show(operators)
+
+
+def _operators(wanted: Any) -> "Operators":
+    from harness.recorder.operators import Operators
+
+    return Operators(wanted)
 
 
 def _round_at_random(observer: Observer) -> Any:
@@ -371,7 +378,7 @@ class Taps:
         self._patterns += added
         self._kinds.clear()
 
-    def show(self, operators: Operators) -> None:
+    def show(self, operators: "Operators") -> None:
         """Show it the calls of its module in its step, and the backward passes of that step."""
         observer = self._observer
 

@@ -21,7 +21,7 @@ from fsdp_core.dispatch import ObservingMode, calling_line, is_fake, opens_itsel
 from fsdp_core.graph.digest import Digester, digest_hex, empty_rows
 from harness.recorder.rounding import num_compiled
 
-EVENT, HERE = "operators", str(Path(__file__).parent)
+HERE = str(Path(__file__).parent)
 MOST = 4096
 """Operators of a rank that are written down."""
 MOST_CHARS = 200
