@@ -294,26 +294,24 @@ class PlainView(Silent):
         self.console = console
         self.total = self.done = 0
 
-    def _print(self, line: str | Text) -> None:
-        self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
     def planned(self, plan: Plan) -> None:
         """Print the plan."""
         self.total = len(plan.runs)
-        self._print(plan_line(plan))
+        print_line(self.console, plan_line(plan))
 
     def run_started(self, spec: RunSpec) -> None:
         """Print the run's key."""
-        self._print(f"start        {spec.key}")
+        print_line(self.console, f"start        {spec.key}")
 
     def run_finished(self, outcome: RunOutcome) -> None:
         """Print how the run ended."""
         self.done += 1
-        self._print(run_line(outcome, f" [{self.done}/{max(self.total, self.done)}]"))
+        number = f" [{self.done}/{max(self.total, self.done)}]"
+        print_line(self.console, run_line(outcome, number))
 
     def judged(self, verdict: Verdict) -> None:
         """Print the verdict."""
-        self._print(verdict_text(verdict))
+        print_line(self.console, verdict_text(verdict))
 
 
 def run_line(outcome: RunOutcome, number: str = "") -> str:
@@ -388,4 +386,4 @@ class LiveView(PlainView):
         self.done += 1
         self.done_s += self.left_s.pop(outcome.key, 0.0)
         if outcome.what:
-            self._print(Text(run_line(outcome), style="dim"))
+            print_line(self.console, run_line(outcome), "dim")

@@ -10,7 +10,7 @@ its cases:
     safe       every case passed
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ CRASHES: tuple[What, ...] = (
     "crashed", "hang", "killed", "oom", "illegal_access", "capture_refused",
 )  # fmt: skip
 UNKNOWN = "not recorded"
+Place = tuple[tuple[str, ...], str]  # combination and version
 WORDS = (
     "The worst answer of the cases of a package, a version and a combination of features. Safe: "
     "all of these cases passed, and no more than that."
@@ -71,7 +72,7 @@ class Table(Json):
 
 def tables(reports: Iterable[Report]) -> tuple[Table, ...]:
     """One for each package that a scenario is about, by name."""
-    found: dict[str, dict[tuple[tuple[str, ...], str], list[Finding]]] = {}
+    found: dict[str, dict[Place, list[Finding]]] = {}
     for report in reports:
         for case in report.cases:
             if (about := case.about) is not None:
@@ -81,9 +82,7 @@ def tables(reports: Iterable[Report]) -> tuple[Table, ...]:
     return tuple(_table(package, found[package]) for package in sorted(found))
 
 
-def _table(
-    package: str, found: dict[tuple[tuple[str, ...], str], list[Finding]]
-) -> Table:  # fmt: skip
+def _table(package: str, found: Mapping[Place, list[Finding]]) -> Table:
     versions = sorted({version for _, version in found}, key=_in_order)
     # Cases that never ran have no version: a column of theirs tells only of combinations that have
     # no other.
@@ -93,17 +92,14 @@ def _table(
         versions = [version for version in versions if version != UNKNOWN]
     rows = []
     for words in sorted({words for words, _ in found}):
-        cells = (_cell(package, version, words, found.get((words, version), []))
-                 for version in versions)  # fmt: skip
-        rows.append((" + ".join(words) or "alone", tuple(cells)))
+        abouts = (About(package=package, version=v, combination=words) for v in versions)
+        cells = tuple(_cell(about, found.get((words, about.version), [])) for about in abouts)
+        rows.append((" + ".join(words) or "alone", cells))
     return Table(package=package, versions=tuple(versions), rows=tuple(rows))
 
 
-def _cell(
-    package: str, version: str, combination: tuple[str, ...], findings: Sequence[Finding]
-) -> Cell:  # fmt: skip
+def _cell(about: About, findings: Sequence[Finding]) -> Cell:
     answers = {each.answer for each in findings} or {"not run"}
-    about = About(package=package, version=version, combination=combination)
     worst = next(answer for answer in ANSWERS if answer in answers)
     return Cell(about=about, answer=worst, findings=tuple(findings))
 
