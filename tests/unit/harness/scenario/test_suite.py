@@ -80,6 +80,7 @@ def test_a_file_may_hold_several_scenarios(folder: Path, engine: FakeEngine, cli
     assert RunFolder.open(Path("r")).scenario_text == (folder / "one.yaml").read_text()
     cli("run", "both.yaml", "-k", "scenario=small", "--select", "all", "--out", "s")
     assert cases_of("s") == [f"small.{case}" for case in SMALL]
+    assert RunFolder.open(Path("s")).manifest["scenario"] == "both"
     counts = cli.json("list", "--count", "both.yaml")
     assert counts == {"both.yaml::wide": 16, "both.yaml::small": 4}
     assert "legal values: wide, small" in cli.refused("run", "both.yaml::other")
