@@ -78,6 +78,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+@torch.compiler.disable
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -148,6 +149,7 @@ def _check_at_rest(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+@torch.compiler.disable
 def _after_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
