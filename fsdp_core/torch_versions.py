@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that are supported, 2.11 to 2.13."""
+"""What differs between the versions of torch that are supported, 2.11 to 2.14."""
 
 import torch.distributed as dist
 
