@@ -17,7 +17,8 @@ Run: torchrun --nproc-per-node 1 fully_shard_after_graphs.py
 It prints, of a graphed and of a plain layer, whether the parameter has a gradient and changed.
 With --shard-first `make_graphed_callables` refuses: "Modules must not have hooks registered".
 
-Found by `harness run scenarios/combinations/combined.yaml::combinations_graph_first`: `static_buffer`.
+Found by `harness run scenarios/combinations/combined.yaml::combinations_graph_first`:
+`static_buffer`, and `state`.
 """
 
 import argparse
