@@ -1,7 +1,7 @@
 """What two runs of a case recorded, compared for showing: losses by step, state by step and rank.
 
 loss_curve  losses of two runs and their distance in units in the last place
-state_map   for each tensor group and (step, rank): how many tensors differ, or are not recorded
+state_map   for each tensor group, tapped module and (step, rank): how many tensors or calls differ
 """
 
 import math
@@ -12,6 +12,8 @@ from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,
     GROUP_ORDER,
+    NEVER_RAN,
+    TAP_HEX_CHARS,
     FloatBits,
     RunResult,
     ulp_distance,
@@ -20,6 +22,8 @@ from harness.store.streams import aligned
 
 LOSS = "loss"
 """The group of a step's losses and gradient norm."""
+MOST_TAPS = 12
+"""Those that are told one by one."""
 BEFORE = MISSING = -1
 """In place of a step's number: the state before step 0. In place of a count: one run recorded it
 and the other did not, or not the same tensors."""
@@ -119,7 +123,8 @@ def _words(ulps: Mapping[Place, float], bad: Sequence[Place], lost: int) -> str:
 class GroupMap:
     """One tensor group by (step, rank)."""
 
-    group: str  # `LOSS`, or a group of digests
+    group: str  # `LOSS`, a group of digests, or a tap as `layers.1.attn:output`
+    noun: str  # value, tensor or call
     num_tensors: int  # the most of any rank
     counts: dict[Place, int]  # tensors that differ, or `MISSING`; without what no run recorded
 
@@ -136,7 +141,7 @@ class GroupMap:
     @property
     def words(self) -> str:
         """Where it differs, in one sentence."""
-        found, noun = self.differing, "value" if self.group == LOSS else "tensor"
+        found, noun = self.differing, self.noun
         note = f"; {counted(self.missing, 'pair')} recorded by one run only" * bool(self.missing)
         if not found:
             return f"{self.group}: no difference{note}"
@@ -157,7 +162,8 @@ class StateMap:
     steps: tuple[int, ...]  # that one of them recorded, `BEFORE` among them
     ranks: tuple[int, ...]
     groups: tuple[GroupMap, ...]  # with a difference, or with a pair that one run lacks
-    equal: tuple[str, ...]  # names of the others
+    equal: tuple[str, ...]  # names of the others, and how many taps
+    num_more: int = 0  # taps that differ later than the first `MOST_TAPS`
 
 
 def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | None:
@@ -173,19 +179,28 @@ def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | N
         names.pop(COPIES, None)  # strategies that keep other compute copies of weights
     known = (LOSS, *GROUP_ORDER)
     ordered = sorted(names, key=lambda name: known.index(name) if name in known else len(known))
-    groups = [_group(name, places, ours, theirs) for name in ordered]
+    taps = {_tap(name) for rank in reference.ranks if rank.start for name in rank.start.taps}
+    groups = [_group(name, places, ours, theirs, is_tap=name in taps) for name in ordered]
     if not groups:
         return None
+    state = [found for found in groups if found.group not in taps]
+    calls = [found for found in groups if found.group in taps and any(found.counts.values())]
+    # In the order of the program, by the step in which a module's calls differ first.
+    calls.sort(key=lambda found: _begins(found, ours, theirs))
+    equal = [found.group for found in state if not any(found.counts.values())]
+    num_equal = len(groups) - len(state) - len(calls)
     return StateMap(
         role=role, steps=tuple(sorted({step for step, _ in places})),
         ranks=tuple(sorted({rank for _, rank in places})),
-        groups=tuple(found for found in groups if any(found.counts.values())),
-        equal=tuple(found.group for found in groups if not any(found.counts.values())),
+        groups=(*(found for found in state if any(found.counts.values())), *calls[:MOST_TAPS]),
+        num_more=max(0, len(calls) - MOST_TAPS),
+        equal=(*equal, *([counted(num_equal, "tap")] if num_equal else [])),
     )  # fmt: skip
 
 
 _Texts = dict[Place, dict[str, str]]
-"""What a run recorded, by group: digests one after the other, or bits of losses and norm."""
+"""What a run recorded, by group: digests one after the other, or bits of losses and norm; by tap
+its rows, digests with their places in the step."""
 
 
 def _texts(run: RunResult) -> _Texts:
@@ -196,12 +211,42 @@ def _texts(run: RunResult) -> _Texts:
         for record in rank.steps:
             scalars = (record.loss, record.grad_norm, *record.microbatch_losses)
             bits = "".join(("" if v is None else v.bits).ljust(DIGEST_HEX_CHARS) for v in scalars)
-            found.setdefault((record.step, rank.rank), {LOSS: bits, **record.digests})
+            held = {LOSS: bits, **record.digests}
+            names = rank.start.taps if rank.start is not None else ()
+            for name, row in zip(names, _parts(record.taps, TAP_HEX_CHARS), strict=False):
+                held[_tap(name)] = held.get(_tap(name), "") + row
+            found.setdefault((record.step, rank.rank), held)
     return found
 
 
-def _group(name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts) -> GroupMap:
-    counts, longest, size = dict[Place, int](), 0, DIGEST_HEX_CHARS
+def _tap(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def _parts(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+def _begins(found: GroupMap, ours: _Texts, theirs: _Texts) -> tuple[int, str]:
+    """The first step in which calls differ, and the place of the first of them in it."""
+    first = min(place for place, count in found.counts.items() if count)
+    texts = (each.get(first, {}).get(found.group, "") for each in (ours, theirs))
+    pairs = zip(*(_parts(text, TAP_HEX_CHARS) for text in texts), strict=False)
+    bad = (min(a[DIGEST_HEX_CHARS:], b[DIGEST_HEX_CHARS:]) for a, b in pairs if not _equal(a, b))
+    return first[0], min(bad, default="")
+
+
+def _equal(left: str, right: str) -> bool:
+    """Whether two digests are, or two rows of a tap; the place counts only if one never ran."""
+    (a, x), (b, y) = ((t[:DIGEST_HEX_CHARS], t[DIGEST_HEX_CHARS:]) for t in (left, right))
+    return a == b and (x == NEVER_RAN) == (y == NEVER_RAN)
+
+
+def _group(
+    name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts, *, is_tap: bool
+) -> GroupMap:
+    counts, longest = dict[Place, int](), 0
+    size = TAP_HEX_CHARS if is_tap else DIGEST_HEX_CHARS
     for place in places:
         left, right = (texts.get(place, {}).get(name) for texts in (ours, theirs))
         if left is None and right is None:
@@ -210,6 +255,7 @@ def _group(name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts) -> 
         if left is None or right is None or len(left) != len(right):
             counts[place] = MISSING
         else:
-            parts = range(0, len(left) if left != right else 0, size)
-            counts[place] = sum(left[at : at + size] != right[at : at + size] for at in parts)
-    return GroupMap(group=name, num_tensors=longest // size, counts=counts)
+            pairs = zip(_parts(left, size), _parts(right, size), strict=True)
+            counts[place] = 0 if left == right else sum(not _equal(*pair) for pair in pairs)
+    noun = "call" if is_tap else "value" if name == LOSS else "tensor"
+    return GroupMap(group=name, noun=noun, num_tensors=longest // size, counts=counts)

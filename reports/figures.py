@@ -13,7 +13,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from reports.compared import BEFORE, LOSS, MISSING, GroupMap, LossCurve, StateMap, counted
+from reports.compared import BEFORE, MISSING, GroupMap, LossCurve, StateMap, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,7 +145,7 @@ def _rectangle(
     ranks: Sequence[int],
 ) -> str:  # fmt: skip
     left, top, width, size = place
-    of, noun = group.num_tensors, "value" if group.group == LOSS else "tensor"
+    of, noun = group.num_tensors, group.noun
     said = f"{count} of {counted(of, noun)} differ"
     # 0 for none, 1 to 4 by the share of tensors.
     level = str(1 + sum(count > of * share for share in (0.1, 0.34, 0.67)) if count else 0)

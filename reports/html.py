@@ -45,7 +45,7 @@ OUTCOME_COLOURS: dict[Outcome, str] = {
     "passed": "#2bb58b", "failed": "#e8743b", "error": "#d793b8", "incomparable": "#eab308",
     "skipped": "#a9afb6",
 }  # fmt: skip
-MAX_DRAWN_CASES, MAX_GROUPS = 40, 6
+MAX_DRAWN_CASES, MAX_GROUPS = 40, 10
 """Cases with pictures, and tensor groups of one with a map; the rest is told in words."""
 PICTURE_BYTES, INLINE_BYTES, PACKED_BYTES = 900_000, 500_000, 800_000
 """Inline details are read without the script, printed, found by a search in the page. Once the

@@ -14,6 +14,9 @@ import pytest
 from harness.errors import UsageError
 from harness.history import History
 from harness.records import (
+    DIGEST_HEX_CHARS,
+    NEVER_RAN,
+    TAP_HEX_CHARS,
     CollectiveFault,
     Difference,
     Ending,
@@ -28,6 +31,7 @@ from reports.figures import loss_figure, state_figure
 from reports.history import Past, look_back
 from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
 from tests.support import records
+from tests.support.run_records import CANDIDATE, REFERENCE, TAPS, edit
 from tests.unit.harness.history.nights import FAILED, night, only
 from tests.unit.reports.folders import Writer, drift
 
@@ -304,6 +308,30 @@ def test_the_map_counts_tensors_that_differ_by_step_and_rank(tmp_path: Path) -> 
     )
 
 
+def test_modules_that_differ_are_mapped_in_the_order_of_the_program() -> None:
+    """Calls by step and rank; a place in the step counts only of a call that one run lacks."""
+    rows = list(TAPS)
+    held = [text[at : at + TAP_HEX_CHARS] for text in [CANDIDATE.ranks[1].steps[2].taps]
+            for at in range(0, len(text), TAP_HEX_CHARS)]  # fmt: skip
+    for name in ("layers.0.attn:gradient[0]", "layers.1.attn:output[1]"):
+        place = rows.index(name)
+        held[place] = "0" * DIGEST_HEX_CHARS + held[place][DIGEST_HEX_CHARS:]
+    moved = rows.index("layers.0.attn:output[0]")
+    held[moved] = held[moved][:DIGEST_HEX_CHARS] + "0000000a"
+    lost = rows.index("layers.1.attn:gradient[0]")
+    held[lost] = held[lost][:DIGEST_HEX_CHARS] + NEVER_RAN
+    found = state_map(REFERENCE, edit(CANDIDATE, 1, 2, taps="".join(held)), "candidate")
+    assert found is not None
+    assert [group.group for group in found.groups] == [
+        "layers.1.attn:gradient", "layers.0.attn:gradient", "layers.1.attn:output",
+    ]  # fmt: skip
+    for group in found.groups:
+        assert {place: n for place, n in group.counts.items() if n} == {(2, 1): 1}
+        assert (group.noun, group.num_tensors) == ("call", 2)
+    assert (found.equal[-1], found.num_more) == ("1 tap", 0)
+    assert state_map(REFERENCE, CANDIDATE, "candidate").groups == ()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (64, 40), (3, 900)])
 def test_a_map_is_drawn_with_a_title_for_every_place(ranks: int, steps: int) -> None:
     """However many steps and ranks, the first difference is in a title and the picture is small."""
@@ -311,7 +339,7 @@ def test_a_map_is_drawn_with_a_title_for_every_place(ranks: int, steps: int) -> 
                      ranks=tuple(range(ranks)))  # fmt: skip
     counts = {(step, rank): int(step >= 7 and rank == 1) for step in shown.steps
               for rank in shown.ranks}  # fmt: skip
-    group = GroupMap(group="weights", num_tensors=4, counts=counts)
+    group = GroupMap(group="weights", noun="tensor", num_tensors=4, counts=counts)
     picture = ET.fromstring(state_figure(shown, group))
     assert picture.get("aria-label") == group.words
     assert float(str(picture.get("width"))) <= 44 + 120 * 9 + 1
