@@ -1,6 +1,7 @@
 """FSDP2 does not train modules that were graphed before `fully_shard`, and nothing is raised.
 
-Package: torch 2.11.0+cu130 (one H200); the code is the same in 2.13. No report was found upstream.
+Package: torch 2.11.0+cu130 (one H200); in 2.13 and 2.14.1 the code that matters reads alike. No
+report was found.
 
 What happens: `torch.cuda.make_graphed_callables(module, ...)` captures the module's parameters and
 passes these same tensors to autograd in each call. `fully_shard(module)` then replaces the
