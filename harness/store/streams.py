@@ -303,7 +303,9 @@ def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRe
 def _with_final(records: RankRecords, final: FinalRecord) -> RankRecords:
     """The records with what `final` says as groups of the last step."""
     start, steps = records.start, records.steps
-    if start is None or not steps or steps[-1].step != final.step:
+    if not steps or steps[-1].step < final.step:
+        return records  # the last step is missing, which is what is told
+    if start is None or steps[-1].step > final.step:
         problem = f"line 0: state after step {final.step}, which is not the last one"
         return replace(records, problems=(*records.problems, problem))
     named = {f"{group}{AFTER}": names for group, names in final.tensors.items()}
