@@ -5,15 +5,17 @@ state_map   for each tensor group, tapped module and (step, rank): how many tens
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+from harness.checks.evidence import rank_table, shared_pairs, step_table
+from harness.checks.taps import Both, in_program_order, shared_rows
 from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,
     GROUP_ORDER,
-    NEVER_RAN,
-    TAP_HEX_CHARS,
     FloatBits,
     RunResult,
     ulp_distance,
@@ -179,28 +181,24 @@ def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | N
         names.pop(COPIES, None)  # strategies that keep other compute copies of weights
     known = (LOSS, *GROUP_ORDER)
     ordered = sorted(names, key=lambda name: known.index(name) if name in known else len(known))
-    taps = {_tap(name) for rank in reference.ranks if rank.start for name in rank.start.taps}
-    groups = [_group(name, places, ours, theirs, is_tap=name in taps) for name in ordered]
-    if not groups:
+    state = [_group(name, places, ours, theirs) for name in ordered]
+    if not state:
         return None
-    state = [found for found in groups if found.group not in taps]
-    calls = [found for found in groups if found.group in taps and any(found.counts.values())]
-    # In the order of the program, by the step in which a module's calls differ first.
-    calls.sort(key=lambda found: _begins(found, ours, theirs))
+    calls, num_taps = _calls(reference, other)
     equal = [found.group for found in state if not any(found.counts.values())]
-    num_equal = len(groups) - len(state) - len(calls)
+    if num_equal := num_taps - len(calls):
+        equal.append(counted(num_equal, "tap"))
     return StateMap(
         role=role, steps=tuple(sorted({step for step, _ in places})),
         ranks=tuple(sorted({rank for _, rank in places})),
         groups=(*(found for found in state if any(found.counts.values())), *calls[:MOST_TAPS]),
         num_more=max(0, len(calls) - MOST_TAPS),
-        equal=(*equal, *([counted(num_equal, "tap")] if num_equal else [])),
+        equal=tuple(equal),
     )  # fmt: skip
 
 
 _Texts = dict[Place, dict[str, str]]
-"""What a run recorded, by group: digests one after the other, or bits of losses and norm; by tap
-its rows, digests with their places in the step."""
+"""What a run recorded, by group: digests one after the other, or bits of losses and norm."""
 
 
 def _texts(run: RunResult) -> _Texts:
@@ -211,42 +209,12 @@ def _texts(run: RunResult) -> _Texts:
         for record in rank.steps:
             scalars = (record.loss, record.grad_norm, *record.microbatch_losses)
             bits = "".join(("" if v is None else v.bits).ljust(DIGEST_HEX_CHARS) for v in scalars)
-            held = {LOSS: bits, **record.digests}
-            names = rank.start.taps if rank.start is not None else ()
-            for name, row in zip(names, _parts(record.taps, TAP_HEX_CHARS), strict=False):
-                held[_tap(name)] = held.get(_tap(name), "") + row
-            found.setdefault((record.step, rank.rank), held)
+            found.setdefault((record.step, rank.rank), {LOSS: bits, **record.digests})
     return found
 
 
-def _tap(name: str) -> str:
-    return name.partition("[")[0]
-
-
-def _parts(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size)]
-
-
-def _begins(found: GroupMap, ours: _Texts, theirs: _Texts) -> tuple[int, str]:
-    """The first step in which calls differ, and the place of the first of them in it."""
-    first = min(place for place, count in found.counts.items() if count)
-    texts = (each.get(first, {}).get(found.group, "") for each in (ours, theirs))
-    pairs = zip(*(_parts(text, TAP_HEX_CHARS) for text in texts), strict=False)
-    bad = (min(a[DIGEST_HEX_CHARS:], b[DIGEST_HEX_CHARS:]) for a, b in pairs if not _equal(a, b))
-    return first[0], min(bad, default="")
-
-
-def _equal(left: str, right: str) -> bool:
-    """Whether two digests are, or two rows of a tap; the place counts only if one never ran."""
-    (a, x), (b, y) = ((t[:DIGEST_HEX_CHARS], t[DIGEST_HEX_CHARS:]) for t in (left, right))
-    return a == b and (x == NEVER_RAN) == (y == NEVER_RAN)
-
-
-def _group(
-    name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts, *, is_tap: bool
-) -> GroupMap:
-    counts, longest = dict[Place, int](), 0
-    size = TAP_HEX_CHARS if is_tap else DIGEST_HEX_CHARS
+def _group(name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts) -> GroupMap:
+    counts, longest, size = dict[Place, int](), 0, DIGEST_HEX_CHARS
     for place in places:
         left, right = (texts.get(place, {}).get(name) for texts in (ours, theirs))
         if left is None and right is None:
@@ -255,7 +223,37 @@ def _group(
         if left is None or right is None or len(left) != len(right):
             counts[place] = MISSING
         else:
-            pairs = zip(_parts(left, size), _parts(right, size), strict=True)
-            counts[place] = 0 if left == right else sum(not _equal(*pair) for pair in pairs)
-    noun = "call" if is_tap else "value" if name == LOSS else "tensor"
+            parts = range(0, len(left) if left != right else 0, size)
+            counts[place] = sum(left[at : at + size] != right[at : at + size] for at in parts)
+    noun = "value" if name == LOSS else "tensor"
     return GroupMap(group=name, noun=noun, num_tensors=longest // size, counts=counts)
+
+
+def _calls(reference: RunResult, other: RunResult) -> tuple[list[GroupMap], int]:
+    """Maps of the taps that differ, as `harness.checks.taps` compares them, and how many taps ran.
+
+    In the order of the program, by the step in which their calls differ first.
+    """
+    starts, others = (
+        {rank: records.start for rank, records in rank_table(run).items()}
+        for run in (reference, other)
+    )
+    ours, theirs, specs = step_table(reference), step_table(other), (reference.spec, other.spec)
+    counts: dict[str, dict[Place, int]] = {}
+    sizes, found = Counter[str](), dict[str, None]()
+    for _, keys in groupby(shared_pairs(ours, theirs), key=lambda key: key[0]):
+        here: list[Both] = []
+        for key in keys:
+            start, their_start = starts[key[1]], others[key[1]]
+            if start is None or their_start is None or start.taps != their_start.taps:
+                continue
+            rows, _ = shared_rows(ours[key], theirs[key], start, specs)
+            here += rows
+            sizes |= Counter(row.call.tap for row in rows)
+            for row in rows:
+                of_tap = counts.setdefault(row.call.tap, {})
+                of_tap[key] = of_tap.get(key, 0) + row.differs
+        found |= dict.fromkeys(row.call.tap for row in in_program_order(here) if row.differs)
+    maps = [GroupMap(group=tap, noun="call", num_tensors=sizes[tap], counts=counts[tap])
+            for tap in found]  # fmt: skip
+    return maps, len(counts)

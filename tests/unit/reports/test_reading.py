@@ -31,7 +31,7 @@ from reports.figures import loss_figure, state_figure
 from reports.history import Past, look_back
 from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
 from tests.support import records
-from tests.support.run_records import CANDIDATE, REFERENCE, TAPS, edit
+from tests.support.run_records import CANDIDATE, REFERENCE, TAPS, configured, edit
 from tests.unit.harness.history.nights import FAILED, night, only
 from tests.unit.reports.folders import Writer, drift
 
@@ -309,7 +309,7 @@ def test_the_map_counts_tensors_that_differ_by_step_and_rank(tmp_path: Path) -> 
 
 
 def test_modules_that_differ_are_mapped_in_the_order_of_the_program() -> None:
-    """Calls by step and rank; a place in the step counts only of a call that one run lacks."""
+    """Calls by step and rank, as the check compares them: a place counts only of a lost call."""
     rows = list(TAPS)
     held = [text[at : at + TAP_HEX_CHARS] for text in [CANDIDATE.ranks[1].steps[2].taps]
             for at in range(0, len(text), TAP_HEX_CHARS)]  # fmt: skip
@@ -323,13 +323,28 @@ def test_modules_that_differ_are_mapped_in_the_order_of_the_program() -> None:
     found = state_map(REFERENCE, edit(CANDIDATE, 1, 2, taps="".join(held)), "candidate")
     assert found is not None
     assert [group.group for group in found.groups] == [
-        "layers.1.attn:gradient", "layers.0.attn:gradient", "layers.1.attn:output",
+        "layers.1.attn:output", "layers.1.attn:gradient", "layers.0.attn:gradient",
     ]  # fmt: skip
     for group in found.groups:
         assert {place: n for place, n in group.counts.items() if n} == {(2, 1): 1}
         assert (group.noun, group.num_tensors) == ("call", 2)
     assert (found.equal[-1], found.num_more) == ("1 tap", 0)
     assert state_map(REFERENCE, CANDIDATE, "candidate").groups == ()  # type: ignore[union-attr]
+
+
+def test_a_module_that_only_one_run_calls_is_mapped_as_the_check_compares_it() -> None:
+    """Replays of a program's graphs call no module, which is no difference; nor is it equal."""
+    reference, candidate = (
+        configured(run, program={"target": "x.py"}) for run in (REFERENCE, CANDIDATE)
+    )
+    for rank, record in ((r.rank, step) for r in CANDIDATE.ranks for step in r.steps):
+        held = [record.taps[at * TAP_HEX_CHARS :][:TAP_HEX_CHARS] for at in range(len(TAPS))]
+        never = [row[:DIGEST_HEX_CHARS] + NEVER_RAN if name.startswith("layers.1.") else row
+                 for name, row in zip(TAPS, held, strict=True)]  # fmt: skip
+        candidate = edit(candidate, rank, record.step, taps="".join(never))
+    found = state_map(reference, candidate, "candidate")
+    assert found is not None
+    assert (found.groups, found.equal[-1]) == ((), "2 taps")
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (64, 40), (3, 900)])
