@@ -207,12 +207,8 @@ class _Search:
     def __init__(
         self, history: History, run: Callable[[str, int], Reply], questions: Questions
     ) -> None:
-        self._history, self._line, self._run, self._questions = (
-            history,
-            history.line,
-            run,
-            questions,
-        )
+        self._history, self._line = history, history.line
+        self._run, self._questions = run, questions
         self._policy, self._num_runs = EVERY_RUN, 0
         self._good, self._bad = self._line[0], self._line[-1]
         self._answers: dict[str, list[Answer]] = {}

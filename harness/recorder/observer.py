@@ -138,7 +138,7 @@ class Observer(Recorder):
         self._inner: list[Any] = []
         self._at_work: Step | None = None
         self._step_in_backward: Step | None = None
-        self._next = int(session.program.get("first_step", 0))
+        self._next = self._first = int(session.program.get("first_step", 0))
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
@@ -329,7 +329,7 @@ class Observer(Recorder):
         What is gone by then, or is no more what it was in that step, is left out.
         """
         self.close()
-        if not self._written or self._next == int(self.session.program.get("first_step", 0)):
+        if not self._written or not self.has_stepped:
             return
         final = Step(FINAL)
         with contextlib.suppress(Exception), self.aside():  # whatever is left of a device
@@ -355,7 +355,7 @@ class Observer(Recorder):
     @property
     def has_stepped(self) -> bool:
         """Whether a step was opened; then the state before the first one stays as it is."""
-        return self._next > int(self.session.program.get("first_step", 0))
+        return self._next > self._first
 
     @property
     def is_outside(self) -> bool:
