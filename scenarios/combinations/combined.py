@@ -9,8 +9,8 @@ not change one bit. Needs a GPU.
 import argparse
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ HIDDEN, HEADS, LENGTH, BATCH, BLOCKS, WARM_UP = 128, 4, 32, 8, 3, 11
 ENGINES = ("plain", "ddp", "fsdp2", "fsdp2_kept", "megatron_fsdp", "megatron_fsdp_experimental")
 GRAPHS = ("none", "torch", "te", "step")
 COMPILE = ("none", "default", "reduce-overhead")
-Nothing = Callable[[], None]
 
 
 class Block(nn.Module):
@@ -119,33 +118,29 @@ def capture_blocks(model: Model, options: Options) -> None:
     model.blocks = nn.ModuleList(graphed)
 
 
-def nothing() -> None:
-    """What most engines need after a step."""
-
-
 def wrap(
     model: Model, block: type[nn.Module], engine: str
-) -> tuple[nn.Module, torch.optim.Optimizer, Nothing]:
-    """The model under its engine, its optimizer, and what is due after a step."""
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model under its engine, and its optimizer."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True, capturable=True)
     if engine == "plain":
-        return model, adamw(model.parameters()), nothing
+        return model, adamw(model.parameters())
     if engine == "ddp":
-        return DistributedDataParallel(model), adamw(model.parameters()), nothing
+        return DistributedDataParallel(model), adamw(model.parameters())
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
     units: Sequence[nn.Module] = (*model.blocks, model)
     if engine.startswith("fsdp2"):
         fully_shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
         for unit in units:
             fully_shard(unit, mesh=mesh, reshard_after_forward=engine == "fsdp2")
-        return model, adamw(model.parameters()), nothing
+        return model, adamw(model.parameters())
     if engine == "megatron_fsdp":
         production: Any = importlib.import_module("megatron_fsdp")
         sharded, optimizer = production.fully_shard(
             module=model, optimizer=adamw(model.parameters()), fsdp_unit_modules=[block],
             zero_dp_strategy="optim_grads_params",
         )  # fmt: skip
-        return sharded, optimizer, nothing
+        return sharded, optimizer
     experimental: Any = importlib.import_module("megatron_fsdp.experimental")
     flat = [experimental.Flat()]
     placements = experimental.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat)
@@ -153,7 +148,7 @@ def wrap(
         experimental.fully_shard(unit, mesh, placements)
     optimizer = adamw(model.parameters())
     experimental.fully_shard_optimizer(optimizer)
-    return model, optimizer, nothing
+    return model, optimizer
 
 
 def loss_of(model: nn.Module, options: Options, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +177,7 @@ def main(**settings: Any) -> None:
     by_blocks = options.graph in ("torch", "te")
     if by_blocks and options.graph_first:
         capture_blocks(model, options)
-    sharded, optimizer, after_step = wrap(model, block, options.engine)
+    sharded, optimizer = wrap(model, block, options.engine)
     if by_blocks and not options.graph_first:
         capture_blocks(model, options)
     if options.compile != "none":
@@ -197,7 +192,6 @@ def main(**settings: Any) -> None:
             torch.compiler.cudagraph_mark_step_begin()
             loss_of(sharded, options, x).backward()
         optimizer.step()
-        after_step()
 
     captured: torch.cuda.CUDAGraph | None = None
     for step in range(options.steps):
@@ -222,16 +216,17 @@ def parse_args() -> dict[str, Any]:
     """The settings of `main`."""
     parser = argparse.ArgumentParser(description=__doc__)
     on_off = argparse.BooleanOptionalAction
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--engine", choices=ENGINES, default="plain")
-    parser.add_argument("--graph", choices=GRAPHS, default="none")
-    parser.add_argument("--graph-first", action=on_off, default=False)
-    parser.add_argument("--recompute", action=on_off, default=False)
-    parser.add_argument("--compile", choices=COMPILE, default="none")
-    parser.add_argument("--parts", choices=("torch", "te"), default="torch")
-    parser.add_argument("--fp8", choices=("none", "delayed", "current"), default="none")
-    parser.add_argument("--import-te", action=on_off, default=False)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--microbatches", type=int)
+    parser.add_argument("--engine", choices=ENGINES)
+    parser.add_argument("--graph", choices=GRAPHS)
+    parser.add_argument("--graph-first", action=on_off)
+    parser.add_argument("--recompute", action=on_off)
+    parser.add_argument("--compile", choices=COMPILE)
+    parser.add_argument("--parts", choices=("torch", "te"))
+    parser.add_argument("--fp8", choices=("none", "delayed", "current"))
+    parser.add_argument("--import-te", action=on_off)
+    parser.set_defaults(**asdict(Options()))
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none")
     return vars(parser.parse_args())
