@@ -307,10 +307,10 @@ class InitialRecord(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class FinalRecord(Json):
-    """Digests of the state as the process ends, after step `step`; of a program what it still has
-    then, as it was in that step: under the same name, in the same shape.
+    """Digests of the state as the process ends, after the last step, `step`.
 
-    Readers make it part of that step's record, as groups whose names end in `AFTER`.
+    Of a program only tensors that are still alive, with the name and shape that they had in that
+    step. Readers add them to that step's record, as groups whose names end in `AFTER`.
     """
 
     rank: int

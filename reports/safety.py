@@ -84,8 +84,7 @@ def tables(reports: Iterable[Report]) -> tuple[Table, ...]:
 
 def _table(package: str, found: Mapping[Place, list[Finding]]) -> Table:
     versions = sorted({version for _, version in found}, key=_in_order)
-    # Cases that never ran have no version: a column of theirs tells only of combinations that have
-    # no other.
+    # Cases that never ran have no version: their column is shown if a combination has no other.
     ran = {words for words, version in found if version != UNKNOWN}
     never = [place for place in found if place[1] == UNKNOWN]
     if all(p[0] in ran and {each.answer for each in found[p]} <= {"not run"} for p in never):

@@ -149,8 +149,8 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
         elif any(ends):
             message += "; one run alone has its state after the last step: not compared"
         if left_out := sum(_num_left_out(start, ours) for start in starts.values()):
-            message += f"; {count(left_out, 'tensor')} not compared that one run lacks, of modules "
-            message += "that no optimizer trains or after the last step"
+            message += f"; not compared, as only one run has them: {count(left_out, 'tensor')} "
+            message += "after the last step or of modules that no optimizer trains"
         figures = {"left_out": left_out} if left_out else {}
         return passed("state", message, digests=number, differing_pairs=0, **figures)
     order: dict[tuple[str, str], int] = {}  # over all ranks, which may hold different tensors

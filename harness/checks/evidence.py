@@ -131,7 +131,7 @@ def _shared(group: str, *runs: RunResult) -> tuple[RunResult, ...]:
     """The runs, of a group with what all of them hold."""
     tables = [_digests_of(group, run) for run in runs]
     held = [{(rank, name) for (_, rank), t in table.items() for name in t} for table in tables]
-    odd = {kin_of(group, name) for each in held for _, name in each ^ held[0]}
+    odd = {unit_of(group, name) for each in held for _, name in each ^ held[0]}
     odd = odd if group.startswith(OTHERS) else set()
 
     def part(table: _Digests, records: RankRecords) -> RankRecords:
@@ -143,9 +143,9 @@ def _shared(group: str, *runs: RunResult) -> tuple[RunResult, ...]:
             here = [each.get((step, records.rank), {}) for each in tables]
             own = table[step, records.rank]
             # A module may live longer in one run, until the garbage is collected.
-            left_out = odd.union(*(lone_kin(group, here[0], each) for each in here))
+            left_out = odd.union(*(in_one_only(group, here[0], each) for each in here))
             text = "".join(
-                own[name] if name in own and kin_of(group, name) not in left_out else ABSENT
+                own[name] if name in own and unit_of(group, name) not in left_out else ABSENT
                 for name in names
             )  # fmt: skip
             return replace(record, digests={**record.digests, group: text})
@@ -174,14 +174,14 @@ def _digests_of(group: str, run: RunResult) -> _Digests:
     return found
 
 
-def lone_kin(group: str, ours: Iterable[str], theirs: Iterable[str]) -> set[str]:
-    """Kin (`kin_of`) that one side alone has: digests tell nothing of those."""
-    return {kin_of(group, name) for name in {*ours} ^ {*theirs}}
+def in_one_only(group: str, ours: Iterable[str], theirs: Iterable[str]) -> set[str]:
+    """Units (`unit_of`) that only one side has, whose digests cannot be compared."""
+    return {unit_of(group, name) for name in {*ours} ^ {*theirs}}
 
 
-def kin_of(group: str, name: str) -> str:
-    """Tensors that can be told apart only together: of `OTHERS` those of a class, `EMA` of
-    `EMA#2.layers.0.weight`; else each by itself."""
+def unit_of(group: str, name: str) -> str:
+    """What is compared, or left out, as a whole: of `OTHERS` all modules of a class, `EMA` of
+    `EMA#2.layers.0.weight`; else each tensor."""
     return name.partition(".")[0].partition("#")[0] if group.startswith(OTHERS) else name
 
 

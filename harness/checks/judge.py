@@ -246,7 +246,7 @@ def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
 
 
 def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
-    """Of the failures that of the earliest step, of those the one that explains most; None of none.
+    """The failure of the earliest step, within a step the one that explains most; else None.
 
     What went through a module was computed before the gradients and weights of its step.
     """

@@ -633,11 +633,11 @@ class Keeper:
         self._left, self._held = int(keep["max_bytes"]), list[Any]()
         self._names = _any_of(keep["names"])
         # Which of the twins has which number is known once their digests are.
-        self._kin = _any_of(_NUMBER.sub("", name) for name in keep["names"])
+        self._unnumbered = _any_of(_NUMBER.sub("", name) for name in keep["names"])
 
     def take(self, step: int, name: str, tensors: Sequence[Tensor]) -> None:
         """Copy tensors of that name, if asked for in this step (`ValueError`: too many bytes)."""
-        if step != self._step or not self._kin.fullmatch(_NUMBER.sub("", name)):
+        if step != self._step or not self._unnumbered.fullmatch(_NUMBER.sub("", name)):
             return
         for part, tensor in enumerate(tensors):
             self._left -= tensor.nbytes

@@ -22,10 +22,10 @@ from harness.checks.bits import quantities
 from harness.checks.evidence import (
     different_leaves,
     groups_of,
-    kin_of,
+    in_one_only,
     known_of,
-    lone_kin,
     show_float,
+    unit_of,
 )
 from harness.errors import UsageError
 from harness.records import (
@@ -213,9 +213,9 @@ class _Pair:
             if ours == theirs:
                 self.compared[digest] += len(ours)
                 continue
-            odd = lone_kin(group, ours, theirs)
+            odd = in_one_only(group, ours, theirs)
             for place, name in enumerate(dict.fromkeys((*ours, *theirs))):
-                if kin_of(group, name) in odd:
+                if unit_of(group, name) in odd:
                     self.only[name not in ours].add((noun, rank, f"{group}/{name}"))
                     continue
                 (shape, a, at), (other, b, _) = ours[name], theirs[name]
