@@ -1,4 +1,4 @@
-"""Put slips into what gives the verdict, one at a time, and print which test sees each.
+"""Put slips into what gives the verdict or shards, one at a time, and print which test sees each.
 
     python -m tests.mutations [-k NAME] [--jobs N]
 
@@ -51,13 +51,15 @@ def applied(mutation: Mutation, root: Path = ROOT) -> str:
     """The text of the file with the slip in it.
 
     Raises:
-        ValueError: the text to replace does not occur exactly once, or a test file is missing.
+        ValueError: the text to replace does not occur exactly once, or a test is missing.
     """
     text = (root / mutation.file).read_text()
     if (found := text.count(mutation.old)) != 1:
         raise ValueError(f"{mutation.file}: expected the text once, found it {found} times")
-    if missing := [test for test in mutation.tests if not (root / test).is_file()]:
-        raise ValueError(f"there is no {missing[0]}")
+    for test in mutation.tests:
+        path, _, name = test.partition("::")
+        if f"def {name}" not in (root / path).read_text():
+            raise ValueError(f"there is no {test}")
     mutated = text.replace(mutation.old, mutation.new)
     compile(mutated, mutation.file, "exec")
     return mutated

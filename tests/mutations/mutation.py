@@ -14,7 +14,7 @@ class Mutation:
         file: from the repository's root.
         old: occurs in it exactly once.
         new: in its place.
-        tests: files that are to see it, from the repository's root.
+        tests: files that are to see it, or tests in them, from the repository's root.
     """
 
     name: str

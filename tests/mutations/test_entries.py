@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.mutations.__main__ import applied
+from tests.mutations.__main__ import applied, main
 from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.mutation import Mutation
 
@@ -18,3 +18,8 @@ def test_applies(mutation: Mutation) -> None:
 def test_names_are_unique() -> None:
     """`-k` and the table mean one each."""
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    """A misspelt name must not look like a success."""
+    assert main(["-k", "no_such_slip"]) == 4
