@@ -127,14 +127,17 @@ def stepped_in_backward(api: Api, mesh: DeviceMesh, on_meta: bool) -> dict[str, 
 
 
 def loops_over_gradients(api: Api, mesh: DeviceMesh) -> list[Any]:
-    """What users' loops over gradients find on each rank: shapes, whole values, elements here."""
+    """What users' loops find on each rank: shapes and whole values of gradients, states."""
     model = layers(api, mesh)
     loss_of(model(rows(0))).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     wholes = [full(grad) for grad in found]
     norms = [full(grad.norm()) for grad in found]
     near = [torch.isclose(n, w.norm(), rtol=1e-6) for n, w in zip(norms, wholes, strict=True)]
-    return [[tuple(grad.shape) for grad in found], wholes, near]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer.step()
+    states = [len(optimizer.state[parameter]) for parameter in model.parameters()]
+    return [[tuple(grad.shape) for grad in found], wholes, near, states]
 
 
 def output_dtypes(api: Api, mesh: DeviceMesh) -> list[str]:

@@ -315,9 +315,13 @@ def test_optimizer_in_backward(warm_ranks: RankPool, on_meta: bool) -> None:
 
 
 def test_loops_over_gradients(warm_ranks: RankPool) -> None:
-    """On each rank every parameter has a gradient, with rows or without: collectives pair up."""
+    """On each rank every parameter has a gradient and states, with rows or without.
+
+    So collectives pair up.
+    """
     for rank in check(warm_ranks, "loops_over_gradients", sides=LIBRARIES):
-        assert len(rank["ours"][0]) == 6
+        shapes, *_, states = rank["ours"]
+        assert (len(shapes), states) == (6, [3] * 6)
 
 
 @pytest.mark.skipif(not IS_2_13, reason="before 2.13 torch casts the last module's output alone")

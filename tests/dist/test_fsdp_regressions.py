@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,15 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.fsdp import unit as fsdp_unit
 from fsdp_core.fsdp.pool import Key, Pool, make_pool
-from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
+from tests.dist.fsdp_parameter_programs import EXTRAS
 from tests.dist.fsdp_programs import Training
 from tests.dist.fsdp_races import watching
 from tests.dist.fsdp_sides import (
     WIDTH,
-    Block,
     Net,
     api_of,
     differences,
@@ -191,27 +190,6 @@ def poisoned(kind: str, streams: int, strategy: str) -> dict[str, Any]:
     return answers | {"most": pool.most, "out": pool.out}
 
 
-def empty_pieces() -> list[dict[str, Any]]:
-    """A parameter of one row over all ranks: rows of its piece and gradient, whether all sum."""
-    mesh, api = whole_mesh(), api_of(OURS)
-    torch.manual_seed(5)
-    model = Awkward(EXTRAS["one_row"]())
-    api.fully_shard(model, mesh=mesh)
-    training = Training(api, model, mesh, "adamw_fused")
-    seen = []
-    for step in range(2):
-        training.backward(training.forward(step))
-        for name, parameter in model.named_parameters():
-            grad: Any = parameter.grad
-            here = {"name": name, "rows": local(parameter).shape[0], "grad": local(grad).shape[0]}
-            seen.append(here | {"whole": grad.full_tensor().shape == parameter.shape})
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=step == 0)
-    states = [len(training.optimizer.state[p]) for p in model.parameters()]
-    seen.append({"states": states})
-    return seen
-
-
 class _Fused(torch.autograd.Function):
     """A Linear without bias whose backward adds to `main_grad` itself, as fused kernels do."""
 
@@ -290,23 +268,6 @@ def fused(
     return answers
 
 
-def attributes() -> dict[str, Any]:
-    """Marks set on parameters before wrapping: found at rest, gathered, after a step."""
-    model, marks = net(), {"sequence_parallel": True, "allreduce": False, "tag": ("a", 1)}
-    for name, value in marks.items():
-        setattr(model.blocks[0].up.weight, name, value)  # type: ignore[union-attr]
-    training = Training(api_of(OURS), shard(api_of(OURS), model, whole_mesh()), whole_mesh())
-    block = cast("Any", model.blocks[0])
-    found = {"rest": {n: getattr(block.up.weight, n, None) for n in marks}}
-    block.unshard()
-    found["gathered"] = {n: getattr(block.up.weight, n, None) for n in marks}
-    block.reshard()
-    training.step(0)
-    found["after"] = {n: getattr(block.up.weight, n, None) for n in marks}
-    found["others"] = {n: hasattr(block.down.weight, n) for n in marks}
-    return found
-
-
 def initialise(model: nn.Module) -> None:
     """Draw every Linear anew, in the order of the modules."""
     for module in model.modules():
@@ -332,63 +293,6 @@ def meta_init(strategy: str) -> dict[str, Any]:
         each.step(0)
         each.step(1)
     return answers | {"steps": (other.result(), training.result())}
-
-
-def in_flight(what: str) -> str:
-    """Wrap around a unit that is not at rest; what was raised, or how many losses went on."""
-    mesh, model = whole_mesh(), net(1)
-    block = cast("Any", fully_shard(model.blocks[0], mesh=mesh))
-    if what == "gathered":
-        block.unshard()
-    elif what == "accumulating":
-        block.set_requires_gradient_sync(False)
-        loss_of(block(rows(0))).backward()
-    elif what == "forward":
-        loss_of(block(rows(0)))
-        block.unshard()
-    try:
-        fully_shard(model, mesh=mesh)
-    except RuntimeError as error:
-        return str(error)
-    return "wrapped"
-
-
-def stale_grads(set_to_none: bool, keep_grads: bool) -> list[bool]:
-    """Optimizer steps without a backward: whether the weights stayed the same, bit by bit."""
-    mesh, kept = whole_mesh(), []
-    model = shard(api_of(OURS), net(), mesh, keep_grads=keep_grads)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        loss_of(model(rows(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        before = weights(model, mesh)
-        optimizer.step()
-        with torch.no_grad():
-            model(rows(step))
-        optimizer.step()
-        after = weights(model, mesh)
-        kept += [torch.equal(before[n], after[n]) for n in before]  # type: ignore[arg-type]
-    return kept
-
-
-def ownership() -> dict[str, Any]:
-    """Units in units in a list: which parameter is held how often, and wrapping outside in."""
-    mesh, model = whole_mesh(), net(3)
-    fully_shard(cast("Block", model.blocks[0]).up, mesh=mesh)
-    fully_shard(model.blocks[0], mesh=mesh)
-    fully_shard([model.blocks[1], model.blocks[2]], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    units = cast("FSDPModule", model).fsdp_schedule.units
-    names = [n for unit in units for group in unit.groups for n in group.names]
-    raised = []
-    for late in (cast("Block", model.blocks[0]).down, cast("Block", model.blocks[0]).up, model):
-        try:
-            fully_shard(late, mesh=mesh)
-        except ValueError as error:
-            raised.append(str(error))
-    return {"held": sorted(names), "names": sorted(n for n, _ in net(3).named_parameters()),
-            "units": [unit.name for unit in units], "raised": raised}  # fmt: skip
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -469,17 +373,6 @@ def test_reduction_output_is_other_memory(
         assert "scatter" in rank["kinds"]
 
 
-def test_empty_pieces_have_gradients(warm_ranks: RankPool) -> None:
-    """A rank without rows of a parameter has its gradient and states, so that collectives meet."""
-    ranks = on_ranks(warm_ranks, empty_pieces, world_size=4)
-    for *pieces, last in ranks:
-        assert [p["grad"] for p in pieces] == [p["rows"] for p in pieces]
-        assert all(p["whole"] for p in pieces)
-        assert last["states"] == [3] * 5
-    held = [p["rows"] for *pieces, _ in ranks for p in pieces[:5] if p["name"] == "extra"]
-    assert sorted(held) == [0, 0, 0, 1]
-
-
 @pytest.mark.parametrize(("streams", "most"), [(2, 2), (1, 1), (0, 1)])
 @pytest.mark.parametrize("kind", ["dynamic", "double", "traced"])
 def test_gradient_buffers(warm_ranks: RankPool, kind: str, streams: int, most: int) -> None:
@@ -523,14 +416,6 @@ def test_fused_accumulation_of_forwards_ahead(
         assert_equal(rank["plain"], rank["ours"])
 
 
-def test_attributes_are_carried(warm_ranks: RankPool) -> None:
-    """Marks on a parameter are there at rest, gathered, and after a step; others get none."""
-    marks = {"sequence_parallel": True, "allreduce": False, "tag": ("a", 1)}
-    for rank in on_ranks(warm_ranks, attributes):
-        assert rank["rest"] == rank["gathered"] == rank["after"] == marks
-        assert not any(rank["others"].values())
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_meta_initialisation(warm_ranks: RankPool, strategy: str) -> None:
     """Made on the meta device and initialised sharded, a model has the bits of one made whole."""
@@ -538,37 +423,6 @@ def test_meta_initialisation(warm_ranks: RankPool, strategy: str) -> None:
         assert_equal(*rank["initial"])
     rank = on_ranks(warm_ranks, meta_init, strategy)[0]
     assert_equal(*rank["steps"])
-
-
-@pytest.mark.parametrize("what", ["gathered", "accumulating", "forward"])
-def test_wrapping_in_flight(warm_ranks: RankPool, what: str) -> None:
-    """Wrapping around a unit that is gathered or has gradients to reduce raises."""
-    for rank in on_ranks(warm_ranks, in_flight, what):
-        assert "Expected inner units at rest" in rank
-
-
-def test_wrapping_at_rest(warm_ranks: RankPool) -> None:
-    """Wrapping around a unit at rest does not."""
-    assert on_ranks(warm_ranks, in_flight, "nothing") == ["wrapped"] * 2
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("keep_grads", [True, False])
-def test_stale_gradients(warm_ranks: RankPool, set_to_none: bool, keep_grads: bool) -> None:
-    """After `zero_grad`, an optimizer step without a backward changes nothing."""
-    for rank in on_ranks(warm_ranks, stale_grads, set_to_none, keep_grads):
-        assert rank
-        assert all(rank)
-
-
-def test_each_parameter_is_held_once(warm_ranks: RankPool) -> None:
-    """Nested and listed units hold each parameter once; wrapping outside in raises."""
-    for rank in on_ranks(warm_ranks, ownership):
-        assert rank["held"] == rank["names"]
-        assert rank["units"] == ["root", "blocks.0", "blocks.0.up", "blocks.1"] or sorted(
-            rank["units"]
-        ) == ["blocks.0", "blocks.0.up", "blocks.1", "root"]
-        assert len(rank["raised"]) == 3
 
 
 def test_the_comparison_sees_one_bit() -> None:

@@ -6,6 +6,7 @@ By what was found in reviews of other implementations, and in our own.
 from tests.mutations.mutation import Mutation
 
 REGRESSIONS, INTERFACE = "dist/test_fsdp_regressions.py::", "dist/test_fsdp_interface.py::"
+API = "unit/fsdp_core/fsdp/test_api.py::"
 SCHEDULE, OPTIMIZERS = "dist/test_fsdp_schedule.py::", "dist/test_optimizers.py"
 
 
@@ -62,11 +63,11 @@ SHARDING = [
          "            if any(m._parameters is None for", INTERFACE + "test_interface"),
         # What load_state_dict assigns to a tied parameter's second name is overwritten.
         ("second_name_is_not_assigned",
-         "        return next((p for p in held if p is not None and p is not parameter), parameter)",
-         "        return next(held) or parameter", INTERFACE + "test_interface"),
+         "next((p for p in held if p is not None and p is not parameter), parameter)",
+         "next(held) or parameter", INTERFACE + "test_interface"),
         # Optimizers and tensor parallelism miss their marks on parameters.
         ("lost_attributes", "        setattr(twin, name, value)\n",
-         "        pass\n", REGRESSIONS + "test_attributes_are_carried"),
+         "        pass\n", API + "test_marks_of_a_parameter_are_carried"),
     ),
     *bugs_of(
         "gradients.py",
@@ -78,7 +79,7 @@ SHARDING = [
         ("gradients_only_where_rows_are", "        home = self.main_grad if all(",
          "        wanted = [i for i in wanted if self.specs[i].local_numel]\n"
          "        home = self.main_grad if all(",
-         REGRESSIONS + "test_empty_pieces_have_gradients"),
+         "dist/test_fsdp_parity.py::test_loops_over_gradients"),
         # What the last user left between parameters reaches sums and norms.
         ("padding_is_reduced", "            full[start:stop].zero_()\n",
          "            pass\n", REGRESSIONS + "test_padding_leaks_nothing"),
@@ -110,10 +111,10 @@ SHARDING = [
         "api.py",
         # A unit's gathered parameters or gradients are lost by wrapping around it.
         ("wrapped_in_flight", "    _check_at_rest(inner)\n",
-         "", REGRESSIONS + "test_wrapping_in_flight"),
+         "", API + "test_refuses_to_wrap_around_a_unit_in_flight"),
         # Two units train two copies of a shared parameter.
         ("parameter_held_twice", "        if hasattr(parameter, _HELD):",
-         "        if False:", REGRESSIONS + "test_each_parameter_is_held_once"),
+         "        if False:", API + "test_units_in_units_hold_each_parameter_once"),
     ),
     *bugs_of(
         "layout.py",

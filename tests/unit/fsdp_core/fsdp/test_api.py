@@ -206,16 +206,56 @@ def test_integers_stay_what_they_are(mesh: DeviceMesh) -> None:
     assert torch.equal(cast("Any", fsdp).head.weight.full_tensor(), numbers)
 
 
-def test_refuses_to_wrap_around_a_gathered_unit(mesh: DeviceMesh) -> None:
-    """An inner unit that is gathered must be resharded before a root takes it over."""
+@pytest.mark.parametrize("how", ["gathered", "accumulating"])
+def test_refuses_to_wrap_around_a_unit_in_flight(mesh: DeviceMesh, how: str) -> None:
+    """An inner unit that is gathered, or has gradients to reduce, must come to rest before."""
     net = build()
     block = cast("FSDPModule", fully_shard(net.blocks[0], mesh=mesh))
-    block.unshard()
-    with pytest.raises(RuntimeError, match=r"inner units at rest.*gathered"):
+    if how == "gathered":
+        block.unshard()
+    else:
+        block.set_requires_gradient_sync(False)
+        run(net.blocks[0], batch(1))
+    with pytest.raises(RuntimeError, match="Expected inner units at rest"):
         fully_shard(net, mesh=mesh)
-    block.reshard()
+    block.set_requires_gradient_sync(True)
+    run(net.blocks[0], batch(1))
     fsdp = cast("FSDPModule", fully_shard(net, mesh=mesh))
     assert group_named(fsdp, "blocks.0").names == ["blocks.0.weight", "blocks.0.bias"]
+
+
+def test_units_in_units_hold_each_parameter_once(mesh: DeviceMesh) -> None:
+    """Of units that are nested and listed; wrapping outside in is refused."""
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    net: Any = nn.Sequential(inner, nn.Linear(6, 6), nn.Linear(6, 6))
+    names = [name for name, _ in net.named_parameters()]
+    for each in (inner[0], inner, [net[1], net[2]], net):
+        fully_shard(each, mesh=mesh)
+    assert sorted(name for group in net.fsdp_groups for name in group.names) == sorted(names)
+    assert sorted(unit.name for unit in net.fsdp_schedule.units) == ["0", "0.0", "1", "root"]
+    for late in (inner[1], inner[0], net):
+        with pytest.raises(ValueError, match="Expected"):
+            fully_shard(late, mesh=mesh)
+
+
+def test_marks_of_a_parameter_are_carried(mesh: DeviceMesh) -> None:
+    """They are there at rest, gathered, and after a step; other parameters get none."""
+    net, marks = build(), {"sequence_parallel": True, "allreduce": False, "tag": ("a", 1)}
+    for name, value in marks.items():
+        setattr(net.blocks[0].weight, name, value)
+    fsdp, block = shard(net, mesh), net.blocks[0]
+
+    def seen() -> dict[str, Any]:
+        return {name: getattr(block.weight, name, None) for name in marks}
+
+    found = [seen()]
+    fsdp.unshard()
+    cast("FSDPModule", block).unshard()
+    found.append(seen())
+    run(net, batch(1))
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert [*found, seen()] == [marks] * 3
+    assert not any(hasattr(block.bias, name) for name in marks)
 
 
 @pytest.mark.parametrize("streams", [1, 2])

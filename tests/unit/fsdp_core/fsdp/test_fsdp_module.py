@@ -72,6 +72,27 @@ def test_divide_factor_is_of_one_unit(mesh: DeviceMesh, name: str) -> None:
     assert_grads(fsdp, plain)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_step_without_gradients_changes_nothing(
+    mesh: DeviceMesh, set_to_none: bool, keep_grads: bool
+) -> None:
+    """After `zero_grad`, whatever ran forward since."""
+    net = build()
+    shard(net, mesh, keep_grads=keep_grads)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(2):
+        run(net, batch(number))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        before = [local(p.detach()).clone() for p in net.parameters()]
+        optimizer.step()
+        with torch.no_grad():
+            net(batch(number))
+        optimizer.step()
+        assert all(map(torch.equal, before, [local(p.detach()) for p in net.parameters()]))
+
+
 @pytest.mark.parametrize("told", ["refresh", "step"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_by_address_shows_when_told(mesh: DeviceMesh, strategy: str, told: str) -> None:
