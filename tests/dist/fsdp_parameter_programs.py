@@ -17,7 +17,6 @@ from tests.dist.fsdp_sides import (
     WIDTH,
     Api,
     Block,
-    Net,
     gradients,
     is_piece,
     local,
@@ -152,25 +151,6 @@ def output_dtypes(api: Api, mesh: DeviceMesh) -> list[str]:
         part.register_forward_hook(lambda *seen: found.append(str(seen[2].dtype)))
     model(rows(0))
     return found
-
-
-def skipped_by_the_last(api: Api, mesh: DeviceMesh, how: str) -> dict[str, Any]:
-    """Microbatches, the last of which skips a unit: it gets what came before, in this step."""
-    training = Training(api, shard(api, net(), mesh), mesh)
-    model = cast("Net", training.model)
-    for step in range(2):
-        for micro in range(3):
-            is_last = micro == 2
-            model.skipped = {1} if is_last else set()
-            if how == "no sync":
-                training.model.set_requires_gradient_sync(is_last)
-            elif how == "no all-reduce":
-                training.model.set_requires_all_reduce(is_last)
-            elif api.name == "ours":
-                training.model.set_is_last_backward(is_last)
-            training.backward(training.forward(3 * step + micro), sync=is_last)
-        training.update()
-    return training.result()
 
 
 class Awkward(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.fsdp_sides import ROWS, Api, average, gradients, loss_of, net, rows, shard, weights
+from tests.dist.fsdp_sides import Api, average, gradients, loss_of, net, rows, shard, weights
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -115,44 +115,6 @@ def only_root(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
     training = Training(api, api.fully_shard(net(), mesh=mesh), mesh)
     for step in range(2):
         training.step(step)
-    return training.result()
-
-
-def accumulation(api: Api, mesh: DeviceMesh, how: str) -> dict[str, Any]:
-    """Two steps of three microbatches each.
-
-    `how`: every microbatch is reduced (`each`), only the last (`last`), only the last and buffers
-    stay unsharded (`unsharded`), or the last backward is declared (`declared`).
-    """
-    training = Training(api, shard(api, net(), mesh), mesh)
-    model = training.model
-    for step in range(2):
-        for micro in range(3):
-            is_last = micro == 2
-            if how == "declared":
-                model.set_is_last_backward(is_last)
-            if how in ("last", "unsharded"):
-                model.set_requires_gradient_sync(is_last)
-            if how == "unsharded":
-                model.set_reshard_after_backward(is_last)
-            sync = is_last or how in ("each", "declared")
-            training.backward(training.forward(3 * step + micro), sync=sync)
-            if how == "last" and not is_last and api.name != "plain":
-                # Between microbatches the gradients are out of an optimizer's sight.
-                assert all(p.grad is None for p in model.parameters())
-        training.update()
-    return training.result()
-
-
-def one_big_batch(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """The two steps of `accumulation` with the microbatches' rows in one batch each."""
-    training = Training(api, shard(api, net(), mesh), mesh)
-    for step in range(2):
-        batch = torch.cat([rows(3 * step + micro) for micro in range(3)])
-        losses = [loss_of(out) for out in training.model(batch).split(ROWS)]
-        training.losses += [loss.detach().clone() for loss in losses]
-        training.backward(torch.stack(losses).sum())
-        training.update()
     return training.result()
 
 

@@ -70,7 +70,10 @@ def describe(parallel: ParallelConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_groups_have_the_ranks_of_the_arithmetic(warm_ranks: RankPool, name: str) -> None:
-    """Size, coordinate and ranks of each axis, size 1 included, in the order of coordinates."""
+    """Size, coordinate and ranks of each axis, size 1 included, in the order of coordinates.
+
+    FSDP cuts dense parameters over dp x cp, and dp_outer around it; those of experts over edp.
+    """
     parallel = LAYOUTS[name]
     for rank, found in enumerate(warm_ranks.run(describe, parallel, world_size=8)):
         for axis in AXES:
@@ -79,13 +82,6 @@ def test_groups_have_the_ranks_of_the_arithmetic(warm_ranks: RankPool, name: str
             assert found[axis] == (axis, getattr(parallel, axis), place, ranks, ranks)
             assert ranks[place] == rank
         assert found["sequence_parallel"] == parallel.sequence_parallel
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_meshes_of_fsdp(warm_ranks: RankPool, name: str) -> None:
-    """Dense parameters lie over dp x cp, and dp_outer around it; those of experts over edp."""
-    parallel = LAYOUTS[name]
-    for rank, found in enumerate(warm_ranks.run(describe, parallel, world_size=8)):
         inner = group_of(parallel, ("dp", "cp"), rank)
         outer = group_of(parallel, "dp_outer", rank)
         along = [inner] if parallel.dp_outer == 1 else [outer, inner]

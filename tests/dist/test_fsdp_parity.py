@@ -181,31 +181,6 @@ def test_fused_optimizer(warm_ranks: RankPool) -> None:
     check(warm_ranks, "steps", optimizer="adamw_fused", same=within(4 * 2 * EPS))
 
 
-@pytest.mark.parametrize("how", ["each", "last", "unsharded", "declared"])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_accumulation(warm_ranks: RankPool, how: str, shape: tuple[int, ...]) -> None:
-    """Microbatches summed before the reduction or after it.
-
-    On two axes ours sums the microbatches of a declared sequence before it goes along the outer
-    axis: six numbers in another order, each under 1, and steps of rate 0.1 between them.
-    """
-    other_order = how == "declared" and len(shape) == 2
-    same = within(6 * EPS) if other_order else None
-    check(warm_ranks, "accumulation", shape, same=same, how=how)
-
-
-def test_microbatches_are_one_batch(warm_ranks: RankPool) -> None:
-    """Three microbatches reduced once are one batch of all their rows, up to the order of sums.
-
-    Gradients stay under 4, and a sum of 12 rows in another order is off by under 12 eps of that.
-    """
-    many = answers(warm_ranks, "accumulation", (2,), ("ours",), how="last")
-    one = answers(warm_ranks, "one_big_batch", (2,), ("plain",))
-    bound = 12 * 4 * EPS
-    for rank, expected in zip(many, one, strict=True):
-        assert not differences(expected["plain"], rank["ours"], same=within(bound))
-
-
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_recovery(warm_ranks: RankPool, where: str, reset: bool) -> None:
@@ -329,18 +304,3 @@ def test_output_dtype_of_several_modules(warm_ranks: RankPool) -> None:
     """A policy's output dtype holds for each module of a unit."""
     for rank in check(warm_ranks, "output_dtypes", sides=LIBRARIES):
         assert rank["ours"] == ["torch.bfloat16"] * 2
-
-
-@pytest.mark.parametrize(
-    ("how", "shape"), [("no sync", (2,)), ("no all-reduce", (2, 2)), ("not last", (2, 2))]
-)
-def test_skipped_by_the_last_microbatch(
-    warm_ranks: RankPool, how: str, shape: tuple[int, ...]
-) -> None:
-    """A unit that the last backward pass does not enter has the gradients of those before.
-
-    Over two axes each is a sum of four: three roundings, which depend on the order.
-    """
-    sides = SIDES if how == "no sync" else ("plain", "ours")
-    same = None if how == "no sync" else within(8 * EPS)
-    check(warm_ranks, "skipped_by_the_last", shape, sides=sides, same=same, how=how)

@@ -65,8 +65,9 @@ def prepare(root: FSDPModule, how: str, number: int) -> None:
     is_last = number == PASSES - 1
     if how == "not last":
         root.set_is_last_backward(is_last)
-    elif how == "no sync":
+    elif how in ("no sync", "no release"):
         root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last or how == "no sync")
     elif how == "no all-reduce":
         root.set_requires_all_reduce(is_last)
     elif how == "mixed":
@@ -88,7 +89,7 @@ def check(root: FSDPModule, expected: dict[str, torch.Tensor], told: Any) -> Non
             assert torch.equal(rows, wanted), (told, name, rows, wanted)
 
 
-HOWS = ("each", "not last", "no sync", "no all-reduce", "mixed")
+HOWS = ("each", "not last", "no sync", "no release", "no all-reduce", "mixed")
 
 
 def accumulate(

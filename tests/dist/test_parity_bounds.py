@@ -1,6 +1,5 @@
 """The bounds themselves: they hold, are nearly reached, and let nothing that is no number pass."""
 
-import functools
 import math
 
 import pytest
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from tests.dist.parity_bounds import (
     WIDE,
     Bounded,
-    Roundings,
     bounded,
     cross_entropy,
     exact_and_magnitudes,
@@ -33,17 +31,6 @@ def test_the_unit_roundoff_is_the_largest_relative_rounding(dtype: torch.dtype, 
     assert gamma(10, dtype) == 10 * u / (1 - 10 * u)
     with pytest.raises(ValueError, match="Expected n u below 1"):
         gamma(2**bits, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_the_bound_of_a_sum_is_nearly_reached(dtype: torch.dtype) -> None:
-    """Numbers that are all rounded down come near to it: it is no guess on the safe side."""
-    half_gap = unit_roundoff(dtype) * 0.999
-    x = torch.tensor([1.0] + [half_gap] * 5, dtype=torch.float64)
-    exact, lost = x.sum(), x.to(dtype)
-    bound = gamma(5, dtype) * x.abs().sum()
-    result = Bounded(exact[None], bound[None])
-    assert 0.9 < result.units(functools.reduce(torch.add, lost)[None]) <= 1
 
 
 def quadratic(named: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -126,12 +113,3 @@ def test_underflow_is_allowed_for() -> None:
     exact = torch.tensor([tiny / 3], dtype=torch.float64)
     assert Bounded(exact, exact * 1e-7).units(torch.zeros(1)) <= 1
     assert Bounded(exact, exact * 0).units(torch.zeros(1)) == math.inf
-
-
-def test_roundings_add_up() -> None:
-    """Ways that follow each other add; two types multiply."""
-    both = product(8, 4) + Roundings(1)
-    assert both == Roundings(stored=5, accumulated=8)
-    u, wide = 2.0**-8, 2.0**-24
-    due = (1 + 5 * u / (1 - 5 * u)) * (1 + 8 * wide / (1 - 8 * wide)) - 1
-    assert both.growth(torch.bfloat16) == pytest.approx(due, rel=1e-15)

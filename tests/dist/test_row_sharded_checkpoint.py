@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -124,46 +122,3 @@ def test_torchs_full_state_dict_can_be_set(
 ) -> None:
     """set_model_state_dict gives each rank its rows, from all ranks' copies or from rank 0's."""
     warm_ranks.run(set_state_dicts, name, broadcast, world_size=world_of(name))
-
-
-def step_with(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    for index, parameter in enumerate(net.parameters()):
-        grad = reference(tuple(parameter.shape), seed=seed + index)
-        tensor: Any = parameter
-        is_ours = isinstance(tensor, RowSharded)
-        tensor.grad = sharded(grad, tensor.row_spec) if is_ours else grad
-    optimizer.step()
-
-
-def resumes(folder: str, name: str, cut: int, save: bool) -> dict[str, torch.Tensor]:
-    """Parameters after two steps: saved after the first, or loaded and then the second."""
-    net = Net(name, cut, zeros=False)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-    if save:
-        step_with(net, optimizer, 100)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(net),
-        "optim": get_optimizer_state_dict(net, optimizer),
-    }
-    if save:
-        dcp.save(state, checkpoint_id=folder)
-    else:
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(net, state["model"])
-        set_optimizer_state_dict(net, optimizer, state["optim"])
-    step_with(net, optimizer, 200)
-    tensors: dict[str, Any] = dict(net.named_parameters())
-    return {
-        key: (t.full_tensor() if isinstance(t, RowSharded) else t).detach()
-        for key, t in tensors.items()
-    }
-
-
-def test_training_resumes_on_another_layout(warm_ranks: RankPool, tmp_path: Path) -> None:
-    """Model and optimizer state saved by 3 ranks continue on 2 and 4 with the same bits."""
-    folder = str(tmp_path)
-    expected = warm_ranks.run(resumes, folder, "three", 1, True, world_size=3)[0]
-    for cut, name in ((0, "two"), (2, "replicas of two")):
-        got = warm_ranks.run(resumes, folder, name, cut, False, world_size=world_of(name))
-        for state in got:
-            assert all(same_bits(state[key], value) for key, value in expected.items())

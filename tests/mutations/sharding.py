@@ -46,7 +46,7 @@ SHARDING = [
          ")", REGRESSIONS + "test_streams_wait_for_each_strategy"),
         # Gradients of a unit that the last microbatch skips are added to the next step's.
         ("skipped_units_are_not_reduced", "                unit.reduce()\n",
-         "                pass\n", "dist/test_fsdp_parity.py::test_skipped_by_the_last_microbatch"),
+         "                pass\n", "dist/test_gradients.py::test_a_unit_that_the_last_pass_skips"),
         # Memory grows with the number of layers.
         ("every_gradient_buffer_lives", "self.drain(keep=self.most_reductions - 1",
          "self.drain(keep=self.most_reductions + 9", REGRESSIONS + "test_gradient_buffers"),
