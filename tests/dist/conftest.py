@@ -10,7 +10,6 @@ QUICK = {
     "test_fused_experts",
     "test_graph_collectives",
     "test_moe",
-    "test_nest",
     "test_parallel_collectives",
 }
 """Files; together some seconds on two cores; the others take many minutes."""

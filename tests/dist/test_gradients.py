@@ -1,4 +1,4 @@
-"""Gradients over ranks, in whole numbers: every way to accumulate gives exactly the same sum."""
+"""Losses and gradients over ranks, in whole numbers: exact however they are cut and accumulated."""
 
 import itertools
 from typing import Any, cast
@@ -18,7 +18,7 @@ Strategy = tuple[str, ...]
 
 
 class Sums(nn.Module):
-    """Two Linears and a scale whose gradients are sums of the inputs: small whole numbers.
+    """Two Linears and a scale; outputs, and gradients, sums of the inputs, are whole numbers.
 
     Odd shapes: some ranks hold no rows of the small ones.
     """
@@ -27,6 +27,9 @@ class Sums(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(5, 7), nn.Linear(5, 1)])
         self.scale = nn.Parameter(torch.ones(()))
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-2, 3, parameter.shape, generator=generator).float()
 
     def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
         used = [linear(x).sum() for i, linear in enumerate(self.inner) if i != skip]
@@ -100,7 +103,7 @@ def accumulate(
     The last pass of a round does not enter the inner unit `skip`.
     """
     mesh, world, checked = init_device_mesh("cpu", shape), dist.get_world_size(), 0
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    policy, plain = MixedPrecisionPolicy(reduce_dtype=reduce_dtype), Sums()
     for strategy in itertools.product(STRATEGIES, repeat=len(shape)):
         root = shard(mesh, strategy, keep_grads=keep_grads, mp_policy=policy)
         for how in HOWS:
@@ -109,7 +112,10 @@ def accumulate(
                 for number in range(PASSES):
                     prepare(root, how, number)
                     skipped = skip if number == PASSES - 1 else -1
-                    cast("Any", root)(inputs(dist.get_rank(), first + number), skipped).backward()
+                    x = inputs(dist.get_rank(), first + number)
+                    loss = cast("Any", root)(x, skipped)
+                    assert loss.item() == plain(x, skipped).item(), (strategy, how)
+                    loss.backward()
                 expected = due(world, range(first, first + PASSES))
                 before = due(world, range(first, first + PASSES - 1))
                 expected |= {n: g for n, g in before.items() if n.startswith(f"inner.{skip}.")}

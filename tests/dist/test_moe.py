@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.layer import MoeLayer
@@ -17,7 +18,6 @@ from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
 from tests.dist.rank_pool import RankPool
-from tests.support.gated_experts import SharedExperts
 from tests.support.global_weights import place
 
 BATCH, TIME = 8, 4
@@ -33,7 +33,7 @@ class Spec:
     Attributes:
         padding: which tokens are no tokens: "none", "some", "rank" (all of the first rank and some
             others) or "microbatch" (all of the first one and some others).
-        shared: "none", "plain" or "gated".
+        shared: whether there are shared experts.
     """
 
     dp: int = 1
@@ -46,7 +46,7 @@ class Spec:
     delivery: Delivery = field(default_factory=Delivery)
     padding: str = "none"
     microbatches: int = 1
-    shared: str = "none"
+    shared: bool = False
 
     @property
     def world_size(self) -> int:
@@ -111,14 +111,12 @@ def data_of(spec: Spec) -> Data:
         "experts.up.weight": (num, FFN, HIDDEN),
         "experts.down.weight": (num, HIDDEN, FFN),
     }
-    if spec.shared != "none":
+    if spec.shared:
         shapes |= {
             "shared.gate.weight": (SHARED_FFN, HIDDEN),
             "shared.up.weight": (SHARED_FFN, HIDDEN),
             "shared.down.weight": (HIDDEN, SHARED_FFN),
         }
-    if spec.shared == "gated":
-        shapes["shared.share_weight"] = (1, HIDDEN)
     weights = {n: draw(shape, 300 + i, 0.4) for i, (n, shape) in enumerate(shapes.items())}
     batch = (spec.microbatches, BATCH, TIME)
     valid = torch.ones(batch, dtype=torch.bool)
@@ -177,11 +175,8 @@ def make_axes(spec: Spec) -> MoeAxes:
 
 
 def _layer(spec: Spec, axes: MoeAxes, data: Data) -> MoeLayer:
-    shared = None
-    if spec.shared != "none":
-        shared = SharedExperts(
-            HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=spec.sp, gated=spec.shared == "gated"
-        )
+    # An `Mlp` asks the same of them as of `Axes`.
+    shared = Mlp(HIDDEN, SHARED_FFN, cast("Any", axes)) if spec.shared else None
     experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes)
     layer = MoeLayer(
         HIDDEN, spec.rule, axes, delivery=spec.delivery, experts=experts, shared=shared
@@ -307,13 +302,10 @@ def _experts(weights: Weights, rows: torch.Tensor, gates: torch.Tensor) -> torch
 
 
 def _shared(spec: Spec, weights: Weights, rows: torch.Tensor) -> torch.Tensor:
-    if spec.shared == "none":
+    if not spec.shared:
         return torch.zeros_like(rows)
     mats = [weights[f"shared.{name}.weight"] for name in ("gate", "up", "down")]
-    out = (F.silu(rows @ mats[0].t()) * (rows @ mats[1].t())) @ mats[2].t()
-    if spec.shared == "gated":
-        out = out * (rows @ weights["shared.share_weight"].t()).sigmoid()
-    return out
+    return (F.silu(rows @ mats[0].t()) * (rows @ mats[1].t())) @ mats[2].t()
 
 
 # ---- both
@@ -377,26 +369,26 @@ LIGHTEST_GATHERED = Delivery(dispatcher="all_gather", capacity_factor=0.75, drop
 FEW = Delivery(capacity_factor=0.5)
 PRODUCTS = {
     "one expert a rank, all of them chosen": Spec(
-        dp=2, cp=2, ep=4, rule=rule(4, 4), padding="some", microbatches=3, shared="gated"
+        dp=2, cp=2, ep=4, rule=rule(4, 4), padding="some", microbatches=3, shared=True
     ),
     "one expert a rank, one chosen": Spec(
         dp=2, cp=2, ep=4, rule=rule(4, 1, **SIGMOID), delivery=GATHERED, padding="rank"
     ),
     "context and sequence cut, lightest dropped": Spec(
         cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3), delivery=LIGHTEST,
-        padding="some", microbatches=2, shared="gated",
+        padding="some", microbatches=2, shared=True,
     ),
     "the same, gathered": Spec(
         cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3, **SIGMOID),
-        delivery=LIGHTEST_GATHERED, padding="microbatch", microbatches=3, shared="plain",
+        delivery=LIGHTEST_GATHERED, padding="microbatch", microbatches=3, shared=True,
     ),
     "whole sequences, lightest dropped": Spec(
         cp=2, tp=2, ep=2, etp=2, rule=rule(6, 3, expert_bias=False), delivery=LIGHTEST,
-        padding="microbatch", microbatches=2, shared="gated",
+        padding="microbatch", microbatches=2, shared=True,
     ),
     "whole sequences, gathered": Spec(
         cp=2, tp=2, ep=2, etp=2, rule=rule(4, 2, **SIGMOID), delivery=GATHERED,
-        padding="rank", microbatches=3, shared="plain",
+        padding="rank", microbatches=3, shared=True,
     ),
     "more etp than tp": Spec(
         dp=2, tp=2, sp=True, etp=4, rule=rule(6, 2), delivery=FEW, padding="rank",
@@ -407,10 +399,10 @@ PRODUCTS = {
         padding="some",
     ),
     "no expert's replica, nothing watched": Spec(
-        dp=4, ep=4, rule=rule(8, 2, expert_bias=False, aux_coeff=0.0, z_coeff=0.0), shared="gated"
+        dp=4, ep=4, rule=rule(8, 2, expert_bias=False, aux_coeff=0.0, z_coeff=0.0), shared=True
     ),
     "replicas alone": Spec(
-        dp=4, rule=rule(5, 2), delivery=FEW, padding="rank", microbatches=3, shared="gated"
+        dp=4, rule=rule(5, 2), delivery=FEW, padding="rank", microbatches=3, shared=True
     ),
 }  # fmt: skip
 

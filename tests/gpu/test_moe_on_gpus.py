@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from fsdp_core.determinism import make_deterministic
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.rank_pool import RankPool
-from tests.support.gated_experts import SharedExperts
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
 
@@ -39,7 +39,7 @@ class Held:
             num_experts=EXPERTS, top_k=4, scores="sigmoid", aux_coeff=0.1, z_coeff=0.1,
             expert_bias=True,
         )  # fmt: skip
-        shared = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=True)
+        shared = Mlp(HIDDEN, FFN, cast("Any", axes))
         experts = Experts(rule.num_experts, HIDDEN, FFN, axes)
         layer = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=shared)
         generator = torch.Generator().manual_seed(1)

@@ -2,131 +2,61 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_core.device import Device, HostEvent
-from fsdp_core.fsdp.pool import Key, make_pool
+from fsdp_core.device import Device
+from fsdp_core.fsdp.pool import Key, Pool, make_pool
+from fsdp_core.stress.races import ClockStream, Races
 
 NUMEL = 64
 GATHER = [Key(owner, "gather") for owner in range(4)]
 GRAD = [Key(owner, "grad") for owner in range(4)]
 NAMES = ["dynamic", "double", "traced"]
+CPU = Device("cpu")
 
 
-class SimEvent(HostEvent):
-    """The work that had been issued, by stream, when the event was recorded."""
+class Watched(NamedTuple):
+    """The race detector, and three streams that run ahead; the first is current."""
 
-    def __init__(self, seen: dict[str, int]) -> None:
-        self.seen = seen
-
-
-class SimStream:
-    """A stream that knows which work of which stream its next work comes after (a vector clock)."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.seen: dict[str, int] = {name: 0}
-
-    def wait_event(self, event: SimEvent) -> None:
-        for name, tick in event.seen.items():
-            self.seen[name] = max(self.seen.get(name, 0), tick)
-
-    def wait_stream(self, stream: "SimStream") -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self) -> SimEvent:
-        return SimEvent(dict(self.seen))
-
-    def work(self) -> tuple[str, int]:
-        self.seen[self.name] += 1
-        return self.name, self.seen[self.name]
-
-    def comes_after(self, work: tuple[str, int]) -> bool:
-        return self.seen.get(work[0], 0) >= work[1]
+    races: Races
+    main: ClockStream
+    gather: ClockStream
+    reduce: ClockStream
 
 
-class SimDevice(Device):
-    """The CPU with streams that run ahead, and a caching allocator that keeps blocks by stream."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.streams = [SimStream("main"), SimStream("gather"), SimStream("reduce")]
-        self.now = self.streams[0]
-        self.allocated_on: list[str] = []
-        self._free: dict[tuple[str, int], list[list[tuple[str, int]]]] = {}
-        self._blocks: dict[int, tuple[str, int, list[tuple[str, int]]]] = {}
-
-    def current_stream(self) -> Any:
-        return self.now
-
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
-
-    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        if nbytes == 0:
-            home, size, uses = self._blocks.pop(storage._cdata)
-            self._free.setdefault((home, size), []).append(uses)
-        super().resize_storage(storage, nbytes)
-        if nbytes:
-            self.allocate(storage)
-
-    def allocate(self, storage: torch.UntypedStorage) -> None:
-        """Give the storage a block of the current stream: one that was freed, if there is one."""
-        place = (self.now.name, storage.nbytes())
-        free = self._free.setdefault(place, [])
-        self._blocks[storage._cdata] = (*place, free.pop() if free else [])
-        self.allocated_on.append(self.now.name)
-
-    def use(self, tensor: torch.Tensor, stream: SimStream) -> None:
-        """A kernel on `stream` writes the tensor: every earlier use of the block must be over."""
-        uses = self._blocks[tensor.untyped_storage()._cdata][2]
-        late = [work for work in uses if not stream.comes_after(work)]
-        assert not late, f"{stream.name} writes what {late} may still use"
-        uses.append(stream.work())
-
-
-class SeeAllocations(TorchDispatchMode):
-    def __init__(self, device: SimDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format:
-            self._device.allocate(out.untyped_storage())
-        return out
+@contextlib.contextmanager
+def watching() -> Iterator[Watched]:
+    races = Races()
+    with CPU.modelling_streams(races.clocks), CPU.watching_storages(races), races:
+        made = [races.clocks.new_stream(name) for name in ("gather", "reduce")]
+        yield Watched(races, races.clocks.current_stream(), *made)
 
 
 @pytest.fixture
-def device() -> Iterator[SimDevice]:
-    device = SimDevice()
-    with SeeAllocations(device):
-        yield device
+def watched() -> Iterator[Watched]:
+    with watching() as found:
+        yield found
 
 
-def take(pool: Any, key: Key, stream: SimStream) -> torch.Tensor:
-    tensor: torch.Tensor = pool.acquire(key, NUMEL, torch.bfloat16, stream)
-    return tensor
+def take(pool: Pool, key: Key, stream: ClockStream) -> torch.Tensor:
+    return pool.acquire(key, NUMEL, torch.bfloat16, stream)
 
 
-Move = tuple[Key, int, int, bool]
-"""A key to acquire or release, the number of the stream, that of the current one, end of pass."""
+def work(stream: ClockStream) -> tuple[ClockStream, int]:
+    """Something that is issued on the stream."""
+    stream.issue()
+    return stream, stream.time
+
+
+Move = tuple[Key, int, bool]
+"""A key to acquire or release, the number of the stream, end of pass."""
 MOVES = st.lists(
-    st.tuples(
-        st.sampled_from([*GATHER, *GRAD[:2]]), st.integers(0, 2), st.integers(0, 2), st.booleans()
-    ),
-    max_size=40,
+    st.tuples(st.sampled_from([*GATHER, *GRAD[:2]]), st.integers(1, 3), st.booleans()), max_size=40
 )
 
 
@@ -134,79 +64,76 @@ MOVES = st.lists(
 @given(name=st.sampled_from(NAMES), persistent=st.booleans(), moves=MOVES)
 def test_no_two_uses_of_memory_race(name: str, persistent: bool, moves: list[Move]) -> None:
     """Whatever streams acquire, use and release, every write comes after the block's last use."""
-    device = SimDevice()
-    with SeeAllocations(device), torch.no_grad():
-        pool = make_pool(name, device, persistent_on_miss=persistent)
-        held: dict[Key, tuple[torch.Tensor, SimStream, int]] = {}
-        for step, (key, number, current, ends) in enumerate(moves):
-            stream = device.streams[number]
-            with device.on(device.streams[current]):
-                if key not in held:
-                    tensor = take(pool, key, stream)
-                    device.use(tensor, stream)
-                    held[key] = tensor.fill_(step), stream, step
-                else:
-                    tensor, writer, written = held.pop(key)
-                    assert bool((tensor == written).all())
-                    stream.wait_stream(writer)  # the user's part: it reads what was written
-                    device.use(tensor, stream)
-                    pool.release(key, stream)
-                if ends:
-                    pool.end_of_pass()
+    with watching() as watched, torch.no_grad():
+        pool = make_pool(name, CPU, persistent_on_miss=persistent)
+        held: dict[Key, tuple[torch.Tensor, ClockStream]] = {}
+        for key, number, ends in moves:
+            stream: ClockStream = watched[number]  # type: ignore[assignment]
+            if key not in held:
+                held[key] = take(pool, key, stream), stream
+            else:
+                tensor, writer = held.pop(key)
+                stream.wait_stream(writer)  # the user's part: it reads what was written
+            with CPU.on(stream):
+                (held[key][0] if key in held else tensor).fill_(number)
+            if key not in held:
+                pool.release(key, stream)
+            if ends:
+                pool.end_of_pass()
+    assert [str(race) for race in watched.races.found] == []
 
 
-def test_dynamic_allocates_on_the_current_stream(device: SimDevice) -> None:
+def test_dynamic_allocates_on_the_current_stream(watched: Watched) -> None:
     """All memory comes from the stream that is current, never from the stream it is used on."""
-    pool = make_pool("dynamic", device, persistent_on_miss=True)
-    _, gather, reduce = device.streams
+    pool = make_pool("dynamic", CPU, persistent_on_miss=True)
+
+    def home(key: Key, stream: ClockStream) -> ClockStream:
+        storage = take(pool, key, stream).untyped_storage()
+        pool.release(key, stream)
+        return watched.races._memory_of(storage, "").home
+
     for _ in range(3):
-        for key, stream in ((GATHER[0], gather), (GRAD[0], reduce), (GATHER[1], gather)):
-            device.use(take(pool, key, stream), stream)
-            pool.release(key, stream)
-    with device.on(reduce):
-        take(pool, GATHER[0], gather)
-    assert device.allocated_on == ["main"] * 9 + ["reduce"]
+        for key, stream in ((GATHER[0], watched.gather), (GRAD[0], watched.reduce)):
+            assert home(key, stream) is watched.main
+    with CPU.on(watched.reduce):
+        assert home(GATHER[0], watched.gather) is watched.reduce
 
 
 @pytest.mark.parametrize("name", ["double", "traced"])
 def test_a_new_slot_is_written_after_what_its_stream_did_before(
-    device: SimDevice, name: str
+    watched: Watched, name: str
 ) -> None:
     """The first user of a slot comes after the stream that its memory was allocated on."""
-    pool = make_pool(name, device, persistent_on_miss=True)
-    main, gather, _ = device.streams
+    pool = make_pool(name, CPU, persistent_on_miss=True)
     for key in (GATHER[0], GRAD[0]):
-        take(pool, key, main)
-        pool.release(key, main)
-    earlier = main.work()
+        take(pool, key, watched.main)
+        pool.release(key, watched.main)
+    earlier = work(watched.main)
     pool.end_of_pass()
-    if name == "double":
-        take(pool, GATHER[1], gather)
-    else:
-        take(pool, GATHER[0], gather)
-    assert gather.comes_after(earlier)
+    take(pool, GATHER[1 if name == "double" else 0], watched.gather)
+    assert watched.gather.comes_after(*earlier)
 
 
 @pytest.mark.parametrize("name", ["double", "traced"])
 def test_the_next_holder_waits_for_the_last_release_and_no_more(
-    device: SimDevice, name: str
+    watched: Watched, name: str
 ) -> None:
     """A slot is written after its last release; work issued since then need not be over."""
-    pool = make_pool(name, device, persistent_on_miss=True)
-    main, gather, _ = device.streams
+    pool = make_pool(name, CPU, persistent_on_miss=True)
+    _, main, gather, _ = watched
     for _ in range(2):
         for key in (*GATHER[:3], GRAD[0]):
             take(pool, key, gather)
             pool.release(key, main)
         pool.end_of_pass()
     take(pool, GATHER[0], gather)
-    use = main.work()
+    use = work(main)
     pool.release(GATHER[0], main)
-    later = main.work()
+    later = work(main)
     take(pool, GATHER[2], gather)
-    assert gather.comes_after(use)
-    assert not gather.comes_after(later)
+    assert gather.comes_after(*use)
+    assert not gather.comes_after(*later)
     pool.release(GATHER[2], main)
     pool.forget_events()
     take(pool, GATHER[0], gather)
-    assert not gather.comes_after(later)
+    assert not gather.comes_after(*later)

@@ -4,19 +4,19 @@ import copy
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import named_cuts
-from tests.support.gated_experts import SharedExperts
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
 READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
@@ -34,13 +34,10 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(
-    axes: MoeAxes, delivery: Delivery, *, shared: bool = True, gated: bool = False, **changes: Any
-) -> MoeLayer:
+def layer(axes: MoeAxes, delivery: Delivery, **changes: Any) -> MoeLayer:
     rule = RouterRule(**{"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.1, **changes})
-    always = None
-    if shared:
-        always = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=gated)
+    # An `Mlp` asks the same of them as of `Axes`.
+    always = Mlp(HIDDEN, FFN, cast("Any", axes))
     experts = Experts(EXPERTS, HIDDEN, FFN, axes)
     made = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=always).double()
     generator = torch.Generator().manual_seed(8)
@@ -106,15 +103,12 @@ def test_operators_do_not_count_experts(
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("factor", [None, 0.5])
-@pytest.mark.parametrize("gated", [False, True])
-def test_padding_may_hold_anything(
-    alone: MoeAxes, dispatcher: str, factor: float | None, gated: bool
-) -> None:
+def test_padding_may_hold_anything(alone: MoeAxes, dispatcher: str, factor: float | None) -> None:
     """Padding gets zeros, and its NaNs reach no other token and no gradient."""
     valid = torch.tensor([[True, False, True], [False, True, True]])
     found = []
     for content in (0.0, float("nan")):
-        made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor), gated=gated)
+        made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor))
         x = tokens()
         x.data[~valid] = content
         y = made(x, valid)
