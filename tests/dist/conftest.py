@@ -8,15 +8,17 @@ HERE = Path(__file__).parent
 QUICK = {
     "test_capture_session",
     "test_fused_experts",
+    "test_gradients::test_gradients_show_before_the_last_pass_only_where_fully_reduced",
     "test_graph_collectives",
     "test_moe",
     "test_parallel_collectives",
 }
-"""Files; together some seconds on two cores; the others take many minutes."""
+"""Files, and tests in them; together some seconds on two cores; the others take many minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; those of others are listed, too."""
     for item in items:
-        if item.path.parent == HERE and item.path.stem not in QUICK:
+        stem, name = item.path.stem, item.name.partition("[")[0]
+        if item.path.parent == HERE and not {stem, f"{stem}::{name}"} & QUICK:
             item.add_marker(pytest.mark.long)

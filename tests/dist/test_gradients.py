@@ -152,15 +152,21 @@ def test_a_unit_that_the_last_pass_skips(
 
 
 def visible(shape: tuple[int, ...]) -> list[set[bool]]:
-    """Before the last pass: whether gradients are there, for each strategy."""
-    mesh = init_device_mesh("cpu", shape)
+    """Before the last of two passes: whether gradients are there, for each strategy."""
+    mesh, plain = init_device_mesh("cpu", shape), Sums()
     found = []
     for strategy in itertools.product(STRATEGIES, repeat=len(shape)):
         root = shard(mesh, strategy)
-        root.set_is_last_backward(False)
-        cast("Any", root)(inputs(dist.get_rank(), 0), -1).backward()
-        groups = root.fsdp_groups
-        found.append({p.grad is not None for g in groups for p in g.sharded})
+        for number in range(2):
+            root.set_is_last_backward(number == 1)
+            x = inputs(dist.get_rank(), number)
+            loss = cast("Any", root)(x, -1)
+            assert loss.item() == plain(x, -1).item(), strategy
+            loss.backward()
+            if number == 0:
+                groups = root.fsdp_groups
+                found.append({p.grad is not None for g in groups for p in g.sharded})
+        check(root, due(dist.get_world_size(), range(2)), strategy)
     return found
 
 
@@ -168,7 +174,10 @@ def visible(shape: tuple[int, ...]) -> list[set[bool]]:
 def test_gradients_show_before_the_last_pass_only_where_fully_reduced(
     warm_ranks: RankPool, shape: tuple[int, ...]
 ) -> None:
-    """Told that more passes follow, only a gradient cut like its main weight is there at once."""
+    """Told that more passes follow, only a gradient cut like its main weight is there at once.
+
+    Losses, and gradients after the last pass, are those of one process.
+    """
     full = ("optim_grads", "optim_grads_params")
     expected = [
         all(name in full for name in strategy)

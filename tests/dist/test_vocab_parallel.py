@@ -2,11 +2,11 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.parallel import tensor_parallel as vocab
 from fsdp_core.parallel.param_sharding import Cut, take
@@ -27,6 +27,7 @@ from tests.dist.tensor_parallel_programs import (
     tokens_of,
     whole_axis,
 )
+from tests.support.operators import Seeing
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -133,22 +134,18 @@ def not_a_number() -> list[bool]:
     return vocab_cross_entropy(local, torch.tensor([1, 1, 1, 1]), axis).isnan().tolist()
 
 
-class Sizes(TorchDispatchMode):
-    """Elements of every tensor that an operator makes in memory of its own."""
+def sizes_of(made: list[int]) -> Seeing:
+    """Lists the elements of every tensor that an operator makes in memory of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def see(_: Any, args: Any, out: Any) -> None:
         known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
         for value in out if isinstance(out, (list, tuple)) else [out]:
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 if storage.data_ptr() not in known:
-                    self.made.append(storage.nbytes() // value.element_size())
-        return out
+                    made.append(storage.nbytes() // value.element_size())
+
+    return Seeing(see)
 
 
 def largest_tensors(block_rows: int) -> dict[str, Any]:
@@ -157,19 +154,17 @@ def largest_tensors(block_rows: int) -> dict[str, Any]:
     columns = 512
     local = torch.randn(2, 64, columns, dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(0, columns * axis.size, (2, 64))
-    kept, vocab.BLOCK_NUMEL = vocab.BLOCK_NUMEL, block_rows * columns
-    try:
-        with Sizes() as forward:
+    forward, backward = list[int](), list[int]()
+    with mock.patch.object(vocab, "BLOCK_NUMEL", block_rows * columns):
+        with sizes_of(forward):
             loss = vocab_cross_entropy(local, targets, axis)
-        with Sizes() as backward:
+        with sizes_of(backward):
             loss.sum().backward()
-    finally:
-        vocab.BLOCK_NUMEL = kept
     return {
         "numel": local.numel(),
         "block": block_rows * columns,
-        "forward": sorted(forward.made),
-        "backward": sorted(backward.made),
+        "forward": sorted(forward),
+        "backward": sorted(backward),
     }
 
 

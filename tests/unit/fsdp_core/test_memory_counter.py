@@ -9,31 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core.device import Device
 from fsdp_core.memory_counter import StorageCounter, is_collective
+from tests.support.operators import Seeing
 
 pytestmark = pytest.mark.usefixtures("mesh")
 _OPS: Any = torch.ops._c10d_functional
-
-
-class Given(TorchDispatchMode):
-    """Sees what collectives are given at last: storages and addresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-        self.addresses: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_collective(func):
-            for leaf in tree_leaves(args):
-                if isinstance(leaf, torch.Tensor):
-                    self.storages.add(leaf.untyped_storage()._cdata)
-                    self.addresses.add(leaf.data_ptr())
-        return func(*args, **(kwargs or {}))
 
 
 def world() -> str:
@@ -71,12 +54,19 @@ def test_a_collective_gets_the_memory_and_not_the_tensor(
     collective: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Values are right, in the program's memory, but nothing that gloo holds keeps it alive."""
-    with Given() as given, StorageCounter():
+    given: list[torch.Tensor] = []
+
+    def see(operator: Any, args: Any, _: Any) -> None:
+        if is_collective(operator):
+            given.extend(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+
+    with Seeing(see), StorageCounter():
         x = torch.arange(6.0).view(2, 3)[:, 1:].contiguous()
         out = collective(x)
         assert torch.equal(out, torch.tensor([[1.0, 2.0], [4.0, 5.0]]))
-        assert x.data_ptr() in given.addresses
-        assert not {x.untyped_storage()._cdata, out.untyped_storage()._cdata} & given.storages
+        assert x.data_ptr() in {leaf.data_ptr() for leaf in given}
+        lent = {leaf.untyped_storage()._cdata for leaf in given}
+        assert not {x.untyped_storage()._cdata, out.untyped_storage()._cdata} & lent
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -1,6 +1,7 @@
 """Every rule of the tables: an example that breaks it and nothing before it, and the way out."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -269,7 +270,10 @@ def test_the_examples_are_the_rules() -> None:
 
 
 def test_a_broken_rule_is_named() -> None:
-    """What breaks a rule is refused by its name, at the key; one change makes it legal."""
+    """What breaks a rule is refused by its name, at the key; one change makes it legal.
+
+    What is legal comes back equal from its plain form, through JSON text too.
+    """
     for rule, (key, values, change) in EXAMPLES.items():
         found = None
         try:
@@ -279,7 +283,9 @@ def test_a_broken_rule_is_named() -> None:
         assert found is not None, rule
         assert (found.rule, found.key) == (rule, key)
         assert str(found).endswith(f"; rule: {rule}")
-        build(changed(values, change))
+        legal = build(changed(values, change))
+        plain = json.loads(json.dumps(legal.to_dict(), allow_nan=False))
+        assert TrainConfig.from_dict(plain) == legal
 
 
 def test_every_preset_is_legal_on_every_axis() -> None:

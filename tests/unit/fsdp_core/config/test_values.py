@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fsdp_core import config
 from fsdp_core.config import (
@@ -238,38 +236,6 @@ def test_frozen_and_keyword_only() -> None:
         TrainConfig().steps = 0  # type: ignore[misc]
     with pytest.raises(TypeError):
         ParallelConfig(2)  # type: ignore[call-arg]
-
-
-legal_configs = st.builds(
-    TrainConfig,
-    model=st.builds(
-        ModelConfig,
-        dropout=st.floats(0, 1, exclude_max=True),
-        rope_theta=st.floats(1e-3, 1e9),
-        heads=st.sampled_from([2, 4, 8]),
-    ),
-    parallel=st.builds(ParallelConfig, dp=st.integers(1, 4096), dp_outer=st.integers(1, 64)),
-    fsdp=st.builds(
-        FsdpConfig,
-        strategy=st.sampled_from(config.STRATEGIES),
-        outer_strategy=st.sampled_from(config.STRATEGIES),
-        pool=st.sampled_from(("double", "traced")),
-        reshard_after_forward=st.booleans(),
-        reduce_dtype=st.sampled_from(config.DTYPES),
-    ),
-    optim=st.builds(OptimConfig, lr=st.floats(0, 1), beta1=st.floats(0, 1, exclude_max=True)),
-    data=st.sampled_from([DataConfig(), TEXT, DataConfig(kind="text", path="/corpus")]),
-    graph=st.sampled_from([(), ("attn",), ("full_iteration",)]),
-    steps=st.integers(5, 10**6),
-    seed=st.integers(0, 2**64 - 1),
-)
-
-
-@given(legal_configs)
-def test_round_trip(built: TrainConfig) -> None:
-    """A configuration comes back equal from its plain form, through JSON text too."""
-    text = json.dumps(built.to_dict(), allow_nan=False)
-    assert TrainConfig.from_dict(json.loads(text)) == built
 
 
 @pytest.mark.parametrize("preset", config.MODEL_PRESETS)

@@ -6,25 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.gradients import Gradients
+from tests.support.operators import Seeing
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, local, run
 
 STREAM = Device("cpu").current_stream()
-
-
-class Copies(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._foreach_copy_.default:
-            self.counts.append(len(args[0]))
-        return func(*args, **(kwargs or {}))
 
 
 def unit_of(mesh: DeviceMesh, net: nn.Module, **options: Any) -> tuple[FSDPModule, Gradients]:
@@ -63,9 +52,15 @@ def test_gradients_are_copied_a_quarter_at_a_time(mesh: DeviceMesh) -> None:
     """Eight equal gradients are moved by four kernels, however they come; none is left over."""
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(8)))
     root, gradients = unit_of(mesh, layers)
-    with Copies() as copies:
+    copied: list[int] = []
+
+    def see(operator: Any, args: Any, _: Any) -> None:
+        if operator is torch.ops.aten._foreach_copy_.default:
+            copied.append(len(args[0]))
+
+    with Seeing(see):
         run(layers, torch.ones(4, 8))
-    assert copies.counts == [2, 2, 2, 2]
+    assert copied == [2, 2, 2, 2]
     assert gradients.waiting_numel == 0
     assert all(p.grad is None for p in gradients.unsharded)
     assert root.fsdp_schedule.reductions == []

@@ -6,24 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.param_group import ParamGroup, cast_floats
+from tests.support.operators import Seeing
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, batch, local
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-class Writes(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: int = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        self.count += name == "aten::copy_" or name.startswith("c10d::")
-        return func(*args, **(kwargs or {}))
 
 
 def group_of(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) -> ParamGroup:
@@ -83,11 +72,11 @@ def test_a_kept_copy_is_made_once_a_change(mesh: DeviceMesh, strategy: str) -> N
     stream = group._device.current_stream()
 
     def cost() -> int:
-        writes = Writes()
-        with writes:
+        seen: list[str] = []
+        with Seeing(lambda operator, *_: seen.append(operator.name())):
             group.unshard(stream)
             group.reshard(stream)
-        return writes.count
+        return sum(name.startswith(("aten::copy_", "c10d::")) for name in seen)
 
     assert cost() > 0
     assert cost() == 0

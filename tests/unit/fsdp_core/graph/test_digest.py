@@ -5,19 +5,19 @@ import itertools
 import random
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import corruptions
 from benchmarks.digest import digest_texts
+from fsdp_core.device import Device
 from fsdp_core.graph import digest_torch as definition
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
+from fsdp_core.graph.host_graph import HostGraph
 
 MASK = 0xFFFF_FFFF
 
@@ -174,72 +174,25 @@ def test_hex_refuses_other_shapes() -> None:
 # --- what a capture needs ---------------------------------------------------------------------
 
 
-class Recorder(TorchDispatchMode):
-    """Records every operator with its tensors, and replays them into the same storages."""
+def test_a_graph_holds_a_digest() -> None:
+    """A replay digests what the tensors hold then; all it touches are arguments and `scratch`.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        """Run the operators again on the recorded tensors, copying fresh results into place."""
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            if isinstance(again, Tensor) and again.data_ptr() != result.data_ptr():
-                result.copy_(again)
-
-
-def test_replays_without_python() -> None:
-    """A recorded call, replayed after the data changed in place, gives the new data's digest."""
-    tensors = [torch.randn(50), torch.randn(6, 7).t(), torch.randn(33).bfloat16()]
-    digester, rows = Digester(tensors), empty_rows(3, "cpu")
+    A capture refuses reads of values on the host, and tensors made of numbers.
+    """
+    tensors = [torch.randn(50), torch.randn(6, 7).t(), torch.randn(400).bfloat16()]
+    digester, rows, graph = Digester(tensors), empty_rows(3, "cpu"), HostGraph(Device("cpu"))
     digester(tensors, rows)
     before = rows.clone()
-    with Recorder() as recorder:
-        digester(tensors, rows)
-    assert torch.equal(rows, before)
+    graph.capture(lambda: digester(tensors, rows))
     for tensor in tensors:
         tensor.mul_(2)
-    recorder.replay()
+    graph.replay()
     replayed = rows.clone()
     digester(tensors, rows)
     assert torch.equal(replayed, rows)
     assert not torch.equal(replayed, before)
-
-
-def test_records_no_read_of_values_and_no_constants() -> None:
-    """Nothing recorded brings a value to the host or makes a tensor out of one."""
-    tensors = [torch.randn(50), torch.randn(4).double()]
-    digester, rows = Digester(tensors), empty_rows(2, "cpu")
-    with Recorder() as recorder:
-        digester(tensors, rows)
-    names = {call[0].name() for call in recorder.calls}
-    assert not names & {"aten::_local_scalar_dense", "aten::item", "aten::lift_fresh"}
-    assert not {name for name in names if "nonzero" in name or "full" in name or "arange" in name}
-    assert all(call[0].namespace == "aten" for call in recorder.calls)
-
-
-def test_scratch_is_all_that_a_call_writes_besides_its_arguments() -> None:
-    """Every storage of a recorded call is an argument's or listed by `scratch`."""
-    tensors = [torch.randn(50), torch.randn(400).bfloat16()]
-    digester, rows = Digester(tensors), empty_rows(2, "cpu")
-    with Recorder() as recorder:
-        digester(tensors, rows)
     known = {t.untyped_storage().data_ptr() for t in (*tensors, rows, *digester.scratch())}
-    flat = [a for call in recorder.calls for arg in call[1] for a in _flatten(arg)]
-    assert len(flat) > 20
-    assert {t.untyped_storage().data_ptr() for t in flat} <= known
-
-
-def _flatten(argument: Any) -> list[Tensor]:
-    if isinstance(argument, Tensor):
-        return [argument]
-    return [a for a in argument if isinstance(a, Tensor)] if isinstance(argument, list) else []
+    assert {entry.address for entry in graph.recording.storages} <= known
 
 
 def test_moved_and_grad_requiring_tensors_are_read_where_they_are() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.config import (
     POOLS,
@@ -38,6 +37,7 @@ from fsdp_core.train.scopes import GraphCounts
 from fsdp_core.train.taps import CallCopies, SnapshotArena, TensorCopies
 from harness.records import COPIES, DIGEST_GROUPS, SAMPLES
 from tests.support.dense_parts import dense_part
+from tests.support.operators import Seeing
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
@@ -331,20 +331,6 @@ LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", 
 """Methods that issue nothing on the stream, or read the state while nothing is under stress."""
 
 
-class Places(TorchDispatchMode):
-    """The names of the streams that operators are issued on; "" without stress."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stream = self._device.current_stream()
-        self.seen.add(stream.name if isinstance(stream, ClockStream) else "")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def trainer(axes: Axes, mesh: DeviceMesh) -> Iterator[Trainer]:
     del mesh
@@ -366,11 +352,18 @@ def test_every_method_of_a_trainer_is_known_here() -> None:
 
 def test_all_work_of_a_trainer_is_under_stress(trainer: Trainer) -> None:
     """Every operator of every method, captures included, is issued on a stream that is watched."""
+    seen: set[str] = set()
+
+    def see(*_: Any) -> None:
+        stream = trainer.device.current_stream()
+        seen.add(stream.name if isinstance(stream, ClockStream) else "no stress")
+
     for method, arguments in WORK.items():
-        with Places(trainer.device) as places:
+        seen.clear()
+        with Seeing(see):
             getattr(trainer, method)(**arguments)
-        assert places.seen <= {"main", "gather", "reduce"}, method
-        assert places.seen or method == "close"
+        assert seen <= {"main", "gather", "reduce"}, method
+        assert seen or method == "close"
     assert trainer.counts.captured > 0
 
 
