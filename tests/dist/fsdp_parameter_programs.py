@@ -6,7 +6,6 @@ Modules here hold parameters of awkward kinds; steps are those of `fsdp_programs
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +18,6 @@ from tests.dist.fsdp_sides import (
     Block,
     gradients,
     is_piece,
-    local,
     loss_of,
     net,
     rows,
@@ -373,65 +371,3 @@ def names(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
         "returns the module": api.fully_shard(block := Block(), mesh=mesh) is block,
         "training": [m.training for m in model.modules()],
     }
-
-
-def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """Shapes, and `full_tensor` of parameters and gradients, of which some ranks have no rows."""
-    training = Training(api, shard(api, net(), mesh), mesh)
-    training.backward(training.forward(0))
-    shapes, full, grads = [], {}, {}
-    for name, parameter in training.model.named_parameters():
-        shapes.append(tuple(parameter.shape))
-        full[name], grads[name] = parameter.detach(), parameter.grad
-        if api.name != "plain":
-            assert local(parameter).shape == local(parameter.grad).shape
-            full[name] = parameter.full_tensor().detach()
-            grads[name] = parameter.grad.full_tensor()
-    return {"shapes": shapes, "full": full, "grads": grads}
-
-
-def state_dict_again(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """A state dict of one model loaded into another that was initialised otherwise."""
-    first = shard(api, net(), mesh)
-    Training(api, first, mesh).step(0)
-    state = {name: t.detach().clone() for name, t in first.state_dict().items()}
-    second = net()
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.zero_()
-    second = shard(api, second, mesh)
-    second.load_state_dict(state)
-    training = Training(api, second, mesh)
-    training.step(1)
-    return training.result()
-
-
-def written(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """Weights written in place by the user between steps, through the sharded parameters."""
-    model = shard(api, net(), mesh)
-    training = Training(api, model, mesh)
-    for step in range(3):
-        training.step(step)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-    return training.result()
-
-
-def input_gradient(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """The gradient of the model's input, by backward and by `autograd.grad` of an output."""
-    model = shard(api, net(), mesh)
-    x = rows(0).requires_grad_()
-    loss_of(model(x)).backward()
-    return {"grad": x.grad}
-
-
-def functional_loss(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """Inputs by keyword and in trees, outputs in trees."""
-    torch.manual_seed(5)
-    model = Looking(nn.Linear(WIDTH, 2))
-    api.fully_shard(model, mesh=mesh)
-    training = Training(api, model, mesh)
-    out = training.model(x=rows(0), scale=torch.tensor(2.0))
-    training.backward(F.mse_loss(out["y"][0], torch.ones(4, 2)))
-    return {"grads": gradients(model, mesh)}

@@ -111,13 +111,6 @@ def listed(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
     return training.result()
 
 
-def only_root(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    training = Training(api, api.fully_shard(net(), mesh=mesh), mesh)
-    for step in range(2):
-        training.step(step)
-    return training.result()
-
-
 def setters(api: Api, mesh: DeviceMesh, what: str) -> dict[str, Any]:
     """Settings that change the schedule and no result."""
     model = cast("Any", shard(api, net(3), mesh))
@@ -331,19 +324,4 @@ def recovery(api: Api, mesh: DeviceMesh, where: str, reset: bool) -> dict[str, A
     training.extra.setdefault("raised", True)
     for step in range(1, 3):
         training.step(step)
-    return training.result()
-
-
-def intermediate(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """The loss comes from a hidden output: the head, in the root's unit, gets no gradient."""
-    training = Training(api, shard(api, net(), mesh), mesh)
-    kept: list[torch.Tensor] = []
-    training.model.blocks[0].register_forward_hook(lambda m, a, out: kept.append(out))
-    for step in range(3):
-        out = training.model(rows(step))
-        loss = loss_of(kept.pop()) if step != 1 else loss_of(out)
-        kept.clear()
-        training.losses.append(loss.detach().clone())
-        training.backward(loss)
-        training.update()
     return training.result()

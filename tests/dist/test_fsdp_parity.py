@@ -79,8 +79,8 @@ PROGRAMS = [
     *each("steps", shape=[(1,), (2,), (2, 2)], num_steps=[5], reshard_after_forward=BOTH),
     # Any torch optimizer over `model.parameters()`, on whole rows, is the whole one in pieces.
     *each("steps", optimizer=["adamw", "adamw_foreach", "adagrad"]),
-    # Units in units, a unit of several modules, one unit for all.
-    *(one for name in ("nested", "listed", "only_root") for one in each(name, shape=FEW)),
+    # Units in units, a unit of several modules.
+    *each("nested"), *each("listed"),
     # Settings of the schedule change no result; the user's divisor is that of the ranks.
     *each("setters", what=["reshard_after_forward", "reshard_after_backward", "prefetch",
                            "unshard_in_backward", "all_reduce"]),
@@ -89,15 +89,14 @@ PROGRAMS = [
     *each("checkpointed", where=["units", "inside", "model"], reentrant=BOTH),
     # Units that run not at all, twice, are gone back through twice, or in part: as in torch's, a
     # parameter that no backward reached has gradient None.
-    *each("skipped"), *each("run_twice"), *each("backward_twice"), *each("intermediate"),
+    *each("skipped"), *each("run_twice"), *each("backward_twice"),
     *each("two_forwards", order=["first", "last", "together"]),
     # Passes without gradients leave training as it was, also between forward and backward.
     *each("evaluation", when=["between", "backward"]),
     # Parameters of fewer rows than ranks, or of rows that do not divide; some that do not train.
     *each("awkward", kind=["one_row", "one_element", "column", "many_dims"], shape=FEW),
     *each("frozen", what=["mixed", "unit", "first", "root", "thawed"]),
-    *(one for name in ("ignored", "names", "dtensors", "state_dict_again", "written",
-                       "input_gradient", "functional_loss") for one in each(name, shape=FEW)),
+    *each("ignored"), *each("names"),
 ]  # fmt: skip
 
 
