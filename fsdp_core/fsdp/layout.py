@@ -253,7 +253,6 @@ class Nest:
         self.coordinates = [mesh.get_local_rank(axis) for axis in self.axes]
         self.replica_groups = [mesh.get_group(axis) for axis in placements.replicated]
         self.weight_level, self.grad_level, self.main_level = placements.levels
-        self.shard_index = self._index(self.main_level)  # which of them this rank holds
 
     def _index(self, level: int) -> int:
         index = 0

@@ -94,7 +94,7 @@ def look_at_rest(strategy: Strategy) -> dict[str, Any]:
             if local.numel():
                 slot, layout = group.layout.slots[index], group.layout
                 place = slot.offset + start * slot.row_numel
-                offset = place - group.nest.shard_index * layout.shard_numel
+                offset = place - group.specs[index].shard_index * layout.shard_numel
                 assert local.data_ptr() == group.main_weight[offset:].data_ptr()
             grad: Any = parameter.grad
             assert (grad.shape, grad.to_local().shape) == (parameter.shape, local.shape)

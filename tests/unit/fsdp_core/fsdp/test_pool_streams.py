@@ -53,10 +53,13 @@ def work(stream: ClockStream) -> tuple[ClockStream, int]:
     return stream, stream.time
 
 
-Move = tuple[Key, int, bool]
-"""A key to acquire or release, the number of the stream, end of pass."""
+Move = tuple[Key, int, int, bool]
+"""A key to acquire or release, the number of the stream, that of the current one, end of pass."""
 MOVES = st.lists(
-    st.tuples(st.sampled_from([*GATHER, *GRAD[:2]]), st.integers(1, 3), st.booleans()), max_size=40
+    st.tuples(
+        st.sampled_from([*GATHER, *GRAD[:2]]), st.integers(0, 2), st.integers(0, 2), st.booleans()
+    ),
+    max_size=40,
 )
 
 
@@ -65,22 +68,25 @@ MOVES = st.lists(
 def test_no_two_uses_of_memory_race(name: str, persistent: bool, moves: list[Move]) -> None:
     """Whatever streams acquire, use and release, every write comes after the block's last use."""
     with watching() as watched, torch.no_grad():
+        races, *streams = watched
         pool = make_pool(name, CPU, persistent_on_miss=persistent)
         held: dict[Key, tuple[torch.Tensor, ClockStream]] = {}
-        for key, number, ends in moves:
-            stream: ClockStream = watched[number]  # type: ignore[assignment]
-            if key not in held:
-                held[key] = take(pool, key, stream), stream
-            else:
-                tensor, writer = held.pop(key)
+        for key, number, current, ends in moves:
+            stream = streams[number]
+            with CPU.on(streams[current]):
+                is_new = key not in held
+                if is_new:
+                    held[key] = take(pool, key, stream), stream
+                tensor, writer = held[key]
                 stream.wait_stream(writer)  # the user's part: it reads what was written
-            with CPU.on(stream):
-                (held[key][0] if key in held else tensor).fill_(number)
-            if key not in held:
-                pool.release(key, stream)
-            if ends:
-                pool.end_of_pass()
-    assert [str(race) for race in watched.races.found] == []
+                with CPU.on(stream):
+                    tensor.fill_(number)
+                if not is_new:
+                    del held[key]
+                    pool.release(key, stream)
+                if ends:
+                    pool.end_of_pass()
+    assert [str(race) for race in races.found] == []
 
 
 def test_dynamic_allocates_on_the_current_stream(watched: Watched) -> None:
