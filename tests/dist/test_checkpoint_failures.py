@@ -1,8 +1,6 @@
 """Checkpoints whatever fails or dies: complete or absent, known to all, the last one intact."""
 
 import contextlib
-import ctypes
-import importlib
 import os
 import re
 import resource
@@ -10,15 +8,14 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,103 +36,19 @@ from tests.dist.test_checkpoint import (
 )
 
 LIMIT_S = 120.0
-_PR_SET_PDEATHSIG = 1
 
 
-class FreshProcess:
-    """Calls functions, each in a process of its own. Starts with the first call.
-
-    Args:
-        modules: imported before any call.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        self._modules = modules
-        self._started: tuple[Any, Any] | None = None
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function(*args)` returns; both travel by pickle.
-
-        Raises:
-            AssertionError: it raised, died, or did not answer within `LIMIT_S`.
-        """
-        if self._started is None:
-            context = get_context("forkserver")
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._modules), daemon=True)
-            process.start()
-            theirs.close()
-            self._started = process, pipe
-        pipe = self._started[1]
-        try:
-            pipe.send((function, args))
-            assert pipe.poll(LIMIT_S), f"{function.__name__} did not answer within {LIMIT_S} s"
-            value, error = pipe.recv()
-        except BaseException:
-            self.close()
-            raise
-        assert not error, error
-        return value
-
-    def close(self) -> None:
-        if self._started is not None:
-            process, pipe = self._started
-            process.kill()
-            process.join()
-            pipe.close()
-            self._started = None
-
-
-def fork_each(function: Callable[[int], Any], num: int) -> list[int]:
-    """Call `function(0)`, ... in `num` processes at once; their exit codes, -n if signal n did it.
-
-    For a process with one thread. An exception is printed and makes the code 1.
-    """
-    pids = []
-    for number in range(num):
-        pid = os.fork()
-        if not pid:
-            _end_with(function, number)
-        pids.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
-def _end_with(function: Callable[[int], Any], number: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        function(number)
-    except BaseException:  # noqa: BLE001  (whatever it was, this copy of the caller ends here)
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test session's own interrupt ends us
-    # The math library's idle threads count as threads: 3.12 warns, and they are of no matter.
-    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-    torch.set_num_threads(1)
-    for name in modules:
-        importlib.import_module(name)
-    while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            return
-        code = fork_each(partial(_answer, pipe, task), 1)[0]
-        if code:
-            pipe.send((None, f"the process ended with code {code}"))
-
-
-def _answer(pipe: Any, task: tuple[Callable[..., Any], tuple[Any, ...]], _: int) -> None:
-    function, args = task
-    try:
-        answer = function(*args), ""
-    except BaseException:  # noqa: BLE001  (whatever ended it is the answer)
-        answer = None, traceback.format_exc()
-    pipe.send(answer)
+def exit_codes(function: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Call a function in processes of their own, all at once; -n where signal n ended one."""
+    context = get_context("forkserver")
+    processes = [context.Process(target=function, args=args, daemon=True) for args in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+    codes = [process.exitcode for process in processes]
+    assert None not in codes, f"no end within {LIMIT_S} s"
+    return cast("list[int]", codes)
 
 
 def names_in(folder: str | Path) -> list[str]:
@@ -218,20 +131,12 @@ NUM_MORTALS = 4
 """Where one dies, another lives that never talks to it: gloo gathers in a ring."""
 
 
-def kill_while_saving(
-    folder: str, victims: list[int], where: str
-) -> tuple[list[int], list[tuple[str, float]]]:
-    """A save of step 2 over step 1 in which ranks die: exit codes, and what the others report.
+def save_and_die(folder: str, victims: list[int], where: str, rank: int) -> None:
+    """A rank of a save of step 2 over step 1 in which ranks die; the others leave a report.
 
-    For a process of its own. Reports are the error, or the path, and the time that it took in s.
+    It is the time that the save took in s, and the error.
     """
-    body = partial(_save_and_die, folder, victims, where)
-    codes = fork_each(body, NUM_MORTALS)
-    texts = [path.read_text() for path in sorted(Path(folder).glob("report*"))]
-    return codes, [(text, float(seconds)) for seconds, text in (t.split(" ", 1) for t in texts)]
-
-
-def _save_and_die(folder: str, victims: list[int], where: str, rank: int) -> None:
+    torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", NUM_MORTALS)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=NUM_MORTALS, timeout=timedelta(seconds=60)
@@ -270,39 +175,22 @@ def load_and_save(folder: str, seed: int) -> tuple[int, list[str], list[str]]:
 # --- a single process is killed ---------------------------------------------------------------
 
 
-def die_everywhere(folder: Path) -> list[int]:
-    """Save step 2 after step 1, killed at each point on the way; steps that were left.
-
-    For a process of its own.
-    """
+def save_until(point: int, folder: Path) -> None:
+    """Save step 2, killed at a point on the way, if there are so many."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    model, made = trained_small(2)
+    save(folder.with_name(f"{folder.name} first"), 2, model, made)  # imports what a save needs
+    die_at(point)
+    save(folder, 2, model, made)
+
+
+def trained_small(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with states, and known values in all of it."""
     model, made = build_small()
     model(torch.ones(2, 3)).square().sum().backward()
     made.step()
-    fill(model, made, 1)
-    save(folder / "before", 1, model, made)
-    fill(model, made, 2)
-    left: list[int] = []
-    for point in count():
-        here = folder / f"{point}"
-        shutil.copytree(folder / "before", here)
-
-        def save_and_die(_: int, here: Path = here, point: int = point) -> None:
-            die_at(point)
-            save(here, 2, model, made)
-
-        code = fork_each(save_and_die, 1)[0]
-        step = latest(here)
-        assert step is not None, point
-        complete = files.complete_steps(here)
-        check_complete(here, complete)
-        assert complete == list(range(1, step + 1))
-        assert names_in(here) == [f"step-{s:08d}" for s in (*complete, 3)]
-        if code != -signal.SIGKILL:
-            assert code == 0
-            return left
-        left.append(step)
-    raise AssertionError
+    fill(model, made, seed)
+    return model, made
 
 
 def build_small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -345,13 +233,6 @@ def die_at(tick_to_die_at: int) -> None:
     file_type: Any = files._SummedFile
     file_type.write = watched(file_type.write, every=16)
     os.fsync = watched(os.fsync, every=1)
-
-
-@pytest.fixture(scope="module")
-def fresh_process() -> Iterator[FreshProcess]:
-    process = FreshProcess(__name__)
-    yield process
-    process.close()
 
 
 # --- one rank fails ---------------------------------------------------------------------------
@@ -400,18 +281,19 @@ DEATHS = {
 
 @pytest.mark.parametrize("death", list(DEATHS))
 def test_a_killed_rank_leaves_the_last_checkpoint(
-    warm_ranks: RankPool, fresh_process: FreshProcess, tmp_path: Path, death: str
+    warm_ranks: RankPool, tmp_path: Path, death: str
 ) -> None:
     """Ranks that live learn of it before any timeout, and what is complete loads bit for bit."""
     victims, where = DEATHS[death]
-    codes, reports = fresh_process.run(kill_while_saving, str(tmp_path), victims, where)
     ranks = range(NUM_MORTALS)
+    codes = exit_codes(save_and_die, [(str(tmp_path), victims, where, rank) for rank in ranks])
     assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in ranks]
+    reports = [path.read_text().split(" ", 1) for path in tmp_path.glob("report*")]
     assert len(reports) == len(ranks) - len(victims)
-    for text, seconds in reports:
+    for seconds, text in reports:
         assert re.match(r"CheckpointError: Saving step 2 into ", text)
         assert "another rank died or did not answer" in text
-        assert seconds < 30
+        assert float(seconds) < 30
     folder = tmp_path / "saved"
     assert latest(folder) == 1
     for step, wrong, names in warm_ranks.run(load_and_save, str(folder), 1, world_size=2):
@@ -419,11 +301,25 @@ def test_a_killed_rank_leaves_the_last_checkpoint(
         assert names == ["step-00000001", "step-00000009"]
 
 
-def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
-    fresh_process: FreshProcess, tmp_path: Path
-) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """The old one before the rename, the new one after it; all that seem complete load."""
-    left = fresh_process.run(die_everywhere, tmp_path)
+    save(tmp_path / "before", 1, *trained_small(1))
+    left: list[int] = []
+    for point in count():
+        here = tmp_path / f"{point}"
+        shutil.copytree(tmp_path / "before", here)
+        (code,) = exit_codes(save_until, [(point, here)])
+        step = latest(here)
+        assert step is not None, point
+        complete = files.complete_steps(here)
+        check_complete(here, complete)
+        assert complete == list(range(1, step + 1))
+        assert names_in(here) == [f"step-{s:08d}" for s in (*complete, 3)]
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        left.append(step)
     assert left == sorted(left)
     assert left.count(1) > 15
     assert 2 in left
