@@ -2,7 +2,8 @@
 
 The compiler here is dynamo with aot_eager, which runs the operators that the uncompiled program
 runs, in its order: bits are due. A block's code is compiled twice, for training and, at the first
-evaluation, without gradients; all blocks of one class share both.
+evaluation, without gradients; all blocks of one class share both. That graphs of whole steps have
+the bits of compiled ones is shown by `scenarios/nightly/graph_scopes.yaml`.
 """
 
 import contextlib
@@ -23,7 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.dist.fsdp_sides import (
     WIDTH,
     Block,
@@ -423,41 +423,6 @@ def compare_step(kind: str) -> Comparison:
         return Comparison(eager, few_steps(model, globals()[kind](model)))
 
 
-def compare_captured(backend: str) -> Comparison:
-    """Whole steps: eager and uncompiled, and compiled, captured after three and replayed."""
-    setting = Setting(compile_then_shard, backend=backend, shape=(2,), pool="double")
-    with fresh_compiler():
-        eager = steps_maybe_captured(build(setting, compiled=False)[0], capture=False)
-        model = build(setting, compiled=True)[0]
-        return Comparison(eager, steps_maybe_captured(model, capture=True))
-
-
-def steps_maybe_captured(model: Any, *, capture: bool) -> Run:
-    """Seven steps from a static input; the optimizer is part of them."""
-    run, schedule = Run(), model.fsdp_schedule
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    x = torch.zeros_like(rows(0))
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model(x))
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    call: Callable[[], torch.Tensor] = step
-    for number in range(7):
-        if capture and number == 3:
-            schedule.quiesce()
-            call = CapturedFunction(GraphMaker(schedule.device), step, None)
-            schedule.quiesce()
-        x.copy_(rows(number))
-        run.numbers.append(call().clone())
-        run.look()
-    run.numbers += [p.detach().to_local().clone() for p in model.parameters()]
-    return run
-
-
 def train_after_errors() -> tuple[Comparison, list[str]]:
     """Forwards that raise in the compilation of a block and in a hook; what they raised."""
     setting = Setting(compile_then_shard, shape=(1,))
@@ -617,15 +582,6 @@ def test_compiled_around_units(warm_ranks: RankPool, kind: str) -> None:
         assert_same_numbers(found)
         assert found.compiled.frames
         assert [code for code in ours(found) if not code.startswith("fsdp_module.py")] == []
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_captured(warm_ranks: RankPool, backend: str) -> None:
-    """Steps of compiled blocks, captured when they are warm and replayed, are eager ones."""
-    for found in on_ranks(warm_ranks, compare_captured, backend, world_size=2):
-        assert_same_numbers(found)
-        assert [frame.code for frame in found.compiled.frames] == [BLOCK]
-        assert_settled(found)
 
 
 def test_errors_leave_compiled_units_whole(warm_ranks: RankPool) -> None:

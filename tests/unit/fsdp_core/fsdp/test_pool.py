@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device, HostStream
-from fsdp_core.fsdp.pool import DoublePool, DynamicPool, Key, Pool, TracedPool, make_pool
+from fsdp_core.fsdp.pool import DoublePool, DynamicPool, Key, Pool, make_pool
 
 NUMEL = 64
 NBYTES = 2 * NUMEL
@@ -162,15 +162,6 @@ def test_dynamic_keeps_identity_and_frees_bytes(device: Device) -> None:
         other = take(pool, GATHER[1])
         assert other.untyped_storage()._cdata != identity
         assert device.live_bytes() == device.peak_bytes() == 2 * NBYTES
-
-
-def test_make_pool_knows_three_names(device: Device) -> None:
-    """The configuration's names make the pools; another name is refused."""
-    assert isinstance(make_pool("dynamic", device, persistent_on_miss=True), DynamicPool)
-    assert isinstance(make_pool("double", device, persistent_on_miss=True), DoublePool)
-    assert isinstance(make_pool("traced", device, persistent_on_miss=True), TracedPool)
-    with pytest.raises(ValueError, match="Expected pool dynamic, double or traced, got 'triple'"):
-        make_pool("triple", device, persistent_on_miss=True)
 
 
 def cycle(pool: Pool, keys: list[Key]) -> list[int]:

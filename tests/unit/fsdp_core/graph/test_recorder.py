@@ -80,23 +80,6 @@ def test_refused(name: str) -> None:
     assert "\n" not in message
 
 
-def test_a_refused_capture_changes_nothing() -> None:
-    """Whatever ran before the refusal is undone: values, and the generator."""
-    x, outer = torch.ones(4), X.clone()
-    state = torch.get_rng_state()
-
-    def function() -> None:
-        x.mul_(3)
-        outer.add_(torch.rand(6))
-        x.sum().item()
-
-    with pytest.raises(CaptureRefused):
-        HostGraph(Device("cpu")).capture(function)
-    assert torch.equal(x, torch.ones(4))
-    assert torch.equal(outer, X)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_from_numpy_that_no_operator_shows() -> None:
     """A tensor that was made in the capture by no operator is refused where it is read."""
 

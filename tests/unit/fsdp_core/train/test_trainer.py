@@ -178,16 +178,6 @@ def test_a_gathered_copy_does_not_outlive_the_update(
     plain.close()
 
 
-def test_wrapping_leaves_the_initial_bits(axes: Axes) -> None:
-    """The trainer's first weights are the decoder's own, whatever FSDP does with them."""
-    plain = dict(plain_model(axes, 1234).named_parameters())
-    trainer = Trainer(config(), axes, Device("cpu"))
-    names, tensors = trainer.digested["weights"]
-    assert set(names) == set(plain)
-    for name, tensor in zip(names, tensors, strict=True):
-        assert torch.equal(tensor, plain[name]), name
-
-
 def test_a_parameter_without_gradient_is_refused(axes: Axes) -> None:
     """A kept gradient of the step before must not update a parameter that got none in this one."""
     trainer = Trainer(config(), axes, Device("cpu"))
