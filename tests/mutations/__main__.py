@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.mutation import Mutation
+from tests.mutations.sharding import SHARDING
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
@@ -36,6 +37,7 @@ PARTS = (
 )
 TIMEOUT_S = 600.0
 SURVIVED = "survived"
+ALL = [*MUTATIONS, *SHARDING]
 
 
 class Answer(NamedTuple):
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-k", default="", metavar="NAME", help="names or files that contain this")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(arguments)
-    chosen = [each for each in MUTATIONS if asked.k in each.name or asked.k in each.file]
+    chosen = [each for each in ALL if asked.k in each.name or asked.k in each.file]
     if not chosen:
         _tell(f"no mutation is named {asked.k}")
         return 4

@@ -5,7 +5,6 @@ Each is one exact replacement in one file, with the test files that must see it.
 
 from tests.mutations.mutation import slips_of
 from tests.mutations.running import RUNNING
-from tests.mutations.sharding import SHARDING
 
 MUTATIONS = [
     *slips_of(
@@ -574,5 +573,4 @@ MUTATIONS = [
          'data.rfind(b" ", 0, room) + 1 or room'),
     ),
     *RUNNING,
-    *SHARDING,
 ]  # fmt: skip

@@ -2,12 +2,11 @@
 
 import pytest
 
-from tests.mutations.__main__ import applied, main
-from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.__main__ import ALL, applied, main
 from tests.mutations.mutation import Mutation
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
 def test_applies(mutation: Mutation) -> None:
     """Its text occurs once, what replaces it is other code that compiles, its tests are there."""
     assert mutation.old != mutation.new
@@ -17,7 +16,7 @@ def test_applies(mutation: Mutation) -> None:
 
 def test_names_are_unique() -> None:
     """`-k` and the table mean one each."""
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    assert len({mutation.name for mutation in ALL}) == len(ALL)
 
 
 def test_an_unknown_name_is_an_error() -> None:
