@@ -10,14 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from harness.checks.evidence import rank_table, shared_pairs, step_table
+from harness.checks.bits import quantities
+from harness.checks.evidence import (
+    count,
+    groups_of,
+    rank_table,
+    shared_pairs,
+    state_table,
+    step_table,
+    when,
+    with_same_groups,
+)
 from harness.checks.taps import Both, in_program_order, shared_rows
 from harness.records import (
-    COPIES,
     DIGEST_HEX_CHARS,
-    GROUP_ORDER,
     FloatBits,
+    InitialRecord,
     RunResult,
+    StepRecord,
     ulp_distance,
 )
 from harness.store.streams import aligned
@@ -26,9 +36,8 @@ LOSS = "loss"
 """The group of a step's losses and gradient norm."""
 MOST_TAPS = 12
 """Those that are told one by one."""
-BEFORE = MISSING = -1
-"""In place of a step's number: the state before step 0. In place of a count: one run recorded it
-and the other did not, or not the same tensors."""
+MISSING = -1
+"""In place of a count: one run recorded it and the other did not, or not the same tensors."""
 Place = tuple[int, int]  # step and rank
 Losses = Mapping[Place, FloatBits]
 
@@ -94,15 +103,10 @@ def _ulps(left: FloatBits, right: FloatBits) -> float:
     return math.nan if distance is None else float(distance)
 
 
-def counted(number: int, noun: str) -> str:
-    """'1 step', '2 steps'."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _words(ulps: Mapping[Place, float], bad: Sequence[Place], lost: int) -> str:
     note = f" Losses without a counterpart in the other run: {lost}." if lost else ""
     steps, ranks = map(set, zip(*ulps, strict=True))
-    where = f"{counted(len(steps), 'shared step')} on {counted(len(ranks), 'rank')}"
+    where = f"{count(len(steps), 'shared step')} on {count(len(ranks), 'rank')}"
     if not bad:
         return f"Δloss is zero: the same bits in {where}.{note}"
     step, rank = bad[0]
@@ -144,15 +148,14 @@ class GroupMap:
     def words(self) -> str:
         """Where it differs, in one sentence."""
         found, noun = self.differing, self.noun
-        note = f"; {counted(self.missing, 'pair')} recorded by one run only" * bool(self.missing)
+        note = f"; {count(self.missing, 'pair')} recorded by one run only" * bool(self.missing)
         if not found:
             return f"{self.group}: no difference{note}"
         step, rank = found[0]
-        first = "before step 0" if step == BEFORE else f"at step {step}"
         return (
-            f"{self.group}: differs first {first} on rank {rank}, in {len(found):,} of "
-            f"{counted(len(self.counts), '(step, rank) pair')}, at most "
-            f"{max(self.counts.values()):,} of {counted(self.num_tensors, noun)}{note}"
+            f"{self.group}: differs first {when(step)} on rank {rank}, in {len(found):,} of "
+            f"{count(len(self.counts), '(step, rank) pair')}, at most "
+            f"{max(self.counts.values()):,} of {count(self.num_tensors, noun)}{note}"
         )
 
 
@@ -172,22 +175,20 @@ def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | N
     """The map of two runs, or None if they have other ranks or recorded nothing."""
     if reference.spec.world_size != other.spec.world_size:
         return None
-    reference, other = aligned(reference, other)
-    ours, theirs = _texts(reference), _texts(other)
+    runs = with_same_groups(*aligned(reference, other))
+    ours, theirs = (
+        {key: _texts(record) for key, record in state_table(run).items()} for run in runs
+    )
     places = sorted(ours.keys() | theirs.keys())
-    names = dict.fromkeys(n for texts in (ours, theirs) for held in texts.values() for n in held)
-    sharded = [run.spec.config.get("fsdp", {}) for run in (reference, other)]
-    if len({(f.get("strategy"), f.get("outer_strategy")) for f in sharded}) > 1:
-        names.pop(COPIES, None)  # strategies that keep other compute copies of weights
-    known = (LOSS, *GROUP_ORDER)
-    ordered = sorted(names, key=lambda name: known.index(name) if name in known else len(known))
-    state = [_group(name, places, ours, theirs) for name in ordered]
+    names = {name for texts in (ours, theirs) for held in texts.values() for name in held}
+    state = [_group(name, places, ours, theirs)
+             for name in dict.fromkeys((LOSS, *groups_of(names))) if name in names]  # fmt: skip
     if not state:
         return None
-    calls, num_taps = _calls(reference, other)
+    calls, num_taps = _calls(*runs)
     equal = [found.group for found in state if not any(found.counts.values())]
     if num_equal := num_taps - len(calls):
-        equal.append(counted(num_equal, "tap"))
+        equal.append(count(num_equal, "tap"))
     return StateMap(
         role=role, steps=tuple(sorted({step for step, _ in places})),
         ranks=tuple(sorted({rank for _, rank in places})),
@@ -197,23 +198,21 @@ def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | N
     )  # fmt: skip
 
 
-_Texts = dict[Place, dict[str, str]]
-"""What a run recorded, by group: digests one after the other, or bits of losses and norm."""
+_Texts = dict[str, str]
+"""What a run recorded of a step of a rank, by group: digests one after the other, or bits of losses
+and norm in as many characters."""
 
 
-def _texts(run: RunResult) -> _Texts:
-    found: _Texts = {}
-    for rank in run.ranks:
-        if rank.initial is not None:
-            found[BEFORE, rank.rank] = dict(rank.initial.digests)
-        for record in rank.steps:
-            scalars = (record.loss, record.grad_norm, *record.microbatch_losses)
-            bits = "".join(("" if v is None else v.bits).ljust(DIGEST_HEX_CHARS) for v in scalars)
-            found.setdefault((record.step, rank.rank), {LOSS: bits, **record.digests})
-    return found
+def _texts(record: StepRecord | InitialRecord) -> _Texts:
+    if not isinstance(record, StepRecord):
+        return record.digests
+    bits = (value.bits.ljust(DIGEST_HEX_CHARS) for _, value in quantities(record))
+    return {LOSS: "".join(bits), **record.digests}
 
 
-def _group(name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts) -> GroupMap:
+def _group(
+    name: str, places: Sequence[Place], ours: Mapping[Place, _Texts], theirs: Mapping[Place, _Texts]
+) -> GroupMap:
     counts, longest, size = dict[Place, int](), 0, DIGEST_HEX_CHARS
     for place in places:
         left, right = (texts.get(place, {}).get(name) for texts in (ours, theirs))

@@ -6,9 +6,10 @@ Only runs up to the report's own are looked at, so that a report made again says
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.checks.evidence import count
 from harness.errors import HarnessError
-from harness.history import Answer, CaseTrend, Flaky, History, flaky_cases, trends
-from harness.history.trend import METRIC_NAMES
+from harness.history import CaseTrend, Flaky, History, flaky_cases, trends
+from harness.history.trend import shift_text, turning_point
 from harness.records import Outcome
 from reports.text import one_line
 
@@ -53,22 +54,17 @@ def look_back(place: Path, scenario: str, created: str, num_cases: int) -> Past:
             found = trends(history, scenario, days=days, until=created)
     except HarnessError as error:
         return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
-    cases = {trend.case_id: _case(trend, days) for trend in found}
+    cases = {trend.case_id: _case(trend) for trend in found}
     return Past(cases=cases, flaky=flaky_cases(found))
 
 
-def _case(trend: CaseTrend, days: int) -> CasePast:
+def _case(trend: CaseTrend) -> CasePast:
     answers = trend.answers[-MAX_RUNS:]
-    words = [
-        f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%} since {_when(s.first)}" for s in trend.shifts
-    ]
-    if trend.first_bad is not None:
-        good = trend.last_good
-        before = f"last good {_when(good)}" if good else f"no pass in the last {days} days"
-        words.insert(0, f"first bad {_when(trend.first_bad)}, {before}")
+    words = [turning_point(trend)[0]] * (trend.first_bad is not None)
+    words += map(shift_text, trend.shifts)
     if again := [answer for answer in answers if answer.retried]:
-        noun = "run" if len(again) == 1 else "runs"
-        words.append(f"tried again in {len(again)} {noun}: {', '.join(again[-1].retried)}")
+        tried = ", ".join(again[-1].retried)
+        words.append(f"tried again in {count(len(again), 'run')}: {tried}")
     steps, peaks = ([getattr(a, name) for a in answers] for name in ("step_s", "peak_bytes"))
     return CasePast(
         letters="".join(LETTERS[answer.outcome] for answer in answers),
@@ -76,12 +72,3 @@ def _case(trend: CaseTrend, days: int) -> CasePast:
         peak_kib=tuple(None if peak is None else round(peak / 1024) for peak in peaks),
         words=tuple(one_line(text, 300) for text in words),
     )
-
-
-def _when(answer: Answer) -> str:
-    return f"{answer.created[:10]} at {short_commit(answer.commit)}"
-
-
-def short_commit(commit: str) -> str:
-    """The first 12 characters; that it is unknown where there is none."""
-    return one_line(commit, 60)[:12] or "an unknown commit"

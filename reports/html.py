@@ -21,12 +21,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+from harness.checks.evidence import BEFORE
 from harness.records import CheckResult, Outcome
 from harness.terminal import duration
 from reports import safety
-from reports.compared import BEFORE
 from reports.figures import loss_figure, state_figure
-from reports.history import LETTERS, short_commit
+from reports.history import LETTERS
 from reports.reading import (
     COST_HEAD,
     COST_WORDS,
@@ -114,7 +114,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
         created = f"{when:%Y-%m-%d %H:%M} {when:%Z}".strip()
     except ValueError:
         created = report.created
-    commit = short_commit(report.commit) if report.commit else ""
+    commit = report.commit[:12]
     wall = duration(report.wall_s) if math.isfinite(report.wall_s) and report.wall_s > 0 else ""
     found = {
         "Date": (created, report.created), "Commit": (commit, report.commit),
@@ -139,7 +139,7 @@ class _Bodies:
     def add(self, case: CaseReport) -> None:
         """Make the details of the next case."""
         full = self._size * 4 / 3 > PACKED_BYTES
-        loss, maps = ("", []) if full else self._pictures(case)
+        loss, maps = (Markup(), []) if full else self._pictures(case)
         limit: Any = case.spec.checks.get("peak_memory", {}).get("max_ratio")
         text = self._template.render(
             case=case, symbols=SYMBOLS, past=self._past.get(case.spec.id), full=full,
@@ -163,12 +163,12 @@ class _Bodies:
         data = b"".join(self._chunks) + self._packer.compress(b"}") + self._packer.flush()
         return base64.b64encode(data).decode()
 
-    def _pictures(self, case: CaseReport) -> tuple[str, list[Markup]]:
+    def _pictures(self, case: CaseReport) -> tuple[Markup, list[Markup]]:
         """Of the loss, if it differs, and of each tensor group that does."""
         if self._num_drawn >= MAX_DRAWN_CASES or self._picture_room <= 0:
-            return "", []
+            return Markup(), []
         curve, state = case.curve, case.state
-        loss = loss_figure(curve) if curve is not None and curve.differing else ""
+        loss = Markup(loss_figure(curve) if curve is not None and curve.differing else "")
         groups = state.groups[:MAX_GROUPS] if state is not None else ()
         maps = [Markup(state_figure(state, group)) for group in groups if state is not None]
         self._num_drawn += bool(loss or maps)

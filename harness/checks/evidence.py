@@ -341,6 +341,6 @@ def show_ranks(ranks: set[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`, `2 microbatches`."""
+    """`1 tensor`, `2,000 tensors`, `2 microbatches`."""
     plural = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

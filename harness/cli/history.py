@@ -14,7 +14,18 @@ from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.history.ledger import FolderEntry
-from harness.history.trend import METRIC_NAMES, CaseChange, Delta, Shift, State, open_cases
+from harness.history.trend import (
+    METRIC_NAMES,
+    CaseChange,
+    Delta,
+    State,
+    open_cases,
+    shift_text,
+    short,
+    turning_point,
+    value,
+    when,
+)
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
 from harness.store.verify import DEFAULT_OUT
@@ -195,36 +206,8 @@ def print_case_trend(console: Console, trend: of.CaseTrend) -> None:
             console.print(cell(f"{letter} is not compared with the series before it: {words}"))
     for shift in trend.shifts:
         console.print(cell(shift_text(shift), "red" if shift.ratio > 0 else "green"))
-    console.print(cell(*turning_point(trend)))
-
-
-def shift_text(shift: Shift) -> str:
-    """A lasting change in one sentence."""
-    before, after = value(shift.metric, shift.before), value(shift.metric, shift.after)
-    return (
-        f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} (series "
-        f"{shift.series}): {before} became {after}, noise {shift.noise:.2%}, between "
-        f"{short(shift.last_before.commit)} and {short(shift.first.commit)}"
-    )
-
-
-def turning_point(trend: of.CaseTrend) -> tuple[str, str]:
-    """Since when it fails and after which commit, or that it does not; and in which colour."""
-    bad, good = trend.first_bad, trend.last_good
-    after = f"{when(good)} at {short(good.commit)}" if good else ""
-    if bad is None:
-        if trend.answers[-1].outcome == "passed":
-            return "it does not fail now", "green"
-        return (
-            f"no verdict since it passed, {after}" if good else "no verdict in these runs",
-            "yellow",
-        )
-    since = f"first bad run {when(bad)} at {short(bad.commit)}"
-    if good is None:
-        return f"{since}, or earlier: no pass in these runs", COLOURS["failed"]
-    same = good.commit and good.commit == bad.commit
-    hint = ": the same commit, so see --flaky and what the machine did" if same else ""
-    return f"{since}, last good {after}{hint}", COLOURS["failed"]
+    words, outcome = turning_point(trend)
+    console.print(cell(words, COLOURS[outcome]))
 
 
 def print_flaky(console: Console, found: Sequence[of.Flaky]) -> None:
@@ -281,23 +264,3 @@ def _to_look_at(case: CaseChange) -> list[str]:
 def _delta(delta: Delta) -> str:
     """'+3.1% ±0.4%', and whether it was too noisy to judge."""
     return f"{delta.ratio:+.1%} ±{delta.noise:.1%}{' noisy' * (delta.change == 'noisy')}"
-
-
-def when(answer: of.Answer | None) -> str:
-    """'2031-02-03 04:05' in UTC; "" for no answer."""
-    return "" if answer is None else answer.created[:16].replace("T", " ") or "unknown"
-
-
-def short(commit: str) -> str:
-    """'3f1c0a9d', with '+5d0e' if there were changes on top."""
-    base, _, changes = commit.partition("+")
-    return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" if base else "unknown"
-
-
-def value(metric: str, number: float | None) -> str:
-    """'12.30 ms', '1.50 s' or '40.0 MiB'; "" if it was not measured."""
-    if number is None:
-        return ""
-    if metric == "peak_bytes":
-        return f"{number / (1 << 20):.1f} MiB"
-    return f"{number:.2f} s" if number >= 1 else f"{number * 1e3:.2f} ms"

@@ -249,6 +249,56 @@ def _flaky(trend: CaseTrend) -> Flaky | None:
     )  # fmt: skip
 
 
+# --- in words ---------------------------------------------------------------------------------
+
+
+def shift_text(shift: Shift) -> str:
+    """A lasting change in one sentence."""
+    before, after = value(shift.metric, shift.before), value(shift.metric, shift.after)
+    return (
+        f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} (series "
+        f"{shift.series}): {before} became {after}, noise {shift.noise:.2%}, between "
+        f"{short(shift.last_before.commit)} and {short(shift.first.commit)}"
+    )
+
+
+def turning_point(trend: CaseTrend) -> tuple[str, Outcome]:
+    """Since when it fails and after which commit, or that it does not; the outcome of that."""
+    bad, good = trend.first_bad, trend.last_good
+    after = f"{when(good)} at {short(good.commit)}" if good else ""
+    if bad is None:
+        if trend.answers[-1].outcome == "passed":
+            return "it does not fail now", "passed"
+        why = f"no verdict since it passed, {after}" if good else "no verdict in these runs"
+        return why, "skipped"
+    since = f"first bad run {when(bad)} at {short(bad.commit)}"
+    if good is None:
+        return f"{since}, or earlier: no pass in these runs", "failed"
+    same = good.commit and good.commit == bad.commit
+    hint = ": the same commit, so see --flaky and what the machine did" if same else ""
+    return f"{since}, last good {after}{hint}", "failed"
+
+
+def when(answer: Answer | None) -> str:
+    """'2031-02-03 04:05' in UTC; "" for no answer."""
+    return "" if answer is None else answer.created[:16].replace("T", " ") or "unknown"
+
+
+def short(commit: str) -> str:
+    """'3f1c0a9d', with '+5d0e' if there were changes on top."""
+    base, _, changes = commit.partition("+")
+    return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" if base else "unknown"
+
+
+def value(metric: str, number: float | None) -> str:
+    """'12.30 ms', '1.50 s' or '40.0 MiB'; "" if it was not measured."""
+    if number is None:
+        return ""
+    if metric == "peak_bytes":
+        return f"{number / (1 << 20):.1f} MiB"
+    return f"{number:.2f} s" if number >= 1 else f"{number * 1e3:.2f} ms"
+
+
 # --- two run folders --------------------------------------------------------------------------
 
 MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}

@@ -1,6 +1,5 @@
 """One report for all formats: failures first, and nothing missing looks green."""
 
-import base64
 import dataclasses
 import json
 from collections import Counter
@@ -11,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from harness.checks.evidence import BEFORE
 from harness.errors import UsageError
 from harness.history import History
 from harness.records import (
@@ -26,7 +26,7 @@ from harness.records import (
     RunResult,
 )
 from harness.store import RunFolder
-from reports.compared import BEFORE, LOSS, MISSING, GroupMap, StateMap, loss_curve, state_map
+from reports.compared import LOSS, MISSING, GroupMap, StateMap, loss_curve, state_map
 from reports.figures import loss_figure, state_figure
 from reports.history import Past, look_back
 from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
@@ -216,8 +216,8 @@ def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
     assert (known.letters, again.letters) == ("pppppppppfffff", "p" * 14)
     assert known.step_us == (20_000,) * 7 + (30_000,) * 7
     assert known.peak_kib == (40 << 10,) * 14
-    assert known.words[0].startswith("first bad 2031-01-10 at ")
-    assert ", last good 2031-01-09 at " in known.words[0]
+    assert known.words[0].startswith("first bad run 2031-01-10 ")
+    assert ", last good 2031-01-09 " in known.words[0]
     assert any(text.startswith("step time +50.0% since 2031-01-08") for text in known.words)
     assert "tried again in 1 run: candidate: port_in_use" in again.words
     assert [(f.case_id, f.retried) for f in past.flaky] == [("dp2-attn", {"port_in_use": 1})]
@@ -268,18 +268,19 @@ def test_differing_losses_are_in_words(
     assert loss_curve(losses(left), {}, 0) is None
 
 
-def test_the_loss_picture_follows_the_scheme_and_fetches_nothing() -> None:
-    """Dark and light are both inside; NaN and huge distances are drawn as plain text."""
+def test_the_loss_picture_shows_what_is_no_number_and_what_is_huge() -> None:
+    """Every step of both runs is drawn, NaN as a cross, huge distances by their logarithm."""
     curve = loss_curve(losses({}), losses({(1, 1): NAN, (0, 2): HUGE}), 0)
     assert curve is not None
-    uri = loss_figure(curve)
-    assert uri == loss_figure(curve)
-    text = base64.b64decode(uri.partition(",")[2]).decode()
-    words = " ".join(ET.fromstring(text).itertext())
-    for word in ("differs first at step 1", "NaN or infinite"):
-        assert word in words
-    assert "prefers-color-scheme:dark" in text
-    assert not any(word in text for word in ("#01020", "<!DOCTYPE", "mathdefault"))
+    picture = ET.fromstring(loss_figure(curve))
+    assert curve.words in str(picture.get("aria-label"))
+    words = " ".join(picture.itertext())
+    assert "differs first at step 1" in words
+    assert "NaN or infinite" in words
+    assert f"{max(u for u in curve.delta_ulps if u == u):.5g}" in words
+    drawn = {str(path.get("class")): str(path.get("d")) for path in picture.iter("path")}
+    assert drawn["left"].count("L") == 2
+    assert (drawn["delta"].count("M"), drawn["delta"].count("L")) == (2, 0)  # around the NaN
 
 
 def test_the_map_counts_tensors_that_differ_by_step_and_rank(tmp_path: Path) -> None:
