@@ -18,7 +18,6 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
@@ -498,10 +497,10 @@ class RunOutcome(Json):
     key: str
     what: What  # "" if every rank exited 0
     message: str
-    culprit_rank: int | None  # failed first: the others often only report a lost connection
-    ranks: tuple[RankExit, ...]
-    started_unix_s: float
-    wall_s: float
+    culprit_rank: int | None = None  # failed first: the others often only report a lost connection
+    ranks: tuple[RankExit, ...] = ()
+    started_unix_s: float = 0.0
+    wall_s: float = 0.0
     attempt: int = 0
     # A SIGKILL that neither the harness sent nor, by its own count, the kernel for want of memory.
     from_outside: bool = False
@@ -522,6 +521,10 @@ class RankRecords:
     problems: tuple[str, ...]  # lines that did not decode: 'line N: why'
     initial: InitialRecord | None = None
     after_end: tuple[str, ...] = ()  # the first of them that follows the end record
+
+    def said(self, name: str, step: int | None = None) -> list[dict[str, Any]]:
+        """Details of its events of that name, in their order; of one step, where one is given."""
+        return [e.detail for e in self.events if e.name == name and step in (None, e.step)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,9 +585,9 @@ class Verdict(Json):
     outcome: Outcome
     what: What
     message: str
-    checks: tuple[CheckResult, ...]
-    runs: dict[str, str]
-    wall_s: float
+    checks: tuple[CheckResult, ...] = ()
+    runs: dict[str, str] = field(default_factory=dict)
+    wall_s: float = 0.0
     difference: Difference | None = None
     check: str = ""
     ending: Ending | None = None
@@ -608,11 +611,9 @@ class GivenCall(Json):
 
 def given_in(records: RankRecords, step: int) -> tuple[GivenCall, ...]:
     """In the order in which the rank entered them; empty where nothing was written down."""
-    for event in records.events:
-        if event.name == GIVEN and event.step == step:
-            with suppress(RecordError, TypeError):
-                return tuple(GivenCall.from_json(each) for each in event.detail.get("calls") or ())
-    return ()
+    return tuple(
+        GivenCall.from_json(call) for d in records.said(GIVEN, step) for call in d["calls"]
+    )
 
 
 OPERATORS = "operators"
@@ -650,8 +651,5 @@ class OperatorCalls(Json):
 
 def operators_in(records: RankRecords) -> OperatorCalls:
     """Empty where nothing was written down."""
-    for event in records.events:
-        if event.name == OPERATORS:
-            with suppress(RecordError, TypeError):
-                return OperatorCalls.from_json(event.detail)
-    return OperatorCalls()
+    said = records.said(OPERATORS)
+    return OperatorCalls.from_json(said[0]) if said else OperatorCalls()

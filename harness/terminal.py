@@ -39,7 +39,7 @@ from harness.records import (
     Verdict,
 )
 from harness.runner.plan import Plan, Timeline, cost
-from harness.runner.run import Silent, View
+from harness.runner.run import View
 
 COLOURS: dict[Outcome, str] = {
     "passed": "green", "failed": "bold red", "error": "magenta",
@@ -287,7 +287,7 @@ def make_view(console: Console) -> View:
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 
-class PlainView(Silent):
+class PlainView(View):
     """One line for each event, for logs and CI."""
 
     def __init__(self, console: Console) -> None:

@@ -18,7 +18,7 @@ MAX_COLUMNS, MAX_ROWS = 120, 64
 LARGE, SMALL = 22, 9
 """Pixels of a rectangle: large ones hold their number."""
 LABEL_PX, AXIS_PX = 44, 18
-CURVE_PX, MARGIN_PX, UPPER_PX, LOWER_PX = (640, 330), 76, (20, 190), (226, 70)
+CURVE_PX, MARGIN_PX, UPPER_PX, LOWER_PX = (640, 330), 76, (20, 190), (238, 62)
 """Of the losses: size, room for numbers, top and height of both panels."""
 LARGE_ULPS = 100  # distances past it are drawn by their logarithms
 
@@ -65,7 +65,7 @@ def _panel(
     for value in dict.fromkeys((low, (low + high) / 2, high)):
         y, number = top + height * (high - value) / room, 10**value - 1 if is_log else value
         rules += f'<path class="rule" d="M{MARGIN_PX} {y:.1f}H{CURVE_PX[0]}"/>'
-        rules += f'<text class="r" x="{MARGIN_PX - 5}" y="{y + 4:.1f}">{number:.5g}</text>'
+        rules += f'<text class="r" x="{MARGIN_PX - 5}" y="{y + 4:.1f}">{number:.8g}</text>'
     return [[top + height * (high - v) / room for v in each] for each in series], rules
 
 

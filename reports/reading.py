@@ -354,7 +354,7 @@ class _Reading:
         return Verdict(
             case_id=case.id, outcome="error", what="corrupt_record" if damaged else "not_run",
             message=f"no verdict: {f'its {VERDICT_FILE} does not decode' if damaged else why}",
-            checks=(), runs={role: getattr(case, role).key for role in ROLES}, wall_s=0.0,
+            runs={role: getattr(case, role).key for role in ROLES},
         )  # fmt: skip
 
     def _letters(self, run: RunResult) -> str:
@@ -445,16 +445,15 @@ def _peaks(run: RunResult) -> dict[int, int]:
 
 def addresses(run: RunResult) -> str:
     """What graphs hold on to and which long-lived tensors moved, on the rank that has most."""
-    details = [e.detail for records in run.ranks for e in records.events if e.name == "graphs"]
+    details = [detail for records in run.ranks for detail in records.said("graphs")]
     moved: dict[int, int] = {}
     for record in (record for records in run.ranks for record in records.steps):
         if record.pointer_changes is not None:
             moved[record.step] = max(moved.get(record.step, 0), record.pointer_changes)
 
     def most(key: str) -> int:
-        found = [detail.get(key) for detail in details]
-        counts = [len(value) if isinstance(value, list) else value for value in found]
-        return max((n for n in counts if isinstance(n, int) and n is not True), default=0)
+        found = [detail.get(key, 0) for detail in details]
+        return max((len(n) if isinstance(n, list) else n for n in found), default=0)
 
     parts = [
         f"{most('captured')} graphs rely on {most('ledger_names')} named tensors, "
@@ -466,8 +465,9 @@ def addresses(run: RunResult) -> str:
             f"{sum(moved.values())} pointers moved, at most {max(moved.values())} in a step, "
             f"last in step {last}"
         )
-        listed = [d["moved"] for d in details if isinstance(d.get("moved"), list)]
-        names = dict.fromkeys(one_line(str(name), 120) for held in listed for name in held)
+        names = dict.fromkeys(
+            one_line(n, 120) for detail in details for n in detail.get("moved", ())
+        )
         parts += [f"the first of them {', '.join([*names][:MOST_NAMES])}"] if names else []
     else:
         parts.append("no pointer moved" if moved else "moved pointers were not counted")

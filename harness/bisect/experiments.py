@@ -24,7 +24,7 @@ from harness.engine.base import Engine
 from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT, runs_of
-from harness.runner.run import Judge, Silent, View, execute
+from harness.runner.run import Judge, View, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
 from harness.store.files import link_tree, make_folder, read_object, write_object
 
@@ -213,7 +213,7 @@ class Asker:
     ) -> None:  # fmt: skip
         self.folder, self.questions, self.num_runs = folder, questions or Questions(), 0
         self._adopted: set[str] = set()
-        self._engine, self._progress = engine, progress or Silent()
+        self._engine, self._progress = engine, progress or View()
 
     def ask(
         self, case: CaseSpec, words: str, *, judge: Judge = judge_case,

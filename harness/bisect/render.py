@@ -26,7 +26,7 @@ from harness.codec import Json, RecordError
 from harness.errors import one_line
 from harness.records import WHATS, CaseSpec, Outcome, RunOutcome, Verdict, What
 from harness.runner.plan import Plan
-from harness.runner.run import Silent
+from harness.runner.run import View
 from harness.scenario.suite import whole_id
 from harness.store import SEARCH_FILE
 from harness.store.files import read_object, write_atomic, write_object
@@ -279,7 +279,7 @@ def _print_rows(
     console.print(table, width=width)
 
 
-class PlainSearch(Silent):
+class PlainSearch(View):
     """A line for each question, for logs and CI: its answer says what became of the runs."""
 
     def __init__(self, console: Console) -> None:

@@ -38,7 +38,7 @@ from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.runner.plan import Plan
-from harness.runner.run import Silent
+from harness.runner.run import View
 from harness.store import LEGS, CaseRuns, RunFolder
 from harness.store.verify import DEFAULT_OUT, unused
 
@@ -59,7 +59,7 @@ class Judged(NamedTuple):
     def acted(self) -> bool:
         """Whether a rank says that it planted the fault."""
         ranks = [rank for leg in LEGS if self.runs for rank in getattr(self.runs, leg).ranks]
-        return any(event.name == "planted" for rank in ranks for event in rank.events)
+        return any(rank.said("planted") for rank in ranks)
 
     @property
     def step(self) -> int | None:
@@ -293,7 +293,7 @@ def _prepared(
     return prepare_cases(cases, name="faults", why=why, **slots)
 
 
-class _View(Silent):
+class _View(View):
     """Makes a row as soon as all cases of a fault are judged, and says clean cases at once."""
 
     def __init__(self, out: Path, say: Callable[..., None], *, search: bool) -> None:

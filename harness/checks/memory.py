@@ -118,7 +118,7 @@ def peak_bytes(records: RankRecords) -> int:
 
 def memory_notes(records: RankRecords) -> Mapping[str, Any]:
     """What the rank's event `memory` holds; empty if it wrote none."""
-    return next((event.detail for event in records.events if event.name == "memory"), {})
+    return next(iter(records.said("memory")), {})
 
 
 def growth_bytes(records: RankRecords) -> int:
@@ -289,8 +289,7 @@ def missed_turns(run: RunResult) -> CheckResult | None:
         return None
     due = taking_turns([str(name) for name in stress])
     for rank, records in rank_table(run).items():
-        turns = (e.detail.get("stress") for e in records.events if e.name == "turn")
-        had = {name for names in turns if isinstance(names, list | tuple) for name in names}
+        had = {name for detail in records.said("turn") for name in detail["stress"]}
         if missed := [name for name in due if name not in had]:
             message = f"{', '.join(missed)} never had a turn on rank {rank} in {len(records.steps)}"
             message += f" steps, a turn being {soak.turn_steps}"

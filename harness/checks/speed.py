@@ -135,11 +135,8 @@ def step_times(run: RunResult, skipped: int) -> list[float]:
 
 def digest_seconds(run: RunResult) -> float:
     """What the digests of a step take at least, on any rank; 0 if a rank does not say."""
-    found = []
-    for rank in run.ranks:
-        said = next((e.detail.get("seconds") for e in rank.events if e.name == "digest_time"), 0.0)
-        found.append(said if isinstance(said, float) and 0 < said < math.inf else 0.0)
-    return min(found, default=0.0)
+    said = ([each["seconds"] for each in rank.said("digest_time")] for rank in run.ranks)
+    return min((found[0] if found else 0.0 for found in said), default=0.0)
 
 
 # --- is one program slower than another? ------------------------------------------------------

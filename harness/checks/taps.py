@@ -165,9 +165,8 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
 def _patterns(*runs: RunResult) -> list[str]:
     """What the runs tap, by specification or by the script's own line."""
     found = [text for run in runs for text in run.spec.config.get("taps", ())]
-    for event in (event for run in runs for records in run.ranks for event in records.events):
-        given = event.detail.get("patterns") if event.name == NAME else None
-        found += given if isinstance(given, list) else ()
+    for records in (records for run in runs for records in run.ranks):
+        found += [text for detail in records.said(NAME) for text in detail["patterns"]]
     return list(dict.fromkeys(map(str, found)))
 
 

@@ -201,10 +201,8 @@ def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
         found = judge(case, *runs[:3], samples=samples, repeats=repeats)
     except Exception as error:  # noqa: BLE001 - what a forged plan can lead to has no end
         why = one_line(f"{type(error).__name__}: {error}")
-        return Verdict(
-            case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
-            message=f"its plan cannot be judged: {why}", runs={},
-        )  # fmt: skip
+        why = f"its plan cannot be judged: {why}"
+        return Verdict(case_id=case.id, outcome="error", what="corrupt_record", message=why)
     return held_against_attempts(folder, case, found)
 
 

@@ -109,7 +109,7 @@ def _attempts(
 ) -> Iterator[_Attempt]:
     """Attempts of a run, the current one last; environments of their ranks are added to `known`."""
     spec, current = getattr(case, leg), folder.run_folder(key)
-    places = [store.kept_folder(current, n) for n in range(store.num_kept(current))]
+    places = store.kept_folders(current)
     # A folder of which only the cases were kept still has its runs.
     last = current if current.is_dir() else folder.case_folder(case.id) / leg
     places += [last] if store.read_outcome(last, key)[0] is not None else []
@@ -174,8 +174,7 @@ def _answers(
     folder: store.RunFolder, case: CaseSpec, runs: Mapping[str, list[_Attempt]]
 ) -> Iterator[CaseEntry]:
     current = folder.case_folder(case.id)
-    kept = [store.kept_folder(current, n) for n in range(store.num_kept(current))]
-    for attempt, place in enumerate([*kept, current]):
+    for attempt, place in enumerate([*store.kept_folders(current), current]):
         answer, last = store.read_verdict(place, case.id), place is current
         if answer is None:
             if (place / store.VERDICT_FILE).exists():

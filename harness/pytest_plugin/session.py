@@ -32,7 +32,7 @@ from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.history import remember
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
-from harness.runner.run import Silent, advance
+from harness.runner.run import View, advance
 from harness.scenario.matrix import expand_marked
 from harness.scenario.schema import TIERS, Scenario, load_scenario
 from harness.scenario.suite import SUFFIXES, find_scenarios, joined, pairwise, read_expression
@@ -169,7 +169,7 @@ def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
     yield f"repeat it:  harness rerun {case}"
 
 
-class HarnessSession(Silent):
+class HarnessSession(View):
     """pytest's hooks of one session; `judged` is told of verdicts, whoever waits for them."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -58,7 +58,7 @@ from harness.records import (
 )
 from harness.repeats import confirming_runs, in_turn, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.plan import Plan, Queue, Seconds, arrange
-from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept
+from harness.store import LEGS, RunFolder, kept_folders, load_run_folder
 from harness.store.files import write_atomic
 from harness.store.streams import aligned
 from harness.store.verify import verified
@@ -75,7 +75,8 @@ _HALF_WRITTEN = re.compile(r"\..+\.(\d+)\.tmp")
 
 
 class View:
-    """Hears of what happens; `launch` enters it before the first call, leaves it after the last."""
+    """Hears of what happens, and shows nothing of it; `launch` enters it before the first call,
+    leaves it after the last."""
 
     def planned(self, plan: Plan) -> None:
         """The plan is made; runs follow."""
@@ -94,10 +95,6 @@ class View:
 
     def __exit__(self, *exc: object) -> None:
         return
-
-
-class Silent(View):
-    """A view that shows nothing."""
 
 
 def execution(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
@@ -234,7 +231,7 @@ class _Matrix:
     def _start(self, spec: RunSpec) -> None:
         self.under_way.add(spec.key)
         self.folder.set_aside(spec.key)
-        attempt = num_kept(self.folder.run_folder(spec.key))
+        attempt = len(kept_folders(self.folder.run_folder(spec.key)))
         self.engine.start(spec, self.folder.run_folder(spec.key), attempt=attempt)
         self.progress.run_started(spec)
 
@@ -350,10 +347,7 @@ class _Matrix:
 
 
 def _no_answer(case: CaseSpec, outcome: Outcome, why: str) -> Verdict:
-    return Verdict(
-        case_id=case.id, outcome=outcome, what="unsupported", message=why, checks=(), runs={},
-        wall_s=0.0,
-    )  # fmt: skip
+    return Verdict(case_id=case.id, outcome=outcome, what="unsupported", message=why)
 
 
 def _run_keys(case: CaseSpec) -> dict[str, str]:
@@ -496,8 +490,7 @@ def earlier_attempts(folder: RunFolder, spec: RunSpec) -> tuple[Attempt, ...]:
 
 
 def _earlier_runs(folder: RunFolder, spec: RunSpec) -> list[RunResult]:
-    current = folder.run_folder(spec.key)
-    places = [kept_folder(current, number) for number in range(num_kept(current))]
+    places = kept_folders(folder.run_folder(spec.key))
     return [load_run_folder(place, spec) for place in places]
 
 

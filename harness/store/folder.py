@@ -60,7 +60,7 @@ from harness.store.streams import read_ranks
 __all__ = [
     "CASES_FILE", "CASE_FILE", "LEGS", "MANIFEST_FILE", "OUTCOME_FILE", "OWN_FOLDERS",
     "SEARCH_FILE", "SHARDS_FILE", "SPEC_FILE", "VERDICT_FILE", "CaseRuns", "RunFolder", "begin_run",
-    "find_verdict", "kept_folder", "load_case", "load_run_folder", "num_kept", "read_outcome",
+    "find_verdict", "kept_folder", "kept_folders", "load_case", "load_run_folder", "read_outcome",
     "read_verdict", "save_outcome", "sealed_outcome", "set_aside",
 ]  # fmt: skip
 """Of `harness.store`."""
@@ -262,7 +262,7 @@ def set_aside(folder: Path) -> Path | None:
     """Keep the folder of a run or a case under the name of its attempt; None if there is none."""
     if not folder.exists():
         return None
-    kept = kept_folder(folder, num_kept(folder))
+    kept = kept_folder(folder, len(kept_folders(folder)))
     with refusals("set aside", folder):
         folder.rename(kept)
     return kept
@@ -273,9 +273,10 @@ def kept_folder(folder: Path, number: int) -> Path:
     return folder.with_name(f"{folder.name}.attempt{number}")
 
 
-def num_kept(folder: Path) -> int:
-    """How many earlier attempts of a run's or a case's folder are kept."""
-    return next(n for n in itertools.count() if not kept_folder(folder, n).exists())
+def kept_folders(folder: Path) -> list[Path]:
+    """Earlier attempts of a run's or a case's folder that are kept, oldest first."""
+    names = (kept_folder(folder, number) for number in itertools.count())
+    return list(itertools.takewhile(Path.exists, names))
 
 
 def read_verdict(folder: Path, case_id: str) -> Verdict | None:
@@ -360,10 +361,7 @@ def load_run_folder(folder: Path, spec: RunSpec) -> RunResult:
     outcome, why = read_outcome(folder, spec)
     if outcome is None:
         what: What = "interrupted" if folder.is_dir() else "not_run"
-        outcome = RunOutcome(
-            key=spec.key, what=what, message=why, culprit_rank=None, ranks=(),
-            started_unix_s=0.0, wall_s=0.0,
-        )  # fmt: skip
+        outcome = RunOutcome(key=spec.key, what=what, message=why)
     return RunResult(spec=spec, outcome=outcome, ranks=_records(folder, spec.world_size))
 
 

@@ -94,10 +94,8 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
         def fill(merged: RunFolder) -> None:
             _link_all(folders, merged)
             for case in (case for case in cases if case.id not in held):
-                verdict = Verdict(
-                    case_id=case.id, outcome="error", what="not_run", checks=(), runs={},
-                    message=whys[missing[case.id]], wall_s=0.0,
-                )  # fmt: skip
+                why = whys[missing[case.id]]
+                verdict = Verdict(case_id=case.id, outcome="error", what="not_run", message=why)
                 merged.save_verdict(verdict, case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.

@@ -9,7 +9,7 @@ import pytest
 from harness.engine.local import LocalEngine
 from harness.records import CaseSpec, Verdict
 from harness.runner.launch import Request, make_folder, prepare
-from harness.runner.run import Silent, execute
+from harness.runner.run import View, execute
 from harness.scenario.schema import Overrides
 
 SLOTS = 8
@@ -49,7 +49,7 @@ def run_scenario(
         )  # fmt: skip
         cases = prepared.plan.cases
         with make_folder(prepared, tmp_path / "run", ["test"]) as folder:
-            verdicts = execute(folder, cases, warm_engine, Silent(), retries=prepared.retries)
+            verdicts = execute(folder, cases, warm_engine, View(), retries=prepared.retries)
         assert [case.id for case in cases] == [verdict.case_id for verdict in verdicts]
         return list(zip(cases, verdicts, strict=True))
 

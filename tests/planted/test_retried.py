@@ -7,7 +7,7 @@ from typing import Any
 from harness.checks import judge
 from harness.engine.local import LocalEngine
 from harness.records import RunSpec
-from harness.runner.run import Silent, earlier_attempts, execute
+from harness.runner.run import View, earlier_attempts, execute
 from harness.store import RunFolder
 from reports.reading import summarise
 from tests.planted import stub_ranks
@@ -42,7 +42,7 @@ def test_a_plant_of_the_first_attempt_is_passed_on_attempt_two(tmp_path: Path) -
     case = records.case_spec("case", run(0), run(0, 1), run(CANDIDATE), checks={"loss": {}})
     folder = RunFolder.create(tmp_path / "out", {}, "", [case])
     with LocalEngine(2, entry=ENTRY) as engine:
-        (verdict,) = execute(folder, [case], engine, Silent(), retries=1, judge=judge)
+        (verdict,) = execute(folder, [case], engine, View(), retries=1, judge=judge)
     folder.release()
     assert verdict.outcome == "passed", verdict.message
     (attempt,) = earlier_attempts(folder, case.candidate)

@@ -17,7 +17,7 @@ from harness.records import RunOutcome
 from harness.repeats import in_turn
 from harness.runner import launch
 from harness.runner.launch import Request, prepare
-from harness.runner.run import Silent
+from harness.runner.run import View
 from harness.scenario.matrix import expand_marked as expand_all
 from harness.scenario.schema import Scenario
 from harness.store import RunFolder
@@ -242,7 +242,7 @@ def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
     assert closed == [True]
     monkeypatch.setattr(launch, "make_engine", PlantingEngine)
     prepared = launch.prepare(launch.Request(resume=KEPT))
-    done = launch.carry_out(prepared, Silent(), out=None, exit_first=False, argv=[])
+    done = launch.carry_out(prepared, View(), out=None, exit_first=False, argv=[])
     assert [verdict.outcome for verdict in done.verdicts] == ["passed"] * 2 + ["failed"] * 2
     assert len(set(PlantingEngine.MADE)) == 6
     assert len(PlantingEngine.MADE) == 7  # the one that was under way is made again

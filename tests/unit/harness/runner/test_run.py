@@ -28,7 +28,7 @@ from harness.records import (
     What,
 )
 from harness.repeats import CONFIRMING, confirming_runs, is_timed
-from harness.runner.run import Silent, execute
+from harness.runner.run import View, execute
 from harness.scenario.matrix import expand
 from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run
@@ -51,7 +51,7 @@ def case(case_id: str, world_size: int = 2, skip_reason: str = "") -> CaseSpec:
     return case_spec(case_id, reference, control, candidate, skip_reason=skip_reason)
 
 
-class Notes(Silent):
+class Notes(View):
     """Remembers what it hears."""
 
     def __init__(self) -> None:

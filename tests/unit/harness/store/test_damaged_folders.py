@@ -13,7 +13,7 @@ import pytest
 from harness.masking import MASK
 from harness.records import RunSpec, Verdict
 from harness.runner import launch
-from harness.runner.run import Silent, execute
+from harness.runner.run import View, execute
 from harness.store import RunFolder
 from harness.store.contents import write_contents
 from harness.store.files import read_plain
@@ -288,7 +288,7 @@ def test_tracebacks_are_masked(
     monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
     folder = RunFolder.open(made)
     folder.set_case_aside(CASE)
-    (verdict,) = execute(folder, folder.cases, engine(slots=2), Silent(), judge=broken)
+    (verdict,) = execute(folder, folder.cases, engine(slots=2), View(), judge=broken)
     folder.release()
     assert verdict.outcome == "error"
     engine.on_start = broken

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import Infrastructure, UsageError
 from harness.records import SCHEMA_VERSION, CaseSpec, RunSpec, dumps
-from harness.store import RunFolder, begin_run, load_case, num_kept, save_outcome
+from harness.store import RunFolder, begin_run, load_case, save_outcome
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
 from tests.support.fake_engine import Patch
@@ -167,7 +167,7 @@ def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
         folder.set_aside(key)
     texts = {p.name: (p / "rank0.jsonl").read_text() for p in folder.path.glob("runs/*")}
     assert texts == {f"{key}.attempt{n}": f"attempt {n}" for n in range(3)}
-    assert num_kept(folder.run_folder(key)) == 3
+    assert len(kept_folders(folder.run_folder(key))) == 3
 
 
 @pytest.mark.parametrize(
