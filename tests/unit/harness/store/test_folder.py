@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import Infrastructure, UsageError
 from harness.records import SCHEMA_VERSION, CaseSpec, RunSpec, dumps
-from harness.store import RunFolder, begin_run, load_case, save_outcome
+from harness.store import RunFolder, begin_run, kept_folders, load_case, save_outcome
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
 from tests.support.fake_engine import Patch
