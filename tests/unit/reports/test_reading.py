@@ -186,10 +186,6 @@ def test_addresses_are_those_of_the_rank_that_has_most(everything: Path) -> None
     )
     assert of_run(whole, ([0, 0], None)) == "no pointer moved"
     assert of_run(whole, ([None, None], None)) == "moved pointers were not counted"
-    hostile = {"captured": "many", "ledger_names": True, "moved": [1, None]}
-    assert of_run(whole, ([1], hostile)) == (
-        "1 pointers moved, at most 1 in a step, last in step 0; the first of them 1, None"
-    )
 
 
 # --- what the history says --------------------------------------------------------------------

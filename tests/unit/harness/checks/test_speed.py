@@ -83,9 +83,8 @@ def test_pairs_of_runs_are_judged(theirs: list[float], told: tuple[str, str], wh
 
 @pytest.mark.parametrize(
     ("seconds", "outcome", "slower"),
-    [(0.0, "passed", 0.04), (0.01, "failed", 0.08), (0.5, "failed", 0.2),
-     (math.inf, "passed", 0.04), (-1.0, "passed", 0.04), ("1", "passed", 0.04)],
-)  # fmt: skip
+    [(0.0, "passed", 0.04), (0.01, "failed", 0.08), (0.5, "failed", 0.2)],
+)
 def test_what_digests_take_hides_no_slow_down(seconds: Any, outcome: str, slower: float) -> None:
     """4 % of a step of which half are digests is 8 % of the program."""
     legs = [
