@@ -46,12 +46,11 @@ NOTHING = Past(cases={}, flaky=())
 
 def look_back(place: Path, scenario: str, created: str, num_cases: int) -> Past:
     """The last runs of a scenario's cases, up to when a folder of so many was `created`."""
-    if not place.is_file():
+    if not place.exists():
         return NOTHING
     days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, num_cases)))
     try:
-        with History.open(place) as history:
-            found = trends(history, scenario, days=days, until=created)
+        found = trends(History.open(place), scenario, days=days, until=created)
     except HarnessError as error:
         return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
     cases = {trend.case_id: _case(trend) for trend in found}

@@ -20,7 +20,7 @@ from harness.bisect.render import known_of
 from harness.checks import confirmation, exit_code
 from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
-from harness.history import DATABASE_FILE, NOT_WRITTEN_FILE, machine_kind
+from harness.history import HISTORY_FOLDER, NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
 from harness.runner.plan import MIB, Cost, Timeline, cost
@@ -262,7 +262,7 @@ def _compared(case: CaseReport, check: str, what: str) -> str:
 def summarise(path: Path, history: Path | None = None) -> Report:
     """Read a run folder into a `Report` (`UsageError`: it is none, or damaged beyond reading).
 
-    `history` is where earlier runs are looked up; None for the database next to the folder.
+    `history` is where earlier runs are looked up; None for the history next to the folder.
     """
     read = _Reading(RunFolder.open(path))
     folder, manifest = read.folder, read.folder.manifest
@@ -283,7 +283,7 @@ def summarise(path: Path, history: Path | None = None) -> Report:
         environments=read.environments,
         history_note=history_note(folder.path),
         notes=tuple(one_line(str(note), 400) for note in manifest.get("notes") or ()),
-        past=look_back(history or folder.path.parent / DATABASE_FILE, name, created, len(planned)),
+        past=look_back(history or folder.path.parent / HISTORY_FOLDER, name, created, len(planned)),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The commands `harness history` and `harness compare`, and their tables."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,8 @@ from harness.terminal import COLOURS, cell, make_console, print_line, print_tabl
 MOST_ANSWERS = 60
 """Of one case: what a table shows of them."""
 _database = click.option(
-    "--history", "database", type=PATH, metavar="FILE",
-    default=DEFAULT_OUT / of.DATABASE_FILE, show_default=True, help="History file.",
+    "--history", "database", type=PATH, metavar="FOLDER",
+    default=DEFAULT_OUT / of.HISTORY_FOLDER, show_default=True, help="Folder of the history.",
 )  # fmt: skip
 
 
@@ -62,8 +63,7 @@ def history_command(
     if folders:
         _take_in(database, folders, as_json=as_json)
         return ExitCode.PASSED
-    with of.History.open(database) as history:
-        found = _chosen(history, name, days)
+    found = _chosen(of.History.open(database), name, days)
     trends = [trend for cases in found.values() for trend in cases]
     console = make_console()
     if as_json:
@@ -95,28 +95,24 @@ def _take_in(database: Path, folders: Sequence[Path], *, as_json: bool) -> None:
     )
 
 
-def _chosen(history: of.History, name: str | None, days: int) -> dict[str, Sequence[of.CaseTrend]]:
+def _chosen(history: of.History, name: str | None, days: int) -> dict[str, list[of.CaseTrend]]:
     """Trends by scenario: of all, of one, or of the cases that have this id."""
-    rows = history.query(
-        "SELECT DISTINCT folders.scenario, cases.case_id FROM cases JOIN folders "
-        "ON cases.folder = folders.id ORDER BY 1, 2"
-    )
-    pairs = [(str(scenario), str(case)) for scenario, case in rows]
-    if not pairs:
+    trends = of.trends(history, days=days)
+    if not trends:
         raise NothingSelected(f"{history.path} holds no run yet")
-    scenarios = dict.fromkeys(scenario for scenario, _ in pairs)
-    wanted: list[tuple[str, str | None]] = [(s, None) for s in scenarios if name in (None, s)]
-    wanted = wanted or [(s, c) for s, c in pairs if name in (c, f"{s}/{c}")]
-    if not wanted:
-        known = [*scenarios, *dict.fromkeys(case for _, case in pairs)]
+    found: dict[str, list[of.CaseTrend]] = {}
+    for trend in trends:
+        names = (trend.scenario, trend.case_id, f"{trend.scenario}/{trend.case_id}")
+        if name is None or name in names:
+            found.setdefault(trend.scenario, []).append(trend)
+    found = {name: found[name]} if name is not None and name in found else found
+    if not found:
+        known = [n for trend in trends for n in (trend.scenario, trend.case_id)]
         raise UsageError(
-            f"{shown(str(name))}: expected a case or a scenario of {history.path}"
-            f"{did_you_mean(str(name), known)}"
+            f"{shown(str(name))}: expected a case or a scenario that ran in the last {days} days, "
+            f"by {history.path}{did_you_mean(str(name), dict.fromkeys(known))}"
         )
-    found = {scenario: of.trends(history, scenario, case, days=days) for scenario, case in wanted}
-    if not any(found.values()):
-        raise NothingSelected(f"no {shown(str(name))} in the last {days} days of the history")
-    return {scenario: cases for scenario, cases in found.items() if cases}
+    return found
 
 
 @click.command("compare")
@@ -146,8 +142,7 @@ def _entry(name: str, database: Path) -> FolderEntry:
         return of.gather(RunFolder.open(Path(name)))
     found: list[FolderEntry] = []
     if name and database.exists():
-        with of.History.open(database) as history:
-            found = list(history.entries(name, most=2))
+        found = list(itertools.islice(of.History.open(database).entries(name), 2))
     if len(found) != 1:
         several = "several runs of" if found else "nothing, also in"
         raise UsageError(f"{shown(name)}: expected a run folder or an id, got {several} {database}")
@@ -157,7 +152,7 @@ def _entry(name: str, database: Path) -> FolderEntry:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def print_scenarios(console: Console, scenarios: dict[str, Sequence[of.CaseTrend]]) -> None:
+def print_scenarios(console: Console, scenarios: dict[str, list[of.CaseTrend]]) -> None:
     """A line a scenario: runs, the last answers, failing cases, changed values."""
     rows = []
     for name, found in scenarios.items():

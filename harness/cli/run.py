@@ -12,7 +12,7 @@ from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.cli.report import Reports, as_text, open_page, report_again
 from harness.errors import UsageError, one_line
-from harness.history import DATABASE_FILE, remember
+from harness.history import HISTORY_FOLDER, remember
 from harness.masking import Masker
 from harness.records import ExitCode
 from harness.runner import launch
@@ -31,8 +31,8 @@ from harness.terminal import (
 
 _history = options.options(
     click.option(
-        "--history", "database", type=PATH, metavar="FILE",
-        help=f"Record results in this file; by default {DATABASE_FILE} next to the run folder.",
+        "--history", "database", type=PATH, metavar="FOLDER",
+        help=f"Record results in this folder; by default {HISTORY_FOLDER} next to the run folder.",
     ),
     click.option("--no-history", is_flag=True, help="Do not record results in a history."),
 )  # fmt: skip
@@ -69,7 +69,7 @@ def run(
 ) -> int:  # fmt: skip
     """Run SCENARIO files, or all in folders, with one schedule and one report."""
     place = request["resume"] or request["out"]
-    history = (DEFAULT_OUT if place is None else place.absolute().parent) / DATABASE_FILE
+    history = (DEFAULT_OUT if place is None else place.absolute().parent) / HISTORY_FOLDER
     wanted = launch.Request(
         overrides=Overrides(sets, axes), history=None if no_history else database or history,
         **request,
@@ -137,7 +137,7 @@ def _carry_out(
                 for case in prepared.plan.cases if case.id in failed)  # fmt: skip
     if command := next(filter(None, searches), ""):
         print_line(console, f"find the cause: {typed(command)}")
-    history = database or done.folder.parent / DATABASE_FILE
+    history = database or done.folder.parent / HISTORY_FOLDER
     if not no_history and (warning := remember(done.folder, history)):
         click.echo(f"harness: {warning}", err=True)
     # After the verdicts: a report that cannot be written must not swallow them.

@@ -1,12 +1,12 @@
-"""The history of runs: what ran, on what, with which answer, in one SQLite file.
+"""The history of runs: what ran, on what, with which answer.
 
-    run folder -> gathering -> ledger (the file) -> trend
+    run folder -> gathering -> ledger (the files) -> trend
 
 Nothing that was recorded is ever changed or removed.
 """
 
 from harness.history.gathering import (
-    DATABASE_FILE,
+    HISTORY_FOLDER,
     NOT_WRITTEN_FILE,
     gather,
     machine_kind,
@@ -17,6 +17,6 @@ from harness.history.ledger import History
 from harness.history.trend import Answer, CaseTrend, Comparison, Flaky, compare, flaky_cases, trends
 
 __all__ = [
-    "DATABASE_FILE", "NOT_WRITTEN_FILE", "Answer", "CaseTrend", "Comparison", "Flaky", "History",
+    "HISTORY_FOLDER", "NOT_WRITTEN_FILE", "Answer", "CaseTrend", "Comparison", "Flaky", "History",
     "compare", "flaky_cases", "gather", "machine_kind", "record_folder", "remember", "trends",
 ]  # fmt: skip

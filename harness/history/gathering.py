@@ -32,7 +32,7 @@ from harness.records import CaseSpec, RunResult, RunSpec
 from harness.store.files import write_atomic
 from harness.store.verify import verified, verified_alone
 
-DATABASE_FILE = "history.sqlite"
+HISTORY_FOLDER = "history"
 NOT_WRITTEN_FILE = "history_not_written.txt"
 MAX_TEXT_CHARS = 500
 
@@ -63,8 +63,7 @@ def record_folder(folder: Path, database: Path) -> Counter[str]:
     """Record a run folder, as `History.record` (`HarnessError`: it is none, or as there)."""
     with store.RunFolder.open(folder) as opened:
         entry = gather(opened)
-    with History.open(database, create=True) as history:
-        return history.record(entry)
+    return History.open(database, create=True).record(entry)
 
 
 def gather(folder: store.RunFolder) -> FolderEntry:

@@ -1,40 +1,33 @@
-"""The file of the history, SQLite: a row an entry, final once it is recorded, rows only ever added.
+"""The history: a folder of files, one a run folder, final once recorded, entries only ever added.
 
     FolderEntry      one `harness run`: scenario, commit, environment, shard, tier
       CaseEntry      one answer for one case: outcome, causes, first difference
       RunEntry       one attempt of one training run: how it ended, times, memory, bits
 
-Fields are the columns of the tables; "", None or 0 where nothing was recorded. Entries are recorded
-in one transaction a run folder, and read against the digests of their rows. The journal is SQLite's
-rollback journal, not a write-ahead log: a log needs memory that processes share, which a network
-file system does not give. Writers take turns of up to `BUSY_S` seconds. A damaged file is never
-written to, nor renamed.
+"", None or 0 where nothing was recorded. Files are those of `harness.store.files`: whole or not
+there, whoever is killed, and with a checksum. A damaged one is never written to. Their names have
+the time, the id and the scenario, so that what is not asked for is not read:
+
+    20310203T030000+0000_3f1c0a9d..._nightly.v7.json
 """
 
-import dataclasses
 import hashlib
 import json
-import os
-import sqlite3
-import tempfile
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
-from urllib.parse import quote
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
-from harness.codec import strict_loads
 from harness.errors import Infrastructure, UsageError
-from harness.records import Difference, Json, Outcome, RunSpec, What
-from harness.store.files import make_folder
+from harness.records import Difference, Json, Outcome, RecordError, RunSpec, What
+from harness.store.files import make_folder, read_object, told, write_object
 
-APPLICATION_ID, SCHEMA_VERSION = 0x44304A31, 6
-"""In the header of the file: another program's database is not taken for a history."""
-BUSY_S = 60.0
+SUFFIX = ".v7.json"
+"""With the version of these types: entries of another one are not read."""
 ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 Attempt = Annotated[int, Meta(ge=0)]
 """0 for the first that the folder ever held."""
@@ -124,188 +117,86 @@ def work_of(spec: RunSpec) -> str:
     return name_of([spec.config, spec.device, spec.world_size, plant, spec.rounding])
 
 
-# --- the file ---------------------------------------------------------------------------------
-
-Entry = TypeVar("Entry", CaseEntry, RunEntry, FolderEntry)
-# Of each kind of entry: its table, and the columns that identify a row.
-_TABLES: dict[type[Json], tuple[str, tuple[str, ...]]] = {
-    FolderEntry: ("folders", ("id",)),
-    CaseEntry: ("cases", ("folder", "case_id", "attempt")),
-    RunEntry: ("runs", ("folder", "key", "attempt")),
-}
-_FIELDS: dict[type[Json], tuple[str, ...]] = {
-    kind: tuple(f.name for f in dataclasses.fields(kind) if f.name not in ("cases", "runs"))
-    for kind in _TABLES
-}
-_AS_JSON = ("labels", "causes", "retried", "difference", "environment", "fingerprints")
+# --- the files --------------------------------------------------------------------------------
 
 
 class Damaged(Infrastructure):
-    """The database cannot be trusted. It is not written to."""
+    """An entry cannot be trusted. It is not written to."""
 
 
 class History:
-    """An open history."""
+    """A history, whose folder is `path`."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.connection = connection
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
-        """Open a history, or make one with `create`.
+        """A history, made with `create` if there is none.
 
-        `UsageError`: there is none, it is something else, or of another schema. `Damaged`: it is
-        not whole. `Infrastructure`: the disk refused, or others kept it locked.
+        `UsageError`: there is none, or a file. `Infrastructure`: the disk refused.
         """
-        if not path.exists():
-            if not create:
-                how = "`harness run` makes one, `harness history --add RUN` too"
-                raise UsageError(f"{path}: expected a history, got nothing; {how}")
-            _make(path)
-        with _refusals("open", path):
-            # mode=rw: SQLite would make an empty database where there is none.
-            connection = sqlite3.connect(
-                f"file:{quote(str(path.absolute()))}?mode=rw", uri=True, timeout=BUSY_S,
-                isolation_level=None,
-            )  # fmt: skip
-            try:
-                _check(connection, path)
-            except BaseException:
-                connection.close()
-                raise
-        return cls(path, connection)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
+        if create:
+            make_folder(path)
+        elif not path.is_dir():
+            got = "a file" if path.exists() else "nothing"
+            how = "`harness run` makes one, `harness history --add RUN` too"
+            raise UsageError(f"{path}: expected the folder of a history, got {got}; {how}")
+        return cls(path)
 
     def record(self, entry: FolderEntry) -> Counter[str]:
         """Add what is new of a run folder; what is there already stays as it is.
 
-        How many `folders`, `cases` and `runs` are new, and how many rows the history holds with
-        other contents (`differing`). `Infrastructure`: the disk refused, or others kept the history
-        locked; nothing is added.
+        How many `folders`, `cases` and `runs` are new, and how many of them the history holds with
+        other contents (`differing`). `Infrastructure`: the disk refused; nothing is added.
         """
-        counts: Counter[str] = Counter(folders=0, cases=0, runs=0, differing=0)
-        alone = dataclasses.replace(entry, cases=(), runs=())
-        with _refusals("write", self.path), self.connection:  # all of it, or rolled back
-            self.connection.execute("BEGIN IMMEDIATE")  # waits for other writers
-            for row in (alone, *entry.cases, *entry.runs):
-                table, keys = _TABLES[type(row)]
-                values = {name: _stored(name, getattr(row, name)) for name in _FIELDS[type(row)]}
-                values = values if row is alone else {"folder": entry.id} | values
-                values["digest"] = name_of(list(values.values()))
-                sql = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(values))})"
-                if self.connection.execute(sql, tuple(values.values())).rowcount:
-                    counts[table] += 1
-                    continue
-                same = " AND ".join(f'"{name}" = ?' for name in (*keys, "digest"))
-                sql = f"SELECT COUNT(*) FROM {table} WHERE {same}"
-                held = self.connection.execute(sql, [values[name] for name in (*keys, "digest")])
-                counts["differing"] += not held.fetchone()[0]
+        held = next(self.entries(entry.id), replace(entry, cases=(), runs=()))
+        counts = Counter(folders=int(not self._files(entry.id)), cases=0, runs=0, differing=0)
+        counts["differing"] += replace(held, cases=(), runs=()) != replace(entry, cases=(), runs=())
+        known = {_key(row): row for row in (*held.cases, *held.runs)}
+        new = [
+            row for row in (*entry.cases, *entry.runs) if known.setdefault(_key(row), row) is row
+        ]
+        counts["differing"] += sum(known[_key(row)] != row for row in (*entry.cases, *entry.runs))
+        cases = tuple(row for row in new if isinstance(row, CaseEntry))
+        runs = tuple(row for row in new if isinstance(row, RunEntry))
+        counts |= Counter(cases=len(cases), runs=len(runs))
+        if counts["folders"] or new:
+            whole = replace(held, cases=(*held.cases, *cases), runs=(*held.runs, *runs))
+            parts = (entry.created.replace("-", "").replace(":", ""), entry.id, entry.scenario)
+            write_object(self.path / f"{'_'.join(map(_plain, parts))}{SUFFIX}", whole)
         return counts
 
-    def query(self, sql: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
-        """All rows of a SELECT, as they are (`Infrastructure`: it cannot be read)."""
-        with _refusals("read", self.path):
-            return self.connection.execute(sql, tuple(values)).fetchall()
+    def entries(
+        self, prefix: str = "", scenario: str | None = None, *, newest_first: bool = False
+    ) -> Iterator[FolderEntry]:
+        """Run folders, oldest first, or those whose id begins with `prefix`, or of a scenario.
 
-    def rows(
-        self, kind: type[Entry], where: str, values: Sequence[object] = ()
-    ) -> Iterator[tuple[str, Entry]]:
-        """Entries of one kind with the id of their run folder (`Damaged`: one was changed).
-
-        `where` is what follows `SELECT ... FROM table`, `values` are for its question marks.
+        `Damaged`: one is not as it was written.
         """
-        table, keys = _TABLES[kind]
-        for row in self.query(f"SELECT {table}.* FROM {table} {where}", values):
+        found = self._files(prefix, scenario)
+        for path in reversed(found) if newest_first else found:
             try:
-                if name_of(list(row)[:-1]) != row["digest"]:
-                    raise ValueError("its digest does not fit")
-                plain = {name: row[name] for name in _FIELDS[kind]}
-                parsed = {n: strict_loads(v) for n, v in plain.items() if n in _AS_JSON and v}
-                entry = kind.from_json(plain | parsed)
-            except (ValueError, TypeError, LookupError, RecursionError) as error:
-                names = " ".join(str(row[name]) for name in keys)
-                why = f"{table}: {names}: {error}"
-                raise Damaged(f"the history {self.path} is damaged: {why}") from error
-            yield str(row[0]), entry
+                entry = FolderEntry.from_json(read_object(path))
+            except (OSError, RecordError) as error:
+                raise Damaged(f"the history {self.path} is damaged: {told(error)}") from error
+            if scenario in (None, entry.scenario):
+                yield entry
 
-    def entries(self, prefix: str = "", most: int = -1) -> Iterator[FolderEntry]:
-        """Every run folder, oldest first; or at most so many whose id begins with `prefix`."""
-        # One at a time: a reader that holds the whole history open would keep writers waiting.
-        sql = "SELECT id FROM folders WHERE substr(id, 1, ?) = ? ORDER BY created, id LIMIT ?"
-        owned = "WHERE folder = ? ORDER BY rowid"
-        for (folder,) in self.query(sql, (len(prefix), prefix, most)):
-            for _, alone in self.rows(FolderEntry, "WHERE id = ?", [folder]):
-                cases = tuple(case for _, case in self.rows(CaseEntry, owned, [folder]))
-                runs = tuple(run for _, run in self.rows(RunEntry, owned, [folder]))
-                yield dataclasses.replace(alone, cases=cases, runs=runs)
+    def _files(self, prefix: str, scenario: str | None = None) -> list[Path]:
+        found = []
+        for path in sorted(self.path.glob(f"*_*_*{SUFFIX}")):
+            _, name, of = path.name.removesuffix(SUFFIX).split("_", 2)
+            if name.startswith(prefix) and (scenario is None or of == _plain(scenario)):
+                found.append(path)
+        return found
 
 
-@contextmanager
-def _refusals(verb: str, path: Path) -> Iterator[None]:
-    """What SQLite and the disk refuse in one line: `Damaged`, else `Infrastructure`."""
-    try:
-        yield
-    except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        # SQLite has no code for text that is not UTF-8.
-        text = not isinstance(error, OSError) and "decode" in str(error)
-        if text or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise Damaged(f"the history {path} is damaged: {error}") from error
-        busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-        hint = ", or lies where files cannot be locked (--history FILE)" if busy else ""
-        why = getattr(error, "strerror", None) or error
-        raise Infrastructure(f"cannot {verb} the history {path}: {why}{hint}") from error
+def _key(row: CaseEntry | RunEntry) -> tuple[bool, str, int]:
+    is_case = isinstance(row, CaseEntry)
+    return is_case, row.case_id if isinstance(row, CaseEntry) else row.key, row.attempt
 
 
-def _make(path: Path) -> None:
-    """Make an empty history, whole from the beginning, unless another process has made one."""
-    make_folder(path.parent)
-    with _refusals("make", path), closing(sqlite3.connect(":memory:")) as made:
-        made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        made.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        for kind, (table, keys) in _TABLES.items():
-            own = () if kind is FolderEntry else ("folder",)
-            # Columns without a type: values come back as they were written.
-            names = ", ".join(f'"{name}"' for name in (*own, *_FIELDS[kind], "digest"))
-            key = ", ".join(f'"{name}"' for name in keys)
-            made.execute(f"CREATE TABLE {table} ({names}, PRIMARY KEY ({key}))")
-        made.execute("CREATE INDEX folders_of_scenario ON folders (scenario, created)")
-        made.commit()
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as file:
-            file.write(made.serialize())
-            file.flush()
-            os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(file.name, path)
-
-
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """See that the file is ours, of this schema, and whole."""
-    connection.row_factory = sqlite3.Row
-    for setting in ("journal_mode = DELETE", "synchronous = FULL", "trusted_schema = OFF"):
-        connection.execute(f"PRAGMA {setting}")
-    # Not quick_check, which does not see rows that an index no longer finds.
-    program, schema, whole = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0]
-        for name in ("application_id", "user_version", "integrity_check(1)")
-    )
-    whole = whole if path.stat().st_size else "it is empty"
-    if program != APPLICATION_ID and path.stat().st_size:
-        raise UsageError(f"{path}: expected a history, got another program's database")
-    if whole != "ok":
-        raise Damaged(f"the history {path} is damaged: {whole}")
-    if schema != SCHEMA_VERSION:
-        expected = f"expected a history of schema {SCHEMA_VERSION}, got {schema} of another harness"
-        raise UsageError(f"{path}: {expected}; --history FILE begins a new one")
-
-
-def _stored(name: str, value: object) -> object:
-    if name not in _AS_JSON or value is None:
-        return value
-    return ENCODER.encode(value.to_json() if isinstance(value, Json) else value)
+def _plain(text: str) -> str:
+    """A text as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.+-]", "-", text)[:80]

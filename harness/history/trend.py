@@ -17,7 +17,7 @@ reference and control, one run made twice, as a root of the mean square over all
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
@@ -102,34 +102,33 @@ class Flaky(Json):
 
 
 def trends(
-    history: History, scenario: str, case_id: str | None = None, *, days: int | None = None,
-    until: str = "",
+    history: History, scenario: str | None = None, *, days: int | None = None, until: str = "",
 ) -> tuple[CaseTrend, ...]:  # fmt: skip
-    """The trend of each case of a scenario, or of one of them, by id.
+    """The trend of each case of a scenario, or of all.
 
     Of the last `days` on which something ran (None: all), and of folders made `until` then.
     """
-    of_scenario = "WHERE scenario = ? AND created BETWEEN ? AND ? ORDER BY created"
-    days_of = f"SELECT DISTINCT substr(created, 1, 10) FROM folders {of_scenario} DESC LIMIT ?"
-    until = until or "~"
-    kept = history.query(days_of, [scenario, "", until, -1 if days is None else days])
-    since = kept[-1][0] if kept else ""
-    chosen = "folder = ? AND (? IS NULL OR case_id = ?)"
-    of_run = f'WHERE folder = ? AND "key" IN (SELECT candidate FROM cases WHERE {chosen})'
-    found: dict[str, list[_Answered]] = {}
-    for owner, folder in history.rows(FolderEntry, f"{of_scenario}, id", [scenario, since, until]):
-        asked = [owner, case_id, case_id]
-        cases = [c for _, c in history.rows(CaseEntry, f"WHERE {chosen} ORDER BY attempt", asked)]
-        runs = history.rows(RunEntry, f"{of_run} ORDER BY attempt", [owner, *asked])
-        measured = {run.key: run for _, run in runs if not run.what}
+    seen, dates = list[_Folder](), set[str]()
+    for folder in history.entries(scenario=scenario, newest_first=True):
+        if until and folder.created > until:
+            continue
+        dates.add(folder.created[:10])
+        if days is not None and len(dates) > days:
+            break
+        asked = {case.candidate for case in folder.cases}
+        runs = {run.key: run for run in folder.runs if not run.what and run.key in asked}
+        seen.append((replace(folder, cases=(), runs=()), folder.cases, runs))
+    found: dict[tuple[str, str], list[_Answered]] = {}
+    for folder, cases, runs in reversed(seen):
         last = {case.case_id: case.attempt for case in cases}
-        for case in cases:
+        for case in sorted(cases, key=lambda case: case.attempt):
             # Runs of a folder are those of its last answer.
-            run = measured.get(case.candidate) if case.attempt == last[case.case_id] else None
-            found.setdefault(case.case_id, []).append((folder, case, run))
-    return tuple(_trend(scenario, name, found[name]) for name in sorted(found))
+            run = runs.get(case.candidate) if case.attempt == last[case.case_id] else None
+            found.setdefault((folder.scenario, case.case_id), []).append((folder, case, run))
+    return tuple(_trend(*name, found[name]) for name in sorted(found))
 
 
+_Folder = tuple[FolderEntry, tuple[CaseEntry, ...], dict[str, RunEntry]]  # candidates that ended
 _Answered = tuple[FolderEntry, CaseEntry, RunEntry | None]  # the candidate's, if it ended well
 
 

@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--harness-ranks-per-gpu", type=_positive, metavar="N", help="Let N ranks share a GPU.")
     add("--harness-incomparable", choices=["fail", "xfail"], default="fail",
         help="What a case whose runs cannot be compared is to pytest.")  # fmt: skip
-    add("--harness-history", metavar="FILE", help="History to record in; none by default.")
+    add("--harness-history", metavar="FOLDER", help="History to record in; none by default.")
     parser.addini("harness", "As --harness, for every run.", type="bool", default=False)
     parser.addini(
         "harness_files", "Patterns of scenario files.", type="args", default=["*.yaml", "*.yml"]

@@ -61,7 +61,8 @@ CORES = 8
 """Of the machine that shards are cut for: the same whoever cuts."""
 NEWEST = 5
 """As many times of equal work, or folders, are looked at."""
-MAX_RUNS = 200_000
+MAX_RUNS = 20_000
+"""Of the history that are looked at, the newest: a plan must not wait for all."""
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 """Seconds of a run's start-up, and more for each rank."""
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
@@ -315,26 +316,32 @@ def expected_here(database: Path | None, here: Machine) -> Estimates:
     """For a plan on this machine; a history that is missing or damaged says nothing."""
     with suppress(HarnessError):
         if database is not None and database.exists():
-            with History.open(database) as history:
-                return expected(history, machine_kind(json.loads(dumps(here))), num_cores())
+            here_kind = machine_kind(json.loads(dumps(here)))
+            return expected(History.open(database), here_kind, num_cores())
     return Estimates(by_size(), _SERVER_START_S)
 
 
 def expected(history: History, machine: str, cores: int) -> Estimates:
     """What the history knows of the time of runs on a kind of machine; read once, asked often."""
     ended, failed, starts, steps = (defaultdict[object, list[float]](list) for _ in range(4))
-    for work, what, wall_s, preset, world_size, device, num_steps, step_s in history.query(
-        "SELECT work, what, wall_s, preset, world_size, runs.device, steps, step_s "
-        "FROM runs JOIN folders ON runs.folder = folders.id "
-        "WHERE folders.machine = ? AND wall_s > 0 AND typeof(wall_s) = 'real' AND what NOT IN "
-        f"('interrupted', 'not_run') ORDER BY created DESC, started_unix_s DESC LIMIT {MAX_RUNS}",
-        [machine],
-    ):
-        (failed if what else ended)[work].append(wall_s)
-        if not what and preset and isinstance(step_s, float):
-            similar = (preset, world_size, device)
-            starts[similar].append(max(0.0, wall_s - num_steps * step_s))
-            steps[similar].append(step_s)
+    before_s, num_runs = list[float](), 0  # from the making of a run folder to its first run
+    for folder in history.entries(newest_first=True):
+        if (num_runs := num_runs + len(folder.runs)) > MAX_RUNS:
+            break
+        runs = [run for run in folder.runs if run.wall_s > 0 and folder.machine == machine]
+        for run in sorted(runs, key=lambda run: run.started_unix_s, reverse=True):
+            if run.what in ("interrupted", "not_run"):
+                continue
+            (failed if run.what else ended)[run.work].append(run.wall_s)
+            if not run.what and run.preset and run.step_s is not None:
+                similar = (run.preset, run.world_size, run.device)
+                starts[similar].append(max(0.0, run.wall_s - run.steps * run.step_s))
+                steps[similar].append(run.step_s)
+        first_s = min((run.started_unix_s for run in runs if run.started_unix_s > 0), default=None)
+        with suppress(ValueError):
+            if first_s is not None and len(before_s) < NEWEST:
+                made_s = datetime.fromisoformat(folder.created).timestamp()
+                before_s.append(max(0.0, first_s - made_s))
     by_work, start, step = (
         {name: median(values[:NEWEST]) for name, values in found.items()}
         for found in ({**failed, **ended}, starts, steps)
@@ -351,14 +358,6 @@ def expected(history: History, machine: str, cores: int) -> Estimates:
         slowdown = SLOWDOWN if spec.rounding else 1.0
         return start[similar] + int(spec.config.get("steps", 0)) * step[similar] * slowdown
 
-    before_s = []  # from the making of a run folder to its first run
-    for created, first in history.query(
-        "SELECT created, MIN(started_unix_s) FROM runs JOIN folders ON runs.folder = folders.id "
-        "WHERE folders.machine = ? AND started_unix_s > 0 GROUP BY folders.id "
-        f"ORDER BY created DESC LIMIT {NEWEST}", [machine],
-    ):  # fmt: skip
-        with suppress(TypeError, ValueError):
-            before_s.append(max(0.0, float(first) - datetime.fromisoformat(created).timestamp()))
     return Estimates(seconds, median(before_s) if before_s else _SERVER_START_S)
 
 

@@ -22,7 +22,6 @@ TAKES_APART = frozenset(
 )  # fmt: skip
 READS = {
     "harness/engine/outcome.py": "faulthandler's stacks of a process that answers no more",
-    "harness/history/ledger.py": "SQLite gives text that does not decode no error code",
     "harness/provenance.py": "PyTorch says of a cuDNN that it refuses which one that is",
 }
 """Files that take sentences apart, and whose they are."""

@@ -10,13 +10,11 @@ hands     somebody changed what a file says, its checksum too: only judging agai
 harmless  nothing that a verdict rests on
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
-import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.history import History
 from harness.records import ExitCode
 from harness.store.files import MAX_FILE_BYTES, checksum_of
 from tests.chaos import good
@@ -463,7 +462,7 @@ def examine(specimen: Specimen, base: Path, folder: Path) -> list[str]:
 
 def _read(specimen: Specimen, folder: Path) -> Iterator[str]:
     """What other readers make of it: no traceback, and no pass shown, merged or recorded."""
-    merged, database = folder.with_name("merged"), folder.with_name("history.sqlite")
+    merged, database = folder.with_name("merged"), folder.with_name("history")
     again = folder.with_name("again")
     for args in (
         ("show", CASE, str(folder), "--json"), ("show", str(folder / "cases" / CASE)),
@@ -482,13 +481,11 @@ def _read(specimen: Specimen, folder: Path) -> Iterator[str]:
         if not specimen.may_pass and (passed or merged_well):
             yield f"{args[0]}: passed"
     if database.exists() and specimen.named and not specimen.may_pass:
-        with contextlib.closing(sqlite3.connect(database)) as connection:
-            told = connection.execute("SELECT outcome FROM cases WHERE case_id = ?", (CASE,))
-            if ("passed",) in told.fetchall():
-                yield "history: passed"
-    for made in (merged, again):
+        told = (case for entry in History.open(database).entries() for case in entry.cases)
+        if any(case.case_id == CASE and case.outcome == "passed" for case in told):
+            yield "history: passed"
+    for made in (merged, again, database):
         shutil.rmtree(made, ignore_errors=True)
-    database.unlink(missing_ok=True)
 
 
 def _judged(specimen: Specimen, folder: Path, path: Path) -> Iterator[str]:

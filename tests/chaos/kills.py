@@ -103,8 +103,8 @@ class Matrix:
         for path in self.run.rglob(".*.tmp"):
             if "runs" not in path.parts:
                 yield f"left behind: {path}"
-        with History.open(self.run.parent / "history.sqlite") as history:
-            (entry,) = history.entries()
+        history = History.open(self.run.parent / "history")
+        (entry,) = history.entries()
         last = {case.case_id: case.outcome for case in entry.cases}
         yield from (f"in the history: {case}" for case in last if last[case] != "passed")
         if len(last) != entry.num_cases:

@@ -224,7 +224,7 @@ def secrets(folder: Path) -> Iterator[str]:
     for number, (code, args) in enumerate((
         (1, ("run", str(path), "--out", "run", "-k", f"attn or {token}")),
         (1, ("run", "--resume", "run")), (0, ("report", "run")), (1, ("check", "run", "--json")),
-        (0, ("show", failed, "run")), (0, ("history", "--history", "history.sqlite")),
+        (0, ("show", failed, "run")), (0, ("history", "--history", "history")),
         (1, ("rerun", failed, "run", "--out", "again")),
         (4, ("run", str(path), "--set", f"model.preset={token}")), (4, ("run", f"{token}.yaml")),
         (4, ("show", token, "run")),
@@ -241,7 +241,7 @@ def secrets(folder: Path) -> Iterator[str]:
             yield f"{name} is in {at}"
     if not any(b"connecting with ***" in data for data in places.values()):
         yield "nothing was masked: the ranks told no secret"
-    if "history.sqlite" not in places:
+    if not any(name.startswith("history/") for name in places):
         yield f"no history among {sorted(places)}"
 
 

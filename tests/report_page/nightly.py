@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from harness.history import DATABASE_FILE, History, gather
+from harness.history import HISTORY_FOLDER, History, gather
 from harness.history.ledger import CaseEntry, FolderEntry, RunEntry
 from harness.store import RunFolder
 from tests.unit.reports.folders import Edit, Writer, drift, nan_at_12
@@ -80,10 +80,10 @@ def _created(night: int) -> str:
 def write_history(folder: Path) -> Path:
     """Nights before the folder's own: values that vary, some failures, and the night itself."""
     entry, rng = gather(RunFolder.open(folder)), random.Random(NIGHTS)
-    path = folder.parent / DATABASE_FILE
-    with History.open(path, create=True) as history:
-        for night in range(NIGHTS + 1):
-            history.record(_night(entry, night, rng))
+    path = folder.parent / HISTORY_FOLDER
+    history = History.open(path, create=True)
+    for night in range(NIGHTS + 1):
+        history.record(_night(entry, night, rng))
     return path
 
 

@@ -195,15 +195,15 @@ def test_addresses_are_those_of_the_rank_that_has_most(everything: Path) -> None
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """Two cases over eighteen nights, of which the last four come after the report."""
     place = tmp_path_factory.mktemp("nights")
-    with History.open(place / "history.sqlite", create=True) as history:
-        for n in range(18):
-            answers = {
-                0: FAILED if n >= 9 else {},
-                1: {"retried": ("candidate: port_in_use",)} if n == 6 else {},
-            }
-            slower = only("candidate", step_s=0.02 if n < 7 else 0.03)
-            history.record(night(n, cases=2, answers=answers, values=slower))
-    return look_back(place / "history.sqlite", "nightly", CREATED, 2)
+    history = History.open(place / "history", create=True)
+    for n in range(18):
+        answers = {
+            0: FAILED if n >= 9 else {},
+            1: {"retried": ("candidate: port_in_use",)} if n == 6 else {},
+        }
+        slower = only("candidate", step_s=0.02 if n < 7 else 0.03)
+        history.record(night(n, cases=2, answers=answers, values=slower))
+    return look_back(place / "history", "nightly", CREATED, 2)
 
 
 def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
@@ -221,7 +221,7 @@ def test_the_history_says_since_when_and_what_changed(past: Past) -> None:
 
 def test_no_history_and_a_damaged_one(tmp_path: Path) -> None:
     """Without a history nothing is said; of one that cannot be read, why."""
-    place = tmp_path / "history.sqlite"
+    place = tmp_path / "history"
     assert look_back(place, "nightly", CREATED, 2) == Past(cases={}, flaky=())
     place.write_text("no database" * 100)
     told = look_back(place, "nightly", CREATED, 2)

@@ -256,8 +256,8 @@ def test_files_are_carried_out_together(run: Run) -> None:
     got = run("--harness", "-v", "--harness-history", "history.db")
     got.assert_outcomes(passed=4, failed=4)
     assert len(PlantingEngine.MADE) == 6
-    with History.open(Path("history.db")) as history:
-        assert len(list(history.entries())) == 1
+    history = History.open(Path("history.db"))
+    assert len(list(history.entries())) == 1
     folder = RunFolder.open(KEPT)
     expected = [f"{scenario}.{case}" for scenario in ("pretend", "b") for case in CASES]
     assert [case.id for case in folder.cases] == expected

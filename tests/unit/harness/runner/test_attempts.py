@@ -381,11 +381,11 @@ def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(
 ) -> None:
     """The case with runs of both has no verdict about the code; the history knows who made what."""
     other_code(half_done, monkeypatch)
-    mixed = ("run", "--resume", "run", "--mixed", "--history", "h.sqlite")
+    mixed = ("run", "--resume", "run", "--mixed", "--history", "h")
     verdicts = cli.json(*mixed, code=6)["verdicts"]
     assert {v["what"] for v in verdicts if v["case_id"] == FAILING} == {"different_environment"}
-    with History.open(Path("h.sqlite")) as history:
-        (entry,) = history.entries()
+    history = History.open(Path("h"))
+    (entry,) = history.entries()
     assert isinstance(entry, FolderEntry)
     assert entry.commit == "a" * 40
     made = half_done.made[0]

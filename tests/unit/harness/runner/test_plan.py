@@ -333,11 +333,10 @@ ESTIMATE = -7.0
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: Patch) -> Iterable[History]:
+def known(tmp_path: Path, monkeypatch: Patch) -> History:
     """A new history; what it does not know is -7 s."""
     monkeypatch.setattr(planning, "estimate_s", lambda spec, cores, device=None: ESTIMATE)
-    with History.open(tmp_path / "h.sqlite", create=True) as history:
-        yield history
+    return History.open(tmp_path / "h", create=True)
 
 
 def of_preset(seed: int = 0, preset: str = "dense_tiny", **fields: Any) -> RunSpec:
