@@ -141,7 +141,7 @@ class History:
         elif not path.is_dir():
             got = "a file" if path.exists() else "nothing"
             how = "`harness run` makes one, `harness history --add RUN` too"
-            raise UsageError(f"{path}: expected the folder of a history, got {got}; {how}")
+            raise UsageError(f"{path}: expected a history, got {got}; {how}")
         return cls(path)
 
     def record(self, entry: FolderEntry) -> Counter[str]:

@@ -61,7 +61,7 @@ CORES = 8
 """Of the machine that shards are cut for: the same whoever cuts."""
 NEWEST = 5
 """As many times of equal work, or folders, are looked at."""
-MAX_RUNS = 20_000
+MAX_RUNS = 5_000
 """Of the history that are looked at, the newest: a plan must not wait for all."""
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 """Seconds of a run's start-up, and more for each rank."""
