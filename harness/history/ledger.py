@@ -15,10 +15,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from msgspec import Meta
 
@@ -53,6 +53,11 @@ class CaseEntry(Json):
     retried: tuple[str, ...] = ()  # attempts of its runs that the machine failed: 'role: failure'
 
     @property
+    def name(self) -> tuple[str, int]:
+        """In its folder."""
+        return self.case_id, self.attempt
+
+    @property
     def verdict(self) -> str:
         """'failed diverged'."""
         return f"{self.outcome} {self.what}".strip()
@@ -79,6 +84,11 @@ class RunEntry(Json):
     peak_bytes: int | None = None
     loss_bits: str = ""  # digest of every loss and gradient norm of every step and rank
     state_bits: str = ""  # digest of every tensor's digest of every step and rank
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """In its folder."""
+        return self.key, self.attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,21 +161,16 @@ class History:
         other contents (`differing`). `Infrastructure`: the disk refused; nothing is added.
         """
         held = next(self.entries(entry.id), replace(entry, cases=(), runs=()))
-        counts = Counter(folders=int(not self._files(entry.id)), cases=0, runs=0, differing=0)
-        counts["differing"] += replace(held, cases=(), runs=()) != replace(entry, cases=(), runs=())
-        known = {_key(row): row for row in (*held.cases, *held.runs)}
-        new = [
-            row for row in (*entry.cases, *entry.runs) if known.setdefault(_key(row), row) is row
-        ]
-        counts["differing"] += sum(known[_key(row)] != row for row in (*entry.cases, *entry.runs))
-        cases = tuple(row for row in new if isinstance(row, CaseEntry))
-        runs = tuple(row for row in new if isinstance(row, RunEntry))
-        counts |= Counter(cases=len(cases), runs=len(runs))
-        if counts["folders"] or new:
+        is_new = not self._files(entry.id)
+        cases, other_cases = _added(held.cases, entry.cases)
+        runs, other_runs = _added(held.runs, entry.runs)
+        other = replace(held, cases=(), runs=()) != replace(entry, cases=(), runs=())
+        if is_new or cases or runs:
             whole = replace(held, cases=(*held.cases, *cases), runs=(*held.runs, *runs))
             parts = (entry.created.replace("-", "").replace(":", ""), entry.id, entry.scenario)
             write_object(self.path / f"{'_'.join(map(_plain, parts))}{SUFFIX}", whole)
-        return counts
+        return Counter(folders=int(is_new), cases=len(cases), runs=len(runs),
+                       differing=other + other_cases + other_runs)  # fmt: skip
 
     def entries(
         self, prefix: str = "", scenario: str | None = None, *, newest_first: bool = False
@@ -192,9 +197,14 @@ class History:
         return found
 
 
-def _key(row: CaseEntry | RunEntry) -> tuple[bool, str, int]:
-    is_case = isinstance(row, CaseEntry)
-    return is_case, row.case_id if isinstance(row, CaseEntry) else row.key, row.attempt
+Row = TypeVar("Row", CaseEntry, RunEntry)
+
+
+def _added(held: Sequence[Row], given: Sequence[Row]) -> tuple[tuple[Row, ...], int]:
+    """What is new of the rows that are given, and how many are held with other contents."""
+    known = {row.name: row for row in held}
+    new = tuple(row for row in given if row.name not in known)
+    return new, sum(known.get(row.name, row) != row for row in given)
 
 
 def _plain(text: str) -> str:

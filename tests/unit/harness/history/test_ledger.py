@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError, UsageError
 from harness.history import NOT_WRITTEN_FILE, History, remember
 from harness.history.ledger import Damaged, FolderEntry
-from harness.records import Difference
-from harness.store.files import read_object, write_object
+from harness.records import Difference, dumps
+from harness.store.files import read_object, with_checksum, write_atomic
 from reports.reading import summarise
 from tests.unit.harness.history.nights import FAILED, case, night, run
 from tests.unit.reports.folders import Writer
@@ -86,7 +86,7 @@ def test_what_no_harness_writes_is_damage_whatever_its_checksum(
     place = sorted(path.iterdir())[0]
     plain = read_object(place)
     plain["cases"][0] |= changed
-    write_object(place, plain)
+    write_atomic(place, dumps(with_checksum(plain)))
     with pytest.raises(Damaged):
         read(path)
 
