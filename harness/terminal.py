@@ -113,6 +113,12 @@ def print_table(console: Console, columns: Iterable[str], rows: Iterable[Iterabl
         console.print(table)
 
 
+def markdown_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table of Markdown, of texts that are escaped already."""
+    columns = tuple(columns)
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
 def print_line(console: Console, text: object, style: str = "") -> None:
     """A line that is not folded."""
     console.print(text if isinstance(text, Text) else cell(text, style), soft_wrap=True)

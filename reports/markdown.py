@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.store.files import refusals
-from harness.terminal import duration
+from harness.terminal import duration, markdown_table
 from reports import safety
 from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report, place_words
 from reports.text import clean, one_line, short, well_formed
@@ -74,12 +74,10 @@ def of_safety(tables: Iterable[safety.Table]) -> str:
     """The page of safety: a table a package."""
     lines = [safety.WORDS, ""]
     for table in tables:
-        lines += [f"### {escape(table.package)}", "",
-                  f"| combination | {' | '.join(map(escape, table.versions))} |",
-                  f"| --- |{' --- |' * len(table.versions)}"]  # fmt: skip
-        lines += [f"| {escape(words)} | {' | '.join(escape(cell.words) for cell in cells)} |"
-                  for words, cells in table.rows]  # fmt: skip
-        lines.append("")
+        rows = ([escape(words), *(escape(cell.words) for cell in cells)]
+                for words, cells in table.rows)  # fmt: skip
+        columns = ["combination", *map(escape, table.versions)]
+        lines += [f"### {escape(table.package)}", "", *markdown_table(columns, rows), ""]
     return "\n".join(lines)
 
 

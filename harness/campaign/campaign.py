@@ -13,10 +13,10 @@ It is of the barest case that detects it: no stressor before one, one before sev
 read back from the run folder, so a campaign that was killed goes on with `--resume`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from harness.bisect.found import Location
 from harness.bisect.locate import locate
@@ -33,7 +33,7 @@ from harness.campaign.scoring import Bounds, Localised, bounds, localised
 from harness.codec import Json
 from harness.errors import NothingSelected, UsageError, one_line
 from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Fault, Kind
+from harness.faults.fault import Fault
 from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
@@ -41,6 +41,7 @@ from harness.runner.plan import Plan
 from harness.runner.run import View
 from harness.store import LEGS, CaseRuns, RunFolder
 from harness.store.verify import DEFAULT_OUT, unused
+from harness.terminal import markdown_table
 
 # ---- rows
 
@@ -333,13 +334,6 @@ LEGEND = (
     "step: planted in, and how many steps later it was seen. place: how well the bisector found "
     "phase, module, tensor, step and rank."
 )
-HEAD = """# Planted faults
-
-Every fault below can be planted by name: in a scenario, `plant: {fault: ulp, step: 3, rank: last}`,
-or with `harness faults run ulp`. `harness faults show ulp` prints all of its entry and a scenario
-to copy. Words of setups and places are those of `harness/faults`; `F` and a number is a known
-failure mode of sharded training under graphs.
-"""
 CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "shows in", "caught as", "points at")
 
 
@@ -398,23 +392,9 @@ def summary_lines(matrix: Matrix) -> list[str]:
 def markdown(matrix: Matrix) -> str:
     """The page of a run folder."""
     points = [f"- {line}" for line in summary_lines(matrix)]
-    rows = _table(HEADERS, map(fields_of, matrix.ran))
+    rows = markdown_table(HEADERS, map(fields_of, matrix.ran))
     heading = f"# Detection matrix ({matrix.device})"
     return "\n".join([heading, "", *points, "", LEGEND, "", *rows]) + "\n"
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
-    shown = ([text.replace("|", "\\|") for text in row] for row in rows)
-    return lines + ["| " + " | ".join(row) + " |" for row in shown]
-
-
-def catalogue_page() -> str:
-    """A page of all faults of the catalogue."""
-    kinds = [fault.kind for fault in CATALOGUE.values()]
-    count = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in get_args(Kind))
-    rows = _table(CATALOGUE_HEADERS, map(entry_of, CATALOGUE.values()))
-    return "\n".join([HEAD, f"{len(CATALOGUE)} faults: {count}.", "", *rows]) + "\n"
 
 
 def entry_of(fault: Fault) -> tuple[str, ...]:

@@ -133,6 +133,12 @@ def step_times(run: RunResult, skipped: int) -> list[float]:
     return kept if len(kept) >= TIMED_STEPS and all(map(math.isfinite, kept)) else []
 
 
+def typical_step_s(run: RunResult) -> float | None:
+    """Median over the later half of the steps of a run that ended well; None of a short one."""
+    times = step_times(run, max((len(rank.steps) for rank in run.ranks), default=0) // 2)
+    return median(times) if times and not run.outcome.what else None
+
+
 def digest_seconds(run: RunResult) -> float:
     """What the digests of a step take at least, on any rank; 0 if a rank does not say."""
     said = ([each["seconds"] for each in rank.said("digest_time")] for rank in run.ranks)

@@ -126,13 +126,6 @@ def run_faults(
     return code
 
 
-@faults_command.command("table")
-def table_of_faults() -> int:
-    """The catalogue as a document."""
-    click.echo(made.catalogue_page(), nl=False)
-    return ExitCode.PASSED
-
-
 def exit_code(matrix: Matrix) -> ExitCode:
     """0 only if something ran, all of it was detected and nothing else was said."""
     if not matrix.ran and not matrix.clean:

@@ -8,15 +8,14 @@ verdict that says passed over records that are not whole is entered as `corrupt_
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness import store
 from harness.checks.memory import peak_bytes
+from harness.checks.speed import typical_step_s
 from harness.errors import HarnessError, one_line
 from harness.history.ledger import (
     CaseEntry,
@@ -137,7 +136,7 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
         measured["startup_s"] = max(end.startup_s for end in ends)
         measured["peak_bytes"] = max(map(peak_bytes, result.ranks)) or None
         if not any(rank.problems for rank in result.ranks):
-            measured |= {"step_s": _step_s(result), **_bits(result)}
+            measured |= {"step_s": typical_step_s(result), **_bits(result)}
     return RunEntry(
         **named, **measured, work=work_of(spec), what=outcome.what, device=spec.device,
         # A run that rounds at random says nothing of how long those of its preset take.
@@ -145,16 +144,6 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
         world_size=spec.world_size, steps=spec.config.get("steps", 0),
         started_unix_s=outcome.started_unix_s, wall_s=outcome.wall_s,
     )  # fmt: skip
-
-
-def _step_s(result: RunResult) -> float | None:
-    slowest: dict[int, float] = {}
-    for rank in result.ranks:
-        for record in rank.steps:
-            slowest[record.step] = max(slowest.get(record.step, 0.0), record.step_s)
-    times = [slowest[step] for step in sorted(slowest)]
-    kept = times[math.ceil(len(times) / 5) :] or times
-    return median(kept) if kept and math.isfinite(sum(kept)) else None
 
 
 def _bits(result: RunResult) -> dict[str, str]:

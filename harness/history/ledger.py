@@ -80,7 +80,7 @@ class RunEntry(Json):
     commit: str = ""  # "" if it is the folder's
     fingerprint: str = ""  # names the environment of its ranks, in `FolderEntry.fingerprints`
     startup_s: float | None = None  # from process start to first step
-    step_s: float | None = None  # median over the steps but the first fifth
+    step_s: float | None = None  # median over the later half of the steps
     peak_bytes: int | None = None
     loss_bits: str = ""  # digest of every loss and gradient norm of every step and rank
     state_bits: str = ""  # digest of every tensor's digest of every step and rank

@@ -41,7 +41,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from harness.checks.memory import peak_bytes
-from harness.checks.speed import matrix_weights, step_times
+from harness.checks.speed import matrix_weights, typical_step_s
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.history import History, machine_kind
@@ -541,7 +541,7 @@ def cost(runs: Mapping[str, RunResult], timeline: Timeline) -> Cost:
     """Measure the runs of a case, by role, over the timeline of all runs of its folder."""
     return Cost(
         peak_bytes={role: max(map(peak_bytes, run.ranks), default=0) for role, run in runs.items()},
-        step_s={role: _step_s(run) for role, run in runs.items()},
+        step_s={role: typical_step_s(run) for role, run in runs.items()},
         concurrent=max((timeline.concurrent(run) for run in runs.values()), default=0),
         shares_gpus=any(shares_gpus(run) for run in runs.values()),
     )
@@ -553,8 +553,3 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 def _span(run: RunResult) -> tuple[float, float]:
     return run.outcome.started_unix_s, run.outcome.started_unix_s + run.outcome.wall_s
-
-
-def _step_s(run: RunResult) -> float | None:
-    times = step_times(run, max((len(rank.steps) for rank in run.ranks), default=0) // 2)
-    return median(times) if times and not run.outcome.what else None

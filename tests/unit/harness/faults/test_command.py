@@ -118,12 +118,3 @@ def test_an_entry_is_shown_with_a_scenario_that_runs(
     file = tmp_path / "shown.yaml"
     file.write_text(shown)  # with the comments
     cli("run", str(file), "--no-history", "--device", "cpu", code=1)
-
-
-def test_the_table_has_every_fault(cli: Cli) -> None:
-    """A row an entry, in the order of the catalogue, with what must catch it."""
-    rows = [line for line in cli("faults", "table").out.splitlines() if line.startswith("| ")]
-    assert len(rows) == len(CATALOGUE) + 2  # the heading and its rule
-    for row, (name, fault) in zip(rows[2:], CATALOGUE.items(), strict=True):
-        assert row.startswith(f"| {name} | {fault.kind} |")
-        assert ", ".join(fault.expects) in row
