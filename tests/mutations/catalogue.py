@@ -327,8 +327,8 @@ MUTATIONS = [
          "if not leaves:\n            break"),
         ("absent_key_is_equal", "for n in sorted(different(ours, theirs))]",
          "for n in sorted(different(ours, theirs)) if n in ours]"),
-        ("events_ignored", "in records.said(ENVIRONMENT):", 'in records.said(""):',
-         "checks/test_judge"),
+        ("events_ignored", "if event.name == ENVIRONMENT:\n            known", "if event.name == "
+         '"":\n            known', "checks/test_judge"),
     ),
     *slips_of(
         "checks/speed.py",
@@ -358,8 +358,8 @@ MUTATIONS = [
     *slips_of(
         "checks/complete.py",
         "checks/test_memory checks/test_complete",
-        ("soak_of_rank_0_only", "in rank_table(run).items():\n        said = rec",
-         "in list(rank_table(run).items())[:1]:\n        said = rec"),
+        ("soak_of_rank_0_only", "in rank_table(run).items():\n        said = [",
+         "in list(rank_table(run).items())[:1]:\n        said = ["),
         ("least_steps_of_a_rank", "max([steps, *(rank.end.steps", "min([steps, *(rank.end.steps"),
     ),
     *slips_of(
