@@ -134,7 +134,7 @@ def step_times(run: RunResult, skipped: int) -> list[float]:
 
 
 def typical_step_s(run: RunResult) -> float | None:
-    """Median over the later half of the steps of a run that ended well; None of fewer than three."""
+    """Median over the later half of the steps of a run that ended well; None of less than three."""
     number = max((len(rank.steps) for rank in run.ranks), default=0)
     times = step_times(run, min(number // 2, max(number - TIMED_STEPS, 0)))
     return median(times) if times and not run.outcome.what else None
