@@ -76,6 +76,10 @@ from harness.repeats import samples_of
 from harness.tolerance import Close, LossGap, Rounding, tolerance_of
 
 OTHER_PARTS: What = "other_parts"
+NO_LOSS = (
+    "the runs share no recorded loss or norm: no backward pass began at one number; give losses by "
+    "recorder.microbatch(loss), or leave this check out"
+)
 SKIPPED = FloatBits.from_bits(0x3F800000)  # 1: the optimizer left this step out
 _SAME_PARTS = ("sequence_parallel", "dynamic_cp")  # keys that leave every rank its weights
 
@@ -427,7 +431,7 @@ def _compare(
         skipped = {at[:2] for at in left.keys() & right.keys() if at[2] == "skipped"}
         both = [each for each in both if each[0][2] != "grad_norm" or each[0][:2] not in skipped]
     if not both:
-        return error("loss", "not_run", "the runs share no recorded loss or norm")
+        return error("loss", "not_run", NO_LOSS)
     gaps = [(excess(*each), *each) for each in both]
     # Equal infinities are outside of a tolerance: `finite` says so, too.
     beyond = [gap for gap in gaps if not gap[0] <= 1]

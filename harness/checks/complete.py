@@ -67,8 +67,9 @@ NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GP
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 WHOLE = "full_iteration"
 NO_STEP = (
-    ": the recorder saw no step of a torch optimizer after a backward pass; "
-    "say where steps are with `with recorder.step():` of harness.recorder.record"
+    ": the recorder saw no torch optimizer that stepped by a gradient; of updates by hand and of "
+    "steps inside torch.compile say where they are with `with recorder.step():` of "
+    "harness.recorder.record; of processes that the script spawns nothing is seen: set ranks"
 )
 
 
@@ -139,6 +140,8 @@ def _look_at(run: RunResult) -> None:
     # A rank may own no row of a small model; all of them together must own some.
     for group in PROVING_GROUPS:
         message = f"no rank digests a tensor of {group}: empty digests prove nothing"
+        if group == "grads" and not is_builtin:
+            message += "; with lines in the script, clear gradients as the next step begins"
         texts = (step.digests[group] for records in run.ranks for step in records.steps)
         _need(any(text.replace(ABSENT, "") for text in texts), "empty_run", message)
     codes = {state.rank: state.code for state in outcome.ranks}

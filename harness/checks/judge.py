@@ -209,11 +209,15 @@ def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
 
 
 def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
-    """Every check of bits that does not find two runs equal: losses, state, and taps if any."""
+    """Every check of bits that does not find two runs equal: losses, state, and taps if any.
+
+    Runs without any loss have their state to compare.
+    """
     answers = [loss(run, repeat), state(run, repeat)]
     if any(records.start and records.start.taps for records in run.ranks):
         answers.append(taps(run, repeat))
-    return [answer for answer in answers if answer.outcome != "passed"]
+    has_none = ("loss", "not_run")
+    return [a for a in answers if a.outcome != "passed" and (a.check, a.what) != has_none]
 
 
 def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:

@@ -132,6 +132,7 @@ MUTATIONS = [
         ("control_state_with_itself", "state(run, repeat)]", "state(run, run)]"),
         ("control_taps_with_itself", "taps(run, repeat)", "taps(run, run)",
          "checks/test_judge checks/test_taps"),
+        ("no_loss_is_nondeterministic", 'has_none = ("loss", "not_run")', 'has_none = ("", "")'),
         ("control_compared_with_candidate",
          "    reference, control = runs.reference, runs.control\n",
          "    reference, control = runs.candidate, runs.control\n"),

@@ -338,6 +338,17 @@ def test_facts_of_the_device_count_though_they_come_late() -> None:
 # --- programs of others -----------------------------------------------------------------------
 
 
+def test_runs_without_a_loss_are_compared_by_their_state() -> None:
+    """It is no difference between the reference and its control; `loss` has no answer."""
+    none: dict[str, Any] = {"loss": None, "microbatch_losses": (), "grad_norm": None}
+    runs = [configured(program(lab.edit_all(run, **none)), microbatches=0) for run in LEGS]
+    assert lab.verdict_of(*runs, checks={"state": {}}).outcome == "passed"
+    asked = lab.verdict_of(*runs, checks={"loss": {}})
+    assert (said(asked), answers(asked)["control"].outcome) == (("error", "not_run"), "passed")
+    unlike = lab.verdict_of(runs[0], bit(1, 2, "optim")(runs[1]), runs[2], checks={"state": {}})
+    assert said(unlike) == NONDETERMINISTIC
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [(bit(0, -1, "rng"), "not seeded"), (bit(0, 1, "grads"), "operator of the backward pass"),
