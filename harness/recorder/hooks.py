@@ -168,9 +168,12 @@ def paused() -> Iterator[None]:
 
 
 def _is_quiet(observer: Observer) -> bool:
-    """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
+    """Whether nothing may be observed now: in another process, a capture, a compiler's trace, or a
+    transform of `torch.func`, whose tensors have no memory."""
     # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
     if torch.compiler.is_compiling() or not observer.session.is_mine or observer.is_outside:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
@@ -273,7 +276,13 @@ def _hook_losses(observer: Observer) -> None:
             depth[0] -= 1
             observer.is_in_backward = bool(depth[0])
 
+    def grad(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            observer.has_gradients = True
+        return original(*args, **kwargs)
+
     patch("backward", backward, torch.autograd)
+    patch("grad", grad, torch.autograd)
 
 
 def _hook_norms(observer: Observer) -> None:

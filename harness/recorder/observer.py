@@ -123,6 +123,7 @@ class Observer(Recorder):
         self.current: Step | None = None
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = False
+        self.has_gradients = False  # of `torch.autograd.grad`, which `torch.func` calls, too
         self.num_taken = self._num_states = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
@@ -224,9 +225,11 @@ class Observer(Recorder):
 
     @guarded
     def before(self, optimizer: Any) -> None:
-        """An optimizer is about to step; before the first backward pass that only makes state."""
+        """An optimizer is about to step; before there are gradients that only makes state."""
         if not self.has_trained:
-            return
+            if not (self.has_gradients and _has_gradient(optimizer)):
+                return
+            self._train()
         self._close_if_stepped(optimizer)
         step = self._at_work = self._open()
         step.place_of(optimizer)
@@ -661,6 +664,12 @@ class Keeper:
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     texts = (".*".join(map(re.escape, name.split("*"))) for name in names)
     return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
+
+
+def _has_gradient(optimizer: Any) -> bool:
+    """Whether a gradient is not zero; it waits for the device."""
+    held = (each for p in parameters(optimizer) for _, each in plain("", gradient(p)))
+    return any(bool(each.any()) for each in held)
 
 
 def _has_room() -> bool:

@@ -72,10 +72,10 @@ def roots_of_one_pass() -> None:
 
 
 def initial_state() -> None:
-    """Optimizer state is made before training; a pass forward does not count as training."""
+    """Optimizer state is made before training; a warm-up does not count as training."""
     model = model_of()
     optimizer = Adam(model.parameters())
-    model(torch.ones(3))
+    torch.autograd.grad(model(torch.ones(3)).sum(), [*model.parameters()])
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -91,11 +91,36 @@ def checkpointed() -> None:
     optimizer.step()
 
 
+def without_backward(gradients: Callable[[nn.Module], Any]) -> None:
+    """Steps by gradients that are set by hand."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for param, found in zip(model.parameters(), gradients(model), strict=True):
+            param.grad = found
+        optimizer.step()
+
+
+def by_autograd_grad() -> None:
+    without_backward(lambda m: torch.autograd.grad(m(torch.ones(3)).sum(), [*m.parameters()]))
+
+
+def by_torch_func() -> None:
+    def gradients(model: nn.Module) -> Any:
+        def loss(params: Any) -> Any:
+            return torch.func.functional_call(model, params, torch.ones(3)).sum()
+
+        return torch.func.grad(loss)(dict(model.named_parameters())).values()
+
+    without_backward(gradients)
+
+
 @pytest.mark.parametrize(
     ("program", "microbatches"),
     [
         (together, [1, 1]), (in_turn, [1, 1, 1, 1]), (twice, [1, 0]), (accumulated, [3, 3]),
         (lbfgs, [3, 3]), (roots_of_one_pass, [2]), (initial_state, [1, 1]), (checkpointed, [1]),
+        (by_autograd_grad, [0, 0]), (by_torch_func, [0, 0]),
     ],
 )  # fmt: skip
 def test_steps_and_their_losses(
