@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -137,6 +138,14 @@ class Session:
         sys.excepthook = excepthook
         atexit.register(self.end)
 
+        def leave(original: Any, code: int) -> None:
+            # As programs do whose libraries hang at exit.
+            if code == 0 and threading.current_thread() is threading.main_thread():
+                self.end()
+            original(code)
+
+        patch("_exit", leave, os)
+
     def _stop(self, why: str) -> None:
         """Of a job: what is recorded cannot be written."""
         self.is_over = True
@@ -174,6 +183,10 @@ class Session:
 
     def end(self) -> None:
         """Write the end record; a program that recorded no step has none."""
+        # The program may have put a hook for exceptions of its own in place of ours.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            self.fail(error)
         if not self.is_mine:
             return
         try:

@@ -16,11 +16,13 @@ from harness.recorder import UNRECORDED, record
 from harness.recorder import session as recording
 from harness.recorder.observer import Observer
 from harness.recorder.session import TABLE, failures_of
+from harness.store.streams import rank_path, read_rank
 from tests.support.fake_engine import Patch
 from tests.unit.harness.recorder.recorded import (
     error_of,
     model_of,
     plain,
+    record_folder,
     recorded,
     train,
 )
@@ -117,6 +119,37 @@ def test_an_error_is_the_first_one_and_not_that_of_the_cleaning_up(tmp_path: Pat
 
 def raising(error: BaseException) -> None:
     raise error
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_program_that_leaves_at_once_is_recorded_to_its_end(code: int, tmp_path: Path) -> None:
+    """`os._exit(0)` loses no step; with another code it is no end."""
+
+    def program() -> None:
+        plain()
+        os._exit(code)
+
+    records = recorded(program, tmp_path, code=code)
+    assert (records.end is not None, len(records.steps)) == (code == 0, 2 if code == 0 else 1)
+
+
+RAISES = """
+import os, sys
+os.environ["DELTAZERO_RECORD"] = "."
+from harness.recorder.session import begin
+begin()
+sys.excepthook = lambda *error: None
+raise KeyError("lost")
+"""
+
+
+def test_an_error_is_recorded_whoever_prints_it(tmp_path: Path) -> None:
+    """Of a program with a hook for exceptions of its own."""
+    record_folder(tmp_path)
+    run(RAISES, tmp_path, code=1)
+    error = read_rank(rank_path(tmp_path, 0), 0).error
+    assert error is not None
+    assert error.type == "KeyError"
 
 
 @pytest.mark.parametrize(
@@ -225,15 +258,15 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
 
-def run(code: str, folder: Path) -> list[str]:
-    """Lines that an interpreter outside of the harness prints."""
+def run(text: str, folder: Path, *, code: int = 0) -> list[str]:
+    """Lines that an interpreter outside of the harness prints, which ends with that exit code."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DELTAZERO")}
     environ |= {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-c", text], env=environ, cwd=folder, capture_output=True, text=True,
         check=False, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout.splitlines()
 
 
