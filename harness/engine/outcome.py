@@ -230,30 +230,34 @@ def classify(ranks: Ranks, *, waited: str = "", steps: int | None = None) -> Ans
     victims = [r for r in ordered if r.records.error is not None]
     if running and all(r.records.end and r.records.error is None for r in ranks):
         waited = "every rank has recorded its end, and not every process exits"
+    if not running and not victims:
+        return Answer("", "", None)
+    if (gone := next((r for r in ordered if _left_too_early(r, steps)), None)) is not None:
+        return _gone(gone, running, victims, waited)
     if running and (waited or victims):
         return _hang(running, victims, waited)
-    return _gone(ordered, running, victims, steps)
+    for_nothing = f"{_names(running)} ended by the harness for no reason on record"
+    return _blame(victims[0], ordered) if victims else Answer("interrupted", for_nothing, None)
 
 
-def _gone(ordered: Ranks, running: Ranks, victims: Ranks, steps: int | None) -> Answer:
-    """Nobody failed by itself or hung: who left too early, if anybody did."""
-    gone = next((r for r in ordered if r.left_early), None)
+def _left_too_early(rank: RankEvidence, steps: int | None) -> bool:
+    end = rank.records.end
+    is_short = end is not None and rank.exit.code == 0 and end.steps < (steps or 0)
+    return rank.left_early or is_short
+
+
+def _gone(gone: RankEvidence, running: Ranks, victims: Ranks, waited: str) -> Answer:
+    """A rank left too early: the others waited for it, or failed as it was gone."""
+    # One that failed may linger in the clean-up of its groups, until it is ended.
+    how = [gone.left, *([f"then {_names(victims)} failed"] if victims else [])]
+    how += [f"{_names(running)} ended by the harness"] if running else []
     if victims:
-        # All that failed say that a peer went away: one that left, else the first.
-        ends = [(r, r.records.end) for r in ordered if r.exit.code == 0]
-        short = (r for r, end in ends if end is not None and end.steps < (steps or 0))
-        gone = gone or next(short, None)
-        if gone is None:
-            return _blame(victims[0], ordered)
-        return Answer("crashed", f"{gone.left}; then {_names(victims)} failed", gone.rank)
-    if not running:
-        return Answer("", "", None)
-    ended = f"{_names(running)} ended by the harness"
-    if gone is None:
-        return Answer("interrupted", f"{ended} for no reason on record", None)
+        return Answer("crashed", "; ".join(how), gone.rank)
+    if waited:
+        return Answer("hang", "; ".join([*how, waited]), gone.rank)
     # As where the others had the time to end: the steps that it left out are what is wrong.
-    missing = f"{gone.left}: step {gone.last_step + 1} is missing; {ended}"
-    return Answer("missing_step", missing, gone.rank)
+    how[0] += f": step {gone.last_step + 1} is missing"
+    return Answer("missing_step", "; ".join(how), gone.rank)
 
 
 def _failed_at(rank: RankEvidence) -> float:

@@ -49,6 +49,19 @@ RUNNING = [
          "len(self.places))", "return self.places.setdefault(id(optimizer), 0)"),
     ),
     *slips_of(
+        "recorder/observer.py",
+        "recorder/test_steps",
+        ("only_backward_trains", "(self.has_gradients and _has_gradient(optimizer))", "False"),
+        ("any_gradient_trains", "(self.has_gradients and _has_gradient(optimizer))",
+         "_has_gradient(optimizer)", "recorder/test_state"),
+        ("zeros_train", "bool(each.any()) for each", "True for _"),
+    ),
+    *slips_of(
+        "recorder/hooks.py",
+        "recorder/test_steps",
+        ("observed_in_a_transform", "_stack() is not None:", "_stack() is Ellipsis:"),
+    ),
+    *slips_of(
         "recorder/rows.py",
         "recorder/test_steps",
         ("double_loss_as_float", "is_wide = value.dtype == torch.float64 or not value"
@@ -97,6 +110,10 @@ RUNNING = [
     *slips_of(
         "recorder/session.py",
         "recorder/test_session",
+        ("steps_before_exit_are_lost", "if code == 0 and threading.", "if threading."),
+        ("no_end_at_exit", "self.end()\n            original(code)", "original(code)"),
+        ("other_hooks_hide_the_error", "        if error is not None:\n            self.fail",
+         "        if False:\n            self.fail"),
         ("failure_at_the_end_swallowed", "            self.broken(error)\n            return\n",
          "            facts = {}\n"),
         ("broken_recorder_goes_on", '**about)\n        self.is_over = True', '**about)'),
@@ -266,6 +283,8 @@ RUNNING = [
         "engine/test_reports",
         ("cancelled_by_the_order_of_lines", "(slurm[0] == ends[0] or not is_anyone_heard)",
          "slurm[0] == ends[0]"),
+        ("who_left_is_not_to_blame", "if _left_too_early(r, steps)), None)", "if False), None)",
+         "engine/test_outcome"),
         ("every_end_of_a_step_is_a_cancellation", "(slurm[0] == ends[0] or not is_anyone_heard)",
          "True"),
     ),

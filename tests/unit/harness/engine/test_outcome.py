@@ -102,6 +102,9 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
     "blames itself": ([own(0, "oom", blames=0), lost(1)], [1, 0], "oom", 0),
     "only victims": ([lost(0), lost(1)], [1, 0], "crashed", 1),
     "one left early": ([lost(0), rank(1)], [0], "crashed", 1),
+    "one left early, a victim that stays": (
+        [rank(0, -9, ours=True, what="crashed", message=GLOO_LOST), rank(1)], [0], "crashed", 1),
+    "time up: one left early, the other waits": ([ended(0), rank(1)], [], "hang", 1),
     "one finished well, victims": ([lost(0), good(1)], [0], "crashed", 0),
     "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), ended(1)], [0], "hang", 1),
     "one fails, others killed": ([died(0, 13), ended(1)], [0], "crashed", 0),
