@@ -5,7 +5,8 @@
       ->  one commit, or the suspects
 
 Which end fails decides what is looked for: the older one passes and the first bad is named, or the
-newer one does, and the first good. From there on all are alike. Commits are those of the first
+newer one does, and the first good. An end that gives no verdict, as a release that does not import,
+is moved inwards. From there on all are alike. Commits are those of the first
 parents: of a branch that was merged, the merge is named. The built-in program runs under the
 harness of the commit (`python -m harness rerun`), somebody's program under this one, with its paths
 in the worktree. The user's checkout and index stay as they are.
@@ -187,7 +188,7 @@ class CommitSearch(Json):
         if self.first is not None:
             return f"{self.sought}: {self.first} ({cost})"
         ends = f"from {self.suspects[-1]} to {self.suspects[0]}"
-        why = f"{len(self.skipped)} gave no verdict; {cost}"
+        why = "; ".join((f"{len(self.skipped)} gave no verdict", *self.notes, cost))
         return f"{self.sought}: one of {len(self.suspects)}, {ends} ({why})"
 
 
@@ -241,10 +242,11 @@ class _Search:
         )
 
     def _see_good(self, answer: Answer) -> None:
-        if answer != "passes":
+        if answer == "unresolved":
+            self._skipped.append(self._good)
+        elif answer == "fails":
             named, option = self._history.named, self._history.option
-            how = "gives no verdict" if answer == "unresolved" else "fails as well"
-            said = f"got {named(self._good)}, which {how}, while {named(self._bad)} fails"
+            said = f"got {named(self._good)}, which fails as well, while {named(self._bad)} fails"
             raise UsageError(f"{option}: expected an end that passes, {said}")
 
     def _learn(self, *, flaky: bool = False) -> None:
@@ -281,18 +283,25 @@ class _Search:
 
     def _halve(self) -> str | None:
         """Halve until one suspect is left, or only skipped ones; the last pass if it was luck."""
-        line, low, high = self._line, 0, len(self._line) - 1
-        of_old: Answer = "passes" if self._good == line[0] else "fails"
-        while inner := [n for n in range(low + 1, high) if line[n] not in self._skipped]:
-            at = min(inner, key=lambda n: abs(2 * n - low - high))
+        line, ends = self._line, [0, len(self._line) - 1]
+        good = 0 if self._good == line[0] else 1
+        while inner := [n for n in range(ends[0] + 1, ends[1]) if line[n] not in self._skipped]:
+            at = min(inner, key=lambda n: abs(2 * n - sum(ends)))
             answer = self._answer(line[at], self._policy.passes)
+            if answer == "fails":
+                ends[1 - good] = at
+            elif answer == "passes" or line[ends[good]] in self._skipped:
+                ends[good] = at
             if answer == "unresolved":
                 self._skipped.append(line[at])
-            else:
-                low, high = (at, high) if answer == of_old else (low, at)
-        self._suspects = line[low + 1 : high + 1][::-1]
-        last = line[low if of_old == "passes" else high]
-        return None if self._answer(last, self._policy.confirmations) == "passes" else last
+        if (last := line[ends[good]]) not in self._skipped:
+            self._suspects = line[ends[0] + 1 : ends[1] + 1][::-1]
+            return None if self._answer(last, self._policy.confirmations) == "passes" else last
+        first = self._history.named(line[ends[1 - good]])
+        self._notes.append(f"none that was asked passes; {first} fails, what is beyond it gives no "
+                           "verdict")  # fmt: skip
+        self._suspects = (line[: ends[1] + 1] if good == 0 else line[ends[0] + 1 :])[::-1]
+        return None
 
     def _found(self) -> CommitSearch:
         named, suspects = self._history.named, self._suspects
@@ -456,11 +465,18 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
             skip_reason="", **legs,
         )  # fmt: skip
         found = asker.ask(question, "").verdict
-        answer, words, end = failure.answer(found), str(failure_of(found)), found.ending
+        reply, end = _reply(failure.answer(found), found), found.ending
         is_same = same_end(verdict, end.exception if end else "", end.signal if end else "")
-        return Reply(answer=answer if answer != "fails" or is_same else "unresolved", words=words)
+        return reply if reply.answer != "fails" or is_same else _reply("unresolved", found)
 
     return run
+
+
+def _reply(answer: Answer, found: Verdict) -> Reply:
+    """With the reason, where it is no verdict."""
+    words = str(failure_of(found))
+    why = f"no verdict: {words} {found.message}" if answer == "unresolved" else words
+    return Reply(answer=answer, words=one_line(why))
 
 
 def at_commit(spec: RunSpec, checkout: Checkout, top: Path) -> RunSpec:
@@ -518,7 +534,7 @@ def find_release(
             return Reply(answer="unresolved", words=one_line(f"no verdict: {error}"))
         question = question_case(case, failure, candidate, reference=reference, repeat=attempt)
         (found,) = asker.ask_all([question], "")
-        return Reply(answer=failure.answer(found), words=str(failure_of(found)))
+        return _reply(failure.answer(found), found)
 
     return find_turn(releases_of(package, versions), run, asker.questions, every_run=every_run)
 

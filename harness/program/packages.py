@@ -133,6 +133,8 @@ def releases(name: str, first: str, last: str, python: Path) -> list[str]:
     final = _FINAL.fullmatch(first) and _FINAL.fullmatch(last)
     output = _pip(python, "index", "versions", name, *([] if final else ["--pre"]))
     versions = "".join(re.findall(r"^Available versions: (.+)$", output, re.M)).split(", ")[::-1]
+    spelled = {re.sub(r"(\.0)+$", "", version): version for version in versions}  # 2.0 is 2.0.0
+    first, last = (spelled.get(re.sub(r"(\.0)+$", "", each), each) for each in (first, last))
     for version, requirement in zip((first, last), wanted, strict=True):
         if version not in versions:
             raise _no_release(requirement, versions)

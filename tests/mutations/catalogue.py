@@ -36,11 +36,12 @@ MUTATIONS = [
     *slips_of(
         "bisect/commits.py",
         "bisect/test_commits",
-        ("mended_is_broken", 'of_old: Answer = "passes" if self._good == line[0] else "fails"',
-         'of_old: Answer = "passes"'),
+        ("mended_is_broken", "good = 0 if self._good == line[0] else 1", "good = 0"),
         ("luck_is_believed",
          'return None if self._answer(last, self._policy.confirmations) == "passes" else last',
          "return None"),
+        ("no_verdict_is_a_pass", "if (last := line[ends[good]]) not in self._skipped:",
+         "if last := line[ends[good]]:"),
         ("reference_stays_behind", "stated[0] != stated[1]", "True"),
     ),
     *slips_of(
