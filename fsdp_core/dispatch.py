@@ -1,6 +1,7 @@
 """Errors that name tensors, walks over what holds them, and what dispatch modes have in common."""
 
 import functools
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def is_fake(kinds: Iterable[type]) -> bool:
     return any(issubclass(kind, FakeTensor) for kind in kinds)
 
 
-_HERE = Path(__file__).parent
+_HERE, _STDLIB = Path(__file__).parent, sysconfig.get_path("stdlib")
 _OF_NO_PROGRAM = (
     str(Path(torch.__file__).parent), str(_HERE / "graph"), str(_HERE / "stress"),
     str(_HERE / "train" / "compiled.py"), "<frozen", "<eval_with_key",
@@ -42,23 +43,24 @@ _OF_NO_PROGRAM = (
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
-def calling_line(frame: FrameType | None, hidden: str = "") -> str:
-    """`file:line` of the innermost frame of the program from `frame` outwards, or ''.
-
-    Files in the folder `hidden` are none of the program's, either.
-    """
+def program_frames(frame: FrameType | None) -> Iterator[tuple[str, FrameType]]:
+    """`file:line` of each frame of the program from `frame` outwards, and the frame."""
     while frame is not None:
-        path = frame.f_code.co_filename
-        name = "" if hidden and path.startswith(hidden) else _program_file(path)
+        name = _program_file(frame.f_code.co_filename)
         if name and frame.f_code.co_name not in _OF_MODES:
-            return f"{name}:{frame.f_lineno}"
+            yield f"{name}:{frame.f_lineno}", frame
         frame = frame.f_back
-    return ""
+
+
+def calling_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame of the program from `frame` outwards, or ''."""
+    return next((line for line, _ in program_frames(frame)), "")
 
 
 @functools.cache
 def _program_file(path: str) -> str:
-    return "" if path.startswith(_OF_NO_PROGRAM) else Path(path).name
+    is_library = path.startswith(_STDLIB) and "-packages" not in path  # which may lie inside of it
+    return "" if is_library or path.startswith(_OF_NO_PROGRAM) else Path(path).name
 
 
 class ObservingMode(TorchDispatchMode):

@@ -146,6 +146,7 @@ class OperatorSpec(Json):
     module: str
     call: int | None = None  # its number in the step; None for all
     backward: bool = False
+    kept: int | None = None  # the one whose tensors are kept, as `operator:input 0`, if `keep` asks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -622,13 +623,14 @@ OPERATORS = "operators"
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall(Json):
-    """An operator as it ran: the program's line, `settings` that are no tensors, the `shape` of its
-    first result, digests of its tensors ("" without one), and names of inputs ("" if unknown)."""
+    """An operator as it ran: its `number` among those written down, the program's `stack` from the
+    outermost frame on (`train.py:12 Model.forward`), `settings` that are no tensors, digests
+    of its tensors ("" without one), and names of inputs ("" if unknown)."""
 
     operator: str
-    line: str = ""
+    number: int = 0
+    stack: tuple[str, ...] = ()
     settings: str = ""
-    shape: str = ""
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -637,6 +639,11 @@ class OperatorCall(Json):
         """For people: `aten._softmax.default(dim=-1) at train.py:12`."""
         where = f" at {self.line}" if self.line else ""
         return f"{self.operator}({self.settings}){where}"
+
+    @property
+    def line(self) -> str:
+        """Of the program, which called it: `train.py:12`; "" if unknown."""
+        return self.stack[-1].rpartition(" ")[0] if self.stack else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,16 @@
 Bits are compared as integers: -0.0 is not 0.0, and NaNs with other payloads differ.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.bisect.found import Element, Location
+from harness.bisect.found import Element, Location, Numbers, Value
 from harness.records import DIGEST_GROUPS, CaseSpec
 from harness.store import RunFolder
 from harness.store.contents import ITEM_BYTES, Contents, Loaded, read_contents
@@ -71,6 +73,29 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
         f"{e.reference} ({e.reference_bits}) became {e.candidate} ({e.candidate_bits})",
         e, (*notes, *refusals),
     )  # fmt: skip
+
+
+def values_of(
+    reference: Contents, candidate: Contents, rank: int, names: Sequence[str]
+) -> tuple[Value, ...]:
+    """What an operator of each run took and gave on a rank, whose inputs have these `names`."""
+    sides = [{each.about.name.partition(":")[2]: each for each in kept.ranks[rank]}
+             for kept in (reference, candidate)]  # fmt: skip
+    of = {f"input {number}": name for number, name in enumerate(names)}
+    found = list[Value]()
+    for name in dict.fromkeys(itertools.chain(*sides)):
+        ours, theirs = (side.get(name) for side in sides)
+        element, is_equal = None, False
+        if ours is not None and theirs is not None:
+            is_equal = ours == theirs
+            if (ours.about.dtype, ours.about.shape) == (theirs.about.dtype, theirs.about.shape):
+                first = _first((rank, 0), ours, theirs)
+                element = first and first[-1]
+        found.append(Value(
+            name=name, of=of.get(name, ""), is_equal=is_equal, element=element,
+            reference=_numbers_of(ours), candidate=_numbers_of(theirs),
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def bits_of(loaded: Loaded) -> Bits:
@@ -155,6 +180,23 @@ def ulps(a: int, b: int, dtype: str) -> int | None:
     is_number = all(number is not None and not math.isnan(number) for number in sides)
     sign = 8 * ITEM_BYTES[dtype] - 1
     return abs(a - b) if is_number and a >> sign == b >> sign else None
+
+
+def _numbers_of(loaded: Loaded | None) -> Numbers | None:
+    if loaded is None:
+        return None
+    about, held = loaded.about, np.zeros(0)
+    if about.dtype in FORMS:
+        held = numbers(bits_of(loaded), about.dtype)
+    elif about.dtype.startswith(("int", "uint", "bool")):
+        held = np.frombuffer(loaded.data, about.dtype).astype(np.float64)
+    finite = held[np.isfinite(held)]
+    told: dict[str, float] = {}
+    if finite.size:
+        mean = float((finite / finite.size).sum())  # whose sum may be too large
+        told = {"least": float(finite.min()), "greatest": float(finite.max()), "mean": mean}
+    num_infinite = held.size - finite.size
+    return Numbers(dtype=about.dtype, shape=about.shape, num_infinite=num_infinite, **told)
 
 
 # --- questions --------------------------------------------------------------------------------

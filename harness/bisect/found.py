@@ -38,17 +38,58 @@ class Element(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator(Json):
-    """The first operator of a module's call that does otherwise, the `number`-th of the candidate.
+class Numbers(Json):
+    """What a tensor held: least, greatest and mean of its finite elements, None without any."""
 
-    None in a run that has no such operator. `outside` are inputs that differ and that no operator
-    of the call has made: the operator itself is right; without any, its inputs are equal.
+    dtype: str
+    shape: tuple[int, ...]
+    least: float | None = None
+    greatest: float | None = None
+    mean: float | None = None
+    num_infinite: int = 0  # NaN as well
+
+    def __str__(self) -> str:
+        """`float32[3, 4] from -1 to 2, mean 0.25`."""
+        told = f"{self.dtype}{list(self.shape)}"
+        if self.least is not None:
+            told += f" from {self.least:.6g} to {self.greatest:.6g}, mean {self.mean:.6g}"
+        return told + f", {self.num_infinite} not finite" * bool(self.num_infinite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value(Json):
+    """A tensor that the operators of two runs took or gave, None in a run that has none there.
+
+    `of` says which one of the module's, "" if that is not known. `element` is the first that
+    differs: None where all are equal, and where shape or dtype is another.
+    """
+
+    name: str
+    of: str
+    is_equal: bool
+    reference: Numbers | None
+    candidate: Numbers | None
+    element: Element | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator(Json):
+    """The first operator of a module's call that does otherwise; None in a run that has none such.
+
+    `outside` are inputs that differ and that no operator of the call has made: the operator itself
+    is right; without any, its inputs are equal. `values`: of inputs and outputs, once they were
+    kept; not of what lies in memory that was never written as a whole.
     """
 
     reference: OperatorCall | None
     candidate: OperatorCall | None
-    number: int
     outside: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
+
+    @property
+    def numbers(self) -> list[int | None]:
+        """Which of the operators that were written down it is, in both runs."""
+        return [None if x is None else x.number for x in (self.reference, self.candidate)]
 
     def __str__(self) -> str:
         """`aten.mul.Tensor() at a.py:7, in the reference aten.add.Tensor(alpha=1) at a.py:7`."""
@@ -66,7 +107,9 @@ class Operator(Json):
         if self.candidate is None:
             return f"the candidate has nothing that gives what {self.reference} gives"
         what = "" if self.outside else ": it was given the same and returned something else"
-        return f"operator {self.number} of the call is the first that differs, {self}{what}"
+        return (
+            f"operator {self.candidate.number} of the call is the first that differs, {self}{what}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

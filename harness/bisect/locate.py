@@ -7,10 +7,10 @@
     a run ended, or broke a limit    how, by fields of the outcome and of error records
 
 With an `Asker`, both runs are made again with every call up to the first bad step digested, then
-with the operators of the first bad call, then with the first bad tensor kept whole. Where the
-failure stays away, the case is run as it is some more times: if it passes then, it comes now and
-then, and the look is repeated until it comes; if it does not, looking in keeps it away (it moves
-addresses and times), and the case's own records stand.
+with the operators of the first bad call, then with the tensors of the first bad one kept, then with
+the first bad tensor. Where the failure stays away, the case is run as it is some more times: if it
+passes then, it comes now and then, and the look is repeated until it comes; if it does not, looking
+in keeps it away (it moves addresses and times), and the case's own records stand.
 """
 
 import math
@@ -23,7 +23,7 @@ from harness.bisect.divergence import RunPair, first_difference
 from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
-from harness.bisect.operators import operators_for, why_unseen, with_operator
+from harness.bisect.operators import keeping, operators_for, why_unseen, with_operator, with_values
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line
@@ -467,16 +467,16 @@ class _Look:
         if why := why_unseen(spec, self._pair):
             self._note(why)
             return
+        specs, folder = self._shortened(taps=[]), self._asker.folder
         question = self._question(
-            "operators",
-            "operators",
-            *(replace(each, operators=spec) for each in self._shortened(taps=[])),
+            "operators", "operators", *(replace(each, operators=spec) for each in specs)
         )
-
-        def read(_: CaseSpec, *pair: RunResult) -> Location:
-            return with_operator(before, spec, pair)
-
-        self._repeated(question, f"which operator of {spec.module} differs first?", read)
+        words = f"which operator of {spec.module} differs first?"
+        self._repeated(question, words, lambda _, *pair: with_operator(before, spec, pair))
+        if (found := self._found).operator is not None:
+            question = self._question("values", "values", *keeping(found.operator, spec, specs))
+            words = "what did it take and give?"
+            self._repeated(question, words, lambda _, *pair: with_values(found, spec, pair, folder))
 
     def _look_at_elements(self) -> None:
         """Both runs again, with the bytes of the first wrong tensor."""

@@ -3,6 +3,7 @@
     which call         the module whose own work is wrong, forward or backward   `operators_for`
     both runs again    `harness.recorder.operators`, in that call of that step alone
     which operator     the first that returned what no operator of the reference did
+    once more          with the tensors of that operator kept
 
 As long as both run the same operators, results are held against each other one by one: an input
 that differs where nothing before it did came from outside of the call. From where the sequences
@@ -12,11 +13,22 @@ part, values are looked for: an operator that one run has in addition, as a copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from harness.bisect.elements import values_of
 from harness.bisect.found import Location, Operator
 from harness.checks.evidence import count, rank_table
 from harness.checks.taps import INPUT
 from harness.program.spec import capabilities_of
-from harness.records import OperatorCall, OperatorCalls, OperatorSpec, RunResult, operators_in
+from harness.records import (
+    KeepSpec,
+    OperatorCall,
+    OperatorCalls,
+    OperatorSpec,
+    RunResult,
+    RunSpec,
+    operators_in,
+)
+from harness.store import RunFolder
+from harness.store.contents import read_contents
 
 ROOT = "(root)"
 """As `harness.recorder.hooks` names a module that is part of no other."""
@@ -75,35 +87,59 @@ def with_operator(found: Location, spec: OperatorSpec, pair: Sequence[RunResult]
     return replace(found.saying(operator.told), operator=operator)
 
 
+def keeping(found: Operator, spec: OperatorSpec, runs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Runs in which both do keep the tensors of what was found."""
+    keep = KeepSpec(step=spec.step, names=("operator:*",))
+    specs = [replace(spec, kept=number) for number in found.numbers]
+    return [replace(run, operators=each, keep=keep) for run, each in zip(runs, specs, strict=True)]
+
+
+def with_values(
+    found: Location, spec: OperatorSpec, pair: Sequence[RunResult], folder: RunFolder
+) -> Location:
+    """The place, whose operator has the values that it took and gave in runs that kept them."""
+    again, before = with_operator(found, spec, pair).operator, found.operator
+    if again is None or before is None or again.numbers != before.numbers:
+        return found.saying(unknown="values of the operator: it did not come back")
+    ours, theirs = (read_contents(folder.run_folder(run.spec.key), run.spec) for run in pair)
+    named = again.candidate or again.reference
+    values = values_of(ours, theirs, found.rank or 0, named.names if named is not None else ())
+    first = next((each.name for each in values if not each.is_equal), "")
+    if not first:
+        why = next(iter((*ours.problems, *theirs.problems)), "all are equal")
+        return found.saying(unknown=f"values of the operator: {why}")
+    told = f"of what it took and gave, {first} is the first that differs"
+    return found.saying(told, operator=replace(again, values=values))
+
+
 def first_operator(
     reference: Sequence[OperatorCall], candidate: Sequence[OperatorCall]
 ) -> Operator | None:
     """The first of a call that does otherwise; None if all that is returned is equal."""
-    for number, (ours, theirs) in enumerate(zip(reference, candidate, strict=False)):
+    parted = 0
+    for ours, theirs in zip(reference, candidate, strict=False):
         if (ours.operator, ours.settings) != (theirs.operator, theirs.settings):
             break
         if not _equal(ours.outputs, theirs.outputs):
             pairs = zip(ours.inputs, theirs.inputs, strict=False)
-            other = [not _equal(pair[:1], pair[1:]) for pair in pairs]
-            return _operator(ours, theirs, number, other)
+            return _operator(ours, theirs, [not _equal(pair[:1], pair[1:]) for pair in pairs])
+        parted += 1
     ours_known, theirs_known = _values(reference), _values(candidate)
     gone = next((call for call in reference if _new(call.outputs, theirs_known)), None)
-    wrong = [(n, call) for n, call in enumerate(candidate) if _new(call.outputs, ours_known)]
+    wrong = [n for n, call in enumerate(candidate) if _new(call.outputs, ours_known)]
     if not wrong:
-        number = len(candidate)
-        found = Operator(reference=gone, candidate=None, number=number)
-        return found if gone is not None else None
-    number, come = wrong[0]
-    return _operator(gone, come, number, [_new((text,), ours_known) for text in come.inputs])
+        return None if gone is None else Operator(reference=gone, candidate=None)
+    if wrong[0] == parted < len(reference):
+        gone = reference[parted]  # up to here the two did the same
+    come = candidate[wrong[0]]
+    return _operator(gone, come, [_new((text,), ours_known) for text in come.inputs])
 
 
-def _operator(
-    ours: OperatorCall | None, theirs: OperatorCall, number: int, other: Sequence[bool]
-) -> Operator:
+def _operator(ours: OperatorCall | None, theirs: OperatorCall, other: Sequence[bool]) -> Operator:
     """Of the candidate's inputs, those that are `other` ones come from outside."""
     named = enumerate(zip(theirs.names, other, strict=False))
     outside = tuple(name or f"argument {place}" for place, (name, is_other) in named if is_other)
-    return Operator(reference=ours, candidate=theirs, number=number, outside=outside)
+    return Operator(reference=ours, candidate=theirs, outside=outside)
 
 
 def _values(calls: Sequence[OperatorCall]) -> frozenset[str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from harness.bisect.causes import FoundCauses
 from harness.bisect.commits import CommitSearch
 from harness.bisect.experiments import AskedQuestion, runs_key
-from harness.bisect.found import Element, Location
+from harness.bisect.found import Element, Location, Operator
 from harness.bisect.hardware import Traced
 from harness.bisect.repro import MinimalCase
 from harness.checks.evidence import count
@@ -139,9 +139,27 @@ def _where_in(found: Element) -> str:
     return f"{told} [{', '.join(axes)}] of {list(found.shape)}"
 
 
-def since(place: Location | None) -> str:
+def operator(found: Operator) -> Iterator[tuple[str, str]]:
+    """Name and text: which one, a line a frame of the program, a line a tensor."""
+    yield "operator", str(found)
+    stacks: dict[tuple[str, ...], str] = {}
+    for name, call in (("stack", found.candidate), ("stack (ref)", found.reference)):
+        if call is not None:
+            stacks.setdefault(call.stack, name)
+    yield from ((name, frame) for stack, name in stacks.items() for frame in stack)
+    for each in found.values:
+        told = [each.of] * bool(each.of)
+        if each.is_equal:
+            told.append(f"equal: {each.candidate}")
+        else:
+            told += [element(each.element)] if each.element is not None else []
+            told.append(f"{each.reference or 'none'} became {each.candidate or 'none'}")
+        yield each.name, "; ".join(told)
+
+
+def since(place: Location) -> str:
     """From which step on."""
-    if place is None or place.step is None:
+    if place.step is None:
         return UNKNOWN
     if place.step <= 0:
         return "before step 0" if place.step else "the first step"
@@ -162,21 +180,10 @@ def causes(found: FoundCauses) -> list[str]:
 
 def facts(findings: Findings) -> list[tuple[str, str]]:
     """Name and text of each line, in the order in which they are read."""
-    place, found = findings.place, findings.causes
+    found = findings.causes
     if findings.outcome == "passed":
         return []  # there is no place to speak of
-    is_end = place is not None and not place.tensor and place.quantity in WHATS
-    lines = [
-        ("where", str(place or "") or UNKNOWN),
-        ("ended as" if is_end else "first wrong", first_wrong(place)),
-    ]
-    if place is not None and place.element is not None:
-        lines.append(("element", element(place.element)))
-    if place is not None and place.operator is not None:
-        lines.append(("operator", str(place.operator)))
-    if place is not None and place.collective:
-        lines.append(("entered", f"{place.near} {place.collective}".strip()))
-    lines.append(("since", since(place)))
+    lines = _facts_of(findings.place) if findings.place is not None else []
     if found is not None and found.policy is not None and not found.policy.always:
         seldom = f"failed in {found.policy.failures} of {count(found.policy.trials, 'run')}"
         lines.append(("how often", seldom))
@@ -192,6 +199,21 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         "least case": findings.least_case, "commit": findings.commits, "release": findings.release,
     }  # fmt: skip
     return lines + [(name, str(each)) for name, each in searched.items() if each is not None]
+
+
+def _facts_of(place: Location) -> list[tuple[str, str]]:
+    is_end = not place.tensor and place.quantity in WHATS
+    lines = [
+        ("where", str(place) or UNKNOWN),
+        ("ended as" if is_end else "first wrong", first_wrong(place)),
+    ]
+    if place.element is not None:
+        lines.append(("element", element(place.element)))
+    if place.operator is not None:
+        lines += operator(place.operator)
+    if place.collective:
+        lines.append(("entered", f"{place.near} {place.collective}".strip()))
+    return [*lines, ("since", since(place))]
 
 
 def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str]]]:

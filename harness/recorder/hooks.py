@@ -72,7 +72,7 @@ def install(session: Session) -> None:
     observer.capturing = watch.capturing
     watch.install()
     rounding = _round_at_random(observer) if session.rounding else None
-    operators = None if session.operators is None else _operators(session.operators)
+    operators = None if session.operators is None else _operators(session.operators, observer)
     if dist.is_available() and session.world_size > 1 and not session.is_job:
         session.leaving = Notes(observer).install()
 
@@ -97,10 +97,10 @@ def install(session: Session) -> None:
         taps.show(operators)
 
 
-def _operators(wanted: Any) -> "Operators":
+def _operators(wanted: Any, observer: Observer) -> "Operators":
     from harness.recorder.operators import Operators
 
-    return Operators(wanted)
+    return Operators(wanted, lambda name, tensor: observer.keep(name, [tensor]))
 
 
 def _round_at_random(observer: Observer) -> Any:

@@ -343,6 +343,10 @@ class Observer(Recorder):
 
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
         self.step_of_calls().taps.append((name, _to_host(row)))
+        self.keep(name, tensors)
+
+    def keep(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors of the calls of a step, if they are asked for."""
         if self._keeper is not None:
             self._keeper.take(self.number_of_calls, name, tensors)
 

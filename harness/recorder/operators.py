@@ -1,4 +1,4 @@
-"""Every operator inside the calls of one module in one step: its line, and digests of its tensors.
+"""Every operator inside the calls of one module in one step: who called it, digests of its tensors.
 
     forward     from the module's hook before its forward pass to the one after it
     backward    operators of the autograd nodes that the module's forward pass has made, known by
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_core.dispatch import ObservingMode, calling_line, is_fake, opens_itself
+from fsdp_core.dispatch import ObservingMode, is_fake, opens_itself, program_frames
 from fsdp_core.graph.digest import Digester, digest_hex, empty_rows
 from harness.recorder.rounding import num_compiled
 
-HERE = str(Path(__file__).parent)
-MOST = 4096
-"""Operators of a rank that are written down."""
-MOST_CHARS = 200
+HERE, OURS = (f"{Path(__file__).parents[up]}/" for up in (0, 1))
+MOST, MOST_FRAMES, MOST_CHARS = 4096, 8, 200
+"""Operators of a rank that are written down; frames and characters of settings of each."""
 UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 """Begin names of operators that return memory nobody has written."""
 UNDER_WAY, INTO_BUFFER, WAITED = ("c10d", "_c10d"), "all_gather_copy_in", "wait_tensor"
@@ -35,22 +34,24 @@ FILLS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_")
 
 
 class Operators(ObservingMode):
-    """What `OperatorSpec` asks for, of one rank.
+    """What `OperatorSpec` asks for, of one rank. `keep` takes the tensors of the one that is to be
+    kept, each with its name.
 
     Attributes:
         calls: of the module in the step so far.
         found: what was seen: fields of `harness.records.OperatorCall`, digests still as rows.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Mapping[str, Any], keep: Callable[[str, Tensor], None]) -> None:
         super().__init__()
         self.step, self.module = int(spec["step"]), str(spec["module"])
         self._call, self.is_backward = spec["call"], bool(spec["backward"])
+        self._kept, self._keep = spec["kept"], keep
         self.calls, self.found, self._more = 0, list[dict[str, Any]](), False
         self._inside: list[nn.Module | None] = []
         self._first_node = 0
         self._nodes: list[range] = []
-        self._lines: dict[int, str] = {}
+        self._stacks: dict[int, tuple[str, ...]] = {}
         self._names: dict[int, str] = {}
         self._digesters: dict[Any, Digester] = {}
         self._unwritten: set[int] = set()  # addresses of memory
@@ -95,23 +96,12 @@ class Operators(ObservingMode):
             return func(*args, **kwargs) if is_fake(types) else NotImplemented
         schema = func._schema.arguments
         named = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
-        line = calling_line(sys._getframe(), hidden=HERE)
-        node: Any = torch._C._current_autograd_node()
-        if node is not None:
-            number = node._sequence_nr()
-            is_asked = self.is_backward and any(number in each for each in self._nodes)
-            if getattr(node, "_forward_cls", None) is None:
-                line = self._lines.get(number, "")  # the engine has no line of its own
-        else:
-            is_inside = any(self._inside)
-            is_asked = is_inside and not self.is_backward
-            if is_inside:
-                self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+        is_asked, stack = self._place()
         self._more |= is_asked and len(self.found) >= MOST
         if not is_asked or self._more:
             return self._run(func, args, kwargs, named)[0]
         given = _tensors([named[x.name] for x in schema if x.name in named and not x.is_out])
-        inputs = [self._digest(x) for x in given]
+        inputs = [self._digest(x, f"input {n}") for n, x in enumerate(given)]
         names = [self._names.get(x.data_ptr(), "") for x in given]
         out, made = self._run(func, args, kwargs, named)
         returns = [each.alias_info for each in func._schema.returns]
@@ -119,13 +109,26 @@ class Operators(ObservingMode):
         is_view = bool(returns) and all(x is not None and not x.is_write for x in returns)
         if not given and not made:
             return out
-        shapes = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in made]
+        outputs = [None if is_view else self._digest(x, f"output {n}") for n, x in enumerate(made)]
         self.found.append({
-            "operator": str(func), "line": line, "settings": _settings(named), "names": names,
-            "inputs": inputs, "outputs": [None if is_view else self._digest(x) for x in made],
-            "shape": next(iter(shapes), ""),
+            "operator": str(func), "number": len(self.found), "stack": stack, "names": names,
+            "settings": _settings(named), "inputs": inputs, "outputs": outputs,
         })  # fmt: skip
         return out
+
+    def _place(self) -> tuple[bool, tuple[str, ...]]:
+        """Whether the operator at work is asked for, and the frames of the program around it."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            stack = _stack() if any(self._inside) else ()
+            if stack:
+                self._stacks.setdefault(torch.autograd._get_sequence_nr() - 1, stack)
+            return any(self._inside) and not self.is_backward, stack
+        number = node._sequence_nr()
+        is_asked = self.is_backward and any(number in each for each in self._nodes)
+        if is_asked and getattr(node, "_forward_cls", None) is not None:
+            return True, _stack()
+        return is_asked, self._stacks.get(number, ())  # the engine has no line of its own
 
     def _run(
         self, func: Any, args: Any, kwargs: Any, named: Mapping[str, Any]
@@ -138,7 +141,7 @@ class Operators(ObservingMode):
         new = {_memory(x) for x in _tensors(out)} if is_new else set[int]()
         filled = _tensors([named[x.name] for x in written if x.is_out or name in FILLS])
         whole = {_memory(x) for x in filled if x.nbytes == x.untyped_storage().nbytes()}
-        made = _tensors((out, [named[x.name] for x in written]))
+        made = list(dict.fromkeys(_tensors((out, [named[x.name] for x in written]))))
         is_collective = func.namespace.startswith(UNDER_WAY) and name != WAITED
         if is_collective or name == INTO_BUFFER:
             self._unwritten |= set(map(_memory, made))
@@ -147,10 +150,12 @@ class Operators(ObservingMode):
             self._unwritten |= new if name.startswith(UNWRITTEN) else set()
         return out, made
 
-    def _digest(self, tensor: Tensor) -> Tensor | None:
-        """Its row; None of what has no digest."""
+    def _digest(self, tensor: Tensor, name: str) -> Tensor | None:
+        """Its row; None of what has no digest. Of the operator that is to be kept, it is."""
         if _memory(tensor) in self._unwritten:
             return None
+        if len(self.found) == self._kept:
+            self._keep(f"operator:{name}", tensor)
         kind = (tensor.shape, tensor.dtype, tensor.device)
         with torch.no_grad():
             try:
@@ -174,6 +179,15 @@ class Operators(ObservingMode):
             for each in self.found
         ]
         return {"calls": calls, "num_calls": self.calls, "is_cut": self._more, "why": why}
+
+
+def _stack() -> tuple[str, ...]:
+    """The program's frames, the outermost first; what injects a fault is its innermost one."""
+    frames = [(line, frame.f_code) for line, frame in program_frames(sys._getframe())
+              if not frame.f_code.co_filename.startswith(HERE)]  # fmt: skip
+    told = [f"{line} {code.co_qualname}" for n, (line, code) in enumerate(frames)
+            if not n or not code.co_filename.startswith(OURS)][::-1]  # fmt: skip
+    return (*told[:1], "...", *told[2 - MOST_FRAMES :]) if len(told) > MOST_FRAMES else (*told,)
 
 
 def _tensors(value: Any) -> list[Tensor]:

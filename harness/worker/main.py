@@ -212,9 +212,9 @@ class _Session:
 
     def _train(self, trainer: Trainer, notes: Notes) -> None:
         spec, rank, file, device = self.spec, self.rank, self.file, trainer.device
-        keep = keeper(spec, rank, self.folder, trainer)
-        rounding = rounded(spec, rank)
         operators = Watched(spec, trainer)
+        keep = keeper(spec, rank, self.folder, trainer, operators.kept)
+        rounding = rounded(spec, rank)
         observer = Observer(trainer, rank, file)
         environment = {"fingerprint": fingerprint(trainer), **provenance.about_rank(),
                        "started_unix_s": self.started_unix_s}  # fmt: skip

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -311,10 +311,13 @@ def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     return EventRecord(name="digest_time", rank=rank, step=step, detail={"seconds": min(found)})
 
 
-def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable[[int], None]:
+def keeper(
+    spec: RunSpec, rank: int, folder: Path, trainer: Trainer, others: Sequence[Snapshot] = ()
+) -> Callable[[int], None]:
     """What is to be called after each step, to write the tensors that a run keeps of one.
 
-    Copies get their memory here, before anything is captured. `ValueError`: more than allowed.
+    `others` are copies that somebody else has taken in that step. Ours get their memory here,
+    before anything is captured. `ValueError`: more than allowed.
     """
     keep = spec.keep
     if keep is None:
@@ -325,7 +328,7 @@ def keeper(spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> Callable
         if step != keep.step:
             return
         with trainer.device.on(trainer.stream):
-            kept = list(copies.read(trainer.outputs.digests))
+            kept = [*copies.read(trainer.outputs.digests), *others]
             for name, state in trainer.rng_states().items():
                 if matches(keep.names, f"rng:{name}"):
                     # Records have a digest of the same bytes, from this very function.
@@ -340,9 +343,10 @@ class Watched:
 
     def __init__(self, spec: RunSpec, trainer: Trainer) -> None:
         self._operators: Operators | None = None
+        self.kept: list[Snapshot] = []
         if spec.operators is None:
             return
-        self._operators = Operators(spec.operators.to_json())
+        self._operators = Operators(spec.operators.to_json(), self._keep)
         named = (each for stage in trainer.stages for each in stage.named_modules())
         module = dict(named).get(spec.operators.module)
         if module is None:
@@ -355,6 +359,10 @@ class Watched:
             return (watched if self._is_due and not is_again else original)(*args, **kwargs)
 
         module._call_impl = call
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        copy = tensor.detach().to("cpu", copy=True)
+        self.kept.append(Snapshot(name, 0, copy, (), as_digested=True))
 
     def of(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, the step is taken."""

@@ -25,6 +25,16 @@ MUTATIONS = [
         ("added_copies_are_wrong", "_new(call.outputs, ours_known)", "call.outputs"),
         ("wrong_inputs_are_the_operators", "in named if is_other)", "in named if False)"),
         ("compiled_code_has_no_operators", "if not held.calls or held.why:", "if not held.calls:"),
+        ("values_of_another_operator", "or again.numbers != before.numbers", "",
+         "bisect/test_operators"),
+        ("held_against_what_is_gone", "if wrong[0] == parted < len(reference):", "if False:",
+         "bisect/test_operators"),
+    ),
+    *slips_of(
+        "bisect/elements.py",
+        "bisect/test_elements",
+        ("values_of_rank_0", "in kept.ranks[rank]}", "in kept.ranks[0]}"),
+        ("values_of_two_shapes", "== (theirs.about.dtype, theirs.about.shape):", "!= ():"),
     ),
     *slips_of(
         "recorder/operators.py",
@@ -32,6 +42,8 @@ MUTATIONS = [
         ("memory_is_always_written", "if _memory(tensor) in self._unwritten:", "if False:"),
         ("all_calls_of_the_step", "self._call in (None, self.calls)", "True"),
         ("backward_of_every_node", "any(number in each for each in self._nodes)", "True"),
+        ("the_operator_after_it_is_kept", "if len(self.found) == self._kept:",
+         "if len(self.found) - 1 == self._kept:"),
     ),
     *slips_of(
         "bisect/commits.py",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bisect.elements import FORMS, compare, shown, ulps, value
+from harness.bisect.elements import FORMS, compare, shown, ulps, value, values_of
 from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place
 from tests.support.records import kept_tensor
 
@@ -55,6 +55,32 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
         "ulps": 0x200000, "shape": (2, 2), "lows": (0, 1), "highs": (1, 1),
     }  # fmt: skip
     assert found.message == "w[0, 3] on rank 1: 3.0 (40400000) became 3.5 (40600000)"
+
+
+def test_what_an_operator_took_and_gave_is_that_of_one_rank() -> None:
+    """Equal, other in one element, of another shape, in one run alone; a NaN is no number."""
+
+    def run(*tensors: tuple[str, bytes, Shape]) -> Contents:
+        held = tuple(
+            Loaded(about=kept_tensor(f"operator:{name}", shape), data=data)
+            for name, data, shape in tensors
+        )
+        return contents((), held)
+
+    took, gave = ("input 0", floats(1, 3), (2,)), ("output 0", floats(1, math.nan), (2,))
+    ours = run(took, ("input 1", floats(5), (1,)), gave)
+    theirs = run(took, ("input 1", floats(6), ()), ("output 0", floats(2, math.nan), (2,)),
+                 ("output 1", floats(0), (1,)))  # fmt: skip
+    same, shaped, other, more = values_of(ours, theirs, 1, ("weight",))
+    assert (same.name, same.of, same.is_equal, str(same.candidate)) == (
+        "input 0", "weight", True, "float32[2] from 1 to 3, mean 2",
+    )  # fmt: skip
+    assert [each.is_equal for each in (shaped, other, more)] == [False] * 3
+    assert (shaped.element, more.element, more.reference) == (None, None, None)
+    assert other.element is not None
+    assert (other.element.reference_bits, other.element.num_different) == ("3f800000", 1)
+    assert other.candidate is not None
+    assert (other.candidate.mean, other.candidate.num_infinite) == (2.0, 1)
 
 
 @given(st.data())

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from harness.bisect.found import Location
-from harness.bisect.operators import first_operator, operators_for, why_unseen, with_operator
+from harness.bisect.operators import (
+    first_operator,
+    keeping,
+    operators_for,
+    why_unseen,
+    with_operator,
+    with_values,
+)
 from harness.records import OPERATORS, EventRecord, OperatorCall, OperatorSpec
 from tests.support import records
 from tests.unit.harness.bisect.made_up_asker import program_run
@@ -76,7 +83,7 @@ def test_what_is_said_of_operators(ours: Any, theirs: Any, told: str) -> None:
         if detail is None:
             return run_of()
         out = detail.pop("out", "0" * 32)
-        call = {"operator": "aten.neg.default", "line": "a.py:1", "outputs": [out]}
+        call = {"operator": "aten.neg.default", "stack": ["a.py:1 f"], "outputs": [out]}
         plain = {"calls": [call], "num_calls": 1, **detail}
         event = EventRecord(name=OPERATORS, rank=0, step=2, detail=plain)
         return of_rank(run_of(), 0, events=(event,))
@@ -103,6 +110,36 @@ def test_a_wrong_result_that_another_operator_has_given_is_found() -> None:
     assert found is not None
     assert (found.candidate and found.candidate.operator, found.outside) == ("mul", ("scale",))
     assert first_operator(calls("scale"), calls("scale", "other")) is None
+
+
+def test_an_operator_is_held_against_the_one_in_its_place() -> None:
+    """Where all before it did the same, whatever the reference's gave: a factor of 1 makes no new
+    value. Values of a look in which another one is the first are not told."""
+
+    def run(factor: float, first: str = "a") -> Any:
+        scaled, last = (first, "c") if factor == 1 else ("b", "d")
+        made = (
+            ("neg", "", "x", first),
+            ("mul", f"{factor}", first, scaled),
+            ("exp", "", scaled, last),
+        )
+        calls = [OperatorCall(operator=o, settings=s, inputs=(i,), outputs=(r,), number=n)
+                 for n, (o, s, i, r) in enumerate(made)]  # fmt: skip
+        detail = {"calls": [call.to_json() for call in calls], "num_calls": 1}
+        event = EventRecord(name=OPERATORS, rank=0, step=2, detail=detail)
+        return of_rank(run_of(), 0, events=(event,))
+
+    spec = OperatorSpec(step=2, module="head")
+    found = with_operator(Location(step=2, rank=0), spec, (run(1.0), run(2.0)))
+    operator = found.operator
+    assert operator is not None
+    assert [call and call.number for call in (operator.reference, operator.candidate)] == [1, 1]
+    runs = [run(1.0).spec, run(2.0).spec]
+    asked = keeping(operator, spec, runs)
+    assert [each.operators and each.operators.kept for each in asked] == [1, 1]
+    none: Any = None
+    again = with_values(found, spec, (run(1.0), run(2.0, first="e")), none)
+    assert (again.operator, len(again.unknown)) == (operator, len(found.unknown) + 1)
 
 
 def test_a_spec_is_part_of_the_key() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from harness.bisect.causes import FoundCause, FoundCauses
 from harness.bisect.commits import Commit, CommitSearch
 from harness.bisect.experiments import AskedQuestion, Failure
-from harness.bisect.found import Element, Location
+from harness.bisect.found import Element, Location, Numbers, Operator, Value
 from harness.bisect.render import (
     Findings,
     LiveSearch,
@@ -21,17 +21,29 @@ from harness.bisect.render import (
     print_findings,
 )
 from harness.bisect.repro import MinimalCase
+from harness.records import OperatorCall
 from tests.support import records
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
     reference="1.0791554", candidate="1.0791556", num_different=1, numel=1024, ulps=1,
 )  # fmt: skip
+NUMBERS = Numbers(dtype="float32", shape=(4,), least=0.0, greatest=1.0, mean=0.5, num_infinite=1)
+OPERATOR = Operator(
+    reference=OperatorCall(operator="add", stack=("a.py:1 main", "a.py:3 f")),
+    candidate=OperatorCall(operator="add", stack=("a.py:1 main", "a.py:2 f")),
+    values=(
+        Value(name="input 0", of="w", is_equal=True, reference=NUMBERS, candidate=NUMBERS,
+              element=None),
+        Value(name="output 0", of="", is_equal=False, reference=None, candidate=NUMBERS,
+              element=ELEMENT),
+    ),
+)  # fmt: skip
 PLACE = Location(
     step=7, phase="backward", microbatch=1, module="layers.0.attn", tensor="layers.0.attn:gradient",
     quantity="taps.gradient", rank=3, ranks=(3,), near="before", collective="reduce-scatter",
-    element=ELEMENT, evidence=tuple(f"sentence {n} [red]x[/red]" for n in range(30)),
-    unknown=("rank: `not` known",),
+    element=ELEMENT, operator=OPERATOR, unknown=("rank: `not` known",),
+    evidence=tuple(f"sentence {n} [red]x[/red]" for n in range(30)),
 )  # fmt: skip
 DIVERGED = Failure(outcome="failed", what="diverged")
 CAUSE = FoundCause(changes=("graph: attn",), unproven=(), failure=DIVERGED)
@@ -74,6 +86,9 @@ def test_the_page_has_all_of_it() -> None:
         "rank: `not` known", "graph: attn (failed diverged); 1 of 2 differences between",
         "a note", "harness run repro/x.yaml (2 ranks, 1 layer, 4 steps)", "steps 8", "break it",
         "w differs | first",
+        "stack        a.py:1 main", "stack        a.py:2 f", "stack (ref)  a.py:3 f",
+        "input 0      w; equal: float32[4] from 0 to 1, mean 0.5, 1 not finite",
+        "output 0     [3, 17]: 0x3f8a21c4 became 0x3f8a21c5",
     ):  # fmt: skip
         assert part in text
     assert Findings.from_json(FINDINGS.to_json()) == FINDINGS

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from harness.bisect.found import Operator
 from harness.bisect.operators import first_operator
-from harness.records import OperatorCalls, operators_in
+from harness.records import KeepSpec, OperatorCalls, operators_in
+from harness.store.contents import read_contents
+from tests.support.records import run_spec
 from tests.unit.harness.recorder.recorded import recorded
 
 
@@ -49,6 +52,8 @@ class Block(nn.Module):
             y = y + late.view(2, 2).fill_(1).sum()
             room[:4] = y[0].detach()
             y = y + room.mul_(1)[:4].sum()
+        if self.how == "scaled":
+            y = y.clone().mul_(3)  # scaled
         if self.how == "copy":
             y = y.clone().view(-1).view(y.shape)
         if self.how == "mul":
@@ -83,7 +88,7 @@ def program(how: str) -> Callable[[], None]:
 
 
 def seen(how: str, folder: Path, **spec: Any) -> OperatorCalls:
-    asked = {"step": 0, "module": "1", "call": 1, "backward": False} | spec
+    asked = {"step": 0, "module": "1", "call": 1, "backward": False, "kept": None} | spec
     return operators_in(recorded(program(how), folder, operators=asked))
 
 
@@ -114,6 +119,38 @@ def test_a_wrong_operator_is_named_by_its_line(
         assert [c and c.settings[:6] for c in (found.reference, found.candidate)] == [
             "dim=-1", "dim=0,",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "line", "backward"),
+                         [("scaled", "scaled", False), ("", "softmax", True)])  # fmt: skip
+def test_the_tensors_of_one_operator_are_kept_as_they_were_digested(
+    tmp_path: Path, how: str, line: str, backward: bool
+) -> None:
+    """What it took before it ran, what it gave after; called by the frames of the program."""
+    calls = seen(how, tmp_path, backward=backward).calls
+    call = [call for call in calls if call.line == line_of(line)][-1]
+    assert [frame.rpartition(" ")[2] for frame in call.stack[-2:]] == [
+        "program.<locals>.run", "Block.forward",
+    ]  # fmt: skip
+    assert len(call.stack) <= 8
+    asked = {"step": 0, "module": "1", "call": 1, "backward": backward, "kept": call.number}
+    keep = KeepSpec(step=0, names=("operator:*",))
+    spec = run_spec(config={"program": {}, "steps": 2}, keep=keep)
+    recorded(program(how), tmp_path / "2", operators=asked, keep=keep.to_json(), run=spec.key)
+    found = read_contents(tmp_path / "2", spec)
+    assert found.problems == ()
+    texts = dict[str, str]()
+    for each in found.ranks[0]:
+        tensor, rows = (
+            torch.frombuffer(bytearray(each.data), dtype=torch.float32),
+            empty_rows(1, "cpu"),
+        )
+        digest_tensors([tensor.view(each.about.shape)], rows)
+        texts[each.about.name] = digest_hex(rows)[0]
+    expected = {f"operator:input {n}": text for n, text in enumerate(call.inputs)}
+    expected |= {f"operator:output {n}": text for n, text in enumerate(call.outputs)}
+    assert texts == expected
+    assert call.outputs[0] not in call.inputs
 
 
 def test_of_a_wrong_input_it_is_said_where_it_came_from(tmp_path: Path) -> None:
