@@ -47,9 +47,9 @@ OUTCOME_COLOURS: dict[Outcome, str] = {
 }  # fmt: skip
 MAX_DRAWN_CASES, MAX_GROUPS = 40, 10
 """Cases with pictures, and tensor groups of one with a map; the rest is told in words."""
-PICTURE_BYTES, INLINE_BYTES, PACKED_BYTES = 900_000, 500_000, 800_000
-"""Inline details are read without the script, printed, found by a search in the page. Once the
-packed ones are so large, those of further cases are short."""
+PICTURE_BYTES, INLINE_BYTES, PACKED_BYTES = 900_000, 500_000, 5_000_000
+"""Inline details are read without the script, printed, found by a search in the page. Once what
+is to be packed, to a tenth or so, is so large, details of further cases are short."""
 MAX_OPEN, MAX_CAUSES, MAX_FLAKY, MAX_LONGEST, MAX_WORDS = 10, 30, 30, 5, 160
 MAX_MATRIX_ROWS, MAX_MATRIX_COLUMNS = 1000, 24
 
@@ -125,20 +125,18 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
 
 
 class _Bodies:
-    """Details of cases, as far as the page has room for them."""
+    """Details of cases, as far as the page has room: as they are, then packed, then short."""
 
     def __init__(self, template: Template, report: Report) -> None:
-        self._template = template
-        self._past = report.past.cases
-        self._packer = zlib.compressobj(9)
-        self._chunks: list[bytes] = []
+        self._template, self._past, self._num_drawn = template, report.past.cases, 0
         self._picture_room, self._inline_room = PICTURE_BYTES, INLINE_BYTES
-        self._num_drawn = self._size = 0
+        self._packed_room = PACKED_BYTES
         self.inline: dict[str, Markup] = {}
+        self._packed: dict[str, str] = {}
 
     def add(self, case: CaseReport) -> None:
         """Make the details of the next case."""
-        full = self._size * 4 / 3 > PACKED_BYTES
+        full = self._packed_room <= 0
         loss, maps = (Markup(), []) if full else self._pictures(case)
         limit: Any = case.spec.checks.get("peak_memory", {}).get("max_ratio")
         text = self._template.render(
@@ -149,18 +147,13 @@ class _Bodies:
         if self._inline_room > 0:
             self._inline_room -= len(text.encode())
             self.inline[case.spec.id] = Markup(text)
-            return
-        entry = ("," if self._chunks else "{") + json.dumps(case.spec.id) + ":" + json.dumps(text)
-        # Flushed by the case, so that the size is known before the next one is made.
-        packed = self._packer.compress(entry.encode()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
-        self._chunks.append(packed)
-        self._size += len(packed)
+        else:
+            self._packed_room -= len(text.encode())
+            self._packed[case.spec.id] = text
 
     def packed(self) -> str:
         """What was packed, for the script; "" if nothing was."""
-        if not self._chunks:
-            return ""
-        data = b"".join(self._chunks) + self._packer.compress(b"}") + self._packer.flush()
+        data = zlib.compress(json.dumps(self._packed).encode(), 9) if self._packed else b""
         return base64.b64encode(data).decode()
 
     def _pictures(self, case: CaseReport) -> tuple[Markup, list[Markup]]:

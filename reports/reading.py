@@ -21,6 +21,7 @@ from harness.checks import confirmation, exit_code
 from harness.checks.evidence import different_leaves
 from harness.checks.memory import peak_bytes
 from harness.history import HISTORY_FOLDER, NOT_WRITTEN_FILE, machine_kind
+from harness.history.trend import letter_of
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
 from harness.runner.plan import MIB, Cost, Timeline, cost
@@ -366,8 +367,7 @@ class _Reading:
         for letter, known in self.environments.items():
             if not different_leaves(known, values):
                 return letter
-        number = len(self.environments)
-        letter = chr(ord("A") + number) if number < 26 else f"E{number + 1}"
+        letter = letter_of(len(self.environments))
         self.environments[letter] = values
         return letter
 

@@ -287,12 +287,10 @@ class LocalEngine(Engine):
         outcome, missing = read_outcome(run.folder, run.spec.key)
         what: What = "not_run"
         last, ending = words.split("\n")[-1] or missing, Ending()
-        if outcome is not None:
-            self._tell(run, outcome)
-            return
-        if status == ExitCode.NO_VERDICT:
+        if status == ExitCode.NO_VERDICT and outcome is None:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
             return
+        why = f"the leader of the run exited with code {status}: {last}"
         if status is None:
             why = f"the run could not be started: {message['why']}"
             ending = Ending(machine=no_process(message["errno"]))
@@ -305,7 +303,7 @@ class LocalEngine(Engine):
             ending = Ending(signal=signal_name(-status))
             why = f"the leader of the run died by {ending.signal}: {last}"
         else:
-            what, why = "interrupted", f"the leader of the run exited with code {status}: {last}"
+            what = "interrupted"
         self._conclude(run, what, why, ending)
 
     def _server_died(self, spare: str = "") -> None:
@@ -317,27 +315,9 @@ class LocalEngine(Engine):
                 kill_group(run.leader_pid)
         how = self._server.stop()
         self._server = None
+        why, ending = f"the forkserver {how} during the run", Ending(machine="forkserver_died")
         for run in [self._release(key) for key in list(self._active) if key != spare]:
-            outcome, _ = read_outcome(run.folder, run.spec.key)
-            if outcome is not None:
-                self._tell(run, outcome)
-            else:
-                why = f"the forkserver {how} during the run"
-                self._conclude(run, "interrupted", why, Ending(machine="forkserver_died"))
-
-    def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        # Two runs' communicators may have been too much.
-        in_company = bool(run.devices) and (run.after or (run.heir and outcome.what == "oom"))
-        if in_company and outcome.what not in ("", "interrupted", "not_run"):
-            outcome = replace(outcome, undecided=True)
-            self._save(run, outcome)
-        self._ended.append(outcome)
-
-    def _save(self, run: _Active, outcome: RunOutcome) -> None:
-        try:
-            save_outcome(run.folder, outcome)
-        except Infrastructure as error:
-            self._failure = error
+            self._conclude(run, "interrupted", why, ending)
 
     def _release(self, key: str) -> _Active:
         """Forget a run; its slots go to the run that waits for them, if one does."""
@@ -352,20 +332,31 @@ class LocalEngine(Engine):
         return run
 
     def _conclude(self, run: _Active, what: What, message: str, ending: Ending) -> None:
-        """Write the outcome of a run whose leader could not."""
-        outcome = RunOutcome(
-            key=run.spec.key, what=what, message=message, culprit_rank=None,
-            ranks=tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size)),
-            started_unix_s=run.started_unix_s, wall_s=time.monotonic() - run.started_s,
-            attempt=run.attempt, ending=ending,
-        )  # fmt: skip
-        outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
-        with suppress(OSError):
-            for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
-                half_written.unlink(missing_ok=True)
-        self._save(run, outcome)
-        if self._failure is None:
-            self._tell(run, outcome)
+        """Tell the outcome of a run as its leader wrote it, or, where it could not, as given."""
+        outcome, _ = read_outcome(run.folder, run.spec.key)
+        is_stored = outcome is not None
+        if outcome is None:
+            ranks = tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size))
+            outcome = RunOutcome(
+                key=run.spec.key, what=what, message=message, ranks=ranks, attempt=run.attempt,
+                started_unix_s=run.started_unix_s, wall_s=time.monotonic() - run.started_s,
+                ending=ending,
+            )  # fmt: skip
+            outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
+            with suppress(OSError):
+                for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it died
+                    half_written.unlink(missing_ok=True)
+        # Two runs' communicators may have been too much.
+        in_company = bool(run.devices) and (run.after or (run.heir and outcome.what == "oom"))
+        if in_company and outcome.what not in ("", "interrupted", "not_run"):
+            outcome, is_stored = replace(outcome, undecided=True), False
+        try:
+            if not is_stored:
+                save_outcome(run.folder, outcome)
+        except Infrastructure as error:
+            self._failure = error
+        else:
+            self._ended.append(outcome)
 
     def cancel(self) -> None:
         if self._server is not None:

@@ -129,6 +129,13 @@ def trends(
 
 
 _Folder = tuple[FolderEntry, tuple[CaseEntry, ...], dict[str, RunEntry]]  # candidates that ended
+
+
+def letter_of(number: int) -> str:
+    """A, B, ..., Z, then by number."""
+    return chr(ord("A") + number) if number < 26 else f"S{number + 1}"
+
+
 _Answered = tuple[FolderEntry, CaseEntry, RunEntry | None]  # the candidate's, if it ended well
 
 
@@ -142,8 +149,7 @@ def _trend(scenario: str, case_id: str, found: list[_Answered]) -> CaseTrend:
         if run is not None and folder.environment and run.fingerprint:
             key = (folder.environment_id, run.fingerprint, folder.slots, run.work)
             if key not in letters:
-                number = len(letters)
-                letters[key] = chr(ord("A") + number) if number < 26 else f"S{number + 1}"
+                letters[key] = letter_of(len(letters))
                 ranks = folder.fingerprints.get(run.fingerprint, {}).get("ranks", ())
                 facts = {**flat("", folder.environment), **flat("ranks", ranks),
                          "slots": folder.slots, "settings of the run": run.work}  # fmt: skip

@@ -162,7 +162,7 @@ def test_the_page_shows_the_history_and_says_when_it_is_full(
     )  # fmt: skip
     monkeypatch.setattr(html, "MAX_DRAWN_CASES", 2)
     monkeypatch.setattr(html, "INLINE_BYTES", 150_000)
-    monkeypatch.setattr(html, "PACKED_BYTES", 9_000)
+    monkeypatch.setattr(html, "PACKED_BYTES", 600_000)
     text = html.render(report)
     page = Page(text)
     inline = text.count("<h4>First difference</h4>")
