@@ -277,7 +277,7 @@ def steps_due(run: RunResult) -> int:
 def _soak(run: RunResult, soak: SoakSpec) -> None:
     """A run that ends by replays or by duration says itself how long it was."""
     for rank, records in rank_table(run).items():
-        said = [event.detail for event in records.events if event.name == "soaked"]
+        said = records.said("soaked")
         trained_s = said[0].get("trained_s") if len(said) == 1 else None
         if records.end is None or type(trained_s) not in (int, float):
             raise Flaw("corrupt_record", f"rank {rank} does not say how long it trained", rank)
@@ -401,8 +401,8 @@ def graphs(runs: Runs, options: Options) -> CheckResult:
     replays = {rank: records.end.replays if records.end else 0 for rank, records in table.items()}
     for rank, number in replays.items():
         if number < least:
-            held = [e.detail.get("graphs") for e in table[rank].events if e.name == "cuda_graphs"]
-            captured = f"{len(held[0])} graphs" if held and isinstance(held[0], list) else "none"
+            held = table[rank].said("cuda_graphs")
+            captured = f"{len(held[0]['graphs'])} graphs" if held else "none"
             message = f"rank {rank} replayed CUDA graphs {number} times, expected at least {least}"
             found = Difference(step=0, rank=rank, quantity="replays", reference=str(least),
                                candidate=str(number))  # fmt: skip

@@ -224,9 +224,8 @@ def alike(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
 def known_of(records: RankRecords) -> dict[str, Any]:
     """The fingerprint, with what a program's rank could only say once it had begun."""
     known = dict(fingerprint(records.start.environment)) if records.start is not None else {}
-    for event in records.events:
-        if event.name == ENVIRONMENT:
-            known |= {key: value for key, value in event.detail.items() if key != DETERMINISTIC}
+    for detail in records.said(ENVIRONMENT):
+        known |= {key: value for key, value in detail.items() if key != DETERMINISTIC}
     return known
 
 

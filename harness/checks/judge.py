@@ -289,8 +289,8 @@ def cause_of(reference: RunResult, first: Difference) -> str:
     if first.step == BEFORE:
         cause = _BEFORE_WEIGHTS if quantity in ("weights", "buffers") else _BEFORE
     cause = cause or (_DATA if quantity in ("samples", "taps.input") else _DRAWN)
-    events = [event for records in reference.ranks for event in records.events]
-    is_asked = any(e.name == ENVIRONMENT and e.detail.get(DETERMINISTIC) is True for e in events)
+    said = [detail for records in reference.ranks for detail in records.said(ENVIRONMENT)]
+    is_asked = any(detail.get(DETERMINISTIC) is True for detail in said)
     remedy = "set determinism: enforce, which seeds the generators and asks for such operators"
     if program is not None and program.determinism == "enforce":
         remedy = "determinism is enforced already: look for generators of the program's own, "
