@@ -22,7 +22,8 @@ MUTATIONS = [
         "history/ledger.py",
         "history/test_ledger",
         ("damaged_entries_are_passed_over",
-         'raise Damaged(f"the history {self.path} is damaged: {told(error)}") from error', "continue"),
+         'raise Damaged(f"the history {self.path} is damaged: {told(error)}") from error',
+         "continue"),
         ("recorded_twice_counts_twice", "if row.name not in known)", "if True)"),
     ),
     *slips_of(
