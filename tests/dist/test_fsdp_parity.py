@@ -72,7 +72,7 @@ def each(program: str, **options: list[Any]) -> list[tuple[str, dict[str, Any]]]
     return [(program, dict(zip(options, chosen, strict=True))) for chosen in choices]
 
 
-BOTH, FEW = [False, True], [(1,), (2,)]
+BOTH = [False, True]
 PROGRAMS = [
     # Losses, gradients, weights, whatever is kept, on a mesh of one or two axes.
     *each("steps", shape=[(1,), (2,), (2, 2)], num_steps=[5]),
@@ -94,7 +94,7 @@ PROGRAMS = [
     # Passes without gradients leave training as it was, also between forward and backward.
     *each("evaluation", when=["between", "backward"]),
     # Parameters of fewer rows than ranks, or of rows that do not divide; some that do not train.
-    *each("awkward", kind=["one_row", "one_element", "column", "many_dims"], shape=FEW),
+    *each("awkward", kind=["one_row", "one_element", "column", "many_dims"]),
     *each("frozen", what=["mixed", "unit", "first", "root", "thawed"]),
     *each("ignored"), *each("names"),
 ]  # fmt: skip

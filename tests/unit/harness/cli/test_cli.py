@@ -244,49 +244,48 @@ def test_list_says_cases_or_how_many_and_checks_every_file(
 # --- what the command line does when it is misused, interrupted, or finds a bug ---
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ("run --resume r -k x", "expected no -k"),
-        ("run --resume r --set seed=1", "expected no --set"),
-        ("run --resume r --device cpu", "expected no --device"),
-        ("run --resume nowhere", "is not a run folder"),
-        ("run other.yaml --resume r", "expected no SCENARIO"),
-        ("run", "expected a SCENARIO, --tier or --resume RUN"),
-        ("run small.yaml --out r", "is a run folder already"),
-        ("run small.yaml --out small.yaml", "expected a folder or nothing"),
-        ("run small.yaml --slots 0", "--slots"),
-        ("run small.yaml --jobs x", "--jobs"),
-        ("run small.yaml --ranks-per-gpu 0", "--ranks-per-gpu"),
-        ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
-        ("run small.yaml --device tpu", "--device"),
-        ("run small.yaml --frobnicate", "--frobnicate"),
-        ("run small.yaml --mixed", "expected --resume"),
-        ("run small.yaml other.yaml", "other.yaml"),
-        ("run small.yaml -k (a", "-k '(a': expected"),
-        ("run small.yaml --set seed", "--set 'seed'"),
-        (f"run {'x' * 5000}.yaml", "too long"),
-        ("frob", "frob"),
-        ("--frob", "--frob"),
-        ("show", "CASE"),
-        ("show dp9 r", "dp1-attn"),
-        ("show nowhere/dp1-attn", "nowhere/dp1-attn"),
-        ("bisect nowhere/dp1-attn", "nowhere/dp1-attn"),
-        ("report nowhere", "nowhere"),
-        ("rerun x r", "'x'"),
-    ],
-)
-def test_misuse_is_one_line_and_exit_4(
-    args: str, said: str, engine: FakeEngine, capsys: Capsys
-) -> None:
+MISUSES = [
+    ("run --resume r -k x", "expected no -k"),
+    ("run --resume r --set seed=1", "expected no --set"),
+    ("run --resume r --device cpu", "expected no --device"),
+    ("run --resume nowhere", "is not a run folder"),
+    ("run other.yaml --resume r", "expected no SCENARIO"),
+    ("run", "expected a SCENARIO, --tier or --resume RUN"),
+    ("run small.yaml --out r", "is a run folder already"),
+    ("run small.yaml --out small.yaml", "expected a folder or nothing"),
+    ("run small.yaml --slots 0", "--slots"),
+    ("run small.yaml --jobs x", "--jobs"),
+    ("run small.yaml --ranks-per-gpu 0", "--ranks-per-gpu"),
+    ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
+    ("run small.yaml --device tpu", "--device"),
+    ("run small.yaml --frobnicate", "--frobnicate"),
+    ("run small.yaml --mixed", "expected --resume"),
+    ("run small.yaml other.yaml", "other.yaml"),
+    ("run small.yaml -k (a", "-k '(a': expected"),
+    ("run small.yaml --set seed", "--set 'seed'"),
+    (f"run {'x' * 5000}.yaml", "too long"),
+    ("frob", "frob"),
+    ("--frob", "--frob"),
+    ("show", "CASE"),
+    ("show dp9 r", "dp1-attn"),
+    ("show nowhere/dp1-attn", "nowhere/dp1-attn"),
+    ("bisect nowhere/dp1-attn", "nowhere/dp1-attn"),
+    ("report nowhere", "nowhere"),
+    ("rerun x r", "'x'"),
+]
+
+
+def test_misuse_is_one_line_and_exit_4(engine: FakeEngine, capsys: Capsys) -> None:
     """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing runs."""
     assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
     Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
     made = len(engine.made)
     capsys.readouterr()
-    assert main(args.split()) == 4
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), said in err, len(engine.made)) == ("", 1, True, made)
+    for args, said in MISUSES:
+        assert main(args.split()) == 4, args
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), said in err) == ("", 1, True), (args, err)
+    assert len(engine.made) == made
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
