@@ -11,13 +11,15 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.tensors import own_rows, same_bits
 
 MODULES = {"torch": "torch.distributed.fsdp", "ours": "fsdp_core.fsdp"}
 
@@ -111,13 +113,6 @@ def plain_values(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a parameter or gradient."""
-    tensor = tensor.detach()
-    piece: Any = tensor
-    return cast("torch.Tensor", piece.to_local()) if is_piece(tensor) else tensor
-
-
 def is_piece(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for one of which this rank has some rows."""
     return hasattr(tensor, "to_local")
@@ -133,7 +128,7 @@ def whole(
     """
     # On the CPU: what is gathered as an object else comes on the GPU of its rank.
     mine = {
-        name: (tuple(t.shape), local(t).to("cpu", copy=True)) if t is not None else None
+        name: (tuple(t.shape), own_rows(t).to("cpu", copy=True)) if t is not None else None
         for name, t in tensors.items()
     }
     world: list[Any] = [None] * dist.get_world_size()
@@ -185,12 +180,6 @@ def differences(
             f"got {got.dtype} {tuple(got.shape)}"
         ]
     return [] if expected == got else [f"{path}: expected {expected!r}, got {got!r}"]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every bit: NaN equals itself, 0.0 differs from -0.0."""
-    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def within(bound: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:

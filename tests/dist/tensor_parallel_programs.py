@@ -19,6 +19,7 @@ from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, enter
 from tests.dist.parity_bounds import Named, Roundings, product
 from tests.support.global_weights import place
+from tests.support.tensors import same_bits
 
 BATCH, TIME, HIDDEN, FFN, VOCAB = 2, 16, 24, 32, 40
 TOKENS = BATCH * TIME
@@ -162,13 +163,6 @@ def join(ranks: list[Parts]) -> tuple[Named, set[str]]:
             disputed.add(name)
         found[name] = whole
     return found, disputed
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    flat = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(*flat)
 
 
 # ---- a net with dropout and a loss, which GPUs train

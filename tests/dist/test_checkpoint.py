@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_core.checkpoint import load, save
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
-from tests.dist.fsdp_sides import WIDTH, Net, differences, loss_of, rows, same_bits
+from tests.dist.fsdp_sides import WIDTH, Net, differences, loss_of, rows
 from tests.dist.rank_pool import RankPool
+from tests.support.tensors import own_rows, same_bits
 
 PARAMS = "optim_grads_params"
 LAYOUTS: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -104,19 +105,13 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
 # --- this rank's part -------------------------------------------------------------------------
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """The rows that this rank has: the very memory."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, RowSharded) else cast("torch.Tensor", plain)
-
-
 def tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Weights, buffers and states by name, as far as this rank has rows of their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     # Adagrad makes states for parameters without rows as well, and does not go on with them.
-    weights = {name: p for name, p in model.named_parameters() if local(p).numel()}
+    weights = {name: p for name, p in model.named_parameters() if own_rows(p).numel()}
     states = {} if optimizer is None else optimizer.state
     found = weights | dict(model.named_buffers())
     for name, parameter in weights.items():
@@ -135,7 +130,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Copies of all that this rank has: weights, buffers, states and hyperparameters."""
-    copies: dict[str, Any] = {n: local(t).clone() for n, t in tensors(model, optimizer).items()}
+    copies: dict[str, Any] = {n: own_rows(t).clone() for n, t in tensors(model, optimizer).items()}
     return copies | {"groups": groups_of(optimizer)}
 
 
@@ -152,7 +147,7 @@ def known_rows(name: str, tensor: Any, seed: int) -> torch.Tensor:
 def fill(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Give every tensor and some hyperparameters known values."""
     for name, tensor in tensors(model, optimizer).items():
-        local(tensor).copy_(known_rows(name, tensor, seed))
+        own_rows(tensor).copy_(known_rows(name, tensor, seed))
     for number, group in enumerate(optimizer.param_groups):
         group.update(_known_group(number, seed))
 
@@ -177,7 +172,7 @@ def misses(model: Any, optimizer: torch.optim.Optimizer, kind: str, seed: int) -
 
 def unlike(found: dict[str, Any], seed: int) -> list[str]:
     """Names of tensors whose rows on this rank are not the known ones, bit for bit."""
-    return [n for n, t in found.items() if not same_bits(known_rows(n, t, seed), local(t))]
+    return [n for n, t in found.items() if not same_bits(known_rows(n, t, seed), own_rows(t))]
 
 
 def _state_keys(kind: str) -> list[str]:
@@ -228,7 +223,7 @@ def continue_or_not(folder: str, layout: str, optimizer: str) -> list[str]:
 def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
     values = [v for states in optimizer.state.values() for v in states.values()]
     values += [v for group in optimizer.param_groups for v in group.values()]
-    return [local(v).data_ptr() for v in values if torch.is_tensor(v)]
+    return [own_rows(v).data_ptr() for v in values if torch.is_tensor(v)]
 
 
 class Norm(Net):
@@ -299,7 +294,7 @@ def gathered(folder: str, layout: str) -> tuple[list[str], list[torch.Tensor]]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy, mp_policy=policy)
     fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy)
-    before = {name: local(p).clone() for name, p in tensors(model).items()}
+    before = {name: own_rows(p).clone() for name, p in tensors(model).items()}
     x = rows(0, rank=0)
     with torch.no_grad():
         outs = [model(x)]
@@ -314,7 +309,7 @@ def gathered(folder: str, layout: str) -> tuple[list[str], list[torch.Tensor]]:
         load(folder, model)
         check_copies(model)
         outs.append(model(x))
-    after = {name: local(p) for name, p in tensors(model).items()}
+    after = {name: own_rows(p) for name, p in tensors(model).items()}
     return differences(before, after), outs
 
 

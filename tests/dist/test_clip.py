@@ -15,7 +15,8 @@ from fsdp_core.fsdp.norms import PendingNorm
 from fsdp_core.fsdp.optimizer import clip_grad_norm_
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 from tests.dist.rank_pool import RankPool
-from tests.dist.test_row_sharded import layouts, reference, same_bits, sharded, world_of
+from tests.dist.test_row_sharded import layouts, reference, sharded, world_of
+from tests.support.tensors import same_bits, whole
 
 NAMES = ["one", "two", "three", "four", "replicas of two", "inner then outer", "whole"]
 ORDERS = (2.0, 1.0, 3.0, math.inf)
@@ -258,8 +259,7 @@ def norms_alone() -> None:
     exact = full.double().norm().item()
     for value in (norm.full_tensor(), norm + 0.0, norm.double(), norm.reshape(1), norm.norm()):
         assert value.to("cpu").numel() == 1
-        whole: Any = value.full_tensor() if isinstance(value, (DTensor, PendingNorm)) else value
-        assert whole.item() == pytest.approx(exact, rel=REL)
+        assert whole(value).item() == pytest.approx(exact, rel=REL)
     assert float(norm) == norm.item()
     assert not bool(norm.isnan())
     low: Any = sharded(full.bfloat16(), layouts("three")((7, 3))[0])

@@ -24,17 +24,16 @@ from tests.dist.fsdp_sides import (
     api_of,
     differences,
     gradients,
-    local,
     loss_of,
     net,
     plain_values,
     rows,
-    same_bits,
     shard,
     weights,
     within,
 )
 from tests.dist.rank_pool import RankPool
+from tests.support.tensors import own_rows, same_bits
 
 OURS, PLAIN = "ours", "plain"
 
@@ -71,7 +70,7 @@ def _fresh(side: str, mesh: DeviceMesh, how: str, gathered: str, **options: Any)
         if how == "data":
             parameter.data.mul_(0.5)
         elif how == "local":
-            local(parameter).mul_(0.5)
+            own_rows(parameter).mul_(0.5)
     training.optimizer.zero_grad()
     with torch.no_grad():
         evaluated = plain_values(model(rows(5)))
@@ -165,7 +164,7 @@ class WatchedPool:
 def finite_memory(model: nn.Module) -> bool:
     """Whether all memory that gradients lie in is finite, between and behind them too."""
     held = [p.grad for p in model.parameters() if p.grad is not None]
-    memory = [bytes(local(g).untyped_storage().tolist()) for g in held]
+    memory = [bytes(own_rows(g).untyped_storage().tolist()) for g in held]
     flat = [torch.frombuffer(bytearray(m), dtype=torch.float32) for m in memory]
     return all(bool(t.isfinite().all()) for t in flat)
 

@@ -17,8 +17,9 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.fsdp.pool import make_pool
 from tests.dist.fsdp_races import Collective, Races, watching
-from tests.dist.fsdp_sides import is_piece, local
+from tests.dist.fsdp_sides import is_piece
 from tests.dist.rank_pool import RankPool
+from tests.support.tensors import own_rows
 
 NUM_LAYERS = 4
 TIMEOUT_S = 30.0
@@ -284,7 +285,7 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
             out.square().mean().backward()
             del h, out
             x.grad = None
-            grads = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+            grads = sum(own_rows(p.grad).nbytes for p in model.parameters() if p.grad is not None)
             kept = 0 if pool == "dynamic" else (found["rest"] or [None])[-1]
             found["grads"].append(_settled(device, rest + grads, kept) - rest - grads)
             found["peak"].append(device.peak_bytes() - rest - grads)

@@ -23,8 +23,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core.fsdp import clip_grad_norm_, fully_shard
-from tests.dist.fsdp_sides import WIDTH, Api, Net, api_of, loss_of, net, rows, same_bits
+from tests.dist.fsdp_sides import WIDTH, Api, Net, api_of, loss_of, net, rows
 from tests.dist.rank_pool import RankPool
+from tests.support.tensors import same_bits, whole
 
 
 def world(*sizes: int) -> tuple[DeviceMesh, DeviceMesh]:
@@ -46,11 +47,6 @@ def two_d(api: Api, width: int, sizes: tuple[int, ...], **options: Any) -> Net:
     for block in model.blocks:
         api.fully_shard(block, mesh=dp, **options)
     return cast("Net", api.fully_shard(model, mesh=dp, **options))
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    value: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return value.detach()
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

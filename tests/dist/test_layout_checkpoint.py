@@ -23,6 +23,7 @@ from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.parallel.param_sharding import Cut, consecutive, named_cuts, set_stretches, take
 from tests.dist.parity_programs import Batch, Layout, Problem, sharding_of, streams_of, whole_model
 from tests.dist.rank_pool import RankError, RankPool
+from tests.support.tensors import own_rows
 
 STATES = ("exp_avg", "exp_avg_sq")
 Stages = list[DecoderStage]
@@ -58,18 +59,12 @@ def adamw(stages: Stages) -> torch.optim.Optimizer:
     ]
     made = torch.optim.AdamW(groups)
     for parameter in trained:
-        if local(parameter).numel():
+        if own_rows(parameter).numel():
             made.state[parameter] = {
                 "step": torch.zeros(()),
                 **{key: torch.zeros_like(parameter.detach()) for key in STATES},
             }
     return made
-
-
-def local(tensor: Any) -> torch.Tensor:
-    plain = tensor.detach()
-    rows: torch.Tensor = plain.to_local() if isinstance(plain, RowSharded) else plain
-    return rows
 
 
 def known(name: str, tensor: Any, cuts: tuple[Cut, ...], seed: int) -> torch.Tensor:
@@ -100,7 +95,7 @@ def parts(
 
 def fill(stages: Stages, optimizer: torch.optim.Optimizer, seed: int) -> None:
     for name, tensor, cuts in parts(stages, optimizer):
-        local(tensor).copy_(known(name, tensor, cuts, seed))
+        own_rows(tensor).copy_(known(name, tensor, cuts, seed))
 
 
 def wrong(stages: Stages, optimizer: torch.optim.Optimizer, seed: int) -> list[str]:
@@ -108,7 +103,7 @@ def wrong(stages: Stages, optimizer: torch.optim.Optimizer, seed: int) -> list[s
     return [
         name
         for name, tensor, cuts in parts(stages, optimizer)
-        if not torch.equal(local(tensor), known(name, tensor, cuts, seed))
+        if not torch.equal(own_rows(tensor), known(name, tensor, cuts, seed))
     ]
 
 
@@ -141,7 +136,7 @@ def drift_and_save(folder: str, what: Problem, layout: Layout) -> None:
     axes = stages[0].axes
     norm: Any = next(iter(stages[0].numbered_layers.values())).attn.norm
     if axes.tp.rank and not axes.pp.rank:
-        local(norm.weight).mul_(1.001)
+        own_rows(norm.weight).mul_(1.001)
     checkpoint.save(folder, 5, stages, optimizer)
 
 
@@ -214,7 +209,7 @@ def save_fused(folder: str, tp: int, dim: int) -> None:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for key, tensor in states(model, optimizer).items():
-        local(tensor).copy_(rows_of(parameter, key, cut, dim))
+        own_rows(tensor).copy_(rows_of(parameter, key, cut, dim))
     checkpoint.save(folder, 1, model, optimizer)
 
 
@@ -242,7 +237,7 @@ def load_fused(folders: list[str], tp: int, dim: int) -> list[str]:
         found = states(model, optimizer)
         assert len(found) == 3
         for key, tensor in found.items():
-            if not torch.equal(local(tensor), rows_of(parameter, key, cut, dim)):
+            if not torch.equal(own_rows(tensor), rows_of(parameter, key, cut, dim)):
                 wrong.append(f"{folder}: {key}")
         if optimizer.state[parameter]["step"] != 1:
             wrong.append(f"{folder}: step")

@@ -17,7 +17,7 @@ from fsdp_core.fsdp import FSDPModule, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_compile import Frame, frames, fresh_compiler
-from tests.dist.test_row_sharded import same_bits
+from tests.support.tensors import same_bits, whole
 
 WIDTH, INNER = 5, 61
 
@@ -173,11 +173,6 @@ def replaces_parameters_and_steps() -> None:
 STEPS = 3
 
 
-def full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, RowSharded) else tensor
-    return whole.detach()
-
-
 def train(model: nn.Module, optimizer: Any) -> None:
     """Some steps, each on other data, the same on every rank."""
     for number in range(STEPS):
@@ -200,7 +195,7 @@ def wrongly_trained(name: str, options: dict[str, Any], strategy: Any) -> list[s
         return _wrong_rows(cls, options, model, optimizers[1])
     for each, optimizer in zip((alone, model), optimizers, strict=True):
         train(each, optimizer)
-    wrong = [key for (key, one), other in pairs if not same_bits(one.detach(), full(other))]
+    wrong = [key for (key, one), other in pairs if not same_bits(one.detach(), whole(other))]
     for (key, one), other in pairs:
         states, ours = optimizers[0].state[one], optimizers[1].state[other]
         is_here = bool(other.to_local().numel())  # type: ignore[attr-defined]
@@ -261,7 +256,7 @@ def what_whole_tensors_say(name: str) -> str:
 def blind_kernels_are_refused() -> None:
     """Who takes the address of what has none raises and writes nothing."""
     model, _ = sharded_net()
-    before = [full(p).clone() for p in model.parameters()]
+    before = [whole(p).clone() for p in model.parameters()]
     optimizer = BlindAdam(model.parameters())
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
@@ -270,7 +265,7 @@ def blind_kernels_are_refused() -> None:
         for tensor in (parameter, parameter.data, torch.zeros_like(parameter)):
             with pytest.raises(RuntimeError, match="Cannot access data pointer"):
                 torch.Tensor.data_ptr(tensor)
-    assert all(map(torch.equal, before, [full(p) for p in model.parameters()]))
+    assert all(map(torch.equal, before, [whole(p) for p in model.parameters()]))
 
 
 def what_rows_cannot_do(how: str) -> None:
@@ -279,7 +274,7 @@ def what_rows_cannot_do(how: str) -> None:
     dtype = torch.bfloat16 if how == "dtype" else torch.float32
     optimizer: Any = FusedAdam(model.parameters(), dtype=dtype)
     loss_of(model).backward()
-    before = [full(p).clone() for p in model.parameters()]
+    before = [whole(p).clone() for p in model.parameters()]
     step: dict[str, Any] = {
         "closure": lambda: optimizer.step(lambda: 0.0),
         "scaler": lambda: optimizer.step(grad_scaler=torch.amp.GradScaler("cpu")),
@@ -287,7 +282,7 @@ def what_rows_cannot_do(how: str) -> None:
     }
     with pytest.raises(NotImplementedError, match="sharded parameters"):
         step[how]()
-    assert all(map(torch.equal, before, [full(p) for p in model.parameters()]))
+    assert all(map(torch.equal, before, [whole(p) for p in model.parameters()]))
     assert "step" not in optimizer.param_groups[0]
 
 
@@ -316,7 +311,7 @@ def steps_on_after_an_error_and_a_reload() -> None:
         assert kinds == {RowSharded}
         assert type(optimizer.state[plain]["exp_avg"]) is torch.Tensor
         assert all(p.detach().to_local().grad is None for p in model.parameters())  # type: ignore[attr-defined]
-        trained.append([full(p) for p in parameters])
+        trained.append([whole(p) for p in parameters])
     assert all(map(torch.equal, *trained))
 
 

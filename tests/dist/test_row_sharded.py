@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_core.fsdp.norms import PendingNorm
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 from tests.dist.rank_pool import RankPool
+from tests.support.tensors import same_bits
 
 # name: shape of the mesh, axes that cut, coarsest first
 MESHES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -67,13 +68,6 @@ def sharded(full: torch.Tensor, spec: RowSpec) -> RowSharded:
     local = flat[3 : 3 + own.numel()].view(own.shape)
     local.copy_(own)
     return RowSharded.make(local, spec)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes: -0.0 is not 0.0, and NaN equals itself."""
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other)]
-    return alike and torch.equal(*flat)
 
 
 def gathers_whole(name: str) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
-from tests.dist.test_row_sharded import SHAPES, layouts, reference, same_bits, sharded, world_of
+from tests.dist.test_row_sharded import SHAPES, layouts, reference, sharded, world_of
+from tests.support.tensors import same_bits, whole
 
 IS_DTENSOR = issubclass(RowSharded, DTensor)
 
@@ -93,8 +94,7 @@ def state_dicts_are_whole(name: str) -> None:
         for key, value in expected.items():
             got: Any = state[key]
             assert isinstance(got, RowSharded) is (not IS_DTENSOR and key != "plain")
-            got = got.full_tensor() if isinstance(got, RowSharded) else got
-            assert same_bits(got, value), (cut, key)
+            assert same_bits(whole(got), value), (cut, key)
 
 
 def set_state_dicts(name: str, broadcast: bool) -> None:
@@ -105,8 +105,7 @@ def set_state_dicts(name: str, broadcast: bool) -> None:
         set_model_state_dict(net, state, options=options)
         for key, value in whole_state().items():
             got: Any = net.get_parameter(key)
-            got = got.full_tensor() if isinstance(got, RowSharded) else got
-            assert same_bits(got, value), (cut, key)
+            assert same_bits(whole(got), value), (cut, key)
 
 
 @pytest.mark.parametrize("name", ["one", "three", "replicas of two", "inner then outer"])

@@ -23,11 +23,11 @@ from tests.dist.tensor_parallel_programs import (
     gradient_parts,
     join,
     load,
-    same_bits,
     tokens_of,
     whole_axis,
 )
 from tests.support.operators import Seeing
+from tests.support.tensors import same_bits
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -15,6 +15,7 @@ from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from tests.dist.rank_pool import RankPool
 from tests.gpu.test_fsdp_on_gpus import device_here
+from tests.support.tensors import whole
 
 WIDTH, ROWS, STEPS, GRAPH_FROM = 96, 32, 6, 3
 LR, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
@@ -61,11 +62,6 @@ def optimizer_of(name: str, net: nn.Module, *, capturable: bool = False) -> Any:
     )
 
 
-def rows(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, RowSharded) else tensor
-    return whole.detach().clone()
-
-
 def train(net: nn.Module, optimizer: Any) -> list[list[torch.Tensor]]:
     """Gradients of each step, then parameters, then moments; SGD's are where there are rows."""
     found = []
@@ -74,12 +70,12 @@ def train(net: nn.Module, optimizer: Any) -> list[list[torch.Tensor]]:
         loss_of(net, batch(step)).backward()
         # A rank without rows has no gradient object.
         held = [p.grad if p.grad is not None else torch.zeros_like(p) for p in net.parameters()]
-        found.append([rows(grad) for grad in held])
+        found.append([whole(grad).clone() for grad in held])
         optimizer.step()
-    found.append([rows(p) for p in net.parameters()])
+    found.append([whole(p).clone() for p in net.parameters()])
     states = [optimizer.state[p] for p in net.parameters()]
     moments = [s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s]
-    found.append([rows(moment) for moment in moments])
+    found.append([whole(moment).clone() for moment in moments])
     return found
 
 
@@ -105,7 +101,7 @@ def distance_to_torch(strategy: str) -> tuple[float, float]:
     off by at most lr U (3 n + 8) sqrt(n); a weight rounds by U |w| thrice a step.
     """
     net = sharded_model(strategy)
-    start = [rows(p) for p in net.parameters()]
+    start = [whole(p).clone() for p in net.parameters()]
     *grads, weights, _ = train(net, optimizer_of("FusedAdam", net))
     references = [nn.Parameter(value.clone()) for value in start]
     adamw = torch.optim.AdamW(references, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -150,7 +146,7 @@ def compare_with_graph(strategy: str) -> list[int]:
                     run = CapturedFunction(GraphMaker(device_here()), iteration, None)
                     schedule.quiesce()
                 run()
-            found.append([rows(p) for p in net.parameters()])
+            found.append([whole(p).clone() for p in net.parameters()])
             torch.cuda.synchronize()
             if is_graphed:
                 run.reset()
@@ -170,7 +166,7 @@ def resumes() -> list[int]:
             optimizer = optimizer_of("FusedAdam", net)
             optimizer.load_state_dict(state)
         train(net, optimizer)
-        found.append([rows(p) for p in net.parameters()])
+        found.append([whole(p).clone() for p in net.parameters()])
     pairs = zip(*found, strict=True)
     return [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
 

@@ -19,6 +19,7 @@ from fsdp_core.parallel.param_sharding import (
     named_stretches,
     take,
 )
+from tests.support.tensors import same_bits
 
 Weights = dict[str, torch.Tensor]
 
@@ -139,7 +140,7 @@ def _join(name: str, part: torch.Tensor, cut: Cut | None, axis: Axis) -> torch.T
     parts = all_gather(part[None].contiguous(), axis, 0).unbind()
     if cut is None:
         for rank, other in enumerate(parts):
-            if not _same_bits(parts[0], other):
+            if not same_bits(parts[0], other):
                 raise ValueError(
                     f"Expected {name}, which is replicated, to be the same on every rank of "
                     f"{axis.name}, got other bits on rank {rank} than on rank 0."
@@ -151,10 +152,6 @@ def _join(name: str, part: torch.Tensor, cut: Cut | None, axis: Axis) -> torch.T
     for index, each in enumerate(parts):
         place(each, whole, (Cut(cut.axis, cut.dim, cut.axis_size, index),))
     return whole
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _of_all_stages(mine: Weights, pp: Axis) -> Weights:
