@@ -1,6 +1,6 @@
 """How many runs `harness bisect --commits` takes, over real repositories and real `git bisect`.
 
-    python -m tests.calibration.commits [--histories 8] [--flaky 2] [--commits 64]
+    python -m benchmarks.calibration.commits [--histories 8] [--flaky 2] [--commits 64]
 
 Prints, in Markdown, a line a history: where the fault is, which three commits do not build, what
 was named, and runs of commits beside log2 of their number. All goes through the command line,
@@ -99,7 +99,7 @@ def search(kind: str, place: Path, seed: int, number: int, wrong: str, words: li
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.calibration.commits")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration.commits")
     parser.add_argument("--commits", type=int, default=64, help="after the good one")
     parser.add_argument("--histories", type=int, default=8, help="with a fault of every run")
     parser.add_argument("--flaky", type=int, default=2, help="with a fault of 30 %% of runs")

@@ -1,6 +1,6 @@
 """How often the test of memory raises a false alarm, and how often it misses a leak; minutes.
 
-    python -m tests.calibration.slopes [--series 1000] [--steps 64 300 2000]
+    python -m benchmarks.calibration.slopes [--series 1000] [--steps 64 300 2000]
 
 Prints, in Markdown, the share of series in which `slope_of` says that memory grows: of every kind
 of live bytes as trainings leave them, without a leak (each is a false alarm) and with one. Ends
@@ -107,7 +107,7 @@ def share(kind: str, leak: str, steps: int, number: int) -> float:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.calibration.slopes")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration.slopes")
     parser.add_argument("--series", type=int, default=1000, help="of each kind and length")
     parser.add_argument("--steps", type=int, nargs="*", default=[64, 300, 2000], help="lengths")
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
 """Bisect faults of two causes, and faults that fire in 30 % of runs; print what it took.
 
-    python -m tests.calibration.causes                  all (an hour on two cores)
-    python -m tests.calibration.causes -k ulp --out DIR some, over what DIR holds already
+    python -m benchmarks.calibration.causes                  all (an hour on two cores)
+    python -m benchmarks.calibration.causes -k ulp --out DIR some, over what DIR holds already
 
 The bound is what any search needs for answers of yes and no: log2 of the number of sets of so many
 changes, or of such pairs of sets. Exit codes: 0 all found, 1 not, 4 usage.
@@ -121,7 +121,7 @@ FAULTS = (
 
 def main() -> int:
     """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.calibration.causes")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration.causes")
     parser.add_argument("-k", default="", help="part of a name")
     parser.add_argument("--out", type=Path, help="folder of run folders, kept")
     parser.add_argument("--slots", type=int, default=8)

@@ -1,8 +1,8 @@
 """Plant failures that follow a device, a rank, the program, or nothing; see that each is told.
 
-    python -m tests.calibration.hardware              all eight (minutes; 2 cores or GPUs)
-    python -m tests.calibration.hardware -k builtin   of the built-in trainer; `program`: a script
-    python -m tests.calibration.hardware --device cpu not on GPUs that are there
+    python -m benchmarks.calibration.hardware              all eight (minutes; 2 cores or GPUs)
+    python -m benchmarks.calibration.hardware -k builtin   the built-in trainer; `program`: a script
+    python -m benchmarks.calibration.hardware --device cpu not on GPUs that are there
 
 Exit codes: 0 all as expected, 1 not, 4 usage.
 """
@@ -31,7 +31,7 @@ EXPECTED = {
 
 def main(arguments: list[str]) -> int:
     """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.calibration.hardware")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration.hardware")
     parser.add_argument("-k", default="", metavar="WORDS", help="part of `builtin device`")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="folder of the searches")
