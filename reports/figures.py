@@ -1,82 +1,113 @@
-"""Pictures of a report as SVG elements, in colours of the reader's scheme (`style.css`).
+"""Pictures of a report, the same bytes for the same input, in colours of the reader's scheme.
 
-Nothing is told by colour alone: lines differ in width and dash, every rectangle of a map has a
-title, and a sentence says what a picture shows.
+Nothing is told by colour alone: series differ in marker and dash, every rectangle of a map has a
+title, and a sentence says what a picture shows. Labels are never parsed as mathematics.
 """
 
+import base64
+import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from harness.checks.evidence import BEFORE
 from harness.checks.evidence import count as counted
 from reports.compared import MISSING, GroupMap, LossCurve, StateMap
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_MARKED_POINTS = 80
 MAX_COLUMNS, MAX_ROWS = 120, 64
 """Of a state map; steps and ranks past them share a column or a row."""
 LARGE, SMALL = 22, 9
 """Pixels of a rectangle: large ones hold their number."""
 LABEL_PX, AXIS_PX = 44, 18
-CURVE_PX, MARGIN_PX, UPPER_PX, LOWER_PX = (640, 330), 76, (20, 190), (238, 62)
-"""Of the losses: size, room for numbers, top and height of both panels."""
-LARGE_ULPS = 100  # distances past it are drawn by their logarithms
+
+# Stand-ins that Matplotlib copies into the file, and what they become there: (light, dark).
+INK, FAINT, LEFT, RIGHT = "#010203", "#010204", "#010205", "#010206"
+_SCHEME = {
+    INK: ("--ink", "#1b1f24", "#e6e8eb"),
+    FAINT: ("--faint", "#c4c9cf", "#4a5058"),
+    LEFT: ("--left", "#0072b2", "#56b4e9"),
+    RIGHT: ("--right", "#b34700", "#f0a35e"),
+}
+_RC: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False,
+    "axes.unicode_minus": False, "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT,
+    "grid.linewidth": 0.5, "legend.frameon": False, "legend.fontsize": 9,
+}  # fmt: skip
 
 
 def loss_figure(curve: LossCurve) -> str:
-    """Loss of both runs above, largest distance over the ranks below, as an SVG element."""
-    (width, height), (_, low) = CURVE_PX, LOWER_PX
-    shown = [*curve.steps, *curve.delta_steps]
-    first, last = min(shown), max(shown)
-    room = (width - MARGIN_PX - 10) / max(last - first, 1)
-    xs, at = ([MARGIN_PX + room * (step - first) for step in steps]
-              for steps in (curve.steps, curve.delta_steps))  # fmt: skip
-    is_log = any(each > LARGE_ULPS for each in curve.delta_ulps)
-    ulps = [math.log10(1 + each) for each in curve.delta_ulps] if is_log else curve.delta_ulps
-    losses, rules = _panel(*UPPER_PX, [curve.reference, curve.candidate])
-    (distances, _), more = _panel(*LOWER_PX, [ulps, [0.0]], is_log=is_log)
-    odd = [x for x, each in zip(at, ulps, strict=True) if math.isnan(each)]
-    crosses = "".join(f"M{x - 4:.1f} {LOWER_PX[0] + low - 4}l8 8m0 -8l-8 8" for x in odd)
-    lines = {"left": (xs, losses[0]), "right": (xs, losses[1]), "delta": (at, distances)}
-    texts = {
-        (MARGIN_PX, UPPER_PX[0] - 6): f"loss, rank {curve.rank}: reference ―, candidate - -"
-        + f"; differs first at step {curve.differing[0]}" * bool(curve.differing),
-        (MARGIN_PX, LOWER_PX[0] - 6): "|Δloss| of the worst rank, ulp"
-        + "; ×: NaN or infinite" * bool(odd),
-        (MARGIN_PX, height - 4): f"step {first}", (width - 60, height - 4): f"step {last}",
-    }  # fmt: skip
-    return (
-        f'<svg class="curve" role="img" aria-label="Loss of reference and candidate by step. '
-        f'{escape(curve.words)}" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        + "".join([rules, more, *(_path(name, *points) for name, points in lines.items())])
-        + f'<path class="right" d="{crosses}"/>'
-        + "".join(f'<text x="{x}" y="{y}">{escape(text)}</text>' for (x, y), text in texts.items())
-        + "</svg>"
-    )
+    """Loss of both runs above, largest distance over the ranks below, as SVG in a data URI."""
+    # Only reports with a loss that differs wait for it.
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with mpl.rc_context(_RC), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is drawn by the reader's font.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure = Figure(figsize=(6.4, 4.0))
+        FigureCanvasSVG(figure)
+        figure.subplots_adjust(left=0.13, right=0.98, top=0.98, bottom=0.12, hspace=0.2)
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        marked = len(curve.steps) <= MAX_MARKED_POINTS
+        upper.plot(
+            curve.steps, curve.reference, color=LEFT, lw=2.5, alpha=0.75,
+            marker="o" if marked else "", ms=6, mfc="none", label="reference",
+        )  # fmt: skip
+        upper.plot(
+            curve.steps, curve.candidate, color=RIGHT, lw=1.2, ls="--",
+            marker="x" if marked else "", ms=5, label="candidate",
+        )  # fmt: skip
+        upper.set_ylabel(f"loss, rank {curve.rank}")
+        upper.legend(loc="best")
+        _delta(lower, curve)
+        lower.set_xlabel("step")
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    # Neither the XML declaration nor the DTD, which names an address, is wanted in a data URI.
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for stand_in, (name, _, _) in _SCHEME.items():
+        svg = svg.replace(stand_in, f"var({name})")
+    light, dark = (";".join(f"{s[0]}:{s[at]}" for s in _SCHEME.values()) for at in (1, 2))
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    head = svg.index(">") + 1
+    data = base64.b64encode((svg[:head] + style + svg[head:]).encode()).decode()
+    return f"data:image/svg+xml;base64,{data}"
 
 
-def _panel(
-    top: int, height: int, series: Sequence[Sequence[float]], *, is_log: bool = False
-) -> tuple[list[list[float]], str]:
-    """Where values are, NaN for NaN, and lines at the lowest, the middle and the highest."""
-    known = [v for each in series for v in each if not math.isnan(v)] or [0.0]
-    low, high = min(known), max(known)
-    room, rules = high - low or 1.0, ""
-    for value in dict.fromkeys((low, (low + high) / 2, high)):
-        y, number = top + height * (high - value) / room, 10**value - 1 if is_log else value
-        rules += f'<path class="rule" d="M{MARGIN_PX} {y:.1f}H{CURVE_PX[0]}"/>'
-        rules += f'<text class="r" x="{MARGIN_PX - 5}" y="{y + 4:.1f}">{number:.8g}</text>'
-    return [[top + height * (high - v) / room for v in each] for each in series], rules
+def _delta(axes: "Axes", curve: LossCurve) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
-
-def _path(name: str, xs: Iterable[float], ys: Iterable[float]) -> str:
-    """A line through points, begun anew after one that is no number."""
-    drawn, pen = "", "M"
-    for x, y in zip(xs, ys, strict=True):
-        if not math.isnan(y):
-            drawn += f"{pen}{x:.1f} {y:.1f}{'h0' if pen == 'M' else ''}"
-        pen = "M" if math.isnan(y) else "L"
-    return f'<path class="{name}" d="{drawn}"/>'
+    axes.set_ylabel("|Δloss|, ulp")
+    highest = max((ulps for ulps in curve.delta_ulps if not math.isnan(ulps)), default=0.0)
+    marker = "." if len(curve.delta_steps) <= MAX_MARKED_POINTS else ""
+    axes.plot(curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2, marker=marker, ms=5)
+    if highest > 100:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(-0.3 if highest > 100 else -0.05 * max(highest, 1), max(highest, 1) * 1.15)
+    if curve.differing:
+        first = curve.differing[0]
+        axes.axvline(first, color=RIGHT, lw=1, ls=":")
+        axes.set_title(f"differs first at step {first}", fontsize=9, loc="right")
+    odd = [s for s, u in zip(curve.delta_steps, curve.delta_ulps, strict=True) if math.isnan(u)]
+    if odd:
+        axes.plot(odd, [0] * len(odd), color=RIGHT, marker="x", ls="", label="NaN or infinite")
+        axes.legend(loc="center right")
 
 
 def state_figure(shown: StateMap, group: GroupMap) -> str:

@@ -137,7 +137,7 @@ class _Bodies:
     def add(self, case: CaseReport) -> None:
         """Make the details of the next case."""
         full = self._packed_room <= 0
-        loss, maps = (Markup(), []) if full else self._pictures(case)
+        loss, maps = ("", []) if full else self._pictures(case)
         limit: Any = case.spec.checks.get("peak_memory", {}).get("max_ratio")
         text = self._template.render(
             case=case, symbols=SYMBOLS, past=self._past.get(case.spec.id), full=full,
@@ -156,12 +156,12 @@ class _Bodies:
         data = zlib.compress(json.dumps(self._packed).encode(), 9) if self._packed else b""
         return base64.b64encode(data).decode()
 
-    def _pictures(self, case: CaseReport) -> tuple[Markup, list[Markup]]:
+    def _pictures(self, case: CaseReport) -> tuple[str, list[Markup]]:
         """Of the loss, if it differs, and of each tensor group that does."""
         if self._num_drawn >= MAX_DRAWN_CASES or self._picture_room <= 0:
-            return Markup(), []
+            return "", []
         curve, state = case.curve, case.state
-        loss = Markup(loss_figure(curve) if curve is not None and curve.differing else "")
+        loss = loss_figure(curve) if curve is not None and curve.differing else ""
         groups = state.groups[:MAX_GROUPS] if state is not None else ()
         maps = [Markup(state_figure(state, group)) for group in groups if state is not None]
         self._num_drawn += bool(loss or maps)

@@ -9,6 +9,7 @@ import pytest
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
 TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipeline_schedule")
+REPORT_LIBRARIES = {"matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest
 PLUGIN_USES = {"pytest"}  # of whoever runs it under it
@@ -31,6 +32,16 @@ def may_use_torch(module: str) -> bool:
 def test_torch_is_imported_only_where_it_may_be() -> None:
     """torch belongs to the engine and the worker, not even inside a function elsewhere."""
     wrong = [e for e in all_imports() if e.top == "torch" and not may_use_torch(e.module)]
+    assert wrong == []
+
+
+def test_report_libraries_stay_in_reports() -> None:
+    """matplotlib costs a second to import: only reports pay it."""
+    wrong = [
+        entry
+        for entry in all_imports()
+        if entry.top in REPORT_LIBRARIES and not entry.module.startswith("reports.")
+    ]
     assert wrong == []
 
 
@@ -76,7 +87,7 @@ def test_torch_free_modules_load_no_torch() -> None:
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        f"print(sorted(set(sys.modules) & { {'torch', 'reports'}!r}))\n"
+        f"print(sorted(set(sys.modules) & { ({'torch', 'reports'} | REPORT_LIBRARIES)!r}))\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
