@@ -121,7 +121,7 @@ def element(found: Element) -> str:
     return (
         f"[{', '.join(map(str, found.index))}]: 0x{found.reference_bits} became "
         f"0x{found.candidate_bits}{apart} ({found.reference} became {found.candidate}); "
-        f"{found.num_different} of {count(found.numel, 'element')} differ{_where_in(found)}"
+        f"{found.num_different:,} of {count(found.numel, 'element')} differ{_where_in(found)}"
     )
 
 

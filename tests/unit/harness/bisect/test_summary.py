@@ -97,10 +97,10 @@ def test_the_page_has_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("lows", "highs", "num", "told"),
     [
-        ((0, 0, 63), (0, 31, 63), 32, "32 of 2048 elements differ: [0, :, 63] of [1, 32, 64]"),
-        ((0, 2, 0), (0, 5, 63), 9, "9 of 2048 elements differ, within [0, 2:6, :] of [1, 32, 64]"),
-        ((0, 0, 0), (0, 31, 63), 2048, "2048 of 2048 elements differ"),
-        ((0, 3, 7), (0, 3, 7), 1, "1 of 2048 elements differ"),
+        ((0, 0, 63), (0, 31, 63), 32, "32 of 2,048 elements differ: [0, :, 63] of [1, 32, 64]"),
+        ((0, 2, 0), (0, 5, 63), 9, "9 of 2,048 elements differ, within [0, 2:6, :] of [1, 32, 64]"),
+        ((0, 0, 0), (0, 31, 63), 2048, "2,048 of 2,048 elements differ"),
+        ((0, 3, 7), (0, 3, 7), 1, "1 of 2,048 elements differ"),
     ],
 )
 def test_a_pattern_of_elements_is_told(lows: Any, highs: Any, num: int, told: str) -> None:

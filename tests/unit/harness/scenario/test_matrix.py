@@ -295,10 +295,10 @@ print(codes[0], paces, "torch" in sys.modules)
     ("args", "said", "limit"),
     [
         # 95,284 cases of 64 ranks
-        (("list", "--count", str(LAYOUTS)), f"{95_284} cases in 6 scenarios", 20),
+        (("list", "--count", str(LAYOUTS)), "95,284 cases in 6 scenarios", 20),
         # 3,000 candidates, 1,500 references, each of these twice
         (("run", "--dry-run", "--device", "cpu", "--slots", "8", "case"),
-         "3000 cases, 6000 runs on 8 slots, about ", 27),
+         "3,000 cases, 6,000 runs on 8 slots, about ", 27),
     ],
 )  # fmt: skip
 def test_a_laptop_lists_and_plans_at_once_without_torch(
