@@ -82,7 +82,7 @@ def test_one_of_three_options_is_named_and_the_scenario_fails(tmp_path: Path) ->
 def test_a_difference_before_step_0_is_one_of_initialisation(tmp_path: Path) -> None:
     """No module is looked into, and what cannot be found out is not asked."""
     (tmp_path / "train.py").write_text(PLANTED)
-    path = scenario(tmp_path, "args.initial", [False, True])
+    path = scenario(tmp_path, "args.initial", [False, True], ranks=1)
     found = bisected(tmp_path, path, "--until", "place")
     place = found["place"]
     assert (place["step"], place["phase"], place["tensor"]) == (-1, "initialisation", "weight")
@@ -136,11 +136,3 @@ def test_the_first_bad_release_of_a_package(
         "--every-run",
     )  # fmt: skip
     assert (found["release"]["first"]["hash"], found["release"]["num_commits"]) == ("1.10", 4)
-
-
-def test_what_a_program_cannot_be_asked_is_said_in_a_line(tmp_path: Path) -> None:
-    """Exit code 4, and no internal error."""
-    (tmp_path / "train.py").write_text(PLANTED)
-    path = scenario(tmp_path, "args.foreach", [False, True])
-    code, _, said = harness(tmp_path, "predict", path)
-    assert (code, said.count("\n"), "built-in trainer" in said) == (4, 1, True)
