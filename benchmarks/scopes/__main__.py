@@ -36,15 +36,11 @@ from benchmarks.ranks import interrupt_when_terminated
 from benchmarks.room import MEANINGLESS, NoGpus, Room, add_options, find_room
 from benchmarks.scopes.layouts import Layout, read_layouts, usual_layout
 from benchmarks.scopes.measure import Job, Result, measure
-from fsdp_core.config import ConfigError, TrainConfig
+from fsdp_core.config import ConfigError, ModelConfig, TrainConfig, scope_sets
 from harness.errors import UsageError
 from harness.store.files import write_atomic
 
 EAGER = "eager"
-SCOPES = (
-    EAGER, "attn", "moe_router", "attn+moe_router", "attn+moe_router+moe_preprocess", "attn+moe",
-    "mlp", "attn+mlp", "layer", "full_iteration",
-)  # fmt: skip
 EXPERTS: dict[str, Any] = {"experts": 16, "top_k": 2, "capacity_factor": 1.25}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "launch": {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 4, "expert_ffn": 512,
@@ -55,6 +51,9 @@ WORKLOADS: dict[str, dict[str, Any]] = {
               "vocab_size": 32_000, "seq": 4096},
 }  # fmt: skip
 """Bound by launches, bound by kernels, and the latter without experts."""
+_MODELS = [ModelConfig(**model) for model in WORKLOADS.values()]
+_SETS = [scopes for model in _MODELS for scopes in scope_sets(model)]
+SCOPES = (EAGER, *dict.fromkeys("+".join(scopes) for scopes in _SETS))
 TINY: dict[str, Any] = {
     "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 256, "seq": 32,
 }  # fmt: skip

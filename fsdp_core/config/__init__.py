@@ -52,6 +52,7 @@ from fsdp_core.config.run import (
     FsdpConfig,
     OptimConfig,
     TrainConfig,
+    scope_sets,
     to_plain,
 )
 
@@ -62,7 +63,7 @@ __all__ = [
     "RULES", "SCOPES", "SCORES", "STRATEGIES", "STRESSORS", "TAP_KINDS",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
     "ParallelConfig", "Rule", "TapPattern", "TrainConfig", "broken", "captured_layers",
-    "divisors", "layers_with", "model_from_preset", "tap_pattern", "to_plain",
+    "divisors", "layers_with", "model_from_preset", "scope_sets", "tap_pattern", "to_plain",
 ]  # fmt: skip
 
 RULES: dict[str, tuple[Rule, ...]] = {

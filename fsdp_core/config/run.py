@@ -1,6 +1,7 @@
 """One training run: its parts, and all of them together."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from fsdp_core.config.rule import (
     numbers,
     words,
 )
-from fsdp_core.config.rules import CAPTURE_BY, COMPILERS, EIGHT_BITS, ENGINES, obey_all
+from fsdp_core.config.rules import CAPTURE_BY, COMPILERS, EIGHT_BITS, ENGINES, SCOPES, obey_all
 
 BACKENDS = ("torch", "te")
 RECOMPUTE = ("none", "full", "attn", "full_reentrant", "attn_reentrant")
@@ -195,6 +196,20 @@ class TrainConfig:
                 _require_known(part, values[key], key, f"{key}.")
                 values[key] = part(**values[key])
         return cls(**values)
+
+
+def scope_sets(model: ModelConfig) -> list[tuple[str, ...]]:
+    """Every set of graph scopes that a model can have."""
+
+    def is_legal(scopes: tuple[str, ...]) -> bool:
+        try:
+            TrainConfig(model=model, graph=scopes)
+        except ConfigError:
+            return False
+        return True
+
+    sets = (s for size in range(1, len(SCOPES)) for s in itertools.combinations(SCOPES, size))
+    return [scopes for scopes in sets if is_legal(scopes)]
 
 
 _PARTS: dict[str, type[Any]] = {

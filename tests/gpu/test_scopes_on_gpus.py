@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
+from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset, scope_sets
 from fsdp_core.device import Device
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.train import Trainer
@@ -18,11 +18,6 @@ from tests.dist.rank_pool import RankPool
 
 STEPS, WARMUP = 20 if RANKS_PER_GPU < 4 else 8, 2
 """Many ranks of one GPU are slow: their collectives go through sockets."""
-SCOPES = {
-    "moe_tiny": ("attn", "moe_router", "attn+moe_router+moe_preprocess", "attn+moe", "layer",
-                 "full_iteration"),
-    "dense_tiny_dropout": ("attn", "mlp", "attn+mlp", "layer", "full_iteration"),
-}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "tp2 alone": {"tp": 2, "sequence_parallel": True},
@@ -119,13 +114,13 @@ def check(
 ) -> None:
     """All scopes of a model on one layout."""
     config = config_of(preset, layout, **options)
-    scopes = SCOPES[preset]
+    scopes = tuple("+".join(scopes) for scopes in scope_sets(config.model))
     for found in ranks.run(compare, "cuda", config, scopes, world_size=world_size):
         assert found == dict.fromkeys(("again", *scopes), "")
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("preset", SCOPES)
+@pytest.mark.parametrize("preset", ["moe_tiny", "dense_tiny_dropout"])
 @pytest.mark.parametrize("backend", ["torch", pytest.param("te", marks=needs_te)])
 def test_scopes_on_one_gpu(gpu_ranks: RankPool, preset: str, backend: str) -> None:
     """Alone, where a rank gathers from itself."""

@@ -3,15 +3,12 @@
 import random
 from typing import Any
 
-from fsdp_core.config import SCOPES, STRATEGIES, STRESSORS
+from fsdp_core.config import SCOPES, STRATEGIES, STRESSORS, model_from_preset, scope_sets
 from tests.scope_fuzz.case import Case, Event
 
-SCOPE_SETS: tuple[tuple[str, ...], ...] = (
-    ("attn",), ("mlp",), ("attn", "mlp"), ("moe_router",), ("moe_router", "moe_preprocess"),
-    ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess"), ("mlp", "moe_router"),
-    ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",), ("attn", "moe"), ("mlp", "moe"),
-    ("attn", "mlp", "moe"), ("layer",), ("full_iteration",),
-)  # fmt: skip
+SCOPE_SETS = scope_sets(
+    model_from_preset("mla_moe_tiny", {"first_dense_layers": 1, "capacity_factor": 1.25})
+)
 TAPS = (
     "layers.*.attn:output", "layers.*.mlp:input", "layers.0:gradient", "**.norm:output",
     "embedding", "head:gradient", "layers.*.**:output",

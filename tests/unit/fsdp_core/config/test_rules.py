@@ -23,6 +23,7 @@ from fsdp_core.config import (
     captured_layers,
     divisors,
     model_from_preset,
+    scope_sets,
     tap_pattern,
 )
 from fsdp_core.config import __main__ as printed
@@ -582,6 +583,15 @@ def test_captured_layers_are_in_the_range_and_have_the_part() -> None:
 def test_every_partial_scope_begins_somewhere() -> None:
     """At a layer or a part of it; but for the one that goes on where another ends."""
     assert set(BEGINS_AT) == set(SCOPES) - {"full_iteration", "moe_preprocess"}
+
+
+def test_sets_of_scopes_are_those_of_the_model() -> None:
+    """All that rules allow together, and none that the model lacks."""
+    dense = {("attn",), ("mlp",), ("attn", "mlp"), ("layer",), ("full_iteration",)}
+    assert set(scope_sets(ModelConfig())) == dense
+    dropless = scope_sets(ModelConfig(**MOE, first_dense_layers=1))
+    assert ("attn", "mlp", "moe_router", "moe_preprocess") in dropless
+    assert not {"moe", "layer", "full_iteration"} & {scope for each in dropless for scope in each}
 
 
 def test_all_rules_are_printed() -> None:
