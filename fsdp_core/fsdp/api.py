@@ -274,6 +274,20 @@ def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:
 # ---- methods
 
 
+def _on_stream(stream: Any, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
+    """`hook` on `stream`, in the order of the stream that is current when it is called."""
+
+    def hook_on_stream(tensor: torch.Tensor) -> None:
+        streams: Any = torch.get_device_module(tensor.device)
+        current = streams.current_stream()
+        stream.wait_stream(current)
+        with streams.stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return hook_on_stream
+
+
 class UnshardHandle:
     """A gather under way."""
 
@@ -377,16 +391,13 @@ class FSDPModule:
         self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None
     ) -> None:
         """Call `hook` with this unit's flat sum of gradients [n], cut, before it is divided. It
-        runs on the reduce stream, after the reduction over the mesh, and may write to the sum
-        (`ValueError`: a `stream` on a mesh whose outer axis is reduced over anyway;
-        `NotImplementedError`: a `stream` of a CUDA device).
+        runs on `stream`, or the reduce stream, after the reduction over the mesh, and may write to
+        the sum (`ValueError`: a `stream` on a mesh whose outer axis is reduced over anyway).
         """
         for group in self._fsdp_unit.groups:
             if stream is not None and group.nest.replica_groups:
                 raise ValueError("Expected stream=None on a mesh of two axes, which all-reduces.")
-            if stream is not None and group.nest.mesh.device_type != "cpu":
-                raise NotImplementedError("Expected stream=None: a hook runs on the reduce stream.")
-            group.gradients.sum_hook = hook
+            group.gradients.sum_hook = hook if stream is None else _on_stream(stream, hook)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Gathers also wait for `event`; they wait for the current stream in any case."""

@@ -118,7 +118,8 @@ class Inner(NamedTuple):
         if not isinstance(tensor, DTensor) or isinstance(tensor, RowSharded):
             return None
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-        part, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        with torch.device("cpu"):  # it counts in tensors, which `with torch.device("meta")` empties
+            part, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         return cls(mesh, placements, tensor.shape, torch.Size(part), tuple(offsets))
 
     def wrap(self, part: torch.Tensor) -> DTensor:

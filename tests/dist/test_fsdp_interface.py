@@ -33,14 +33,24 @@ def _grads(model: Any) -> list[torch.Tensor]:
 
 
 def hooks_see_sums() -> None:
-    """Each unit's hook gets its whole sum, before it is divided, and may change it."""
+    """Each unit's hook gets its whole sum, before it is divided, and may change it; on the stream
+    that was asked for.
+    """
     expected = [grad * 3 for grad in _grads(_wrapped())]
-    model: Any = _wrapped()
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_all_reduce_hook(lambda total: total.mul_(3))
-    for grad, due in zip(_grads(model), expected, strict=True):
-        torch.testing.assert_close(grad, due)
+    for stream in (None, torch.cpu.Stream()):
+        seen, model = set(), cast("Any", _wrapped())
+        due_on = stream or torch.cpu.current_stream()
+
+        def times_three(total: torch.Tensor, seen: set[Any] = seen) -> None:
+            seen.add(torch.cpu.current_stream())
+            total.mul_(3)
+
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_all_reduce_hook(times_three, stream=stream)
+        for grad, due in zip(_grads(model), expected, strict=True):
+            torch.testing.assert_close(grad, due)
+        assert seen == {due_on}
 
 
 def frozen_numbers_travel() -> None:

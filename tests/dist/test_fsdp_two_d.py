@@ -159,7 +159,9 @@ def at_rest() -> None:
     assert torch.equal(whole(weight.grad), factor)
     meta: Any = net().to("meta")
     parallelize_module(meta, world(2, 2)[1], {"blocks.*.down": RowwiseParallel()})
-    fully_shard(meta, mesh=world(2, 2)[0]).to_empty(device="cpu")
+    with torch.device("meta"):
+        fully_shard(meta, mesh=world(2, 2)[0])
+    meta.to_empty(device="cpu")
     nn.init.constant_(meta.blocks[0].down.weight, 2.0)
     meta.unshard()
     assert torch.equal(whole(meta.blocks[0].down.weight), torch.full((5, 7), 2.0))

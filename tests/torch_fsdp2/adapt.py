@@ -45,9 +45,11 @@ SOURCE = (
     (r"device_ids=\[self.rank\]", "device_ids=None"),
     (r"([\"'])(npu|cuda)(:0)?\1", r"\1cpu\1"),
     (r"self\.assertGreater\(self\.rank, 0\)", "pass"),
+    (r"\.to_local\(\),(\s+[\w.]+)\.to_local\(\)", r".full_tensor(),\1.full_tensor()"),
 )
-"""Other devices' names, so that copies of the files made for them do, too; and that rank 0 has rows
-of every parameter: which rows a rank has is the engine's own."""
+"""Other devices' names, so that copies of the files made for them do, too. That rank 0 has rows of
+every parameter, and that units of other parameters cut one alike: which rows a rank has is the
+engine's own, so whole tensors are compared."""
 
 calls: list[int] = []
 """One item a call of `fully_shard`."""
