@@ -38,7 +38,8 @@ def hooks_see_sums() -> None:
     """
     expected = [grad * 3 for grad in _grads(_wrapped())]
     for stream in (None, torch.cpu.Stream()):
-        seen, model = set(), cast("Any", _wrapped())
+        model: Any = _wrapped()
+        seen: set[Any] = set()
         due_on = stream or torch.cpu.current_stream()
 
         def times_three(total: torch.Tensor, seen: set[Any] = seen) -> None:
