@@ -1,15 +1,15 @@
 """Fully sharded data parallelism with torch FSDP2's interface: see docs/ARCHITECTURE.md."""
 
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
 from fsdp_core.fsdp.api import (
-    CPUOffloadPolicy,
     FSDPModule,
-    OffloadPolicy,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_core.fsdp.optimizer import clip_grad_norm_
+from fsdp_core.fsdp.norms import clip_grad_norm_
 from fsdp_core.fsdp.param_group import MixedPrecisionPolicy
 
 __all__ = [

@@ -7,36 +7,28 @@ Signature and methods are torch FSDP2's, so code written for it runs with anothe
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.gradients import GroupDtypes
-from fsdp_core.fsdp.layout import Nest, placements_of
-from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, Owned, ParamGroup
+from fsdp_core.fsdp.layout import Nest, joined_mesh, placements_of
+from fsdp_core.fsdp.param_group import (
+    GroupDtypes,
+    MixedPrecisionPolicy,
+    Owned,
+    ParamGroup,
+    dtypes_of,
+)
 from fsdp_core.fsdp.pool import Pool, make_pool
-from fsdp_core.fsdp.row_sharded import joined_mesh
 from fsdp_core.fsdp.unit import Schedule, Unit
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Where parameters, gradients and optimizer states rest: on the mesh's device."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """They rest on the CPU. A mesh of CPU ranks does so anyway; any other refuses the policy."""
-
-    pin_memory: bool = True
-
 
 _HELD = "_fsdp_held"
 """Set on a parameter that a unit has copied from: a second unit would train a second copy."""
@@ -48,8 +40,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: Any = None,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     strategy: str | Sequence[str] = "optim_grads_params",
     pool: Pool | str = "dynamic",
@@ -65,7 +57,7 @@ def fully_shard(
         except for the root. A number that divides the inner axis: 1 is False, else True.
     shard_placement_fn: None or a Shard for each: of which dim ranks have slices, in place of 0.
     offload_policy: `OffloadPolicy()`; `CPUOffloadPolicy()` on a mesh of CPU ranks.
-    mp_policy: dtypes.
+    mp_policy: dtypes; torch's own policy, or this one, which has one more.
     ignored_params: parameters that stay as they are.
     strategy: what is cut over the mesh, see `layout`; one name, or one an axis.
     pool: where full buffers come from: `dynamic`, `double`, `traced`, or a pool object; the root's
@@ -150,10 +142,9 @@ def _check_inner(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
 def _check_options(policy: object, mesh: DeviceMesh, overlap: int) -> None:
     if isinstance(overlap, bool) or overlap not in (0, 1, 2):
         raise ValueError(f"Expected overlap 0, 1 or 2 side streams, got {overlap!r}.")
-    kind = type(policy).__name__
-    if policy is not None and kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
+    if policy is not None and not isinstance(policy, OffloadPolicy):
         raise ValueError(f"Expected an OffloadPolicy, got {policy!r}.")
-    if kind == "CPUOffloadPolicy" and mesh.device_type != "cpu":
+    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type != "cpu":
         raise NotImplementedError(
             f"Expected OffloadPolicy() on {mesh.device_type}, got {policy!r}: weights rest there."
         )
@@ -251,12 +242,12 @@ def _own_parameters(
     return [Owned(tuple(where), dims[parameter]) for parameter, where in places.items()]
 
 
-def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> list[list[Owned]]:
+def _partition(owned: list[Owned], policy: torch_fsdp.MixedPrecisionPolicy) -> list[list[Owned]]:
     """A group of parameters for each set of dtypes that the policy gives them; marks them held."""
     groups: dict[GroupDtypes, list[Owned]] = {}
     for held in owned:
         setattr(held.current, _HELD, True)
-        groups.setdefault(policy.dtypes_of(held.current.dtype), []).append(held)
+        groups.setdefault(dtypes_of(policy, held.current.dtype), []).append(held)
     return list(groups.values())
 
 

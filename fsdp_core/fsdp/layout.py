@@ -13,17 +13,26 @@ a table of docs/ARCHITECTURE.md. A mesh of two axes takes a strategy for each: (
 cut inside a node, optimizer state over all nodes). All cuts nest: level k is what is left after the
 first k axes of `Placements.nest`, a contiguous slice. So weight, gradient and main weight are each
 known by a level, and collectives go from one level to the next on one axis.
+
+Seen from a rank, a parameter is cut into whole rows, slices of dim 0 or of the spec's `dim`:
+
+    mesh of 3, axes (0,)     bounds (0, 3, 3, 5)     rows 0 1 2 | none | 3 4
+    mesh of 2 x 2, axes (1,) bounds (0, 4, 5)        rows 0..3 where coordinate 1 is 0, else row 4
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core.config import STRATEGIES
 from fsdp_core.torch_versions import ALL_GATHER, REDUCE_SCATTER
@@ -286,3 +295,185 @@ class Nest:
             reduce_scatter(output, buffer, self.groups[axis])
             buffer = output
         return buffer
+
+
+# ---- one parameter, as this rank has it
+
+
+class RowShard(Shard):
+    """Placement on the mesh axis of the `level`-th cut of a tensor whose rows are cut at `bounds`.
+    It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with it. Who
+    asks the placement itself for its cuts gets the true ones where one axis cuts.
+    """
+
+    def __init__(self, bounds: tuple[int, ...], level: int = 0, dim: int = 0) -> None:
+        # The C++ base takes its dim in __new__ or in __init__, as torch's release has it.
+        super().__init__(dim)
+        self.bounds, self.level = bounds, level
+
+    def __new__(cls, *_args: Any) -> "RowShard":
+        return super().__new__(cls)
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        if (curr_local_size, num_chunks) != (self.bounds[-1], len(self.bounds) - 1):
+            raise NotImplementedError(f"Expected one axis to cut, got {self}: see RowSpec.")
+        return self.bounds[rank + 1] - self.bounds[rank], self.bounds[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowShard) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(self.__reduce__())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowShard, (self.bounds, self.level, self.dim)
+
+    def __repr__(self) -> str:
+        return f"RowShard(bounds={self.bounds}, level={self.level}, dim={self.dim})"
+
+    __str__ = __repr__
+
+
+def rows_first(shape: Sequence[int], dim: int) -> torch.Size:
+    """A shape whose rows are slices of `dim`, as the flat buffer has it: that dim first."""
+    return torch.Size((*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :]))
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """All axes of both, outer first, which must be different axes of one mesh with names."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+class Inner(NamedTuple):
+    """How tensor parallelism cuts a parameter before rows are: a DTensor's mesh and placements.
+    `shape`: global; `part_shape`, `offsets`: of this rank's part in it, which is cut into rows.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    part_shape: torch.Size
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Inner | None":
+        """Of a DTensor; None for any other tensor."""
+        if not isinstance(tensor, DTensor) or hasattr(tensor, "row_spec"):
+            return None
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        with torch.device("cpu"):  # it counts in tensors, which `with torch.device("meta")` empties
+            part, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return cls(mesh, placements, tensor.shape, torch.Size(part), tuple(offsets))
+
+    def wrap(self, part: torch.Tensor) -> DTensor:
+        """The DTensor of which this rank has `part`."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a DTensor, which is first laid out so: a collective if it is not."""
+        part: Any = cast("DTensor", tensor).redistribute(placements=self.placements).to_local()
+        return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
+@dataclass(unsafe_hash=True)
+class RowSpec:
+    """Layout of one parameter over a mesh, seen from this rank. Build once, share, never change.
+
+    shape: global shape; () counts as one row of one element.
+    bounds: rows [bounds[s], bounds[s + 1]) of `part_shape` belong to shard s.
+    axes: mesh axes that cut rows, coarsest first; a rank's shard is the mixed radix of its
+        coordinates along them. All other axes replicate, or are those of `inner`, the last.
+    inner: cuts of tensor parallelism; then rows are of this rank's part.
+    part_shape, part_offsets: what is cut into rows, and where it lies; without `inner` all.
+    cut_axes: all axes along which pieces differ, coarsest first.
+    row_start, row_stop: this rank's rows.
+    local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
+    is_absent_scalar: whether the tensor is 0-d and lies on another rank.
+    """
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    bounds: tuple[int, ...]
+    axes: tuple[int, ...]
+    inner: Inner | None = None
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        mesh, bounds, inner = self.mesh, self.bounds, self.inner
+        shape = self.part_shape = inner.part_shape if inner else self.shape
+        self.part_offsets = inner.offsets if inner else (0,) * len(shape)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        assert len(bounds) == math.prod(mesh.size(axis) for axis in self.axes) + 1
+        assert (bounds[0], bounds[-1]) == (0, shape[self.dim] if shape else 1)
+        self.shard_index = 0
+        placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+        for level, axis in enumerate(self.axes):
+            self.shard_index = self.shard_index * mesh.size(axis) + coordinate[axis]
+            placements[axis] = RowShard(bounds, level, self.dim)
+        inner_axes = range(mesh.ndim - len(inner.placements), mesh.ndim) if inner else ()
+        for axis, placement in zip(inner_axes, inner.placements if inner else (), strict=True):
+            placements[axis] = placement
+        self.placements = tuple(placements)
+        cut = (axis for axis in inner_axes if not placements[axis].is_replicate())
+        self.cut_axes = (*self.axes, *cut)
+        self.row_start, self.row_stop = bounds[self.shard_index : self.shard_index + 2]
+        rows = self.row_stop - self.row_start
+        self.is_absent_scalar = not shape and not rows
+        local = (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+        self.local_shape = torch.Size(local) if shape or not rows else shape
+        self.local_numel = math.prod(self.local_shape)
+        self.stride = tuple(torch.empty(self.shape, device="meta").stride())
+
+    @property
+    def rows_first(self) -> torch.Size:
+        """`part_shape` as it lies in the flat buffer."""
+        return rows_first(self.part_shape, self.dim)
+
+    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor of the global shape: a view."""
+        for dim, (start, size) in enumerate(zip(self.part_offsets, self.part_shape, strict=True)):
+            full = full.narrow(dim, start, size)
+        return self.rows_of_part(full)
+
+    def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor of `part_shape`: a view."""
+        if not self.shape:
+            return part.reshape(1)[self.row_start : self.row_stop].view(self.local_shape)
+        return part.narrow(self.dim, self.row_start, self.row_stop - self.row_start)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RowSpec":
+        return self  # never changes, and the process groups of a mesh cannot be copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes, self.inner, self.dim)
+
+
+def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
+    """The whole tensor, on every rank, in memory of its own: a collective over the axes of `spec`.
+    Pieces travel as bytes, so bits arrive as they are, padded to the longest: no shard of a unit
+    holds more than its part of the unit, so all together are no more than the unit.
+    """
+    if local.is_meta:
+        return torch.empty(spec.shape, dtype=local.dtype, device=local.device)
+    rows_first = spec.rows_first
+    width = math.prod(rows_first[1:]) * local.element_size()
+    lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
+    local = local.detach()
+    own = (local.movedim(spec.dim, 0) if spec.dim else local).contiguous()
+    own = own.flatten().view(torch.uint8)
+    pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)
+    pieces[: own.numel()].copy_(own)
+    for axis in reversed(spec.axes):
+        sent, pieces = pieces, pieces.new_empty(spec.mesh.size(axis) * pieces.numel())
+        all_gather(pieces, sent, spec.mesh.get_group(axis))
+    rows = pieces.view(len(lengths), max(lengths))
+    flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    part = flat.view(local.dtype).view(rows_first)
+    part = part.movedim(0, spec.dim).contiguous() if spec.dim else part
+    return (spec.inner.wrap(part).full_tensor() if spec.inner else part).to(local.device)

@@ -1,4 +1,4 @@
-"""One group of parameters: their flat weight buffers, and gathering. Knows no modules' hooks.
+"""One group of parameters: its flat buffers, gathering and reducing. Knows no modules' hooks.
 
     buffer         cut at level  dtype    lives
     main_weight    main          main     always; the parameters at rest are views of it
@@ -7,58 +7,69 @@
                                           main_weight is cast as it is sent
     gathered       0             compute  from the pool, between unshard and reshard; is
                                           model_weight where the weight is whole
+    full           0             reduce   from the pool, from first gradient to reduction; own
+                                          memory where gradients accumulate without communication
+    carried        grad          reduce   sum of earlier backward passes that were not the last
+    main_grad      main          main     what `grad` of the parameters at rest are views of: fresh
+                                          memory each time they are all None, or with `keep` the
+                                          same for ever, as a graph needs that is replayed
 
-Levels are those of `layout`: level k is cut over the first k axes of the nest. Gradients are in
-`gradients`.
+Levels are those of `layout`: level k is cut over the first k axes of the nest.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.gradients import FlatBuffers, Gradients, GroupDtypes
-from fsdp_core.fsdp.layout import GatherStep, Nest, all_gather
-from fsdp_core.fsdp.optimizer import watch
-from fsdp_core.fsdp.pool import GATHER, Key, Pool
-from fsdp_core.fsdp.row_sharded import Inner, RowSharded, RowSpec
+from fsdp_core.fsdp.layout import (
+    GatherStep,
+    Inner,
+    Nest,
+    RowSpec,
+    all_gather,
+    all_reduce,
+    build_layout,
+    joined_mesh,
+    rows_first,
+    view_at,
+)
+from fsdp_core.fsdp.pool import GATHER, GRAD, Key, Pool
+from fsdp_core.fsdp.row_sharded import RowSharded, watch
+
+_NUMBERS = itertools.count()
+
+
+class GroupDtypes(NamedTuple):
+    """Dtypes of a group of parameters: at rest, in compute, in the reduction."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Precision of one unit; None keeps what is there.
-
-    param_dtype: parameters are gathered and computed with in this dtype.
-    reduce_dtype: gradients are reduced in this dtype; None: in the dtype they are computed in.
-    output_dtype: floating-point outputs of the unit's forward are cast to it.
-    cast_forward_inputs: cast floating-point inputs of the forward to `param_dtype`.
-    main_dtype: dtype of the parameters at rest, their gradients and what the optimizer sees; None:
-        the dtype that the parameters had.
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+    """torch's, and `main_dtype`: that of parameters at rest, their gradients and what the optimizer
+    sees; None: the dtype that the parameters had.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
     main_dtype: torch.dtype | None = None
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Dtype of the forward's inputs, or None to leave them."""
-        return self.param_dtype if self.cast_forward_inputs else None
 
-    def dtypes_of(self, dtype: torch.dtype) -> GroupDtypes:
-        """Dtypes of parameters that had `dtype`; complex numbers and integers keep it."""
-        if not dtype.is_floating_point:
-            return GroupDtypes(dtype, dtype, dtype)
-        compute = self.param_dtype or dtype
-        return GroupDtypes(self.main_dtype or dtype, compute, self.reduce_dtype or compute)
+def dtypes_of(policy: torch_fsdp.MixedPrecisionPolicy, dtype: torch.dtype) -> GroupDtypes:
+    """Dtypes of parameters that had `dtype`; complex numbers and integers keep it."""
+    if not dtype.is_floating_point:
+        return GroupDtypes(dtype, dtype, dtype)
+    compute, main = policy.param_dtype or dtype, getattr(policy, "main_dtype", None)
+    return GroupDtypes(main or dtype, compute, policy.reduce_dtype or compute)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -113,18 +124,17 @@ class ParamGroup:
         nest: Nest,
         device: Device,
         pool: Pool,
-        policy: MixedPrecisionPolicy,
+        policy: torch_fsdp.MixedPrecisionPolicy,
         *,
         keep_grads: bool,
     ) -> None:
         sources = [o.current for o in owned]
-        self.owned, self.pool, self._policy = owned, pool, policy
-        dtypes = policy.dtypes_of(sources[0].dtype)
+        self.owned, self.nest, self.device, self.pool = owned, nest, device, pool
+        self.owner, self._policy = next(_NUMBERS), policy
+        self.dtypes = dtypes_of(policy, sources[0].dtype)
         self.name, self.names = "", [o.places[0][1] for o in owned]
-        flat = FlatBuffers(sources, [o.dim for o in owned], nest=nest, device=device, dtypes=dtypes)
-        self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
-        self._flat, self._device = flat, device
-        self._gather_key = Key(flat.owner, GATHER)
+        self._place(sources)
+        self._gather_key = Key(self.owner, GATHER)
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
         self.gathered: torch.Tensor | None = None
@@ -133,8 +143,8 @@ class ParamGroup:
         self.gathered_version: int | None = None
         self.is_unsharded, self.is_registered, self.has_moved = False, False, False
         self.main_weight = self._first_main_weight(sources)
-        self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
-        empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
+        self.sharded = [_like(p, self.at_rest(self.main_weight, i)) for i, p in enumerate(sources)]
+        empty = torch.empty(0, dtype=self.dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
         self.unsharded = [
             _like(p, spec.inner.wrap(empty.clone()) if spec.inner else empty.clone())
@@ -142,7 +152,7 @@ class ParamGroup:
         ]
         modules = [[module for module, _ in o.places] for o in owned]
         fused = [i for i, holders in enumerate(modules) if any(map(_adds_up, holders))]
-        self.gradients = Gradients(flat, self.sharded, self.unsharded, keep=keep_grads, fused=fused)
+        self.gradients = Gradients(self, keep=keep_grads, fused=fused)
         self._make_other_buffers()
         self._register(self.sharded)
         for module in itertools.chain(*modules):
@@ -152,15 +162,52 @@ class ParamGroup:
                 module._is_fsdp2 = True  # type: ignore[assignment]
         watch(self, sources)
 
-    @property
-    def owner(self) -> int:
-        return self._flat.owner
+    # ---- places
+
+    def _place(self, sources: list[nn.Parameter]) -> None:
+        """Where the parameters lie in the flat buffer, and which rows of each this rank has."""
+        nest, dims = self.nest, [o.dim for o in self.owned]
+        inners = [Inner.of(p) for p in sources]
+        shapes = [i.part_shape if i else p.shape for p, i in zip(sources, inners, strict=True)]
+        layout = build_layout(list(map(rows_first, shapes, dims)), nest.num_shards)
+        slots = (replace(slot, dim=dim) for slot, dim in zip(layout.slots, dims, strict=True))
+        self.layout = replace(layout, slots=tuple(slots))
+        self.specs = [
+            RowSpec(
+                joined_mesh(nest.mesh, inner.mesh) if inner else nest.mesh,
+                parameter.shape,
+                self.layout.row_bounds(index),
+                nest.axes,
+                inner,
+                dim,
+            )
+            for index, (parameter, inner, dim) in enumerate(zip(sources, inners, dims, strict=True))
+        ]
+
+    def zeros(self, level: int, dtype: torch.dtype, *, is_meta: bool = False) -> torch.Tensor:
+        """A new buffer that is cut at `level`."""
+        numel = self.nest.numel(self.layout.total_numel, level)
+        device = torch.device("meta") if is_meta else self.device.torch_device
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
+        spec, slot = self.specs[index], self.layout.slots[index]
+        if not spec.local_numel:
+            return shard[:0].view(spec.local_shape)
+        start = slot.offset + spec.row_start * slot.row_numel
+        start -= spec.shard_index * self.layout.shard_numel
+        return view_at(shard, start, rows_first(spec.local_shape, spec.dim), spec.dim)
+
+    def at_rest(self, shard: torch.Tensor, index: int) -> RowSharded:
+        """What stands for parameter `index` over its rows in `shard`."""
+        return RowSharded.make(self.local_rows(shard, index), self.specs[index])
 
     # ---- at rest
 
     def _first_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:
         is_meta = any(p.is_meta for p in sources)
-        main = self._flat.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
+        main = self.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
         for index, (parameter, spec) in enumerate(zip(sources, self.specs, strict=True)):
             if spec.local_numel and not is_meta:
                 self.local_rows(main, index).copy_(_own_rows(parameter, spec))
@@ -173,7 +220,7 @@ class ParamGroup:
             return
         self.gradients.make_kept()
         if self.keeps_copy:
-            self.model_weight = self._flat.zeros(self.nest.weight_level, self.dtypes.compute)
+            self.model_weight = self.zeros(self.nest.weight_level, self.dtypes.compute)
         if self.nest.weight_level == 0:
             self._bind_unsharded(self._sent)
 
@@ -197,10 +244,6 @@ class ParamGroup:
     def _sent(self) -> torch.Tensor:
         return self.main_weight if self.model_weight is None else self.model_weight
 
-    def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
-        return self._flat.rows(shard, index)
-
     def _register(self, parameters: list[nn.Parameter]) -> None:
         for owned, parameter in zip(self.owned, parameters, strict=True):
             owned.register(parameter)
@@ -220,7 +263,7 @@ class ParamGroup:
         if self.is_registered or any(p.is_meta for p in current) or not (moved or others):
             return
         rows = [_own_rows(p, spec) for p, spec in zip(current, self.specs, strict=True)]
-        dtypes = self._policy.dtypes_of(rows[0].dtype)
+        dtypes = dtypes_of(self._policy, rows[0].dtype)
         converted = dtypes != self.dtypes
         is_fixed = self.gathered is not None or self.gradients.pooled is not None
         is_fixed = is_fixed or any(spec.inner for spec in self.specs)
@@ -231,7 +274,7 @@ class ParamGroup:
                 f"tensor parallelism; got {', '.join(sorted({str(t.dtype) for t in rows}))}."
             )
         if moved or converted:
-            self.dtypes = self._flat.dtypes = self.gradients.dtypes = dtypes
+            self.dtypes = dtypes
             self._make_anew(rows)
         else:
             for index in others:
@@ -240,10 +283,10 @@ class ParamGroup:
 
     def _make_anew(self, rows: list[torch.Tensor]) -> None:
         """The flat buffer and the parameters at rest, with what `rows` hold."""
-        self.main_weight = self._flat.zeros(self.nest.main_level, self.dtypes.main)
+        self.main_weight = self.zeros(self.nest.main_level, self.dtypes.main)
         for index, (old, own) in enumerate(zip(self.sharded, rows, strict=True)):
             self.local_rows(self.main_weight, index).copy_(own)
-            new = self._flat.sharded(self.main_weight, index)
+            new = self.at_rest(self.main_weight, index)
             if not old.is_meta:
                 cast("RowSharded", old).rebind(new)
                 continue
@@ -294,7 +337,7 @@ class ParamGroup:
                 self.readopt()  # the user may have set parameters in place of those
         if self.main_weight.is_meta:
             raise RuntimeError(
-                f"Expected {self.names[0]} on {self._device.torch_device}, got a meta tensor; call "
+                f"Expected {self.names[0]} on {self.device.torch_device}, got a meta tensor; call "
                 "to_empty(device=...) and initialise the parameters first."
             )
         # What is made in inference mode could not be used for training afterwards.
@@ -305,7 +348,7 @@ class ParamGroup:
                 # On the current stream: memory comes from, and goes back to, what it has free.
                 total, dtype = self.layout.total_numel, self.dtypes.compute
                 full = self.pool.acquire(self._gather_key, total, dtype, stream)
-            with self._device.on(stream), torch.no_grad():
+            with self.device.on(stream), torch.no_grad():
                 self.refresh_model_weight()
                 if full is not None:
                     self._gather(full)
@@ -368,6 +411,252 @@ class ParamGroup:
         if self.is_registered:
             self._register(self.sharded)
             self.is_registered = False
+
+
+class Gradients:
+    """Gradient buffers of a group on one rank.
+
+    sharded, unsharded: the group's parameters at rest and in compute.
+    main_grad: with `keep`, where gradients at rest lie.
+    pooled: the full buffer that the pool gave last, also while it has it back.
+    divide_factor: what sums are divided by; None: the number of ranks.
+    fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
+    sum_hook: called with the sum over the ranks before it is divided; may write to it.
+    reduce_unused: give parameters without a gradient zeros where others of the group have one.
+    """
+
+    def __init__(self, group: ParamGroup, *, keep: bool, fused: list[int]) -> None:
+        self._group, self.keep, self.fused = group, keep, fused
+        self.sharded, self.unsharded = group.sharded, group.unsharded
+        self.layout, self.specs, self.nest = group.layout, group.specs, group.nest
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.sum_hook: Callable[[torch.Tensor], Any] | None = None
+        self.main_grad: torch.Tensor | None = None
+        self.pooled: torch.Tensor | None = None
+        self._kept: list[RowSharded] = []
+        self._key = Key(group.owner, GRAD)
+        self._pool: Pool | None = None
+        self._full: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._is_reducing = False
+        self._arrived: set[int] = set()
+        self._copied: set[int] = set()
+        self._carried: torch.Tensor | None = None
+        self._carried_from: set[int] = set()
+        for index in fused:  # what they write into is zeroed for them
+            self.unsharded[index].overwrite_main_grad = False  # type: ignore[attr-defined]
+
+    def make_kept(self) -> None:
+        """Make the buffer that gradients are kept in, if they are, and what lies in it."""
+        if self.keep:
+            self.main_grad = self._group.zeros(self.nest.main_level, self._group.dtypes.main)
+            everything = range(len(self.sharded))
+            self._kept = [self._group.at_rest(self.main_grad, index) for index in everything]
+
+    # ---- before the reduction
+
+    def arrived(self, index: int) -> None:
+        """Autograd has accumulated the gradient of one unsharded parameter."""
+        parameter: Any = self.unsharded[index]
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
+            parameter.grad_added_to_main_grad, parameter.grad = False, None
+            self._copied.add(index)
+        elif parameter.grad is not None:  # a backward function may return no gradient at all
+            inner = self.specs[index].inner
+            if inner is not None:
+                # Here, where ranks of one row of the mesh are at the same gradient. How much waits
+                # to be copied may differ between them.
+                parameter.grad = inner.wrap(inner.unwrap(parameter.grad))
+            self._arrived.add(index)
+
+    @property
+    def waiting_numel(self) -> int:
+        """Elements of gradients that have arrived and are not in the full buffer yet."""
+        return sum(self.layout.slots[i].numel for i in self._arrived)
+
+    @property
+    def is_pending(self) -> bool:
+        return self._full is not None and not self._is_reducing
+
+    def is_due(self, *, final: bool) -> bool:
+        """Whether there is a sum to reduce: of the full buffer, or what was carried, if `final`."""
+        return self.is_pending or (final and self._carried is not None)
+
+    def copy_in(self, pool: Pool | None, stream: Any) -> None:
+        """Move the gradients that have arrived into the full buffer. It comes from `pool`, used on
+        `stream`; None: it will outlive this backward pass unreduced, and gets memory of its own.
+        """
+        if not self._arrived:
+            return
+        self._take_full(pool, stream)
+        again = sorted(self._arrived & self._copied)
+        first = sorted(self._arrived - self._copied)
+        if first:
+            torch._foreach_copy_([self._views[i] for i in first], [self._arrival(i) for i in first])
+        if again:
+            torch._foreach_add_([self._views[i] for i in again], [self._arrival(i) for i in again])
+        for index in self._arrived:
+            self.unsharded[index].grad = None
+        self._copied |= self._arrived
+        self._arrived.clear()
+
+    def _arrival(self, index: int) -> torch.Tensor:
+        grad = self.unsharded[index].grad
+        if grad is None:
+            raise RuntimeError("Expected the gradient that has arrived, got None: who took it?")
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def _take_full(self, pool: Pool | None, stream: Any) -> None:
+        if self._full is not None:
+            return
+        total, dtype = self.layout.total_numel, self._group.dtypes.reduce
+        if pool is None:
+            self._full = torch.empty(total, dtype=dtype, device=self._group.device.torch_device)
+        else:
+            self._full = self.pooled = pool.acquire(self._key, total, dtype, stream)
+        self._pool, self._views = pool, self.layout.views(self._full)
+
+    def expose(self, pool: Pool | None, stream: Any) -> None:
+        """Give fused parameters a zeroed `main_grad` in the full buffer. Megatron's and
+        TransformerEngine's convention: the kernel adds to it, and sets `grad_added_to_main_grad`.
+        `pool`, `stream`: see `copy_in`.
+        """
+        self._take_full(pool, stream)
+        for index in self.fused:
+            parameter: Any = self.unsharded[index]
+            view = self._views[index]
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is not view:
+                parameter.main_grad, parameter.grad_added_to_main_grad = view, False
+                if index not in self._copied:
+                    view.zero_()
+
+    # ---- the reduction
+
+    def reduce(self, stream: Any, *, final: bool) -> list[torch.Tensor]:
+        """Reduce the full buffer, and what was carried, on `stream`, after the current one.
+
+        Up to the main level and into the parameters' `grad`, if `final`; else to the gradient's
+        level, and the sum is carried into the next backward pass. All memory is made on the current
+        stream, so that it comes from what that one has free. Returns the tensors that must live
+        until `stream` has done its work.
+        """
+        full, nest = self._full, self.nest
+        like = self._carried if full is None else full
+        assert like is not None
+        first = nest.grad_level if full is None else 0
+        levels = nest.main_level if final else nest.grad_level
+        sizes = [nest.numel(self.layout.total_numel, k + 1) for k in range(first, levels)]
+        outputs = [like.new_empty(size) for size in sizes]
+        written = self._copied | self._carried_from
+        rows = self._make_rows(like, outputs, written) if final else {}
+        self._is_reducing = True
+        with self._group.device.on(stream), torch.no_grad():
+            partial = self._own_sum(full, outputs[: nest.grad_level - first])
+            if self._carried is not None:
+                outputs.append(self._carried)
+            self._carried, self._carried_from = (None, set()) if final else (partial, written)
+            if not final:
+                return outputs
+            above = outputs[nest.grad_level - first : levels - first]
+            partial = nest.reduce(partial, above, nest.grad_level)
+            for group in nest.replica_groups:
+                all_reduce(partial, group)
+            if self.sum_hook is not None:
+                self.sum_hook(partial)
+            self._fill_rows(rows, partial)
+            self._deposit(rows)
+        return [*outputs, *rows.values()]
+
+    def _own_sum(self, full: torch.Tensor | None, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The sum at the gradient's level: of the full buffer, and what was carried."""
+        if full is None:
+            assert self._carried is not None
+            return self._carried
+        self._zero_unwritten(full)
+        partial = self.nest.reduce(full, outputs, 0)
+        return partial if self._carried is None else partial.add_(self._carried)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / (self.divide_factor or self.nest.mesh.size())
+
+    def _make_rows(
+        self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
+    ) -> dict[int, torch.Tensor]:
+        """Memory of the reduced gradients: in the last output, or in the kept buffer if it is free.
+        Else in pieces, a parameter each, which find room between activations.
+        """
+        wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
+        home = self.main_grad if all(p.grad is None for p in self.sharded) else None
+        if outputs and outputs[-1].dtype == self._group.dtypes.main:
+            home = outputs[-1] = outputs[-1] if home is None else home
+        if home is not None:
+            return {i: self._group.local_rows(home, i) for i in wanted}
+        dtype = self._group.dtypes.main
+        return {i: like.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
+
+    def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
+        """Bring the sum over the ranks into `rows`, divided."""
+        here = [i for i in rows if self.specs[i].local_numel]
+        if not here:
+            return
+        sources = [self._group.local_rows(reduced, i) for i in here]
+        targets = [rows[i] for i in here]
+        if targets[0].data_ptr() != sources[0].data_ptr():
+            torch._foreach_copy_(targets, sources)
+        if self.scale != 1.0:
+            torch._foreach_mul_(targets, self.scale)
+
+    def _zero_unwritten(self, full: torch.Tensor) -> None:
+        """Padding and absent gradients hold what the last user left; the sum must add zeros."""
+        for start, stop in self.layout.gaps:
+            full[start:stop].zero_()
+        for index in set(range(len(self._views))) - self._copied:
+            self._views[index].zero_()
+        self._copied = set()
+
+    def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
+        """Add the reduced gradients to `grad` of the parameters that had one in compute. Then hooks
+        of `register_post_accumulate_grad_hook` run: autograd accumulates elsewhere.
+        """
+        old = [i for i in rows if self.sharded[i].grad is not None]
+        if old:
+            grads = [self.sharded[i].grad.to_local() for i in old]  # type: ignore[union-attr]
+            torch._foreach_add_(grads, [rows[i] for i in old])
+        for index in rows:
+            if self.sharded[index].grad is None:
+                self.sharded[index].grad = self._grad_object(index, rows[index])
+        for index in rows:
+            parameter: Any = self.sharded[index]
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+
+    def _grad_object(self, index: int, row: torch.Tensor) -> RowSharded:
+        if not self.keep:
+            return RowSharded.make(row, self.specs[index])
+        kept = self._kept[index].to_local()
+        if row.data_ptr() != kept.data_ptr():
+            kept.copy_(row)
+        return self._kept[index]
+
+    def release_full(self, stream: Any) -> None:
+        """Give the full buffer back; `stream` must come after the reduction."""
+        pool, self._pool = self._pool, None
+        self._full, self._views, self._is_reducing = None, [], False
+        for index in self.fused:
+            self.unsharded[index].main_grad = None  # type: ignore[attr-defined]
+        if pool is not None:
+            pool.release(self._key, stream)
+
+    def forget(self, stream: Any) -> None:
+        """Drop every gradient that is not in the parameters' `grad` yet."""
+        for parameter in self.unsharded:
+            parameter.grad = None
+        self.release_full(stream)
+        self._arrived, self._copied = set(), set()
+        self._carried, self._carried_from = None, set()
 
 
 def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:

@@ -1,10 +1,5 @@
 """A parameter, gradient or optimizer state at rest: this rank's whole rows of a global tensor.
 
-A row is a slice of dim 0, or of the spec's `dim`; a shard is a range of whole rows, of any length:
-
-    mesh of 3, axes (0,)     bounds (0, 3, 3, 5)     rows 0 1 2 | none | 3 4
-    mesh of 2 x 2, axes (1,) bounds (0, 4, 5)        rows 0..3 where coordinate 1 is 0, else row 4
-
 To a user it is a tensor of the global shape on a mesh, as DTensor is:
 
     .full_tensor()                    all rows, on every rank (a collective)
@@ -27,211 +22,46 @@ Tensors in one call share one layout. Beside them may stand tensors of one eleme
 the global shape, of which each rank takes its rows. Nothing else: shapes that fit only because of
 how many rows a rank happens to hold must not pass. In-place operators also raise the version
 counter of the flat buffer, as they would on the piece itself.
+
+Around an optimizer's step, whichever it is, by hooks that every `torch.optim.Optimizer` runs:
+
+    before  an optimizer that would not train what the modules hold at rest is refused; one whose
+            kernels take addresses is given this rank's rows, if it cannot find them itself
+    after   copies of the main weights follow, once a group, inside a graph capture as well
+
+Version counters would not do for the copies: an optimizer may write by a kernel of its own
+(TransformerEngine's FusedAdam does).
 """
 
 import copy
+import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_core.fsdp.layout import all_gather
+from fsdp_core.fsdp.layout import Inner, RowShard, RowSpec, gather_rows
 from fsdp_core.fsdp.norms import PendingNorm, over_ranks, replicated
 from fsdp_core.torch_versions import IS_2_13
 
 _Base: Any = DTensor if IS_2_13 else torch.Tensor
-
-
-class RowShard(Shard):
-    """Placement on the mesh axis of the `level`-th cut of a tensor whose rows are cut at `bounds`.
-    It equals no `Shard(0)`, so DTensor, which assumes even cuts, refuses to be built with it. Who
-    asks the placement itself for its cuts gets the true ones where one axis cuts.
-    """
-
-    def __init__(self, bounds: tuple[int, ...], level: int = 0, dim: int = 0) -> None:
-        # The C++ base takes its dim in __new__ or in __init__, as torch's release has it.
-        super().__init__(dim)
-        self.bounds, self.level = bounds, level
-
-    def __new__(cls, *_args: Any) -> "RowShard":
-        return super().__new__(cls)
-
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: Any
-    ) -> tuple[int, int]:
-        if (curr_local_size, num_chunks) != (self.bounds[-1], len(self.bounds) - 1):
-            raise NotImplementedError(f"Expected one axis to cut, got {self}: see RowSpec.")
-        return self.bounds[rank + 1] - self.bounds[rank], self.bounds[rank]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowShard) and self.__reduce__() == other.__reduce__()
-
-    def __hash__(self) -> int:
-        return hash(self.__reduce__())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowShard, (self.bounds, self.level, self.dim)
-
-    def __repr__(self) -> str:
-        return f"RowShard(bounds={self.bounds}, level={self.level}, dim={self.dim})"
-
-    __str__ = __repr__
-
-
-def rows_first(shape: Sequence[int], dim: int) -> torch.Size:
-    """A shape whose rows are slices of `dim`, as the flat buffer has it: that dim first."""
-    return torch.Size((*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :]))
-
-
-def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """All axes of both, outer first, which must be different axes of one mesh with names."""
-    return DeviceMesh._concatenate([outer, inner])
-
-
-class Inner(NamedTuple):
-    """How tensor parallelism cuts a parameter before rows are: a DTensor's mesh and placements.
-    `shape`: global; `part_shape`, `offsets`: of this rank's part in it, which is cut into rows.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    part_shape: torch.Size
-    offsets: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Inner | None":
-        """Of a DTensor; None for any other tensor."""
-        if not isinstance(tensor, DTensor) or isinstance(tensor, RowSharded):
-            return None
-        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-        with torch.device("cpu"):  # it counts in tensors, which `with torch.device("meta")` empties
-            part, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        return cls(mesh, placements, tensor.shape, torch.Size(part), tuple(offsets))
-
-    def wrap(self, part: torch.Tensor) -> DTensor:
-        """The DTensor of which this rank has `part`."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
-        )
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a DTensor, which is first laid out so: a collective if it is not."""
-        part: Any = cast("DTensor", tensor).redistribute(placements=self.placements).to_local()
-        return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
-
-
-@dataclass(unsafe_hash=True)
-class RowSpec:
-    """Layout of one parameter over a mesh, seen from this rank. Build once, share, never change.
-
-    shape: global shape; () counts as one row of one element.
-    bounds: rows [bounds[s], bounds[s + 1]) of `part_shape` belong to shard s.
-    axes: mesh axes that cut rows, coarsest first; a rank's shard is the mixed radix of its
-        coordinates along them. All other axes replicate, or are those of `inner`, the last.
-    inner: cuts of tensor parallelism; then rows are of this rank's part.
-    part_shape, part_offsets: what is cut into rows, and where it lies; without `inner` all.
-    cut_axes: all axes along which pieces differ, coarsest first.
-    row_start, row_stop: this rank's rows.
-    local_shape: shape of this rank's piece; for a 0-d parameter () where it is, (0,) elsewhere.
-    is_absent_scalar: whether the tensor is 0-d and lies on another rank.
-    """
-
-    mesh: DeviceMesh
-    shape: torch.Size
-    bounds: tuple[int, ...]
-    axes: tuple[int, ...]
-    inner: Inner | None = None
-    dim: int = 0
-
-    def __post_init__(self) -> None:
-        mesh, bounds, inner = self.mesh, self.bounds, self.inner
-        shape = self.part_shape = inner.part_shape if inner else self.shape
-        self.part_offsets = inner.offsets if inner else (0,) * len(shape)
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        assert len(bounds) == math.prod(mesh.size(axis) for axis in self.axes) + 1
-        assert (bounds[0], bounds[-1]) == (0, shape[self.dim] if shape else 1)
-        self.shard_index = 0
-        placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
-        for level, axis in enumerate(self.axes):
-            self.shard_index = self.shard_index * mesh.size(axis) + coordinate[axis]
-            placements[axis] = RowShard(bounds, level, self.dim)
-        inner_axes = range(mesh.ndim - len(inner.placements), mesh.ndim) if inner else ()
-        for axis, placement in zip(inner_axes, inner.placements if inner else (), strict=True):
-            placements[axis] = placement
-        self.placements = tuple(placements)
-        cut = (axis for axis in inner_axes if not placements[axis].is_replicate())
-        self.cut_axes = (*self.axes, *cut)
-        self.row_start, self.row_stop = bounds[self.shard_index : self.shard_index + 2]
-        rows = self.row_stop - self.row_start
-        self.is_absent_scalar = not shape and not rows
-        local = (*shape[: self.dim], rows, *shape[self.dim + 1 :])
-        self.local_shape = torch.Size(local) if shape or not rows else shape
-        self.local_numel = math.prod(self.local_shape)
-        self.stride = tuple(torch.empty(self.shape, device="meta").stride())
-
-    @property
-    def rows_first(self) -> torch.Size:
-        """`part_shape` as it lies in the flat buffer."""
-        return rows_first(self.part_shape, self.dim)
-
-    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor of the global shape: a view."""
-        for dim, (start, size) in enumerate(zip(self.part_offsets, self.part_shape, strict=True)):
-            full = full.narrow(dim, start, size)
-        return self.rows_of_part(full)
-
-    def rows_of_part(self, part: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor of `part_shape`: a view."""
-        if not self.shape:
-            return part.reshape(1)[self.row_start : self.row_stop].view(self.local_shape)
-        return part.narrow(self.dim, self.row_start, self.row_stop - self.row_start)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RowSpec":
-        return self  # never changes, and the process groups of a mesh cannot be copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowSpec, (self.mesh, self.shape, self.bounds, self.axes, self.inner, self.dim)
-
-
-def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
-    """The whole tensor, on every rank, in memory of its own: a collective over the axes of `spec`.
-    Pieces travel as bytes, so bits arrive as they are, padded to the longest: no shard of a unit
-    holds more than its part of the unit, so all together are no more than the unit.
-    """
-    if local.is_meta:
-        return torch.empty(spec.shape, dtype=local.dtype, device=local.device)
-    rows_first = spec.rows_first
-    width = math.prod(rows_first[1:]) * local.element_size()
-    lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
-    local = local.detach()
-    own = (local.movedim(spec.dim, 0) if spec.dim else local).contiguous()
-    own = own.flatten().view(torch.uint8)
-    pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)
-    pieces[: own.numel()].copy_(own)
-    for axis in reversed(spec.axes):
-        sent, pieces = pieces, pieces.new_empty(spec.mesh.size(axis) * pieces.numel())
-        all_gather(pieces, sent, spec.mesh.get_group(axis))
-    rows = pieces.view(len(lengths), max(lengths))
-    flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-    part = flat.view(local.dtype).view(rows_first)
-    part = part.movedim(0, spec.dim).contiguous() if spec.dim else part
-    return (spec.inner.wrap(part).full_tensor() if spec.inner else part).to(local.device)
 
 
 class RowSharded(_Base):
@@ -242,7 +72,7 @@ class RowSharded(_Base):
     __slots__ = ("_local_tensor", "row_spec", "tie")
     _local_tensor: torch.Tensor
     row_spec: RowSpec
-    tie: Any  # to the group that must know when it is trained, see `optimizer`
+    tie: Any  # to the group that must know when it is trained, see `watch`
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -676,3 +506,173 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("sum", "any", "all"), _total),
     **dict.fromkeys(_DRAWS, _draw),
 }
+
+
+# ---- around an optimizer's step
+
+_SOURCE = "the ones from before fully_shard"
+_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+
+
+class Tie(NamedTuple):
+    """Parameter `number` of a group, or a stand-in of it; what it is when modules hold another."""
+
+    group: "weakref.ref[Any]"
+    number: int
+    otherwise: str
+
+
+_STAND_INS: Any = WeakIdKeyDictionary()
+"""Ties of parameters that modules hold, or held, in place of those at rest."""
+
+_STEPPED: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers that have been here: an SGD never has any state to tell by."""
+
+
+def watch(group: Any, sources: Sequence[nn.Parameter] = ()) -> None:
+    """Tell `group`, which is not kept alive, of every step of an optimizer of its parameters.
+    Optimizers of others are refused: gathered ones, `sources`, replaced ones when called again.
+    """
+    _register_hooks()
+    ref = weakref.ref(group)
+    for number, sharded in enumerate(group.sharded):
+        sharded.tie = Tie(ref, number, "the ones from before to_empty() or to()")
+    for otherwise, stand_ins in ((_SOURCE, sources), ("gathered ones", group.unsharded)):
+        for number, parameter in enumerate(stand_ins):
+            _STAND_INS[parameter] = Tie(ref, number, otherwise)
+
+
+@functools.cache
+def _register_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.compiler.disable
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Refuse what would not train rightly; give rows to kernels that take addresses."""
+    _check_at_rest(optimizer)
+    sharded = [p for p in _parameters(optimizer) if type(p) is RowSharded]
+    if sharded and isinstance(optimizer, _WHOLE):
+        raise NotImplementedError(
+            "Expected an optimizer that treats each element alone, as AdamW does, got "
+            f"{type(optimizer).__name__}, which needs whole tensors: ranks have rows of them."
+        )
+    if sharded and optimizer not in _STEPPED:
+        _STEPPED.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_adopt_states)
+        # The states made in this step live for ever: in memory of their own, not in holes that
+        # activations have left and will want again, whole.
+        if sharded[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()
+    # TransformerEngine's kernels take addresses, and would look for those of a DTensor.
+    kinds = [kind.__module__ for kind in type(optimizer).__mro__]
+    if not sharded or not any(kind.startswith("transformer_engine.") for kind in kinds):
+        return None
+    if any(option is not None for option in (*args[1:], *kwargs.values())):
+        # Gradients of a closure would come too late, and a GradScaler would see this rank's only.
+        raise NotImplementedError(
+            f"Expected step() of {type(optimizer).__name__} over sharded parameters to have no "
+            "closure and no grad_scaler."
+        )
+    return (_on_rows(optimizer, sharded),), {}
+
+
+def _adopt_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut anew what `torch.distributed` has cut evenly, from whole states: a collective."""
+    for parameter in (p for p in _parameters(optimizer) if type(p) is RowSharded):
+        spec, states = parameter.row_spec, optimizer.state.get(parameter, {})
+        for key, value in states.items():
+            if isinstance(value, DTensor) and type(value) is not RowSharded:
+                cuts = [Shard(p.dim) if isinstance(p, RowShard) else p for p in value.placements]
+                even = DTensor.from_local(
+                    value.to_local(),
+                    value.device_mesh,
+                    cuts,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
+                states[key] = RowSharded.make(spec.own_rows(even.full_tensor()).clone(), spec)
+
+
+def _check_at_rest(optimizer: torch.optim.Optimizer) -> None:
+    wrong: dict[str, list[str]] = {}
+    for parameter in _parameters(optimizer):
+        is_sharded = type(parameter) is RowSharded
+        tie: Tie | None = parameter.tie if is_sharded else _STAND_INS.get(parameter)
+        group = tie.group() if tie is not None else None
+        if tie is None or group is None or group.sharded[tie.number] is parameter:
+            continue
+        if tie.otherwise != _SOURCE or parameter.grad is None:  # else a copy, trained as one
+            wrong.setdefault(tie.otherwise, []).append(group.names[tie.number])
+    if wrong:
+        got = "; ".join(
+            f"{kind} of {', '.join(names[:4])}{' ...' if names[4:] else ''}"
+            for kind, names in wrong.items()
+        )
+        raise RuntimeError(
+            f"Expected an optimizer of the parameters at rest, got {got}: build the optimizer "
+            "after fully_shard and to_empty(), and before a forward, or call reshard() first."
+        )
+
+
+@torch.compiler.disable
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    del kwargs
+    if args[0] is not optimizer:
+        _off_rows(optimizer, args[0])
+    ties = (p.tie for p in _parameters(optimizer) if type(p) is RowSharded)
+    # A dict, not a set: every rank must go through the groups in the same order.
+    groups = dict.fromkeys(tie.group() for tie in ties if tie is not None)
+    with torch.no_grad():
+        for group in groups:
+            if group is not None:
+                group.main_weight_changed()
+
+
+def _on_rows(optimizer: torch.optim.Optimizer, sharded: list[Any]) -> torch.optim.Optimizer:
+    """For one step, the same optimizer over this rank's rows, in the memory of `sharded`."""
+    dtypes = getattr(optimizer, "name_to_dtype_map", {})
+    if any(dtype != torch.float32 for dtype in dtypes.values()):
+        raise NotImplementedError(
+            f"Expected states of sharded parameters in float32, got {dtypes}."
+        )
+    rows = {parameter: parameter._local_tensor for parameter in sharded}
+    groups = [
+        group | {"params": [rows.get(parameter, parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state: Any = defaultdict(dict)
+    state.update({p: optimizer.state[p] for p in _parameters(optimizer) if p not in rows})
+    for parameter, local in rows.items():
+        states = optimizer.state[parameter].items()
+        state[local] = {key: getattr(value, "_local_tensor", value) for key, value in states}
+        # TransformerEngine's kernels up to 2.17 go wrong over tensors without elements.
+        has = parameter.grad is not None and local.numel()
+        local.grad = parameter.grad._local_tensor if has else None
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__ | {"param_groups": groups, "state": state})
+    return twin
+
+
+def _off_rows(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    """Give the optimizer what a step of its twin over rows has changed."""
+    for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        group.update(changed | {"params": group["params"]})
+    for parameter, local in zip(_parameters(optimizer), _parameters(twin), strict=True):
+        if parameter is local:
+            optimizer.state[parameter] = twin.state[parameter]
+            continue
+        states, local.grad = optimizer.state[parameter], None
+        for key, value in twin.state[local].items():
+            if getattr(states.get(key), "_local_tensor", None) is not value:
+                states[key] = RowSharded.make(value, parameter.row_spec)

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core.device import Device
 from fsdp_core.dispatch import TensorError
-from fsdp_core.fsdp.gradients import Gradients
-from fsdp_core.fsdp.param_group import MixedPrecisionPolicy, ParamGroup, cast_floats
+from fsdp_core.fsdp.param_group import Gradients, ParamGroup, cast_floats
 from fsdp_core.fsdp.pool import Pool
 
 _NOT_COMPILED = "FSDP gathers or releases here: compile the modules of units, or without fullgraph"
@@ -301,7 +301,8 @@ class Unit:
         return [get_gradient_edge(t) for t in tensors]
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        cast = functools.partial(cast_floats, dtype=self.policy.input_dtype)
+        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        cast = functools.partial(cast_floats, dtype=dtype)
         return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
 
     def post_forward(self, output: Any) -> Any:

@@ -31,7 +31,7 @@ from torch import nn
 
 from fsdp_core.config import FsdpConfig
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.optimizer import scale_to, total_norm
+from fsdp_core.fsdp.norms import scale_to, total_norm
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.model.batch import num_averaged

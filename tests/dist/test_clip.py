@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp_core.fsdp.norms import PendingNorm
-from fsdp_core.fsdp.optimizer import clip_grad_norm_
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+from fsdp_core.fsdp.layout import RowSpec
+from fsdp_core.fsdp.norms import PendingNorm, clip_grad_norm_
+from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_row_sharded import layouts, reference, sharded, world_of
 from tests.support.tensors import same_bits, whole

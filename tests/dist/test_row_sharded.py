@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_core.fsdp.layout import RowSpec
 from fsdp_core.fsdp.norms import PendingNorm
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist.rank_pool import RankPool
 from tests.support.tensors import same_bits
 

@@ -34,10 +34,11 @@ _INSIDE = (
     ("fsdp_core/model/sharding.py:clip_grads", "optimizer"),
 )
 """Callers that decide, wherever below them memory is asked for."""
+_REDUCING = ("_take_full", "reduce", "_make_rows")
 _BY_CODE = (
-    ("fsdp_core/fsdp/gradients.py", "reduce buffers"),
+    *((f"fsdp_core/fsdp/param_group.py:{name}", "reduce buffers") for name in _REDUCING),
     ("fsdp_core/fsdp/param_group.py", "gather buffers"),
-    ("fsdp_core/fsdp/optimizer.py", "optimizer"),
+    ("fsdp_core/fsdp/row_sharded.py:_before_step", "optimizer"),
     ("fsdp_core/optim.py", "optimizer"),
     ("fsdp_core/graph/digest", "digests"),
     ("fsdp_core/train/taps.py", "digests"),

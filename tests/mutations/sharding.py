@@ -68,9 +68,6 @@ SHARDING = [
         # Optimizers and tensor parallelism miss their marks on parameters.
         ("lost_attributes", "        setattr(twin, name, value)\n",
          "        pass\n", API + "test_marks_of_a_parameter_are_carried"),
-    ),
-    *bugs_of(
-        "gradients.py",
         # Ranks read what another rank's result has overwritten.
         ("aliased_reduce_scatter_output", "outputs = [like.new_empty(size) for size in sizes]",
          "outputs = [nest.slice(like, 0, k + 1) for k in range(first, levels)]",
@@ -98,7 +95,7 @@ SHARDING = [
          "        if False:", "dist/test_gradients.py::test_every_way_to_accumulate_gives_the_sum"),
     ),
     *bugs_of(
-        "optimizer.py",
+        "row_sharded.py",
         # Fused optimizers are given tensors without elements.
         ("fused_kernels_see_empty_shards", "has = parameter.grad is not None and local.numel()",
          "has = parameter.grad is not None",

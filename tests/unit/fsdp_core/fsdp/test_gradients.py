@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.gradients import Gradients
+from fsdp_core.fsdp.param_group import Gradients
 from tests.support.operators import Seeing
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, local, run
 

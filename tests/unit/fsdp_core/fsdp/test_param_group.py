@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,7 @@ def group_of(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) 
 
 
 def gathered(group: ParamGroup, index: int = 0) -> torch.Tensor:
-    stream = group._device.current_stream()
+    stream = group.device.current_stream()
     group.unshard(stream)
     group.register_unsharded()
     found = group.unsharded[index].detach().clone()
@@ -69,7 +70,7 @@ def test_which_copies_are_kept(
 def test_a_kept_copy_is_made_once_a_change(mesh: DeviceMesh, strategy: str) -> None:
     """Gathering again without a change in between copies and communicates nothing."""
     group = group_of(mesh, strategy=strategy, mp_policy=BF16)
-    stream = group._device.current_stream()
+    stream = group.device.current_stream()
 
     def cost() -> int:
         seen: list[str] = []
@@ -91,7 +92,7 @@ def test_a_kept_copy_is_made_once_a_change(mesh: DeviceMesh, strategy: str) -> N
 def test_a_change_while_gathered_is_known(mesh: DeviceMesh) -> None:
     """What is gathered counts as out of date once the main weight is written."""
     group = group_of(mesh)
-    stream = group._device.current_stream()
+    stream = group.device.current_stream()
     group.unshard(stream)
     current = [group.is_current]
     with torch.no_grad():
@@ -109,7 +110,7 @@ def test_registration_follows_the_stage(mesh: DeviceMesh) -> None:
     """The module holds the gathered parameter only from when the gather was waited for."""
     module = nn.Linear(6, 6)
     group = group_of(mesh, module)
-    stream = group._device.current_stream()
+    stream = group.device.current_stream()
 
     def held() -> str:
         return "sharded" if module.weight is group.sharded[0] else (
@@ -217,17 +218,23 @@ def test_casting_is_differentiable() -> None:
     assert (x.grad == 2).all()
 
 
+@pytest.mark.parametrize("of", [MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy])
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
+    ("options", "dtype"),
     [
-        (MixedPrecisionPolicy(), None),
-        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),
-        (MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False), None),
-        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), None),
+        ({}, torch.float32),
+        ({"param_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16, "cast_forward_inputs": False}, torch.float32),
+        ({"output_dtype": torch.bfloat16}, torch.float32),
     ],
 )
 def test_inputs_follow_the_parameters(
-    policy: MixedPrecisionPolicy, dtype: torch.dtype | None
+    mesh: DeviceMesh, of: Any, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Inputs are cast to the dtype of the parameters, unless told not to."""
-    assert policy.input_dtype == dtype
+    """Inputs are cast to the dtype of parameters, unless told not to; by torch's policy, too."""
+    seen, model = [], nn.Embedding(2, 2)
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[1].dtype))
+    model.forward = lambda *args: args[1]  # type: ignore[method-assign]
+    fully_shard(model, mesh=mesh, mp_policy=of(**options))
+    model(torch.zeros(2, dtype=torch.long), torch.ones(2))
+    assert seen == [dtype]

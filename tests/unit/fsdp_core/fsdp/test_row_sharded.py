@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_core.fsdp.row_sharded import RowShard, RowSharded, RowSpec
+from fsdp_core.fsdp.layout import RowShard, RowSpec
+from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.torch_versions import IS_2_13
 
 
