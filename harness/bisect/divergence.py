@@ -190,7 +190,7 @@ class RunPair:
 
 
 def _random_states_of(run: RunResult) -> RunResult:
-    alone = with_groups(run, lambda group: group == RNG)
+    alone = with_groups(run, lambda _, group: group == RNG)
     return replace(alone, ranks=tuple(replace(records, initial=None) for records in alone.ranks))
 
 

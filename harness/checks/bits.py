@@ -43,6 +43,7 @@ from harness.checks.evidence import (
     not_run,
     passed,
     rank_table,
+    ranks_after,
     shared_pairs,
     show_float,
     show_ranks,
@@ -130,8 +131,7 @@ def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
 
 def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare every digest of the (step, rank) pairs that both runs hold."""
-    ends = [any(g.endswith(AFTER) for r in run.ranks if r.start for g in r.start.tensors)
-            for run in (reference, candidate)]  # fmt: skip
+    ends = ranks_after(reference) | ranks_after(candidate)
     reference, candidate = with_same_groups(reference, candidate)
     if (renamed := _names_differ(reference, candidate)) is not None:
         return renamed
@@ -148,10 +148,11 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     if not differing:
         number = sum(_num_digests(ours[key]) for key in pairs)
         message = f"{count(number, 'tensor digest')} equal in {len(pairs)} (step, rank) pairs"
-        if any(group.endswith(AFTER) for start in starts.values() for group in start.tensors):
+        if kept := ranks_after(reference):
             message += ", also after the last step"
-        elif any(ends):
-            message += "; one run alone has its state after the last step: not compared"
+        if lone := ends - kept:
+            message += "; one run alone has its state after the last step, not compared: "
+            message += show_ranks(lone)
         if left_out := sum(_num_left_out(start, ours) for start in starts.values()):
             message += f"; not compared, as only one run has them: {count(left_out, 'tensor')} "
             message += "after the last step or of modules that no optimizer trains"

@@ -90,13 +90,13 @@ def groups_of(*holders: Iterable[str]) -> list[str]:
     return [*first, *(group for group in found if group not in first)]
 
 
-def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
-    """A run whose records hold no other groups of digests."""
-
-    def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
-        return {group: value for group, value in groups.items() if is_wanted(group)}
+def with_groups(run: RunResult, is_wanted: Callable[[int, str], bool]) -> RunResult:
+    """A run whose records hold no other groups of digests; asked by rank and group."""
 
     def part(records: RankRecords) -> RankRecords:
+        def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
+            return {name: each for name, each in groups.items() if is_wanted(records.rank, name)}
+
         start, initial = records.start, records.initial
         start = start and replace(start, tensors=kept(start.tensors))
         initial = initial and replace(initial, digests=kept(initial.digests))
@@ -114,17 +114,27 @@ def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
     """
     sharded = [run.spec.config.get("fsdp", {}) for run in runs]
     if len({(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}) > 1:
-        runs = tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
-    starts = [[each.start.tensors for each in run.ranks if each.start] for run in runs]
-    tensors = [{group for held in of_run for group in held} for of_run in starts]
-    groups = {group for held in tensors for group in held if group.endswith(AFTER)}
-    lone = {group for group in groups if not all(group in held for held in tensors)}
-    if lone:
-        runs = tuple(with_groups(run, lambda group: group not in lone) for run in runs)
-    groups |= {OTHERS for held in tensors if OTHERS in held}
-    for group in sorted(groups - lone):
+        runs = tuple(with_groups(run, lambda _, group: group != COPIES) for run in runs)
+    held = [_groups_held(run) for run in runs]
+    everything = set[tuple[int, str]]().union(*held)
+    ends = {each for each in everything if each[1].endswith(AFTER)}
+    if lone := ends.difference(ends.intersection(*held)):
+        runs = tuple(with_groups(run, lambda *each: each not in lone) for run in runs)
+    groups = {group for _, group in ends - lone}
+    groups |= {OTHERS for _, group in everything if group == OTHERS}
+    for group in sorted(groups):
         runs = _shared(group, *runs)
     return runs
+
+
+def _groups_held(run: RunResult) -> set[tuple[int, str]]:
+    """Rank and group of all tensors that a run digests."""
+    return {(each.rank, group) for each in run.ranks if each.start for group in each.start.tensors}
+
+
+def ranks_after(run: RunResult) -> set[int]:
+    """Ranks with a record of the state after the last step."""
+    return {rank for rank, group in _groups_held(run) if group.endswith(AFTER)}
 
 
 def _shared(group: str, *runs: RunResult) -> tuple[RunResult, ...]:

@@ -96,8 +96,10 @@ MUTATIONS = [
          "unit_of(group, name) in left_out"),
         ("twins_that_one_run_lacks_are_shifted", "(in_one_only(group, here[0], each) for",
          "(set() for"),
-        ("last_state_of_one_run_alone_differs", "if group.endswith(AFTER)}\n    lone",
-         "if not group}\n    lone"),
+        ("last_state_of_one_run_alone_differs", "ends.difference(ends.intersection(*held))",
+         "ends.difference(ends)"),
+        ("last_state_of_one_rank_alone_is_none", "lambda *each: each not in lone",
+         "lambda _, group: group not in {name for _, name in lone}"),
     ),
     *slips_of(
         "checks/bits.py",

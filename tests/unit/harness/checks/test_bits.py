@@ -233,13 +233,13 @@ def test_modules_without_an_optimizer_are_compared_where_both_runs_have_them(
         assert answer.figures.get("left_out", 0) == left_out
 
 
-def left(run: RunResult, *digests: str) -> RunResult:
-    """The run with the state after its last step on rank 0, a digest a tensor."""
+def left(run: RunResult, *digests: str, rank: int = 0) -> RunResult:
+    """The run with the state after its last step on a rank, a digest a tensor."""
     group = f"weights{AFTER}"
-    run = edit(run, 0, start={"tensors": {group: ("a", "b")}})
+    run = edit(run, rank, start={"tensors": {group: ("a", "b")}})
     for step in range(4):
         text = "".join(each * DIGEST_HEX_CHARS for each in (digests if step == 3 else "ff"))
-        run = edit(run, 0, step, digests={group: text})
+        run = edit(run, rank, step, digests={group: text})
     return run
 
 
@@ -253,6 +253,14 @@ def test_the_state_after_the_last_step_is_compared_where_both_runs_have_it() -> 
     alone = ask("state", REFERENCE, left(CANDIDATE, "1", "2"))
     assert alone.outcome == "passed"
     assert "one run alone has its state after the last step" in alone.message
+
+
+def test_a_rank_that_ended_too_early_for_its_last_state_is_left_out_alone() -> None:
+    """As a killed attempt has it: rank 0 wrote the state after the last step, rank 1 did not."""
+    whole = left(left(REFERENCE, "1", "2"), "1", "2", rank=1)
+    assert ask("state", whole, left(CANDIDATE, "1", "2")).outcome == "passed"
+    answer = ask("state", whole, left(CANDIDATE, "1", "3"))
+    assert place(answer)[:4] == (3, 0, f"weights{AFTER}", "b")
 
 
 def test_an_evaluation_that_one_run_was_not_asked_for_is_no_difference() -> None:
