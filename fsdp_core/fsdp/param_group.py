@@ -408,6 +408,10 @@ class ParamGroup:
         if self.nest.weight_level:
             self.pool.release(self._gather_key, stream)
         self.is_unsharded = False
+        self.register_sharded()
+
+    def register_sharded(self) -> None:
+        """Make the modules hold the parameters at rest, whether or not they are gathered."""
         if self.is_registered:
             self._register(self.sharded)
             self.is_registered = False

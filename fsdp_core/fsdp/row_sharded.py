@@ -6,17 +6,18 @@ To a user it is a tensor of the global shape on a mesh, as DTensor is:
     .to_local()                       this rank's rows, a view of the flat buffer: writes go through
     optimizers, nn.init, norms, `==`  work, see the table of operators
     checkpoints                       hold pieces at their true row offsets
-    matmul, views, indexing, .item()  raise
+    reductions, products, cat, ...    gather whole tensors; views, and writes through them, raise
 
 Every operator has one of these kinds, or raises:
 
     elementwise   tagged pointwise by torch, `_ELEMENTWISE`   runs on the pieces
     lists         `_foreach_*` of those, fused optimizers     runs on lists of pieces
-    draw          normal_, uniform_, ...                      draws the whole tensor, keeps its rows
-    norm          vector_norm, _foreach_norm                  a `PendingNorm` of this rank's part;
-                                                              of each row, the tensor of those
+    draw          normal_, rand_like, ...                     draws the whole tensor, keeps its rows
+    norm          vector_norm, _foreach_norm                  a `PendingNorm` of this rank's part
     total         sum, any, all                               a scalar DTensor, reduced at once
     same          detach, alias                               another object over the same piece
+    whole         all others that write nothing, give no      with whole tensors on every rank: a
+                  view and draw nothing                       collective; a replicated DTensor
 
 Tensors in one call share one layout. Beside them may stand tensors of one element, and tensors of
 the global shape, of which each rank takes its rows. Nothing else: shapes that fit only because of
@@ -55,6 +56,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_core.fsdp.layout import Inner, RowShard, RowSpec, gather_rows
@@ -288,7 +290,10 @@ _FOREACH = _words(
     "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
     "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
 )
-_DRAWS = _words("normal_ uniform_ bernoulli_ exponential_ log_normal_ random_ cauchy_ geometric_")
+_DRAWS = _words(
+    "normal_ uniform_ bernoulli_ exponential_ log_normal_ random_ cauchy_ geometric_ "
+    "rand_like randn_like randint_like"
+)
 
 
 def _rule_of(func: Any) -> _Rule:
@@ -309,7 +314,7 @@ def _rule_of(func: Any) -> _Rule:
     tensors_only = all(str(value.type) == "Tensor" for value in func._schema.returns)
     pointwise = torch.Tag.pointwise in func.tags and tensors_only and not draws
     is_known = pointwise or name in _ELEMENTWISE or (is_foreach and foreach in _FOREACH)
-    return _Rule(func, _on_pieces if is_known else lambda rule, *_: rule.refuse(), writes)
+    return _Rule(func, _on_pieces if is_known else _on_whole, writes)
 
 
 def _on_pieces(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -406,7 +411,28 @@ def _draw(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if [type(value) is RowSharded for value in args] != [True] + [False] * (len(args) - 1):
         rule.refuse(" as its parameters, or a plain one as its target")
     full = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-    return args[0].copy_(rule.func(full, *args[1:], **kwargs))
+    full = rule.func(full, *args[1:], **kwargs)
+    target = args[0] if rule.writes else torch.empty_like(args[0], dtype=full.dtype)
+    return target.copy_(full)
+
+
+def _on_whole(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute with the whole tensors on every rank: a collective, and a replicated result. A view
+    would be one of a copy, and what is drawn differs by rank.
+    """
+    schema = rule.func._schema
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if any(value.alias_info is not None for value in (*schema.arguments, *schema.returns)):
+        rule.refuse(" that it would view or write to")
+    if torch.Tag.nondeterministic_seeded in rule.func.tags:
+        rule.refuse()
+    specs = [t.row_spec for t in tensors if type(t) is RowSharded]
+    plain = [t for t in tensors if t.numel() != 1 and not hasattr(t, "full_tensor")]
+    if any(t.shape != specs[0].shape for t in plain):
+        rule.refuse(" beside plain ones of another shape")
+    mesh = specs[0].mesh
+    args, kwargs = tree_map_only((RowSharded, DTensor), lambda t: t.full_tensor(), (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda t: replicated(t, mesh), rule.func(*args, **kwargs))
 
 
 def _same(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -434,7 +460,7 @@ def _fill_where(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Norms of tensors of a list, or of one tensor over all of it, or of its rows."""
+    """Norms of tensors of a list, or of one tensor over all of it."""
     is_list = rule.func._schema.name == "aten::_foreach_norm"
     names = ("self", "ord", "dtype") if is_list else ("self", "ord", "dim", "keepdim")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -442,11 +468,8 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dims, ndim = given.get("dim"), tensors[0].ndim
     whole = set(range(max(ndim, 1)))
     over = {dim % len(whole) for dim in dims} if dims else whole
-    by_row = is_list or args[0].row_spec.dim or args[0].row_spec.inner or "out" in given
-    if 0 not in over and not by_row:
-        return _row_norms(rule, args, kwargs)
-    if not (order >= 0 and over == whole) or given.get("keepdim") or "out" in given:
-        rule.refuse(f" for order {order}, over dim 0 only, keeping dims, or with out")
+    if order < 0 or over != whole or given.get("keepdim") or "out" in given:
+        return _on_whole(rule, args, kwargs)
     pieces = [t._local_tensor if type(t) is RowSharded else t for t in tensors]
     # Where there are no elements torch's inf norm would raise.
     some = [piece if piece.numel() else piece.new_zeros(1) for piece in pieces]
@@ -456,13 +479,6 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             kind = (order, tensor.row_spec.mesh, tensor.row_spec.cut_axes)
             norms[at] = PendingNorm.make([norms[at]], kind)
     return norms if is_list else norms[0]
-
-
-def _row_norms(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Over other dims than rows: every row's is where the row is."""
-    out, spec = rule.func(args[0]._local_tensor, *args[1:], **kwargs), args[0].row_spec
-    shape = torch.Size((spec.shape[0], *out.shape[1:]))
-    return RowSharded.make(out, RowSpec(spec.mesh, shape, spec.bounds, spec.axes))
 
 
 def _unscale(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -477,23 +493,13 @@ def _total(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sum, any or all of a whole tensor."""
     tensor = args[0]
     if len(args) > 1 or kwargs or type(tensor) is not RowSharded:
-        rule.refuse(" over some dims only, or in another dtype")
+        return _on_whole(rule, args, kwargs)
     combine = getattr(torch, rule.func._schema.name.removeprefix("aten::"))
     spec, part = tensor.row_spec, combine(tensor._local_tensor)
     return replicated(over_ranks(part, spec.mesh, spec.cut_axes, combine), spec.mesh)
 
 
-def _equal(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether two tensors of one layout are equal on all ranks: a collective."""
-    spec: RowSpec = next(t.row_spec for t in args if type(t) is RowSharded)
-    _specs(rule, [[t] for t in args])
-    here = torch.equal(*[_piece(rule, at, t, spec) for at, t in enumerate(args)])
-    everywhere = over_ranks(torch.tensor(here), spec.mesh, spec.cut_axes, torch.all)
-    return bool(everywhere)
-
-
 _HANDLERS: dict[str, _Handler] = {
-    "equal": _equal,
     "detach": _same,
     "alias": _same,
     "detach_": lambda rule, args, kwargs: args[0],

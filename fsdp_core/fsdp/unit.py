@@ -311,8 +311,12 @@ class Unit:
         if not in_backward():
             is_last = self.schedule.leave(self)
             # If nothing tells when backward needs the parameters, they stay until it is over.
-            if not self.keeps_gathered and not is_last and is_marked:
-                self.reshard()
+            if not self.keeps_gathered and is_marked:
+                if is_last:  # whoever looks in between sees it at rest, as the others
+                    for group in self.groups:
+                        group.register_sharded()
+                else:
+                    self.reshard()
         return cast_floats(output, self.policy.output_dtype)
 
     def _hook_output(self, output: Any, inputs: list[GradientEdge]) -> bool:

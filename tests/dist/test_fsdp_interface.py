@@ -162,6 +162,20 @@ def differentiates_inputs(api: Api) -> list[torch.Tensor]:
     return [*found, *_grads(model)]
 
 
+def penalises_weights(api: Api) -> list[torch.Tensor]:
+    """A loss of the blocks' weights at rest, which are whole to no module between the passes."""
+    model: Any = shard(api, net(), whole_mesh())
+    found = []
+    for step in range(3):
+        loss = loss_of(model(rows(step)))
+        for block in model.blocks:
+            for parameter in block.parameters():
+                loss = loss + parameter.full_tensor().square().sum()
+        loss.backward()
+        found.append(loss.detach())
+    return [*found, *(p.grad for p in model.parameters())]
+
+
 def trains_complex(api: Api) -> list[torch.Tensor]:
     """Complex parameters are trained."""
     model: Any = nn.Module()
@@ -244,6 +258,7 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
         cuts_other_dims,
         differentiates_inputs,
         loads_whole_states,
+        penalises_weights,
         replicates_around,
         scales,
         trains_complex,

@@ -1,5 +1,6 @@
 """`RowSharded` over ranks: together they hold one process's tensor, bit for bit."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_core.fsdp.layout import RowSpec
 from fsdp_core.fsdp.norms import PendingNorm
@@ -115,6 +117,7 @@ INITS: dict[str, Any] = {
     "bernoulli": lambda t: t.detach().bernoulli_(0.3),
     "random": lambda t: t.detach().random_(0, 100),
     "log_normal": lambda t: t.detach().log_normal_(),
+    "noise": lambda t: t.detach().copy_(torch.randn_like(t) + torch.rand_like(t)),
 }
 
 
@@ -205,23 +208,29 @@ def norms_match(name: str) -> None:
                     assert got == pytest.approx(expected, rel=rel, abs=0), (spec, order)
 
 
-def norms_of_rows() -> None:
-    names = {1: ["one"], 2: ["two", "whole"], 4: ["four", "inner then outer"]}
-    for name in names[dist.get_world_size()]:
-        for shape in ((7, 3), (2, 3, 2, 2), (0, 3), (1, 4)):
-            full = reference(shape)
-            for spec in layouts(name)(shape):
-                tensor: Any = sharded(full, spec)
-                for dim, keepdim in ((1, False), (-1, True), (tuple(range(1, len(shape))), False)):
-                    found = torch.linalg.vector_norm(tensor, 2.0, dim, keepdim)
-                    due = torch.linalg.vector_norm(full, 2.0, dim, keepdim)
-                    assert same_bits(found.full_tensor(), due)
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda t: t.mean(),
+    "std": lambda t: t.std(),
+    "largest": lambda t: t.abs().max(),
+    "sums of columns": lambda t: t.sum(0),
+    "norms of rows": lambda t: torch.linalg.vector_norm(t, 2.0, tuple(range(1, t.ndim))),
+    "norm, its dims kept": lambda t: torch.linalg.vector_norm(t, 2.0, None, keepdim=True),
+    "order -1": lambda t: t.norm(-1),
+    "two in one": lambda t: torch.cat([t, t]),
+    "sorted": lambda t: torch.sort(t, 0),
+    "maxima of a list": lambda t: torch._foreach_max([t, t]),
+    "beside a plain one": lambda t: torch.maximum(t, torch.ones(t.shape)),
+}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_norms_of_rows_are_where_the_rows_are(warm_ranks: RankPool, world_size: int) -> None:
-    """Over any dims but the rows': a tensor of as many rows, as one process has it."""
-    warm_ranks.run(norms_of_rows, world_size=world_size)
+def computes_with_whole_tensors(name: str) -> None:
+    """What needs other ranks' rows has the bits of one process, on every rank."""
+    for shape in ((7, 3), (2, 3, 2, 2), (1, 4)):
+        full = reference(shape)
+        for spec, compute in itertools.product(layouts(name)(shape), WHOLE.values()):
+            found = tree_leaves(compute(sharded(full, spec)))
+            for got, due in zip(found, tree_leaves(compute(full)), strict=True):
+                assert same_bits(got.full_tensor(), due)
 
 
 LAYOUTS: dict[Callable[[str], None], list[str]] = {
@@ -230,6 +239,7 @@ LAYOUTS: dict[Callable[[str], None], list[str]] = {
     initialises: ["one", "three", "inner then outer"],
     mixes_with_whole_tensors: ["two", "three", "replicas of two", "inner then outer"],
     agrees_on_verdicts: ["three", "replicas of two", "inner then outer"],
+    computes_with_whole_tensors: ["one", "three", "inner then outer"],
     norms_match: list(MESHES),
 }
 
