@@ -387,10 +387,10 @@ def _norm_part(pair: RunPair, at: Location, step: int) -> Location | None:
 
 def _calls_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
-    rows = pair.rows(step)
+    rows = [row for row in pair.rows(step) if not row.is_unclipped]
     differing = [row for row in rows if row.differs]
-    if not differing or (differing[0].kind == GRADIENT and pair.losses(step)):
-        return None  # the loss was computed before any gradient
+    if not differing or _follows_a_loss(differing[0], pair, step):
+        return None
     # A call that one run never made is no result: what came of that is the first that differs.
     first = next((row for row in differing if row.is_whole), differing[0])
     if first.kind == GRADIENT and differing[0].kind != GRADIENT:
@@ -425,6 +425,14 @@ def _calls_part(pair: RunPair, at: Location, step: int) -> Location | None:
     for row in (row for row in differing if row.rank not in ranks):
         later.setdefault(row.rank, row.name)
     return found.saying(*(f"it comes to rank {r} with {later[r]}" for r in sorted(later)[:2]))
+
+
+def _follows_a_loss(row: Row, pair: RunPair, step: int) -> bool:
+    """Whether it is a gradient of a microbatch whose loss differs; a later one's loss may."""
+    own = [name for name in pair.losses(step) if name != LOSS]
+    is_known = own and row.microbatch is not None
+    before = f"microbatch_losses[{row.microbatch}]" in own if is_known else pair.losses(step)
+    return row.kind == GRADIENT and bool(before)
 
 
 def _missing(row: Row) -> str:
@@ -481,7 +489,7 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Ro
     module = _common(users, known) if users else parent_of(outer, known)
     backward = (row for row in own if row.kind == GRADIENT and row.stage == first.stage)
     begins = next(backward, None) is first
-    at = found.saying("every loss, and every output of the step, is equal", phase="backward")
+    at = found.saying("every loss and every output before it is equal", phase="backward")
     if begins and first.stage < max(row.stage for row in rows):
         what = f"transfer of gradients to stage {first.stage} of the pipeline"
         told = "nothing that later stages computed differs"
@@ -514,23 +522,38 @@ def _gathered(found: Location, num_same: int, pair: RunPair, step: int) -> Locat
 
 def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
     """Where gradients first differ, in the order of the backward pass; None if they are equal."""
-    tensors = pair.tensors(step, "grads")
-    bad = _in_backward_order([t for t in tensors if t.differs], pair.rows(step))
+    tensors, rows = pair.tensors(step, "grads"), pair.rows(step)
+    before = [Tensor(row.rank, row.module, row.reference, row.candidate)
+              for row in rows if row.is_unclipped]  # fmt: skip
+    wrong = [tensor for tensor in before if tensor.differs]
+    bad = _in_backward_order(wrong or [t for t in tensors if t.differs], rows)
     if not bad:
         return None
-    first = bad[0].name
+    first, clips = bad[0].name, [table[step, bad[0].rank].grad_norm is not None
+                                 for table in (pair.ours, pair.theirs)]  # fmt: skip
     equal, why = "what went into every module, came out and came back is equal on every rank", ""
     if not pair.has_taps:
         equal = "the losses are equal on every rank"
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
     found = at.saying(
-        equal, f"of gradients, {_differ(bad)}", unknown=why, phase="backward",
+        equal, f"of gradients{' before clipping' * bool(wrong)}, {_differ(bad)}", unknown=why,
+        phase="backward",
         module=module_of(first), tensor=first, quantity="grads", rank=bad[0].rank,
         ranks=_ranks_of(bad, first),
     )  # fmt: skip
+    if not wrong and (before or clips[0] != clips[1]):
+        alone = f"the {'reference' if clips[0] else 'candidate'} alone clips them"
+        told = "before clipping they are equal" if before else alone
+        return found.saying(told, phase="optimizer", module="")
     if pair.world_size == 1:
         return found
     if not pair.has_layouts:
+        of_ranks = [t for t in before or tensors if t.name == first]
+        weights = {t.reference for t in pair.tensors(step, "weights") if t.name == first}
+        is_one = len(weights) == len({t.reference for t in of_ranks}) == 1
+        if is_one and len({t.candidate for t in of_ranks}) > 1:
+            told = "all ranks of the reference have one gradient of it, those of the candidate do "
+            return found.saying(f"{told}not: it was not reduced", phase="reduce")
         told = "they are recorded after any reduction over ranks"
         return found.saying(told, unknown=SUM_HIDES_RANK)
     found = _reduced(found, tensors, bad)

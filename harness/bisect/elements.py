@@ -69,7 +69,7 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
         return Compared("; ".join(refusals) or message, notes=tuple(notes))
     _, rank, tensor, e = min(firsts, key=lambda first: first[:2])
     return Compared(
-        f"{tensor}[{', '.join(map(str, e.index))}] on rank {rank}: "
+        f"{tensor}{list(e.index) if e.index else ''} on rank {rank}: "
         f"{e.reference} ({e.reference_bits}) became {e.candidate} ({e.candidate_bits})",
         e, (*notes, *refusals),
     )  # fmt: skip

@@ -119,7 +119,7 @@ def element(found: Element) -> str:
     """`[3, 17]: 0x3f8a21c4 became 0x3f8a21c5, 1 ulp apart (1.07 became 1.0700001); ...`."""
     apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
     return (
-        f"[{', '.join(map(str, found.index))}]: 0x{found.reference_bits} became "
+        f"{f'{list(found.index)}: ' * bool(found.index)}0x{found.reference_bits} became "
         f"0x{found.candidate_bits}{apart} ({found.reference} became {found.candidate}); "
         f"{found.num_different:,} of {count(found.numel, 'element')} differ{_where_in(found)}"
     )

@@ -72,6 +72,11 @@ class Tapped:
         """`output`."""
         return self.tap.partition(":")[2]
 
+    @property
+    def is_unclipped(self) -> bool:
+        """Whether it is a parameter's gradient, `module`, before `clip_grad_norm_`."""
+        return self.kind == "unclipped"
+
 
 @dataclass(frozen=True)
 class Call(Tapped):
@@ -199,6 +204,7 @@ def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckR
     different = [row for row in here if row.differs]
     first, call = different[0], different[0].call
     what = f"the gradient of the output of {call.module}" if call.kind == GRADIENT else call.tap
+    what = f"the gradient of {call.module} before clipping" if call.is_unclipped else what
     shown = [c.digest if c.place else MISSING for c in (first.reference, first.candidate)]
     found = Difference(
         step=step, rank=first.rank, quantity=f"taps.{call.kind}", tensor=call.name,
@@ -239,10 +245,11 @@ def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Itera
         tap, _, text = name.rstrip("]").rpartition("[")
         number = int(text) if text.isdigit() else 0
         place = row[DIGEST_HEX_CHARS:]
-        yield Call(
+        call = Call(
             tap, number, stage, row[:DIGEST_HEX_CHARS], "" if place == NEVER_RAN else place,
             number if number < most else None,
         )  # fmt: skip
+        yield replace(call, microbatch=None) if call.is_unclipped else call
 
 
 def _rows_of(

@@ -4,7 +4,7 @@
     Module.__call__                the first one in training, which records the initial state; taps
     torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
-    clip_grad_norm_                the gradient norm
+    clip_grad_norm_                the gradient norm; taps of gradients before they are clipped
     GradScaler.scale, step         losses before they are scaled; steps that it skips
     random, numpy.random           whether the program has seeded them
     CUDAGraph, ProcessGroup        `harness.recorder.graphs`, `harness.recorder.collectives`
@@ -39,7 +39,7 @@ from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
 from harness.recorder.observer import OVERFLOW, UNSCALED, Observer, guarded
 from harness.recorder.session import Session, begin, patch
-from harness.recorder.state import cuda_is_used, plain
+from harness.recorder.state import cuda_is_used, gradient, parameters, plain
 
 if TYPE_CHECKING:
     from harness.recorder.operators import Operators
@@ -91,7 +91,7 @@ def install(session: Session) -> None:
     session.left, session.finish, session.under_way = observer.left, finish, observer.under_way
     session.module_at_work = lambda error: _module_of(error, observer)
     taps = Taps(observer)
-    observer.add_taps = taps.add
+    observer.add_taps, observer.clipping = taps.add, taps.clipping
     observer.add_taps(session.config.get("taps", ()))
     if operators is not None:
         taps.show(operators)
@@ -286,6 +286,11 @@ def _hook_losses(observer: Observer) -> None:
 
 
 def _hook_norms(observer: Observer) -> None:
+    def clip_by_norm(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_quiet(observer):
+            observer.clipping()
+        return norm_of(original, *args, **kwargs)
+
     def norm_of(original: Any, *args: Any, **kwargs: Any) -> Any:
         norm, graph = original(*args, **kwargs), observer.capturing()
         if graph is not None or not _is_quiet(observer):
@@ -294,11 +299,12 @@ def _hook_norms(observer: Observer) -> None:
 
     def clip(original: Any, params: Any, most: float, norm: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_quiet(observer):
+            observer.clipping()
             observer.grad_norm(norm)
         original(params, most, norm, *args, **kwargs)
 
-    for name in ("clip_grad_norm_", "get_total_norm"):
-        patch(name, norm_of, nn.utils, nn.utils.clip_grad)
+    patch("clip_grad_norm_", clip_by_norm, nn.utils, nn.utils.clip_grad)
+    patch("get_total_norm", norm_of, nn.utils, nn.utils.clip_grad)
     # For programs that call it: clip_grad_norm_ has its own name for it.
     patch("clip_grads_with_norm_", clip, nn.utils)
 
@@ -345,6 +351,8 @@ def _hook_scaler(observer: Observer) -> None:
 # --- taps --------------------------------------------------------------------------------------
 
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
+UNCLIPPED = "unclipped"
+"""Of a parameter's gradient, as clipping begins."""
 ROOT = "(root)"
 """Name of a module that is part of no other, where it is the only one."""
 MOST_PLANS = 1024
@@ -359,7 +367,7 @@ class Taps:
 
         input      tensors in the arguments of a call, together
         output     tensors in what it returns, together
-        gradient   of its first output that gets one
+        gradient   of its first output that gets one; those of its parameters before clipping
 
     Calls without gradients and calls that a backward pass makes again, as checkpointing does, are
     passed over. The two passes of a reentrant checkpoint, of torch's own, are seen as one call.
@@ -483,11 +491,25 @@ class Taps:
         if (name := observer.names.of_module(module)) is None:
             return "", frozenset()
         name = name or ROOT
+        kinds = self._kinds_of(name)
+        return name, kinds & {GRADIENT} if observer.is_in_backward else kinds
+
+    def _kinds_of(self, name: str) -> frozenset[str]:
         if name not in self._kinds:
             meant = (kind for pattern, kind in self._patterns if pattern.fullmatch(name))
             self._kinds[name] = frozenset(meant)
-        kinds = self._kinds[name]
-        return name, kinds & {GRADIENT} if observer.is_in_backward else kinds
+        return self._kinds[name]
+
+    @guarded
+    def clipping(self) -> None:
+        """Gradients are about to be clipped: afterwards one wrong one is in all of them."""
+        observer = self._observer
+        if not self._patterns or not observer.taps_are_due:
+            return
+        for param in {id(p): p for each in observer.optimizers for p in parameters(each)}.values():
+            name, held = observer.names.of(param), gradient(param)
+            if held is not None and GRADIENT in self._kinds_of(name.rpartition(".")[0] or ROOT):
+                self._digest(self._row(name, UNCLIPPED), [held])
 
     def _numbers(self) -> dict[str, int]:
         step = self._observer.step_of_calls()

@@ -127,6 +127,7 @@ class Observer(Recorder):
         self.num_taken = self._num_states = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
+        self.clipping: Callable[[], None] = lambda: None
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
         self.backward_pass: Callable[[], contextlib.AbstractContextManager[Any]] = self.aside
         is_seeded = session.program.get("determinism") == "enforce"
@@ -345,10 +346,10 @@ class Observer(Recorder):
         self.step_of_calls().taps.append((name, _to_host(row)))
         self.keep(name, tensors)
 
-    def keep(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors of the calls of a step, if they are asked for."""
+    def keep(self, name: str, values: Sequence[Any], step: int | None = None) -> None:
+        """Copy tensors or numbers of a step, by default of its calls, if they are asked for."""
         if self._keeper is not None:
-            self._keeper.take(self.number_of_calls, name, tensors)
+            self._keeper.take(self.number_of_calls if step is None else step, name, values)
 
     def add(self, optimizer: Any) -> None:
         if not any(ref() is optimizer for ref in self._optimizers):
@@ -482,7 +483,10 @@ class Observer(Recorder):
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             self._digest(step, "weights", f"weights{number}", weights)
-            self._digest(step, "optim", f"optim{number}", tensors, numbers)
+            others = {name: repr(value).encode() for name, value in numbers.items()}
+            self._digest(step, "optim", f"optim{number}", tensors, others)
+            for name, value in numbers.items():
+                self.keep(f"optim:{name}", [value], step.index)
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
@@ -506,8 +510,7 @@ class Observer(Recorder):
             if step.index == FINAL and not _is_there(tensor):
                 continue
             by_device.setdefault(tensor.device, []).append((name, tensor))
-            if self._keeper is not None:
-                self._keeper.take(step.index, f"{group}:{name}", [tensor])
+            self.keep(f"{group}:{name}", [tensor], step.index)
         rows = [self._rows(section, device, here) for device, here in by_device.items()]
         if others:
             digests = torch.tensor([*map(row_of, others.values())], dtype=torch.int32)
@@ -642,11 +645,13 @@ class Keeper:
         # Which of the twins has which number is known once their digests are.
         self._unnumbered = _any_of(_NUMBER.sub("", name) for name in keep["names"])
 
-    def take(self, step: int, name: str, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors of that name, if asked for in this step (`ValueError`: too many bytes)."""
+    def take(self, step: int, name: str, values: Sequence[Any]) -> None:
+        """Copy what is of that name, if asked for in this step (`ValueError`: too many bytes)."""
         if step != self._step or not self._unnumbered.fullmatch(_NUMBER.sub("", name)):
             return
-        for part, tensor in enumerate(tensors):
+        for part, each in enumerate(values):
+            is_tensor = isinstance(each, Tensor)
+            tensor = each if is_tensor else torch.tensor(each, dtype=torch.float64)
             self._left -= tensor.nbytes
             if self._left < 0:
                 raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")

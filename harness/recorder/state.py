@@ -276,20 +276,20 @@ def parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, bytes]]:
+def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, Any]]:
     """What an optimizer keeps: tensors by parameter, `layers.0.weight.exp_avg`, and numbers.
 
-    Numbers decide its update: learning rates, step counts, ..., as bytes. Flags choose between
+    Numbers decide its update: learning rates, step counts, ... Flags choose between
     implementations (`foreach`, `fused`), which a scenario may compare: they are left out.
     """
     tensors: Named = []
-    plain_numbers: dict[str, bytes] = {}
+    plain_numbers: dict[str, Any] = {}
 
     def take(name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             tensors.extend(plain(name, value))
         elif _is_number(value):
-            plain_numbers[name] = repr(value).encode()
+            plain_numbers[name] = value
         elif isinstance(value, list | tuple | Mapping):
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, each in pairs:

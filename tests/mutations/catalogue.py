@@ -39,6 +39,17 @@ MUTATIONS = [
          "bisect/test_operators"),
     ),
     *slips_of(
+        "bisect/divergence.py",
+        "bisect/test_clipping bisect/test_locate",
+        ("gradients_before_clipping_left_out", "_in_backward_order(wrong or ",
+         "_in_backward_order([] and "),
+        ("clipping_is_the_backward", "not wrong and (before or", "not wrong and (not before and"),
+        ("norm_of_one_run_alone_is_none", "clips[0] != clips[1])", "[])"),
+        ("any_loss_comes_before_a_gradient",
+         'f"microbatch_losses[{row.microbatch}]" in own if is_known else', ""),
+        ("unequal_ranks_were_reduced", "if is_one and len(", "if not is_one and len("),
+    ),
+    *slips_of(
         "bisect/elements.py",
         "bisect/test_elements",
         ("values_of_rank_0", "in kept.ranks[rank]}", "in kept.ranks[0]}"),

@@ -106,6 +106,10 @@ RUNNING = [
         ("first_tensor_of_many", "OUTPUT), _tensors(result))", "OUTPUT), _tensors(result)[:1])"),
         ("calls_numbered_over_steps", "self._step, self._calls = step, {}", "self._step = step"),
         ("output_is_all_kinds", ", parts[2] or OUTPUT", ", OUTPUT"),
+        ("gradients_unclipped_of_all", "if held is not None and GRADIENT in",
+         "if held is not None or GRADIENT in"),
+        ("clipping_by_hand_unseen", "observer.clipping()\n            observer", "observer"),
+        ("clipping_unseen", "observer.clipping()\n        return", "pass\n        return"),
     ),
     *slips_of(
         "recorder/session.py",

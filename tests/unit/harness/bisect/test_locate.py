@@ -36,7 +36,6 @@ from tests.unit.harness.bisect.small_model import (
     OTHER,
     ROWS,
     STEPS,
-    TENSORS,
     WEIGHTS,
     WORLD,
     Edit,
@@ -47,6 +46,7 @@ from tests.unit.harness.bisect.small_model import (
     edited,
     fields_of,
     floats,
+    foreign,
     of_rank,
     other_calls,
     place_of,
@@ -488,25 +488,6 @@ def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
     assert not any("weights" in text for text in found.evidence)
 
 
-def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
-    """The run as one of somebody's program, with a group of its own, or one tensor more."""
-    program = {"kind": "script", "target": "x.py", "folder": "/x", "record": "auto"}
-    config = {"program": program, "steps": STEPS, "taps": []}
-    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
-    names = {g if g != "buffers" else "ema": held for g, held in TENSORS.items()}
-    names["weights"] += ("extra",) if extra else ()
-
-    def renamed(record: Any) -> Any:
-        held = {g if g != "buffers" else "ema": text for g, text in record.digests.items()}
-        held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
-        return dataclasses.replace(record, digests=held)
-
-    for rank, own in enumerate(run.ranks):
-        steps = tuple(map(renamed, own.steps))
-        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(own.initial))
-    return run
-
-
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
@@ -521,6 +502,17 @@ def test_of_a_program_no_collective_is_named(edit: Edit, expected: Brief) -> Non
     found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {1: edit})))
     assert (found.phase, found.quantity, found.tensor) == expected
     assert (found.step, found.ranks, found.near, found.collective) == (2, (1,), "", "")
+
+
+def test_a_gradient_comes_before_the_loss_of_a_later_microbatch() -> None:
+    """As checkpointing that draws other numbers has it."""
+
+    def later(record: StepRecord) -> StepRecord:
+        losses = (record.microbatch_losses[0], OTHER)
+        return dataclasses.replace(record, microbatch_losses=losses, loss=OTHER)
+
+    found = place(both(later, calls_from("norm:gradient"), digests(grads=WEIGHTS)))
+    assert (found.phase, found.tensor, found.microbatch) == ("backward", "norm:gradient", 0)
 
 
 def test_a_tensor_of_one_run_alone_is_named() -> None:

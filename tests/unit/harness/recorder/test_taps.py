@@ -112,6 +112,35 @@ def test_a_row_is_of_all_tensors_in_their_order(tmp_path: Path) -> None:
     assert {name for name in ours if ours[name] != swapped[name]} == {"first:output[0]"}
 
 
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grads_with_norm_"])
+def test_gradients_before_clipping_are_those_of_tapped_modules(clip: str, tmp_path: Path) -> None:
+    """One wrong gradient is in all of them afterwards; a row a parameter, after all calls."""
+
+    def run(factor: float) -> None:
+        model = Net()
+        optimizer = SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3), torch.ones(2, 3)).sum().backward()
+            assert model.second.bias.grad is not None
+            model.second.bias.grad *= factor
+            held = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(held)
+            if clip == "clip_grad_norm_":
+                nn.utils.clip_grad_norm_(iter(model.parameters()), 0.1)
+            else:
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+            optimizer.step()
+
+    one, other = pair(run, tmp_path, 1.0, 2.0, taps=("second:gradient", "first:input"))
+    rows, others = taps(one, 0), taps(other, 0)
+    unclipped = ["second.weight:unclipped[0]", "second.bias:unclipped[0]"]
+    assert list(rows) == ["first:input[0]", "second:gradient[0]", *unclipped]
+    assert [name for name in rows if rows[name] != others[name]] == [unclipped[1]]
+    ours, theirs = (records.steps[0].digests["grads"] for records in (one, other))
+    assert ours[:32] != theirs[:32]
+
+
 @pytest.mark.parametrize("how", ["not reentrant", "reentrant", "nested"])
 def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
     """A checkpointed module has the rows of one that is not, gradients in the order of calls."""
@@ -125,8 +154,9 @@ def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
 
 
 def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
-    """Tensors of a step that a run keeps can be read by the harness, under their names."""
-    keep = KeepSpec(step=1, names=("first:input*", "grads:second.*"))
+    """Tensors of a step that a run keeps can be read by the harness, under their names; an
+    optimizer's numbers as float64."""
+    keep = KeepSpec(step=1, names=("first:input*", "grads:second.*", "optim:group0.lr*"))
     spec = run_spec(config={"program": {}, "steps": 2}, keep=keep)
     recorded(program(2.0), tmp_path, taps=("first:input",), keep=keep.to_json(), run=spec.key)
     found = read_contents(tmp_path, spec)
@@ -134,7 +164,8 @@ def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     held = {(each.about.name, each.about.part): each for each in found.ranks[0]}
     assert held.keys() == {
         ("first:input[0]", 0), ("first:input[0]", 1), ("grads:second.weight", 0),
-        ("grads:second.bias", 0),
+        ("grads:second.bias", 0), ("optim:group0.lr", 0),
     }  # fmt: skip
+    assert struct.unpack("<d", held["optim:group0.lr", 0].data) == (0.1,)
     assert held["first:input[0]", 1].data == struct.pack("<6f", *[2.0] * 6)
     assert held["first:input[0]", 1].about.shape == (2, 3)
