@@ -83,6 +83,10 @@ def with_operator(found: Location, spec: OperatorSpec, pair: Sequence[RunResult]
     whole = f"all {count(len(seen[0].calls), 'operator')} of the call of {spec.module}"
     if operator is None:
         cut = ", as far as they were written down" if any(each.is_cut for each in seen) else ""
+        if not cut and found.quantity == "grads":
+            cut = (
+                ": a gradient that differs was changed after them, by a hook, clipping or the loop"
+            )
         return found.saying(unknown=f"operator: {whole} are equal{cut}")
     return replace(found.saying(operator.told), operator=operator)
 

@@ -42,6 +42,7 @@ from harness.checks.evidence import (
     groups_of,
     not_run,
     passed,
+    place_in_step,
     rank_table,
     ranks_after,
     shared_pairs,
@@ -232,9 +233,9 @@ def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | N
 def _tensors(
     ours: StepRecord | InitialRecord, theirs: StepRecord | InitialRecord, start: StartRecord,
     order: Mapping[tuple[str, str], int],
-) -> Iterator[tuple[tuple[int, int, int], str, str, str, str]]:  # fmt: skip
+) -> Iterator[tuple[tuple[float, int, int], str, str, str, str]]:  # fmt: skip
     """Every tensor of one rank whose digests differ: order, group, name, both digests."""
-    for index, group in enumerate(groups_of(ours.digests, theirs.digests)):
+    for group in groups_of(ours.digests, theirs.digests):
         left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
         names = start.tensors.get(group, ())
         for place in range(max(len(left), len(right)) // DIGEST_HEX_CHARS + 1):
@@ -243,7 +244,7 @@ def _tensors(
                 continue
             # A digest longer than its list of names belongs to an incomplete run; still say where.
             name = names[place] if place < len(names) else f"#{place}"
-            at = (index, order.get((group, name), len(order)), ours.rank)
+            at = (place_in_step(group, name), order.get((group, name), len(order)), ours.rank)
             a, b = (text[window].replace(ABSENT, "") or "missing" for text in (left, right))
             yield at, group, name, a, b
 

@@ -1,5 +1,6 @@
 """What all checks share: runs, records by step and rank, the environment, answers, words."""
 
+import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ Options = Mapping[str, Any]  # of a check, by name; legal ones (`harness.checks.
 BEFORE = -1  # in place of a step's number: the state before the first one
 StateTable = dict[Key, StepRecord | InitialRecord]
 StepTable = dict[Key, StepRecord]
+_SETTING = re.compile(r"(optimizer\d+\.)?group\d+\.")
 LEGS = ("reference", "control", "candidate")
 
 
@@ -88,6 +90,13 @@ def groups_of(*holders: Iterable[str]) -> list[str]:
     found = dict.fromkeys(group for names in holders for group in names)
     first = [group for group in GROUP_ORDER if group in found]
     return [*first, *(group for group in found if group not in first)]
+
+
+def place_in_step(group: str, name: str) -> float:
+    """Where a difference of a step is looked for: an optimizer's settings, as its learning rate,
+    before the weights that they decide; a program's own groups last."""
+    place = GROUP_ORDER.index(group) if group in GROUP_ORDER else len(GROUP_ORDER)
+    return place - 1.5 if group == "optim" and _SETTING.match(name) else place
 
 
 def with_groups(run: RunResult, is_wanted: Callable[[int, str], bool]) -> RunResult:

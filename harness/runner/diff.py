@@ -24,6 +24,7 @@ from harness.checks.evidence import (
     groups_of,
     in_one_only,
     known_of,
+    place_in_step,
     show_float,
     unit_of,
 )
@@ -224,7 +225,8 @@ class _Pair:
                     continue
                 self.compared[digest] += 1
                 if a != b:
-                    self._differ(kind, (step, index, at, place, rank), (group, name), a, b)
+                    order = (step, place_in_step(group, name), index, at, place, rank)
+                    self._differ(kind, order, (group, name), a, b)
 
     def _differ(
         self, kind: Kind, order: tuple[Any, ...], named: tuple[str, str],

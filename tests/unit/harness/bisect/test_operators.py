@@ -68,6 +68,11 @@ def test_a_replay_shows_no_operators(step: int, settings: dict[str, Any], is_see
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
+        (
+            {"quantity": "grads"},
+            {},
+            "differs was changed after them, by a hook, clipping or the loop",
+        ),
         ({}, None, "of the candidate they cannot be seen: it did not call head"),
         ({}, {"calls": [], "num_calls": 0}, "it did not call head"),
         ({}, {"why": "compiled"}, "of the candidate they cannot be seen: compiled"),
@@ -88,8 +93,8 @@ def test_what_is_said_of_operators(ours: Any, theirs: Any, told: str) -> None:
         event = EventRecord(name=OPERATORS, rank=0, step=2, detail=plain)
         return of_rank(run_of(), 0, events=(event,))
 
-    spec = OperatorSpec(step=2, module="head")
-    found = with_operator(Location(step=2, rank=0), spec, (run(dict(ours)), run(theirs)))
+    spec, place = OperatorSpec(step=2, module="head"), Location(step=2, rank=0, **ours)
+    found = with_operator(place, spec, (run({}), run(theirs)))
     assert told in (*found.evidence, *found.unknown)[-1]
     assert (found.operator is not None) == bool(found.evidence)
 

@@ -280,6 +280,18 @@ def test_a_norm_that_both_skip_for_is_within_any_tolerance(expect: Any) -> None:
         assert answer.outcome == ("passed" if expect == "bitwise" else outcome)
 
 
+def test_a_setting_of_an_optimizer_comes_before_the_weights_that_it_decides() -> None:
+    """A learning rate is the cause; moments and weights follow, gradients come before it."""
+    tensors = dict(TENSORS) | {"optim": ("embed.weight.exp_avg", "group0.lr")}
+    ours, _, other = lab.Lab(tensors=tensors).legs()
+    weights_too = flip(flip(other, 1, 2, "optim", 128), 0, 2, W)
+    for run, quantity in ((weights_too, "optim"), (flip(weights_too, 1, 2, "grads"), "grads"),
+                          (flip(flip(other, 1, 2, "optim"), 0, 2, W), W)):  # fmt: skip
+        found = ask("state", ours, run).difference
+        assert found is not None
+        assert found.quantity == quantity
+
+
 def test_answers_count_what_they_compared() -> None:
     """Pairs of step and rank, tensors, ulps; and what the loss alone would have shown, and when."""
     assert ask("state", *BOTH).figures == {"digests": (5 + 9 * 4) * 2, "differing_pairs": 0}
