@@ -32,7 +32,7 @@ from harness.records import (
 )
 from harness.store.streams import aligned
 
-LOSS = "loss"
+LOSS = "losses and norm"
 """The group of a step's losses and gradient norm."""
 MOST_TAPS = 12
 """Those that are told one by one."""

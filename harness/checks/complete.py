@@ -245,9 +245,13 @@ def _sequence(run: RunResult, records: RankRecords, due: range) -> None:
         message = f"{who} no record of step {first} of {steps} steps{how}"
         raise Flaw("missing_step", message, rank, first, ranks=tuple(sorted(lack)))
     place = next((i for i, step in enumerate(seen) if step != due.start + i), len(due))
-    message = f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number "
+    message = (
+        f"rank {rank}: expected {steps} steps in order, got step {seen[place]} as number {place}"
+    )
+    if seen == list(range(due.start, due.start + len(seen))):
+        message = f"rank {rank} recorded {len(seen)} steps, expected {len(due)}"
     what: What = "record_after_end" if max(seen) >= steps else "corrupt_record"
-    raise Flaw(what, f"{message}{place}", rank, seen[place])
+    raise Flaw(what, message, rank, seen[place])
 
 
 def _first_missing(records: RankRecords, due: range) -> int:

@@ -200,7 +200,9 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
     if run is None and (path / CASE_FILE).is_file():
         return path, load_case(path).case
     if run is None and len(path.parts) > 1:  # no id has a slash
-        raise UsageError(f"{shown(name)}: expected a case folder, it has no {CASE_FILE}")
+        inside = ", ".join(sorted(f"cases/{each.name}" for each in path.glob("cases/*"))[:10])
+        told = f"as {inside} in it" if inside else f"it has no {CASE_FILE}"
+        raise UsageError(f"{shown(name)}: expected a case folder, {told}")
     folder = RunFolder.open(run or newest_run())
     ids = {each.id: each for each in folder.cases}
     if name not in ids:

@@ -152,6 +152,12 @@ def test_each_flaw_has_its_name(name: str) -> None:
     assert (flaw.what, flaw.rank, flaw.step)[: len(expected)] == expected
 
 
+def test_too_many_steps_are_counted() -> None:
+    """A scenario that says a smaller number than the program makes is told both."""
+    flaw = flaw_of(steps(lambda s: (*s, LAB.step(0, 4)))(REFERENCE))
+    assert flaw.message == "rank 0 recorded 5 steps, expected 4"
+
+
 @pytest.mark.parametrize(
     "whole",
     [lambda run: run, without("rng", (0,)), without("optim", (0,)),

@@ -111,6 +111,8 @@ def test_a_difference_fails_is_named_and_led_to_its_cause(
     said = capsys.readouterr().out
     assert "step 2, rank 1" in said
     assert "weights w" in said
+    assert main(["show", "out/a red run"]) == 4
+    assert "as cases/dp1-attn, cases/dp1-full_iteration, " in capsys.readouterr().err
     assert main(["run", "--resume", "out/a red run"]) == 1
     (line,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("find the cause: ")
