@@ -1,7 +1,7 @@
 """TransformerEngine's fused gradients under sharding, bit for bit."""
 
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,23 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_core.model.decoder import make_layers
+from fsdp_core.model.te.layers import fuses
 from tests.dist.rank_pool import RankPool
 from tests.gpu.test_fsdp_on_gpus import device_here
 
 WIDTH, INNER, ROWS, LAYERS = 256, 384, 128, 3
 
 
-def recipe_of(name: str) -> Any:
-    """A recipe of TransformerEngine by a short name."""
-    make_layers("te")  # loads the right cuDNN first
+def fuses_delayed() -> bool:
+    """Whether this machine has grouped kernels for delayed scaling that take device sizes."""
+    te = cast("Any", make_layers("te")).te  # loads the right cuDNN first
     from transformer_engine.common import recipe
 
-    return {
-        "delayed": recipe.DelayedScaling,
-        "current": recipe.Float8CurrentScaling,
-        "block": recipe.Float8BlockScaling,
-        "mxfp8": recipe.MXFP8BlockScaling,
-    }[name]()
+    return fuses(te, recipe.DelayedScaling(), torch.bfloat16)
 
 
 class Mlp(nn.Module):
@@ -106,3 +102,9 @@ def test_fused_gradients(gpu_ranks: RankPool, strategy: str) -> None:
     (found,) = gpu_ranks.run(fused_gradients, strategy, world_size=1)
     assert found["wrong"] == []
     assert found["norm"] > 0
+
+
+@pytest.mark.gpu(1)
+def test_delayed_scaling_fuses_no_experts(gpu_ranks: RankPool) -> None:
+    """It has no grouped kernels that take sizes on the device, on any machine."""
+    assert gpu_ranks.run(fuses_delayed, world_size=1) == [False]
