@@ -19,10 +19,10 @@ Every operator has one of these kinds, or raises:
     whole         all others that write nothing, give no      with whole tensors on every rank: a
                   view and draw nothing                       collective; a replicated DTensor
 
-Tensors in one call share one layout. Beside them may stand tensors of one element, and tensors of
-the global shape, of which each rank takes its rows. Nothing else: shapes that fit only because of
-how many rows a rank happens to hold must not pass. In-place operators also raise the version
-counter of the flat buffer, as they would on the piece itself.
+Tensors in one call share one layout. Beside them may stand tensors of one element, tensors of the
+global shape, of which each rank takes its rows, and DTensors that broadcast to it. Nothing else:
+shapes that fit only because of how many rows a rank happens to hold must not pass. In-place
+operators also raise the version counter of the flat buffer, as they would on the piece itself.
 
 Around an optimizer's step, whichever it is, by hooks that every `torch.optim.Optimizer` runs:
 
@@ -384,8 +384,10 @@ def _piece(rule: _Rule, key: int | str, value: Any, spec: RowSpec | None) -> tor
             f"Expected {rule.func} to write to a RowSharded tensor, got one of "
             f"{type(value).__name__}: take .full_tensor() of the other arguments."
         )
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    if isinstance(value, DTensor):  # unlike a plain one it says that its shape is global
+        value, shape = value.full_tensor(), spec.shape if spec else value.shape
+        if value.numel() > 1 and torch.broadcast_shapes(value.shape, shape) == shape:
+            value = value.expand(shape)
     if spec is None or (value.numel() == 1 and value.ndim <= len(spec.shape)):
         return cast("torch.Tensor", value)
     if value.shape == spec.shape:

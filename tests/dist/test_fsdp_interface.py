@@ -176,6 +176,20 @@ def penalises_weights(api: Api) -> list[torch.Tensor]:
     return [*found, *(p.grad for p in model.parameters())]
 
 
+def clips_rows(api: Api) -> list[torch.Tensor]:
+    """Gradients are centred and clipped a row, weights bounded, as users' loops do."""
+    model: Any = shard(api, net(), whole_mesh())
+    loss_of(model(rows(1))).backward()
+    for parameter in (p for p in model.parameters() if p.ndim > 1):
+        grad, weight = parameter.grad, parameter.detach()
+        grad.sub_(grad.mean(dim=1, keepdim=True))
+        most = weight.norm(dim=1, keepdim=True).clamp(min=1e-3) * 0.01
+        norms = grad.norm(dim=1, keepdim=True)
+        grad.copy_(torch.where(norms > most, grad * (most / norms), grad))
+        weight.div_(weight.std(0))
+    return [*(p.grad for p in model.parameters()), *model.parameters()]
+
+
 def trains_complex(api: Api) -> list[torch.Tensor]:
     """Complex parameters are trained."""
     model: Any = nn.Module()
@@ -254,6 +268,7 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        clips_rows,
         converts,
         cuts_other_dims,
         differentiates_inputs,
