@@ -554,7 +554,7 @@ def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
         if is_one and len({t.candidate for t in of_ranks}) > 1:
             told = "all ranks of the reference have one gradient of it, those of the candidate do "
             return found.saying(f"{told}not: it was not reduced", phase="reduce")
-        told = "they are recorded after any reduction over ranks"
+        told = "they are recorded after their accumulation, and any reduction over ranks"
         return found.saying(told, unknown=SUM_HIDES_RANK)
     found = _reduced(found, tensors, bad)
     asked = _by_givers(found, pair, step, first, REDUCTIONS) if found.near != "after" else found
