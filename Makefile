@@ -8,7 +8,6 @@
 #   make bench   the benchmarks that need no GPU
 #   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
 #   make nightly long tests, parity, all legal layouts counted, the tiers pr and nightly (hours on 2 cores)
-#   make memory  predicted peaks beside measured ones: a table of layouts, then drawn ones (10 minutes)
 #   make soak    replays by the hundred under stressors in turn (minutes), what soaks find (planted),
 #                then graphs over a hundred steps under every stressor, each stressor alone (hours)
 #   make eight   all that is to be shown on a machine of 8 GPUs (benchmarks/README.md, "Eight ranks"; hours)
@@ -36,7 +35,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test long coverage lint bench parity nightly memory soak eight venv clean
+.PHONY: demo test long coverage lint bench parity nightly soak eight venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE) $(DEMO_ARGS)
@@ -90,10 +89,6 @@ eight: $(VENV)/.ready-test
 		--parallel $(EIGHT_LAYOUTS) --deadline-s 3600 --json out/eight/scopes_$$backend.json || failed=1; done; \
 	$(BIN)/python -m benchmarks.fsdp --ranks 8 --deadline-s 3600 --json out/eight/fsdp.json || failed=1; \
 	exit $$failed
-
-memory: $(VENV)/.ready-test
-	$(BIN)/python -m tests.memory_table
-	$(BIN)/python -m tests.memory_table --fuzz 300
 
 # What is planted must fail, by a check: exit code 1.
 soak: $(VENV)/.ready
