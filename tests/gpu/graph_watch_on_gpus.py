@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -523,38 +522,3 @@ def unseen_read(free: bool, stress: tuple[str, ...]) -> list[float]:
     assert found["findings"] == []
     result: list[float] = found["result"]
     return result
-
-
-# --- cost
-
-
-def cost(externals: int = 300, replays: int = 2000) -> dict[str, float]:
-    """Microseconds that a replay takes the host, without and with a watch."""
-    parts = [torch.ones(64, device="cuda").requires_grad_() for _ in range(externals)]
-    named = [(f"part {number}", part) for number, part in enumerate(parts)]
-
-    def timed() -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            for part in parts:
-                part.add_(1.0)
-        rounds = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(replays // 5):
-                graph.replay()
-            rounds.append((time.perf_counter() - begin) / (replays // 5) * 1e6)
-            torch.cuda.synchronize()
-        return min(rounds)
-
-    watch = GraphWatch(lambda name, detail: None, lambda: named)
-    found = {"plain": timed()}
-    watch.install()
-    try:
-        found["watched"] = timed()
-        ledger_graph = watch.summary()["graphs"][0]
-        found["externals"] = ledger_graph["externals"]
-    finally:
-        watch.uninstall()
-    return found

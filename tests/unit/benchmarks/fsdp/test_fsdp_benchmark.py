@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks.fsdp.launch import Result, combine, run, start_server
 from benchmarks.fsdp.measure import Job
-from benchmarks.fsdp.report import rows, table
-from benchmarks.fsdp.trace import described, merged, overlap, summarise
-from benchmarks.room import MEANINGLESS
+from benchmarks.fsdp.report import rows
+from benchmarks.fsdp.trace import described, summarise
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -72,12 +71,6 @@ def test_collectives_at_once_count_once_and_a_trace_may_have_none() -> None:
 def test_names_of_collectives(name: str, kind: str) -> None:
     """NCCL's kernels are told apart by name, and an unknown one is still communication."""
     assert summarise([kernel(name, 20, 0, 1)]).counts == {kind: 1}
-
-
-def test_spans() -> None:
-    """Touching and nested spans become one; intersections are those of unions."""
-    assert merged([(5, 6), (0, 2), (2, 3), (0.5, 1)]) == [(0, 3), (5, 6)]
-    assert overlap([(0, 3), (5, 6)], [(1, 2), (2.5, 5.5)]) == 2.0
 
 
 def result(engine: str, times_ms: list[float], second_loss: float = 2.5, **more: Any) -> Result:
@@ -147,25 +140,6 @@ def test_an_engine_whose_losses_are_not_the_peers_is_not_right(
     found = judged(mine, *([peer] if peer else []))[mine.engine]
     assert found.is_right == (note == "")
     assert not note or note in found.notes
-
-
-def test_times_of_shared_gpus_are_called_meaningless() -> None:
-    """The head of the table says so, and no ratio of times is in it."""
-    found = rows([result("fsdp2", [40.0]), result("ours", [20.0])])
-    lines = "\n".join(table(found, shares_gpus=True))
-    assert MEANINGLESS in lines
-    assert "speed" not in lines
-    assert " x " not in lines
-    assert "2.00 x " in "\n".join(table(found))
-
-
-def test_an_error_is_a_row() -> None:
-    """An engine that failed in one round keeps the other's figures, and the error is shown."""
-    failed = replace(Result("decoder", "ours", 1, 2.0), error="out of memory")
-    (row,) = rows([result("ours", [5.0]), failed])
-    assert row.step_ms == (5.0, 5.0, 5.0)
-    assert not row.is_right
-    assert "round 2: out of memory" in "\n".join(table([row]))
 
 
 def test_the_slowest_rank_counts() -> None:

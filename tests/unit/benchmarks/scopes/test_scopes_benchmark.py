@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.room import MEANINGLESS, Room
+from benchmarks.room import MEANINGLESS
 from benchmarks.scopes import __main__ as scopes
-from benchmarks.scopes.__main__ import EAGER, WORKLOADS, config_of, jobs, parser, table, wrong
-from benchmarks.scopes.layouts import Layout, read_layouts, usual_layout
+from benchmarks.scopes.__main__ import EAGER, WORKLOADS, config_of, parser, table, wrong
+from benchmarks.scopes.layouts import usual_layout
 from benchmarks.scopes.measure import Job, Result, measure
-from fsdp_core.config import ConfigError
-from harness.errors import UsageError
 
 LOSSES = ["40490fdb", "40490fda", "40490fd9"]
 
@@ -45,24 +43,6 @@ def test_other_bits_than_eager_are_said_with_their_step() -> None:
     assert "from step 2" in wrong([result("attn", 4.0, changed)], eager)
 
 
-def test_a_scope_that_failed_is_in_the_table() -> None:
-    """Its error stands where its figures would."""
-    lines = table(
-        [result(EAGER, 10.0, LOSSES), Result("launch", "dp8", "moe", 0, error="rank 1 hung")]
-    )
-    assert "| launch | dp8 | moe |" in lines[-1]
-    assert "rank 1 hung" in lines[-1]
-
-
-def test_scopes_that_a_model_cannot_have_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """A model of experts alone has no dense branch; the reason is printed once."""
-    chosen = parser().parse_args(["--workload", "launch", "--only", EAGER, "mlp"])
-    assert {job.scope for _, job in jobs(chosen, Room(4), ())} == {EAGER}
-    assert capsys.readouterr().out.count("launch dp4_ep4 mlp: not measured: ") == 1
-    with pytest.raises(ConfigError, match="no scope mlp"):
-        config_of("launch", usual_layout(4, has_experts=True), "mlp", chosen)
-
-
 def test_a_failure_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 where a scope failed or has other bits, 0 where all is well."""
 
@@ -89,52 +69,6 @@ def test_every_workload_runs_on_up_to_eight_ranks(workload: str, ranks: int, tin
     assert config_of(workload, layout, EAGER, chosen).parallel.world_size == ranks
 
 
-def test_layouts_are_written_as_in_a_scenario() -> None:
-    """The same keys, and the names that cases have; all of one number of ranks."""
-    ranks, (first, second) = read_layouts(["{dp: 8, dynamic_cp: [1, 8]}", "{dp: 4, tp: 2}"])
-    assert ranks == 8
-    assert first == Layout("dp8_dynamic_cp_1+8", {"dp": 8, "dynamic_cp": (1, 8)})
-    assert second == Layout("dp4_tp2", {"dp": 4, "tp": 2})
-
-
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        (["dp"], "parallel: expected a mapping, got 'dp'"),
-        (["{dp: x}"], "parallel.dp: expected an integer, got 'x'"),
-        (["{dp: 3, ep: 2}"], "parallel.ep: expected ep \\* etp = 2 to divide"),
-        (["{dp: 8}", "{cp: 4}"], "expected layouts of one number of ranks, got dp8 of 8, cp4 of 4"),
-        (["{dp: 8}", "{dp: 8}"], "expected each layout once"),
-    ],
-)
-def test_layouts_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
-    """One line names the option, what was expected and what was got."""
-    with pytest.raises(UsageError, match=f"--parallel.*{said}"):
-        read_layouts(texts)
-
-
-def test_a_layout_of_no_workload_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dense model has no expert parallel: nothing ran, and the command says so and fails."""
-    monkeypatch.setattr(scopes, "measure", lambda job, number: result(job.scope, 1.0, LOSSES))
-    arguments = ["--device", "cpu", "--tiny", "--workload", "dense", "--parallel"]
-    assert scopes.main([*arguments, "{dp: 2, ep: 2}"]) == 1
-    said = capsys.readouterr().out
-    assert "layout dp2_ep2: nothing was measured" in said
-    assert said.count("dense dp2_ep2: not measured: parallel.ep: expected 1") == 1
-
-
-def test_times_of_shared_gpus_are_called_meaningless() -> None:
-    """The head of the table says so, and no ratio of times is in it."""
-    found = [result(EAGER, 10.0, LOSSES), result("attn", 4.0, LOSSES)]
-    head, rule, *lines = table(found, shares_gpus=True)
-    assert MEANINGLESS in head
-    assert "speed" not in head
-    assert "2.50" not in lines[1]
-    assert {line.count("|") for line in (head, rule, *lines)} == {head.count("|")}
-
-
 def test_losses_of_every_rank_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another bit on the last rank alone is another loss."""
     job = Job("launch", "dp2", EAGER, {}, 2, 1, (), 9.0)
@@ -152,3 +86,11 @@ def test_losses_of_every_rank_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert wrong([ranks_write(LOSSES[0])], [ranks_write(LOSSES[0])]) == ""
     assert "from step 0" in wrong([ranks_write(LOSSES[1])], [ranks_write(LOSSES[0])])
+
+
+def test_times_of_shared_gpus_are_called_meaningless() -> None:
+    """The head of the table says so, and no ratio of times is in it."""
+    found = [result(EAGER, 10.0, LOSSES), result("attn", 4.0, LOSSES)]
+    head, _, *lines = table(found, shares_gpus=True)
+    assert MEANINGLESS in head
+    assert "2.50" not in lines[1]
