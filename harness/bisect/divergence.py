@@ -298,9 +298,11 @@ def _ranks_of(tensors: Iterable[Tensor], name: str) -> tuple[int, ...]:
 
 
 def _differ(tensors: Sequence[Tensor]) -> str:
-    names = list(dict.fromkeys(t.name for t in tensors))
-    verb = "differs" if len(names) == 1 else "differ"
-    return f"{listed(names)} {verb} on {show_ranks({t.rank for t in tensors})}"
+    sides = {t.name: (t.reference, t.candidate) for t in tensors}
+    told = f"{listed([*sides])} {'differs' if len(sides) == 1 else 'differ'} on "
+    missing = [name for name, held in sides.items() if "" in held or ABSENT in held]
+    alone = f"; {listed(missing)} in one run alone" if missing else ""
+    return f"{told}{show_ranks({t.rank for t in tensors})}{alone}"
 
 
 def _tensors_part(
@@ -311,11 +313,9 @@ def _tensors_part(
         bad = sorted(pair.different(step, group), key=lambda t: t.name != STEP_COUNT)
         if bad:
             first = bad[0]
-            missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
-            shown = f"of {group}, {_differ(bad)}"
-            shown += f"; {listed(missing)} in one run alone" if missing else ""
             return at.saying(
-                *told, shown, phase=phase, module=module_of(first.name), quantity=group,
+                *told, f"of {group}, {_differ(bad)}",
+                phase=phase, module=module_of(first.name), quantity=group,
                 tensor=stem_of(first.name) if group == "optim" else first.name,
                 rank=first.rank, ranks=_ranks_of(bad, first.name),
             )  # fmt: skip
@@ -536,7 +536,8 @@ def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
         equal = "the losses are equal on every rank"
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
     found = at.saying(
-        equal, f"of gradients{' before clipping' * bool(wrong)}, {_differ(bad)}", unknown=why,
+        equal, f"of gradients{' before clipping' * bool(wrong)}, {_differ(bad)}",
+        unknown=why,
         phase="backward",
         module=module_of(first), tensor=first, quantity="grads", rank=bad[0].rank,
         ranks=_ranks_of(bad, first),

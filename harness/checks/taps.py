@@ -48,6 +48,7 @@ from harness.records import (
 
 NAME = "taps"
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
+UNCLIPPED = "unclipped"
 MISSING = "never ran"
 
 
@@ -75,7 +76,7 @@ class Tapped:
     @property
     def is_unclipped(self) -> bool:
         """Whether it is a parameter's gradient, `module`, before `clip_grad_norm_`."""
-        return self.kind == "unclipped"
+        return self.kind == UNCLIPPED
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,16 @@ def shared_rows(
 def _shared(rows: Sequence[Both], specs: Sequence[RunSpec]) -> tuple[list[Both], frozenset[str]]:
     ran = {row.reference.tap for row in rows if row.reference.place}
     also = {row.candidate.tap for row in rows if row.candidate.place}
-    unseen = {tap for tap in ran - also if _takes_apart(specs[1], tap.partition(":")[0])}
-    unseen |= {tap for tap in also - ran if _takes_apart(specs[0], tap.partition(":")[0])}
+    unseen = {tap for tap in ran - also if _is_unseen(tap, also, specs[1])}
+    unseen |= {tap for tap in also - ran if _is_unseen(tap, ran, specs[0])}
     return [row for row in rows if row.call.tap not in unseen], frozenset(unseen)
+
+
+def _is_unseen(tap: str, others: set[str], spec: RunSpec) -> bool:
+    """Whether a tap says nothing of a run that has `others`: one that clips clips all gradients."""
+    module, _, kind = tap.partition(":")
+    clips = kind == UNCLIPPED and any(other.endswith(f":{kind}") for other in others)
+    return _takes_apart(spec, module) and not clips
 
 
 def _takes_apart(spec: RunSpec, module: str) -> bool:

@@ -337,6 +337,8 @@ MUTATIONS = [
          "min(pairs, default=(0, 0))[0]"),
         ("taps_as_sets", "others[rank].taps != start.taps:",
          "set(others[rank].taps) != set(start.taps):"),
+        ("gradient_that_one_run_clips_left_out", "(spec, module) and not clips", "(spec, module)",
+         "bisect/test_clipping"),
         ("first_pattern_only", "for text in patterns:", "for text in patterns[:1]:"),
         ("one_leg_is_enough", "if not any(len(sides) == 2 for", "if not any(sides for"),
         ("taps_of_candidate_ignored", "in rank_table(run).items() if records.start}",

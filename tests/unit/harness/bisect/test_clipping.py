@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.bisect.locate import between
-from harness.records import DIGEST_HEX_CHARS, RunResult
+from harness.records import DIGEST_HEX_CHARS, NEVER_RAN, RunResult
 from tests.support.run_records import edit
 from tests.unit.harness.bisect.small_model import (
     WEIGHTS,
@@ -56,6 +56,20 @@ def test_before_clipping_the_gradient_that_is_wrong_is_alone(wrong: Any, expecte
         same = edited(same, {rank: both(digests(grads=WEIGHTS), floats(taps=taps))})
     found = between(plain, same)
     assert (found.phase, found.tensor, bool(found.unknown)) == ("backward", WEIGHTS[2], True)
+
+
+def test_a_gradient_that_one_run_alone_clips_is_the_wrong_one() -> None:
+    """As of a parameter that was frozen: all others differ by the norm only."""
+    plain, frozen = clipping([]), clipping([(), ()])
+    for rank in (0, 1):
+        rows = plain.ranks[rank].steps[2].taps
+        held = f"{2:032x}{2:08x}"
+        assert held in rows
+        taps = rows.replace(held, "0" * DIGEST_HEX_CHARS + NEVER_RAN)
+        frozen = edited(frozen, {rank: floats(taps=taps)})
+    found = between(plain, frozen)
+    assert (found.phase, found.tensor) == ("backward", WEIGHTS[2])
+    assert any("in one run alone" in told for told in found.evidence)
 
 
 def test_a_norm_of_one_run_alone_is_a_clipping() -> None:
