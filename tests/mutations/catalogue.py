@@ -80,6 +80,7 @@ MUTATIONS = [
         "checks/test_bits checks/test_judge",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
         ("rank_table_of_8_ranks", "for records in run.ranks:", "for records in run.ranks[:8]:"),
+        ("settings_after_weights", "return place - 1.5 if", "return place if", "checks/test_bits"),
         ("every_rank_has_records_of_rank_0", "in rank.steps:", "in run.ranks[0].steps:"),
         (
             "last_pair_not_compared",
