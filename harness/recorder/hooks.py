@@ -14,6 +14,7 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import gc
+import inspect
 import pickle
 import random
 import re
@@ -89,7 +90,7 @@ def install(session: Session) -> None:
         return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
 
     session.left, session.finish, session.under_way = observer.left, finish, observer.under_way
-    session.module_at_work = lambda error: _module_of(error, observer)
+    session.at_work = lambda error: _at_work(error, observer)
     taps = Taps(observer)
     observer.add_taps, observer.clipping = taps.add, taps.clipping
     observer.add_taps(session.config.get("taps", ()))
@@ -116,15 +117,22 @@ def _round_at_random(observer: Observer) -> Any:
     return rounding
 
 
-def _module_of(error: BaseException, observer: Observer) -> str:
-    """Name of the innermost module at work where an error was raised, "" if there was none."""
-    name, trace = "", error.__traceback__
+def _at_work(error: BaseException, observer: Observer) -> dict[str, str]:
+    """The innermost module where an error was raised, and the phase, of an `ErrorRecord`."""
+    gradients = [
+        inspect.unwrap(each).__code__ for each in (torch.autograd.backward, torch.autograd.grad)
+    ]
+    module, phase, trace = "", "", error.__traceback__
     while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+        frame, trace = trace.tb_frame, trace.tb_next
+        owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
-            name = observer.names.of_module(owner) or name
-        trace = trace.tb_next
-    return name
+            module, phase = observer.names.of_module(owner) or module, phase or "forward"
+        elif isinstance(owner, Optimizer):
+            phase = phase or "optimizer"
+        elif frame.f_code in gradients:
+            phase = "backward"  # which may compute a forward pass again
+    return {"module": module, "phase": phase}
 
 
 # --- what a script says itself -----------------------------------------------------------------

@@ -95,7 +95,7 @@ class Session:
             RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
             if ring is None else Ring(folder / f"rank{rank}", ring, self._stop)
         )  # fmt: skip
-        self.module_at_work: Callable[[BaseException], str] = lambda error: ""
+        self.at_work: Callable[[BaseException], dict[str, str]] = lambda error: {}
         self.under_way: Callable[[], int] = lambda: -1
         self.leaving: Callable[..., None] = lambda *, has_failed: None
         self.left: Callable[[], None] = lambda: None
@@ -161,8 +161,8 @@ class Session:
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
         first = _first(error)
-        about = {"step": step, "what": classify(first), "module": self.module_at_work(first),
-                 "raised_at": raised_at(first)}  # fmt: skip
+        about = {"step": step, "what": classify(first), "raised_at": raised_at(first)}
+        about |= self.at_work(first)
         tensors = getattr(first, "names", ()) if hasattr(first, "deltazero_what") else ()
         self._error(first, str(first), **about, tensors=tensors, whole=error)
 

@@ -108,6 +108,8 @@ RUNNING = [
         ("output_is_all_kinds", ", parts[2] or OUTPUT", ", OUTPUT"),
         ("gradients_unclipped_of_all", "if held is not None and GRADIENT in",
          "if held is not None or GRADIENT in"),
+        ("an_error_in_a_backward_pass_is_anywhere", 'phase = "backward"', "pass",
+         "recorder/test_session"),
         ("clipping_by_hand_unseen", "observer.clipping()\n            observer", "observer"),
         ("clipping_unseen", "observer.clipping()\n        return", "pass\n        return"),
     ),

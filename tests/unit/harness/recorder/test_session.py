@@ -56,6 +56,14 @@ def failing(where: str) -> None:
     optimizer = (Refuses if where == "optimizer" else SGD)(model.parameters(), 0.1)
     if where == "before":
         raise KeyError("lost")
+    if where == "backward":
+        calls = iter(range(2))
+
+        def once(gradient: Tensor) -> None:
+            if next(calls):
+                raise KeyError("lost")
+
+        next(model.parameters()).register_hook(once)
     if where == "forward":
         model(torch.ones(2, 7))
     if where == "lines":
@@ -71,18 +79,20 @@ def failing(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "step", "module"),
+    ("where", "step", "module", "phase"),
     [
-        ("before", -1, ""), ("forward", 0, "0"), ("optimizer", 1, ""), ("lines", 1, ""),
-        ("after", 1, ""), ("module", 1, "1.0"),
+        ("before", -1, "", ""), ("forward", 0, "0", "forward"), ("optimizer", 1, "", "optimizer"),
+        ("lines", 1, "", ""), ("after", 1, "", ""), ("module", 1, "1.0", "forward"),
+        ("backward", 1, "", "backward"),
     ],
 )  # fmt: skip
 def test_an_error_is_of_the_step_and_module_at_work(
-    where: str, step: int, module: str, tmp_path: Path
+    where: str, step: int, module: str, phase: str, tmp_path: Path
 ) -> None:
     """Before the first forward pass there is none; after the last step that is due it is that."""
     found = error_of(lambda: failing(where), tmp_path)
     assert (found.step, found.module, found.what) == (step, module, "crashed")
+    assert found.phase == phase
     assert found.type == ("RuntimeError" if where == "forward" else "KeyError")
     assert found.message in found.traceback
 
