@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,23 @@ from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_core.model.attention import RopeTable
+from fsdp_core.model.batch import (
+    Capacity,
+    Document,
+    LocalTokens,
+    pack,
+    packed_part,
+    padding_multiple,
+)
+from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import FusedExperts
 from fsdp_core.model.sharding import init_weights, shard_stage
+from fsdp_core.model.te.attention import Core
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
+from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes
 from fsdp_core.parallel.param_sharding import named_stretches
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec
@@ -157,6 +169,66 @@ def ratios(exact: Tensors, torchs: Tensors, tes: Tensors) -> Found:
         own = max(float((torchs[name] - value).norm()), float(value.norm()) * 2**-10)
         found[name] = float((tes[name] - value).norm()) / own
     return found
+
+
+# ---- attention alone, over ranks
+
+
+def compare_core(packed: bool, heads: int = 8, kv_heads: int = 4) -> Found:
+    """The same for attention of sequences over all ranks; NaN in rows of padding."""
+    axes = axes_of(cp=dist.get_world_size())
+    te: Any = cast("Any", make_layers("te")).te
+    core = Core(te, heads, kv_heads, (64, 64), axes.cp)
+    local = _tokens(axes, packed)
+    part, size = local.part, axes.cp.size
+    assert core.why_ours(part, torch.bfloat16) is None
+    generator = torch.Generator().manual_seed(8)
+    batch = 1 if packed else BATCH
+    length = local.tokens.shape[1] * size
+    whole = [torch.randn(batch, length, n, 64, generator=generator).bfloat16()
+             for n in (heads, kv_heads, kv_heads, heads)]  # fmt: skip
+    if packed:
+        mine = [t[:, part.plan.rows.cpu()] for t in whole]
+        assert part.plan.valid is not None
+        padding = ~part.plan.valid.cpu()
+        for tensor in mine[:3]:
+            tensor[:, padding] = torch.nan
+    else:
+        mine = [split(t, 1, size, axes.cp.rank) for t in whole]
+    q, k, v, slope = (t.to(here().torch_device) for t in mine)
+
+    def ours(*qkv: torch.Tensor) -> torch.Tensor:
+        return causal_attention(*qkv, plan=part.plan, axis=part.cp)
+
+    def theirs(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv
+        out: torch.Tensor = core(q, k, v, part)
+        return cast("torch.Tensor", out.unflatten(-1, (heads, -1)))
+
+    cases: list[tuple[Callable[..., torch.Tensor], torch.dtype]] = [
+        (ours, torch.float64), (ours, torch.bfloat16), (theirs, torch.bfloat16),
+    ]  # fmt: skip
+    results = []
+    for attend, dtype in cases:
+        qkv = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out = attend(*qkv)
+        out.backward(slope.to(dtype))
+        grads = {f"gradient of {n}": t.grad for n, t in zip("qkv", qkv, strict=True)}
+        found = {"output": out, **grads}
+        results.append({n: cast("torch.Tensor", t).detach().double() for n, t in found.items()})
+    return ratios(*results)
+
+
+def _tokens(axes: Axes, packed: bool) -> LocalTokens:
+    device = here().torch_device
+    if not packed:
+        tokens = torch.zeros(BATCH, 4 * SEQ, dtype=torch.int64, device=device)
+        return dense_part(tokens, tokens, axes.cp)
+    multiple = padding_multiple(axes.cp.size, 1, sequence_parallel=False)
+    lengths = (100, 3, 211, 64, 1)
+    documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
+    capacity = Capacity(tokens=512, slots=8, multiple=multiple)
+    return packed_part(pack(documents, capacity).to(device), axes.cp, 1.0)
 
 
 # ---- fused experts whose layers are units
@@ -305,6 +377,14 @@ def test_parts_err_as_torchs(part: str, gpu_ranks: RankPool) -> None:
     """Outputs and gradients of each part, by global names; none of them draws random numbers."""
     (found,) = gpu_ranks.run(compare_part, part, world_size=1)
     assert {name: error for name, error in found.items() if not error < ALIKE} == {}
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_over_ranks_errs_as_ours(packed: bool, gpu_ranks: RankPool) -> None:
+    """Context parallel over four ranks in our order of chunks, documents packed and padded."""
+    for found in gpu_ranks.run(compare_core, packed, world_size=4):
+        assert {name: error for name, error in found.items() if not error < ALIKE} == {}
 
 
 @pytest.mark.gpu(4)
