@@ -158,7 +158,7 @@ MUTATIONS = [
         ("absent_counts_as_digest", " - text.count(ABSENT) for", " for"),
         ("other_sequence_parallel_excused", " if key not in _SAME_PARTS}", "}"),
         ("first_state_is_last", "    step = differing[0][0]\n", "    step = differing[-1][0]\n"),
-        ("group_order_ignored", "at = (index, order.get(", "at = (0, order.get("),
+        ("group_order_ignored", "at = (place_in_step(group, name), order", "at = (0, order"),
     ),
     *slips_of(
         "checks/judge.py",

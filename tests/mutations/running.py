@@ -27,7 +27,7 @@ RUNNING = [
         ("initial_state_if_due", "return step.index < 0 or self._falls_due(step.index, self.every)",
          "return self._falls_due(step.index, self.every)"),
         ("idle_optimizer_counts_as_seen", "if id(each) in step.places]", "]"),
-        ("learning_rate_ignored", "tensors, numbers)\n        # What", "tensors)\n        # What"),
+        ("learning_rate_ignored", "tensors, others)\n", "tensors)\n"),
         ("generators_never_seeded", "[], random_states(self.seeded)",
          "[], dict.fromkeys(random_states(self.seeded))"),
         ("buffers_left_out", '{"buffers": self.names.buffers(),', '{"buffers": [],'),
@@ -79,7 +79,7 @@ RUNNING = [
     *slips_of(
         "recorder/state.py",
         "recorder/test_state recorder/test_rounding",
-        ("numbers_rounded", "repr(value).encode()", 'f"{value:.5g}".encode()'),
+        ("numbers_rounded", "plain_numbers[name] = value", 'plain_numbers[name] = f"{value:.5g}"'),
         ("learning_rate_is_all_numbers", 'if key != "params":', 'if key == "lr":'),
         ("main_gradients_only", '"main_grad", "decoupled_grad")', '"main_grad")'),
         ("complex_is_real", "torch.view_as_real(value.resolve_conj())",
