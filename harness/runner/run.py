@@ -468,7 +468,8 @@ def clear_leftovers(folder: RunFolder) -> None:
     root = folder.path
     for path in root.glob("cases/.*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (path for at in (".", "report", "cases/*") for path in root.glob(f"{at}/.*.tmp")):
+    places = (".", "report", "replies", "cases/*")
+    for path in (path for at in places for path in root.glob(f"{at}/.*.tmp")):
         process = _HALF_WRITTEN.fullmatch(path.name)
         # Reports are made without the lock: their harness may be at it.
         if process and not Path("/proc", process[1]).exists():

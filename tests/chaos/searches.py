@@ -42,7 +42,7 @@ launch: {{device: cpu, timeout_s: 120}}
 VARYING = ("seconds", "command", "folder", "questions", "sha256")
 """What a kill may change: repeats that were to be made side by side are then asked one by one."""
 WAIT_S = 300.0
-NUM_COMMITS, EVERY = 16, 2
+NUM_COMMITS, EVERY = 16, 1
 """Commits of the history; answers between two kills."""
 
 
@@ -175,5 +175,5 @@ def kill_searches(root: Path, seed: int) -> Iterator[str]:
     yield from (f"left: {what}" for what in (*whole.left(), *killed.left()))
     print(f"  {kills.total()} kills: {dict(kills)}", flush=True)  # noqa: T201
     # One that is only ever killed in its first stage proves little.
-    if kills.total() < 10 or len(kills) < 3:
+    if kills.total() < 8 or len(kills) < 3:
         yield f"only {kills.total()} kills in {len(kills)} stages"

@@ -399,11 +399,11 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     """Files of dead processes and half-sealed cases go; runs, whole files and files of the living
     stay, so do links' targets."""
     folder = RunFolder.create(tmp_path / "run", {}, "", [])
-    for name in ("report", "cases/a/reference", "cases/.a.tmp/reference", "runs/k"):
+    for name in ("report", "replies", "cases/a/reference", "cases/.a.tmp/reference", "runs/k"):
         (folder.path / name).mkdir(parents=True)
     dead, living = 2**22 + 1, os.getpid()  # the first is no process: it is beyond pid_max
     gone = [f".verdict.json.{dead}.tmp", f"report/.index.html.{dead}.tmp",
-            f"cases/a/.verdict.json.{dead}.tmp"]  # fmt: skip
+            f"replies/.commit-0.json.{dead}.tmp", f"cases/a/.verdict.json.{dead}.tmp"]  # fmt: skip
     kept = [f"report/.report.md.{living}.tmp", f"runs/k/.node0.json.{dead}.tmp",
             "cases/a/case.json", ".mine.tmp"]  # fmt: skip
     for name in (*gone, *kept):
