@@ -537,13 +537,12 @@ def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
     found = at.saying(
         equal, f"of gradients{' before clipping' * bool(wrong)}, {_differ(bad)}",
-        unknown=why,
-        phase="backward",
-        module=module_of(first), tensor=first, quantity="grads", rank=bad[0].rank,
-        ranks=_ranks_of(bad, first),
+        unknown=why, phase="backward", module=module_of(first), tensor=first, quantity="grads",
+        rank=bad[0].rank, ranks=_ranks_of(bad, first),
     )  # fmt: skip
     if not wrong and (before or clips[0] != clips[1]):
-        alone = f"the {'reference' if clips[0] else 'candidate'} alone clips them"
+        whose = "reference" if clips[0] else "candidate"
+        alone = f"the {whose} alone computes their norm, as clipping does"
         told = "before clipping they are equal" if before else alone
         return found.saying(told, phase="optimizer", module="")
     if pair.world_size == 1:

@@ -485,7 +485,7 @@ class Observer(Recorder):
             self._digest(step, "weights", f"weights{number}", weights)
             others = {name: repr(value).encode() for name, value in numbers.items()}
             self._digest(step, "optim", f"optim{number}", tensors, others)
-            for name, value in numbers.items():
+            for name, value in numbers.items() if self._keeper is not None else ():
                 self.keep(f"optim:{name}", [value], step.index)
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
@@ -510,7 +510,8 @@ class Observer(Recorder):
             if step.index == FINAL and not _is_there(tensor):
                 continue
             by_device.setdefault(tensor.device, []).append((name, tensor))
-            self.keep(f"{group}:{name}", [tensor], step.index)
+            if self._keeper is not None:
+                self.keep(f"{group}:{name}", [tensor], step.index)
         rows = [self._rows(section, device, here) for device, here in by_device.items()]
         if others:
             digests = torch.tensor([*map(row_of, others.values())], dtype=torch.int32)
@@ -650,8 +651,7 @@ class Keeper:
         if step != self._step or not self._unnumbered.fullmatch(_NUMBER.sub("", name)):
             return
         for part, each in enumerate(values):
-            is_tensor = isinstance(each, Tensor)
-            tensor = each if is_tensor else torch.tensor(each, dtype=torch.float64)
+            tensor = each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64)
             self._left -= tensor.nbytes
             if self._left < 0:
                 raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")
