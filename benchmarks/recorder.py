@@ -88,8 +88,7 @@ def _measured(options: argparse.Namespace, workload: str) -> dict[str, Any]:
 
 
 def _recording(folder: Path) -> dict[str, str]:
-    from harness.program.launch import environment
-    from harness.program.spec import ProgramSpec
+    from harness.program.spec import ProgramSpec, environment
 
     spec = ProgramSpec(kind="script", target="benchmark", folder=str(folder))
     names = ("PYTHONPATH", "DELTAZERO_RECORD")

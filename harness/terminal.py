@@ -23,8 +23,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from harness.checks import CHECKS, confirmation
+from harness.checks import CHECKS
 from harness.checks.evidence import count
+from harness.checks.judge import confirmation_words
 from harness.engine.evidence import tail_of
 from harness.errors import one_line
 from harness.records import (
@@ -158,7 +159,7 @@ def verdict_text(verdict: Verdict) -> Text:
     if verdict.outcome != "passed":
         line.append(f"  {verdict.what}: {one_line(verdict.message)}")
     if verdict.confirmation is not None:
-        line.append(f"; {one_line(confirmation.words(verdict.confirmation))}")
+        line.append(f"; {one_line(confirmation_words(verdict.confirmation))}")
     for check in verdict.checks:
         is_claim = check.check in CHECKS and CHECKS[check.check].is_claim
         if verdict.outcome == "passed" and is_claim:
@@ -181,7 +182,7 @@ def print_outcome(console: Console, verdicts: Sequence[Verdict], num_cases: int)
     for verdict in verdicts:
         if verdict.outcome not in ("passed", "skipped"):
             found = verdict.confirmation
-            confirmed = "" if found is None else f"; {confirmation.words(found)}"
+            confirmed = "" if found is None else f"; {confirmation_words(found)}"
             rows.append((
                 verdict.case_id, cell(verdict.outcome, COLOURS[verdict.outcome]), verdict.what,
                 f"{verdict.message}{confirmed}", duration(verdict.wall_s),
@@ -237,7 +238,7 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
     if verdict.difference is not None:
         console.print(_difference(verdict.difference))
     if verdict.confirmation is not None:
-        print_line(console, confirmation.words(verdict.confirmation))
+        print_line(console, confirmation_words(verdict.confirmation))
     rows = ((check.check, cell(check.outcome, COLOURS[check.outcome]), check.what, check.message)
             for check in verdict.checks)  # fmt: skip
     print_table(console, ("check", "outcome", "what", "message"), rows)

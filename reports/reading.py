@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from harness.bisect.render import known_of
-from harness.checks import confirmation, exit_code
+from harness.checks import exit_code
 from harness.checks.evidence import different_leaves
+from harness.checks.judge import confirmation_words
 from harness.checks.memory import peak_bytes
 from harness.history import HISTORY_FOLDER, NOT_WRITTEN_FILE, machine_kind
 from harness.history.trend import letter_of
@@ -29,7 +30,7 @@ from harness.runner.run import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail
-from harness.store.verify import bisect_line, verified
+from harness.store.folder import bisect_line, verified
 from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
 from reports.history import NOTHING, Past, look_back
 from reports.text import TAIL_BYTES, clean, one_line, tail
@@ -110,7 +111,7 @@ class CaseReport:
     def confirmation(self) -> str:
         """Whether the difference came again, on one line; "" if nobody asked."""
         found = self.verdict.confirmation
-        return "" if found is None else one_line(confirmation.words(found))
+        return "" if found is None else one_line(confirmation_words(found))
 
     @property
     def where(self) -> str:

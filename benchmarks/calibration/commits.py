@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bisect.experiments import CONFIDENCE
-from harness.campaign.scoring import bounds
+from harness.campaign.campaign import bounds
 from tests.support.git_history import SOMETIMES, WRONG, git, harnesses, make_history
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ somebody would type it, start of the interpreter included. Times count from that
     answer   until the scenario that fails alone is written, and the search has ended
 
 each also as a ratio to `case`, with the runs made until then. `place is` and `cause` say whether
-the answer is right (`harness/campaign/scoring.py` says what exactly and near mean). A row goes
+the answer is right (`harness/campaign/campaign.py` says what exactly and near mean). A row goes
 to `--json` as soon as it is known; the same command over the same file makes those that it lacks.
 Exit codes: 0 every cell that this machine can run got an answer, 1 not, 4 usage.
 """

@@ -10,11 +10,11 @@ from pathlib import Path
 from benchmarks.red_to_answer.cells import SMOKE, Planted, exactly
 from benchmarks.red_to_answer.rows import Reached, Row
 from harness.bisect.render import UNKNOWN, Findings, first_wrong, read_findings
-from harness.campaign.scoring import Localised, localised
+from harness.campaign.campaign import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
 from harness.store import SEARCH_FILE
-from harness.store.verify import find_answer
+from harness.store.folder import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05

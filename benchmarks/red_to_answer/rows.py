@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.campaign.scoring import Localised
+from harness.campaign.campaign import Localised
 
 CELL_CHARS = 46
 STAGES = ("place", "causes", "answer")

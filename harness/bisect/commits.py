@@ -43,15 +43,15 @@ from harness.bisect.experiments import (
 )
 from harness.checks.evidence import count
 from harness.codec import Json
-from harness.engine.process import die_with_parent, kill_group
+from harness.engine.base import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
-from harness.program.launch import make_environments
 from harness.program.packages import releases
+from harness.program.spec import make_environments
 from harness.records import CaseSpec, ExitCode, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
 from harness.store import LEGS
 from harness.store.files import make_folder, read_tail
-from harness.store.verify import unused
+from harness.store.folder import unused
 
 TIMEOUT_S, GRACE_S, HASH_CHARS = 120.0, 10.0, 10
 MAX_ANSWER_BYTES, TAIL_BYTES = 1 << 24, 4096

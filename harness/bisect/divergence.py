@@ -33,7 +33,7 @@ from harness.checks.evidence import (
     with_same_groups,
 )
 from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, Tapped, in_program_order, shared_rows
-from harness.faults.fault import Phase
+from harness.faults.catalogue import Phase
 from harness.program.spec import capabilities_of
 from harness.records import (
     ABSENT,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from harness.checks.evidence import show_ranks
 from harness.codec import Json
-from harness.faults.fault import Phase
+from harness.faults.catalogue import Phase
 from harness.records import OperatorCall
 
 MOST_NAMES = 3

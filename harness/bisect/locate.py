@@ -27,7 +27,7 @@ from harness.bisect.operators import keeping, operators_for, why_unseen, with_op
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line
-from harness.faults.fault import Phase
+from harness.faults.catalogue import Phase
 from harness.infrastructure import has_lost_its_groups
 from harness.records import (
     DIGEST_HEX_CHARS,

@@ -36,15 +36,14 @@ from harness.bisect.repro import FOLDER, MinimalCase, write_minimal_case
 from harness.checks.complete import find_flaw
 from harness.engine.slurm import stored_options
 from harness.errors import Interrupted, UsageError, shown
-from harness.program.launch import make_environments
-from harness.program.spec import capabilities_of, folder_of, program_of
+from harness.program.spec import capabilities_of, folder_of, make_environments, program_of
 from harness.provenance import changes, everything
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
 from harness.runner.run import clear_leftovers, stop_on_signals
 from harness.store import LEGS, MANIFEST_FILE, RunFolder
-from harness.store.verify import DEFAULT_OUT
+from harness.store.folder import DEFAULT_OUT
 from harness.terminal import typed
 
 SHORT_HASH, MOST_TOLD = 12, 3

@@ -24,8 +24,7 @@ import yaml
 
 from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
-from harness.faults.catalogue import BASE
-from harness.faults.fault import Fault, Setup
+from harness.faults.catalogue import BASE, Fault, Setup
 from harness.records import CaseSpec
 from harness.scenario.matrix import Device, expand
 from harness.scenario.schema import decode_scenario

@@ -18,7 +18,7 @@ from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import SUFFIXES, select
-from harness.store.verify import find_answer
+from harness.store.folder import find_answer
 from harness.terminal import make_console
 
 MOST_NAMED = 5

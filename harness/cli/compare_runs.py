@@ -9,7 +9,7 @@ from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
 from harness.cli import options
 from harness.cli.options import PATH
-from harness.cli.report import as_text, report_again
+from harness.cli.run import as_text, report_again
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.records import CaseSpec, RunResult, dumps

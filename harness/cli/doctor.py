@@ -16,7 +16,7 @@ from harness.cli import options
 from harness.machine import Machine, default_slots, describe
 from harness.provenance import package_version
 from harness.records import ExitCode
-from harness.store.verify import DEFAULT_OUT
+from harness.store.folder import DEFAULT_OUT
 from harness.terminal import cell, make_console, print_line, print_table
 
 State = Literal["ok", "warn", "missing"]

@@ -13,8 +13,7 @@ from harness.campaign.campaign import Matrix, Row
 from harness.campaign.cases import scenario_text
 from harness.cli import options
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Fault
+from harness.faults.catalogue import CATALOGUE, Fault
 from harness.records import ExitCode, Verdict
 from harness.runner.plan import Plan
 from harness.scenario.suite import compile_expression

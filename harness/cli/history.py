@@ -29,7 +29,7 @@ from harness.history.trend import (
 )
 from harness.records import OUTCOMES, ExitCode
 from harness.store import RunFolder
-from harness.store.verify import DEFAULT_OUT
+from harness.store.folder import DEFAULT_OUT
 from harness.terminal import COLOURS, cell, make_console, print_line, print_table
 
 MOST_ANSWERS = 60

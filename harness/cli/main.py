@@ -31,16 +31,16 @@ SECTIONS = {
         "doctor": ("doctor:doctor", "Say what this machine can run."),
     },
     "Look at a failure": {
-        "show": ("report:show_command", "Show one case."),
+        "show": ("run:show_command", "Show one case."),
         "bisect": ("bisect:bisect_command", "Find the cause of a failure."),
         "history": ("history:history_command", "Show earlier results of cases."),
         "compare": ("history:compare_command", "Compare two run folders."),
     },
     "Run folders": {
-        "report": ("report:report_command", "Write the reports again."),
-        "check": ("report:check_command", "Verify every checksum."),
-        "merge": ("report:merge_command", "Join the folders of shards."),
-        "safety": ("report:safety_command", "Show which release is safe for what."),
+        "report": ("run:report_command", "Write the reports again."),
+        "check": ("run:check_command", "Verify every checksum."),
+        "merge": ("run:merge_command", "Join the folders of shards."),
+        "safety": ("run:safety_command", "Show which release is safe for what."),
     },
     "Runs that something else starts": {
         "wrap": ("wrap:wrap_command", "Record a job that a command starts."),

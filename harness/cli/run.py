@@ -1,33 +1,252 @@
-"""`harness run` and `harness rerun`: from their options to verdicts, reports and an exit code."""
+"""`harness run, rerun`, and of the folders that they make `report, check, merge, show, safety`."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from harness.checks import exit_code
+from harness.checks import exit_code, judge
+from harness.checks.evidence import count
 from harness.cli import options
 from harness.cli.options import PATH, print_json
-from harness.cli.report import Reports, as_text, open_page, report_again
 from harness.errors import UsageError, one_line
 from harness.history import HISTORY_FOLDER, remember
 from harness.masking import Masker
-from harness.records import ExitCode
+from harness.records import CaseSpec, ExitCode, Verdict
+from harness.repeats import past_legs, runs_of
 from harness.runner import launch
-from harness.runner.run import set_killed_aside
+from harness.runner.run import held_against_attempts, set_killed_aside
 from harness.scenario.schema import ENGINES, Overrides
-from harness.store.verify import DEFAULT_OUT, bisect_line, find_case
+from harness.store import LEGS, VERDICT_FILE, RunFolder, load_case, load_run_folder
+from harness.store.folder import (
+    DEFAULT_OUT,
+    Inspection,
+    bisect_line,
+    find_answer,
+    find_case,
+    inspect,
+    unused,
+)
+from harness.store.merge import merge
 from harness.terminal import (
+    counts_line,
     duration,
     make_console,
     make_view,
+    print_case,
     print_line,
     print_outcome,
     print_plan,
     typed,
 )
+
+MAX_LINES = 20
+"""Lines of damage, and cases without a verdict, that are printed; the rest is counted."""
+Reports = dict[str, Path]
+"""By format."""
+
+
+def build_reports(folder: Path, database: Path | None = None) -> Reports:
+    """Write the reports of a run folder."""
+    # jinja2 and more come with it: only those who make a report wait for them.
+    import reports
+
+    # Where GitHub Actions wants the summary of the step that runs us.
+    step = os.environ.get("GITHUB_STEP_SUMMARY")
+    return reports.build(folder, history=database, step=Path(step) if step else None)
+
+
+def report_again(console: Console, folder: Path, database: Path | None = None) -> Reports:
+    """`build_reports`, and say where the page is."""
+    reports = build_reports(folder, database)
+    if "html" in reports:
+        print_line(console, f"report: {reports['html']}")
+    return reports
+
+
+def as_text(reports: Reports) -> dict[str, str]:
+    """For JSON."""
+    return {name: str(path) for name, path in reports.items()}
+
+
+def open_page(reports: Reports) -> None:
+    """Open the page in a browser; one line where there is none, which fails nothing."""
+    page = reports.get("html")
+    if page is not None and click.launch(str(page.absolute())):
+        click.echo(f"harness: no browser could open {page}", err=True)
+
+
+@click.command("report")
+@click.argument("folder", type=PATH, metavar="RUN")
+@options.opens
+@options.as_json
+def report_command(*, folder: Path, opens: bool, as_json: bool) -> int:
+    """Write the reports of a RUN folder again.
+
+    Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
+    """
+    built = build_reports(RunFolder.open(folder).path)
+    found = inspect(folder)
+    show_damage(found)
+    if as_json:
+        print_json(as_text(built))
+    else:
+        click.echo("\n".join(f"{name}: {path}" for name, path in built.items()))
+    if opens:
+        open_page(built)
+    return ExitCode.NO_VERDICT if found.damage or found.unjudged else ExitCode.PASSED
+
+
+@click.command("check")
+@click.argument("folder", type=PATH, metavar="RUN")
+@options.as_json
+def check_command(*, folder: Path, as_json: bool) -> int:
+    """Check every file of a RUN folder against its checksum and judge every pass again.
+
+    Exit codes as those of the run itself; 6 if it passed and files are damaged.
+    """
+    found = judged_again(folder)
+    code = code_of(found)
+    if as_json:
+        print_json(asdict(found) | {"exit_code": int(code)})
+        return code
+    show_damage(found)
+    whole = "no file damaged" if found.unjudged else "all files as they were written"
+    state = f"{len(found.damage)} damaged" if found.damage else whole
+    if found.unjudged:
+        state += f", {count(len(found.unjudged), 'case')} without a verdict"
+    click.echo(f"{count(found.num_cases, 'case')}, {count(found.num_runs, 'run')}: {state}")
+    return code
+
+
+@click.command("merge")
+@click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
+@options.out
+@options.as_json
+def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
+    """Put the RUN folders of shards together into one, and report.
+
+    A shard that is missing shows: its cases are errors. Exit codes as those of a run.
+    """
+    place = out or unused(DEFAULT_OUT / "merged")
+    with merge(folders, place, options.command_line()) as merged:
+        reports = build_reports(merged.path)
+    found = judged_again(place)
+    code, console = code_of(found), make_console(stderr=as_json)
+    for note in merged.manifest["notes"]:
+        print_line(console, note)
+    console.print(counts_line(found.verdicts, found.num_cases), end="")
+    print_line(console, f"; run folder {merged.path}")
+    show_damage(found)
+    if as_json:
+        print_json({"exit_code": int(code), "folder": str(merged.path),
+                    "reports": as_text(reports)})  # fmt: skip
+    return code
+
+
+@click.command("show")
+@click.argument("case")
+@click.argument("folder", type=PATH, metavar="[RUN]", required=False)
+@options.as_json
+def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
+    """Show one case: verdict, first difference, exits.
+
+    CASE is a case folder, or an id in RUN (the newest run under out/ by default). Exit code 0
+    whatever the verdict says; 6 if there is none that can be read.
+    """
+    place, spec, verdict, why = find_answer(case, folder)
+    if as_json:
+        print_json({"case": spec.to_json(), "folder": str(place), "why": why,
+                    "verdict": verdict.to_json() if verdict else None})  # fmt: skip
+    else:
+        held = load_case(place) if (place / "case.json").is_file() else None
+        runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
+        print_case(make_console(), spec, verdict, runs, why=why)
+    return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT
+
+
+@click.command("safety")
+@click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
+@options.as_json
+def safety_command(*, folders: tuple[Path, ...], as_json: bool) -> int:
+    """Show which release is safe in which combination, from RUN folders, as Markdown.
+
+    Counts cases of scenarios that have the key `about`. Exit code 0 whatever they say; 5 if no
+    scenario has it.
+    """
+    import reports
+
+    found, text = reports.tables_of_safety(reports.summarise(folder) for folder in folders)
+    if as_json:
+        print_json(found)
+    elif found:
+        click.echo(text)
+    else:
+        click.echo("harness: no scenario of these folders has the key about", err=True)
+    return ExitCode.PASSED if found else ExitCode.NOTHING_RAN
+
+
+# --- whole folders ----------------------------------------------------------------------------
+
+
+def judged_again(path: Path) -> Inspection:
+    """A run folder, every checksum tried and every pass judged again from its records.
+
+    For folders from elsewhere: files may say something else than they did and carry checksums that
+    fit. What records say otherwise than the verdict is damage of the verdict. `UsageError`: it is
+    not a run folder, or damaged beyond reading.
+    """
+    found, folder = inspect(path), RunFolder.open(path)
+    cases = {case.id: case for case in folder.cases}
+    verdicts, damage = [], list(found.damage)
+    for stored in found.verdicts:
+        case, verdict = cases[stored.case_id], stored
+        if stored.outcome in ("passed", "skipped") and not case.skip_reason:
+            verdict = _judged(folder, case)
+        if verdict.outcome != stored.outcome:
+            file = folder.case_folder(case.id).relative_to(folder.path) / VERDICT_FILE
+            damage.append(f"{file}: says {stored.outcome}, but: {verdict.message}")
+            stored = verdict
+        verdicts.append(stored)
+    return replace(found, verdicts=tuple(verdicts), damage=tuple(damage))
+
+
+def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
+    places = {getattr(case, role).key: folder.leg_folder(case, role) for role in LEGS}
+    runs = [load_run_folder(places.get(spec.key) or folder.run_folder(spec.key), spec)
+            for spec in runs_of(case)]  # fmt: skip
+    samples, repeats = past_legs(case, runs)
+    try:
+        found = judge(case, *runs[:3], samples=samples, repeats=repeats)
+    except Exception as error:  # noqa: BLE001 - what a forged plan can lead to has no end
+        why = one_line(f"{type(error).__name__}: {error}")
+        why = f"its plan cannot be judged: {why}"
+        return Verdict(case_id=case.id, outcome="error", what="corrupt_record", message=why)
+    return held_against_attempts(folder, case, found)
+
+
+def show_damage(found: Inspection) -> None:
+    """A line on stderr for each damaged file and each case without a verdict, a readable number."""
+    kinds: dict[tuple[str, str], Sequence[str]] = {
+        ("damaged", "files"): found.damage, ("no verdict", "cases"): found.unjudged,
+    }  # fmt: skip
+    for (word, what), lines in kinds.items():
+        more = [f"{len(lines) - MAX_LINES} more {what}"] * (len(lines) > MAX_LINES)
+        for line in (*lines[:MAX_LINES], *more):
+            click.echo(f"harness: {word}: {line}", err=True)
+
+
+def code_of(found: Inspection) -> ExitCode:
+    """What the verdicts say, but no pass of a folder that is damaged or not finished."""
+    code = exit_code(found.verdicts)
+    if code in (ExitCode.PASSED, ExitCode.NOTHING_RAN) and (found.damage or found.unjudged):
+        return ExitCode.NO_VERDICT
+    return code
+
 
 _history = options.options(
     click.option(

@@ -23,18 +23,17 @@ from fsdp_core.config import ConfigError, tap_pattern
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import count
 from harness.cli import options
-from harness.engine.process import code_of_zombie, has_mark, signal_quietly
+from harness.engine.base import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
 from harness.masking import Masker
-from harness.program.launch import recording
-from harness.program.spec import POSITIONAL, ProgramSpec
+from harness.program.spec import POSITIONAL, ProgramSpec, recording
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
 from harness.runner import recorded
 from harness.runner.recorded import Part
 from harness.scenario.settings import DETERMINISM
+from harness.store.folder import DEFAULT_OUT, unused
 from harness.store.streams import read_start
-from harness.store.verify import DEFAULT_OUT, unused
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGCONT)  # fmt: skip

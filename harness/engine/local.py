@@ -28,10 +28,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import ENTRY, Engine, Slots, mps_runs
+from harness.engine.base import (
+    ENTRY,
+    Engine,
+    Slots,
+    kill_group,
+    kill_marked,
+    mps_runs,
+    server_environment,
+)
 from harness.engine.evidence import tail_of
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
-from harness.engine.process import kill_group, kill_marked, server_environment
 from harness.engine.ranks import NO_PROCESS, NOT_RUN, Limits
 from harness.errors import Infrastructure
 from harness.infrastructure import no_process
@@ -64,8 +71,8 @@ class ServerProcess:
         mark = secrets.token_hex(16)
         self._mark = f"{MARK_VARIABLE}={mark}"
         command = [
-            sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
-            "--entry", entry, "--limits", dumps(limits),
+            sys.executable, "-P", "-m", "harness.worker.serve", "serve",
+            "--fd", str(theirs.fileno()), "--entry", entry, "--limits", dumps(limits),
         ]  # fmt: skip
         environment = server_environment(os.environ) | code_variables() | {MARK_VARIABLE: mark}
         with theirs:

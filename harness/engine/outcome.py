@@ -83,7 +83,7 @@ _SPEAKING: tuple[What, ...] = (
 """Answers that say what the type of the exception would; its words begin with the cause."""
 _WAITING = (
     "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/layout.py",
-    "harness/worker/soak.py",
+    "harness/worker/main.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)

@@ -34,7 +34,16 @@ from types import FrameType
 import psutil
 
 from harness.engine import evidence
-from harness.engine.base import cores_in, gpu_environment
+from harness.engine.base import (
+    GATE_VARIABLE,
+    ChildWakeup,
+    adopt_orphans,
+    cores_in,
+    die_with_parent,
+    gpu_environment,
+    kill_children,
+    signal_quietly,
+)
 from harness.engine.outcome import (
     FirstFailure,
     NodeReport,
@@ -45,14 +54,6 @@ from harness.engine.outcome import (
     report_path,
     signal_name,
     size_of,
-)
-from harness.engine.process import (
-    GATE_VARIABLE,
-    ChildWakeup,
-    adopt_orphans,
-    die_with_parent,
-    kill_children,
-    signal_quietly,
 )
 from harness.errors import HarnessError
 from harness.infrastructure import no_process

@@ -1,6 +1,6 @@
 """Runs on the nodes of the allocation that the harness is in, one after the other.
 
-    start       step.json into the run's folder, then srun: one agent (`harness.worker node`) a node
+    start       step.json into the run's folder, then srun: an agent (`harness.worker.serve`) a node
     wait        until srun has ended: the nodes' reports, and Slurm's word where one is missing
 
 Every step begins at the first node, so all runs of a case are on the same nodes. The run folder
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.codec import Json, dumps
-from harness.engine.base import ENTRY, Engine
+from harness.engine.base import ENTRY, Engine, die_with_parent, server_environment
 from harness.engine.outcome import (
     LOG_FILE,
     NO_WORD,
@@ -33,7 +33,6 @@ from harness.engine.outcome import (
     put_together,
     read_reports,
 )
-from harness.engine.process import die_with_parent, server_environment
 from harness.engine.ranks import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.provenance import code_variables
@@ -206,7 +205,7 @@ class SlurmEngine(Engine):
             "--cpu-bind=none", "--distribution=block", "--mpi=none", "--label", "--export=ALL",
             # The first to end well must not start a countdown for the others.
             "--kill-on-bad-exit=1", "--wait=0", "--input=none",
-            sys.executable, "-P", "-m", "harness.worker", "node", "--folder", str(folder),
+            sys.executable, "-P", "-m", "harness.worker.serve", "node", "--folder", str(folder),
             "--name", step.name, "--entry", self._entry, "--limits", dumps(self._limits),
         ]  # fmt: skip
         mine = os.getpid()

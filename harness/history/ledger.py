@@ -15,16 +15,31 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from msgspec import Meta
 
-from harness.errors import Infrastructure, UsageError
-from harness.records import Difference, Json, Outcome, RecordError, RunSpec, What
-from harness.store.files import make_folder, read_object, told, write_object
+from harness import store
+from harness.checks.memory import peak_bytes
+from harness.checks.speed import typical_step_s
+from harness.errors import HarnessError, Infrastructure, UsageError, one_line
+from harness.infrastructure import machine_failure
+from harness.provenance import facts, fingerprint
+from harness.records import (
+    CaseSpec,
+    Difference,
+    Json,
+    Outcome,
+    RecordError,
+    RunResult,
+    RunSpec,
+    What,
+)
+from harness.store.files import make_folder, read_object, told, write_atomic, write_object
+from harness.store.folder import verified, verified_alone
 
 SUFFIX = ".v7.json"
 """With the version of these types: entries of another one are not read."""
@@ -210,3 +225,171 @@ def _added(held: Sequence[Row], given: Sequence[Row]) -> tuple[tuple[Row, ...], 
 def _plain(text: str) -> str:
     """A text as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9.+-]", "-", text)[:80]
+
+
+# --- from a run folder to its entry -------------------------------------------------------------
+
+# Only what is final is entered: what has no verdict or outcome may still get one by `--resume`. A
+# verdict that says passed over records that are not whole is entered as `corrupt_record`.
+HISTORY_FOLDER = "history"
+NOT_WRITTEN_FILE = "history_not_written.txt"
+MAX_TEXT_CHARS = 500
+
+
+def remember(folder: Path, database: Path) -> str:
+    """Record a run folder whatever state the history is in; a warning of one line, or "".
+
+    Raises nothing. What could not be written is noted in the folder, for its report.
+    """
+    note = folder / NOT_WRITTEN_FILE
+    try:
+        record_folder(folder, database)
+        note.unlink(missing_ok=True)
+        return ""
+    except Exception as error:  # noqa: BLE001 - the run's verdicts stand, whatever is wrong here
+        kind = (
+            "" if isinstance(error, HarnessError) else f"internal error: {type(error).__name__}: "
+        )
+        warning = one_line(f"not written to the history: {kind}{error}")
+        try:
+            write_atomic(note, warning + "\n")
+        except HarnessError as unwritten:
+            warning = f"{warning}; {unwritten}"
+    return warning
+
+
+def record_folder(folder: Path, database: Path) -> Counter[str]:
+    """Record a run folder, as `History.record` (`HarnessError`: it is none, or as there)."""
+    with store.RunFolder.open(folder) as opened:
+        entry = gather(opened)
+    return History.open(database, create=True).record(entry)
+
+
+def gather(folder: store.RunFolder) -> FolderEntry:
+    """Everything final that a run folder holds."""
+    manifest, answers = folder.manifest, list[CaseEntry]()
+    fingerprints: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[_Attempt]] = {}
+    for case in folder.cases:
+        # A key is a hash of a whole specification, and many cases share a run.
+        keys = {} if case.skip_reason else {leg: getattr(case, leg).key for leg in store.LEGS}
+        for leg, key in keys.items():
+            if key not in runs:
+                runs[key] = list(_attempts(folder, case, leg, key, fingerprints))
+        answers += _answers(folder, case, {leg: runs[key] for leg, key in keys.items()})
+    machine, found = manifest.get("machine") or {}, facts(manifest)
+    environment = {key: machine.get(key) for key in ("python", "versions", "gpu_driver")}
+    environment |= {**found.get("hardware", {}), "variables": found.get("variables", {})}
+    names = ("created", "commit", "shard", "tier", "device", "id", "scenario")
+    said = {name: _text(manifest.get(name)) for name in names}
+    said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
+    return FolderEntry(
+        **said, num_cases=len(folder.cases), machine=machine_kind(machine), cases=tuple(answers),
+        slots=manifest.get("slots", 0), environment=environment if machine else {},
+        fingerprints=fingerprints, runs=tuple(run for found in runs.values() for run, _ in found),
+    )  # fmt: skip
+
+
+def machine_kind(machine: Mapping[str, Any]) -> str:
+    """'8 cores, 4 x NVIDIA H200': machines on which a run takes about as long; "" if unknown."""
+    if "cores" not in machine:
+        return ""
+    names = [_text(gpu["name"]) for gpu in machine.get("gpus", ())]
+    counted = [f"{names.count(name)} x {name}" for name in sorted(set(names))]
+    return ", ".join([f"{machine['cores']} cores", *counted])
+
+
+_Attempt = tuple[RunEntry, str]  # and what failure of the machine ended it, "" for none
+
+
+def _attempts(
+    folder: store.RunFolder, case: CaseSpec, leg: str, key: str, known: dict[str, dict[str, Any]]
+) -> Iterator[_Attempt]:
+    """Attempts of a run, the current one last; environments of their ranks are added to `known`."""
+    spec, current = getattr(case, leg), folder.run_folder(key)
+    places = store.kept_folders(current)
+    # A folder of which only the cases were kept still has its runs.
+    last = current if current.is_dir() else folder.case_folder(case.id) / leg
+    places += [last] if store.read_outcome(last, key)[0] is not None else []
+    for attempt, place in enumerate(places):
+        result = store.load_run_folder(place, spec)
+        found = [rank.start.environment for rank in result.ranks if rank.start is not None]
+        commits = {_text(each.get("commit")) for each in found}
+        name = ""
+        if found and len(found) == spec.world_size:
+            # Each once, but for their code: values of two commits are compared all the same.
+            plain = ({k: v for k, v in fingerprint(e).items() if k != "code"} for e in found)
+            texts = sorted({json.dumps(each, sort_keys=True) for each in plain})
+            ranks = {"ranks": [json.loads(text) for text in texts]}
+            name = name_of(ranks)
+            known[name] = ranks
+        commit = ", ".join(sorted(commits - {"", _text(folder.manifest.get("commit"))}))
+        entry = _run(result, spec, key=key, attempt=attempt, fingerprint=name, commit=commit)
+        yield entry, machine_failure(result) if result.outcome.what else ""
+
+
+def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
+    outcome = result.outcome
+    ends = [rank.end for rank in result.ranks if rank.end is not None]
+    measured: dict[str, Any] = {}
+    if len(ends) == spec.world_size:
+        measured["startup_s"] = max(end.startup_s for end in ends)
+        measured["peak_bytes"] = max(map(peak_bytes, result.ranks)) or None
+        if not any(rank.problems for rank in result.ranks):
+            measured |= {"step_s": typical_step_s(result), **_bits(result)}
+    return RunEntry(
+        **named, **measured, work=work_of(spec), what=outcome.what, device=spec.device,
+        # A run that rounds at random says nothing of how long those of its preset take.
+        preset="" if spec.rounding else _text(spec.config.get("model", {}).get("preset")),
+        world_size=spec.world_size, steps=spec.config.get("steps", 0),
+        started_unix_s=outcome.started_unix_s, wall_s=outcome.wall_s,
+    )  # fmt: skip
+
+
+def _bits(result: RunResult) -> dict[str, str]:
+    """Digests of the bits of every step of every rank."""
+    loss, state = hashlib.sha256(), hashlib.sha256()
+    for rank in result.ranks:
+        for record in rank.steps:
+            values = (record.loss, record.grad_norm, *record.microbatch_losses)
+            bits = ["-" if value is None else value.bits for value in values]
+            loss.update(f"{rank.rank} {record.step} {bits}\n".encode())
+            state.update(f"{rank.rank} {record.step} {sorted(record.digests.items())}\n".encode())
+    return {"loss_bits": loss.hexdigest()[:32], "state_bits": state.hexdigest()[:32]}
+
+
+def _answers(
+    folder: store.RunFolder, case: CaseSpec, runs: Mapping[str, list[_Attempt]]
+) -> Iterator[CaseEntry]:
+    current = folder.case_folder(case.id)
+    for attempt, place in enumerate([*store.kept_folders(current), current]):
+        answer, last = store.read_verdict(place, case.id), place is current
+        if answer is None:
+            if (place / store.VERDICT_FILE).exists():
+                why = f"its {store.VERDICT_FILE} does not decode"
+                yield CaseEntry(case_id=case.id, attempt=attempt, outcome="error", message=why,
+                                what="corrupt_record", labels=case.labels)  # fmt: skip
+            continue
+        # An earlier answer by its own links: its runs may have been repeated since.
+        found = verified(folder, case, answer) if last else verified_alone(place, case, answer)
+        causes = [
+            _text(f"{result.check}: {result.outcome} {result.what}".strip())
+            for result in found.checks if result.outcome not in ("passed", "skipped")
+        ]  # fmt: skip
+        if found.confirmation is not None:
+            causes.append(f"confirmation: {found.confirmation.outcome}")
+        ends = {leg: [why for _, why in attempts] for leg, attempts in runs.items() if last}
+        candidate = runs.get("candidate")
+        yield CaseEntry(
+            case_id=case.id, attempt=attempt, outcome=found.outcome, what=found.what,
+            message=_text(found.message), labels=case.labels, causes=tuple(causes),
+            difference=found.difference, wall_s=found.wall_s,
+            commit=candidate[-1][0].commit if candidate and last else "",
+            retried=tuple(f"{leg}: {why}" for leg in ends for why in ends[leg][:-1] if why),
+            **{leg: _text(found.runs.get(leg)) for leg in store.LEGS},
+        )  # fmt: skip
+
+
+def _text(value: object) -> str:
+    text = one_line(str(value)) if value is not None else ""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import confirmation
+from harness.checks.judge import confirmation_words
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.history import remember
 from harness.records import ExitCode, Verdict
@@ -37,7 +37,7 @@ from harness.scenario.matrix import expand_marked
 from harness.scenario.schema import TIERS, Scenario, load_scenario
 from harness.scenario.suite import SUFFIXES, find_scenarios, joined, pairwise, read_expression
 from harness.store import MANIFEST_FILE
-from harness.store.verify import DEFAULT_OUT, unused
+from harness.store.folder import DEFAULT_OUT, unused
 
 EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
 """Of `axis=value` as typed for `harness run -k`: in pytest's expressions no word has a `=`."""
@@ -163,7 +163,7 @@ def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
         if check.outcome != "passed" and check.message != verdict.message:
             yield f"{check.check}: {check.outcome}: {check.message}"
     if verdict.confirmation is not None:
-        yield confirmation.words(verdict.confirmation)
+        yield confirmation_words(verdict.confirmation)
     case = shlex.quote(os.path.relpath(folder))
     yield f"look at it: harness show {case}"
     yield f"repeat it:  harness rerun {case}"

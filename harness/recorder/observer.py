@@ -36,10 +36,10 @@ from harness.recorder.rows import (
     names_of_twins,
     row_of,
     seconds_between,
+    sketch,
     write_kept,
 )
 from harness.recorder.session import Session
-from harness.recorder.sketch import sketch
 from harness.recorder.state import (
     OTHERS,
     Named,

@@ -34,8 +34,7 @@ from harness.errors import (
 )  # fmt: skip
 from harness.machine import Machine
 from harness.masking import Masker
-from harness.program.launch import make_environments
-from harness.program.spec import codes_of, program_of
+from harness.program.spec import codes_of, make_environments, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps, each_of
 from harness.repeats import unique_runs
@@ -54,8 +53,8 @@ from harness.runner.run import (
 from harness.scenario.schema import Overrides
 from harness.scenario.suite import Picked, load_suite
 from harness.store import RunFolder, load_case
+from harness.store.folder import DEFAULT_OUT, unused
 from harness.store.merge import Whole, keep_whole
-from harness.store.verify import DEFAULT_OUT, unused
 
 DEFAULT_SCENARIOS = Path("scenarios")
 Device = Literal["cpu", "cuda"]

@@ -34,10 +34,15 @@ from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, Self, TypeVar, cast
 
-from harness.checks import confirmation
 from harness.checks import judge as judge_case
 from harness.checks.evidence import different_leaves
-from harness.checks.judge import unequal
+from harness.checks.judge import (
+    confirmation_of,
+    is_confirmation_due,
+    is_unconfirmed,
+    unconfirmed,
+    unequal,
+)
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted
 from harness.infrastructure import SHARED_GPU, machine_failure
@@ -60,8 +65,8 @@ from harness.repeats import confirming_runs, in_turn, is_timed, past_legs, runs_
 from harness.runner.plan import Plan, Queue, Seconds, arrange
 from harness.store import LEGS, RunFolder, kept_folders, load_run_folder
 from harness.store.files import write_atomic
+from harness.store.folder import verified
 from harness.store.streams import aligned
-from harness.store.verify import verified
 
 Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
@@ -269,7 +274,7 @@ class _Matrix:
         if verified(self.folder, case, verdict) != verdict:
             # Files were damaged since, or it was not made from them: answered anew.
             return False
-        if self.confirm and confirmation.is_open(case, verdict):
+        if self.confirm and is_unconfirmed(case, verdict):
             self.unconfirmed[case.id] = verdict
             return False
         self.verdicts[case.id] = verdict
@@ -286,7 +291,7 @@ class _Matrix:
                 return
             self.folder.seal_case(case)
             verdict = self._judged(case)
-        if self.confirm and confirmation.is_due(case, verdict):
+        if self.confirm and is_confirmation_due(case, verdict):
             self._confirm_or_wait(case, verdict)
         else:
             self._answer(case, verdict)
@@ -312,7 +317,7 @@ class _Matrix:
             return
         if verdict.confirmation is None:
             # Killed before the repeats end, the verdict is there, and says that they are missing.
-            verdict = replace(verdict, confirmation=confirmation.not_made(case))
+            verdict = replace(verdict, confirmation=unconfirmed(case))
             self.folder.save_verdict(verdict, case)
         self.unconfirmed[case.id] = verdict
         for spec in left:
@@ -325,10 +330,10 @@ class _Matrix:
         first = load(case.reference), load(case.candidate)
         again = load(repeats["reference"]), load(repeats["candidate"])
         try:
-            return confirmation.confirmation(case, verdict, first, again)
+            return confirmation_of(case, verdict, first, again)
         except Exception as error:  # noqa: BLE001 - as in `_judged`
             keep_trace(self.folder.case_folder(case.id) / "judge_error.txt", error)
-            return replace(confirmation.not_made(case), what="unsupported")
+            return replace(unconfirmed(case), what="unsupported")
 
     def _is_made(self, spec: RunSpec) -> bool:
         """Whether a repeat has ended; queues it if nobody has."""
@@ -438,7 +443,7 @@ def open_repeats(folder: RunFolder) -> dict[str, list[RunSpec]]:
     found: dict[str, list[RunSpec]] = {}
     for case in folder.cases:
         verdict = folder.load_verdict(case.id) if case.confirm else None
-        if verdict is not None and confirmation.is_open(case, verdict):
+        if verdict is not None and is_unconfirmed(case, verdict):
             specs = confirming_runs(case).values()
             found[case.id] = [spec for spec in specs if is_left(folder, spec)]
     return found

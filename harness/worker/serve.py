@@ -1,4 +1,9 @@
-"""The forkserver: one warm process that forks a leader for every run.
+"""`python -m harness.worker.serve serve | node`: how engines start what imports torch.
+
+serve  a forkserver on this machine, for the local engine: it forks a leader for every run
+node   the agent of one node of a Slurm step, started through srun: it forks its ranks
+
+The forkserver:
 
     harness -> server   {"start": key, "folder": path, "devices": [...], "after": key, ...}
     server -> harness   {"ready": pid} | {"failed": why}
@@ -6,36 +11,53 @@
                         {"exited": key, "status": code}   negative: signal; null: never forked
 
 `after` names the run whose devices this one takes over, "" for none: its ranks wait for the end of
-that run before they make a model (`harness.engine.process.wait_for_go`).
+that run before they make a model (`harness.engine.base.wait_for_go`).
 
 One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
 thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
 server kills what is left of every run and exits, stopped as it may have been.
 """
 
+import argparse
 import gc
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.process import (
+from harness.engine.base import (
     ChildWakeup,
     adopt_orphans,
     kill_children,
     kill_group,
     wake_as_parent_dies,
 )
-from harness.engine.ranks import Job, Limits, RankMain, die_as_child_of, lead
+from harness.engine.outcome import look_again
+from harness.engine.ranks import (
+    Job,
+    Limits,
+    RankMain,
+    die_as_child_of,
+    lead,
+    lead_share,
+    own_address,
+)
+from harness.engine.slurm import STEP_FILE, Step, ask
+from harness.errors import HarnessError, Infrastructure, UsageError
 from harness.records import RunSpec
+from harness.store import SPEC_FILE
+from harness.store.files import write_atomic
 
 
 def serve(fd: int, entry: str, limits: Limits) -> int:
@@ -201,3 +223,103 @@ class _Server:
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
+
+
+# --- the agent of a node; those of a step meet at the port that the first one's has taken ---------
+
+VISIBLE_S = 90.0
+"""How long a file may take to show on another node; caches of NFS hold for 60 s at most."""
+MEETING_FILE = "meeting.json"
+
+
+def run_node(folder: Path, name: str, entry: str, limits: Limits) -> int:
+    """The ranks of this node of a step; the exit code. Raises as `_await_object` and `_devices`."""
+    step = Step.from_json(_await_object(folder / STEP_FILE, name))
+    spec = RunSpec.from_json(json.loads((folder / SPEC_FILE).read_bytes()))
+    node = int(os.environ["SLURM_PROCID"])
+    ranks = step.ranks(node, spec.world_size)
+    listener = _host(folder, step) if node == 0 else None
+    found = _await_object(folder / MEETING_FILE, name)
+    job = Job(
+        spec=spec, folder=folder, ranks=ranks, devices=_devices(spec, len(ranks)),
+        address=found["address"], port=found["port"], listener=listener, stops_on_sigterm=True,
+    )  # fmt: skip
+    rank_main = load_entry(entry)
+    # As in the forkserver: what is alive now is shared with every rank, if nobody writes to it.
+    gc.collect()
+    gc.freeze()
+    return lead_share(job, name, node, rank_main, open_store, limits)
+
+
+def _host(folder: Path, step: Step) -> socket.socket:
+    """Take a port, and tell the other nodes."""
+    address = "127.0.0.1" if step.num_nodes == 1 else _address()
+    here = "127.0.0.1" if address.startswith("127.") else ""
+    listener = socket.create_server((here, 0), backlog=1024)
+    told = {"name": step.name, "address": address, "port": listener.getsockname()[1]}
+    write_atomic(folder / MEETING_FILE, json.dumps(told) + "\n")
+    return listener
+
+
+def _address() -> str:
+    """As the last node reaches this one, whose name often stands for a loopback address."""
+    listed = ask("scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", ""))
+    last = (listed.split() or [socket.gethostname()])[-1]
+    match = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "-o", "show", "node", last))
+    return own_address(match.group(1) if match else last) or socket.gethostname()
+
+
+def _await_object(path: Path, name: str) -> dict[str, Any]:
+    """A file of the step of that name, once it shows; `Infrastructure` if it does not."""
+    until_s = time.monotonic() + VISIBLE_S
+    while time.monotonic() < until_s:
+        # The run folder may have taken the place of another of that name.
+        look_again(path.parent.parent)
+        look_again(path.parent)
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(path.read_bytes())
+            if found.get("name") == name:
+                return found
+        time.sleep(0.05)
+    raise Infrastructure(
+        f"{path} is not visible on this node ({socket.gethostname()}), or is of another step: "
+        "put --out on a file system that all nodes share"
+    )
+
+
+def _devices(spec: RunSpec, count: int) -> tuple[str, ...]:
+    """The GPUs of the ranks here as CUDA_VISIBLE_DEVICES has them; `UsageError` if too few."""
+    if spec.device != "cuda":
+        return ()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [str(i) for i in range(count)] if named is None else [n for n in named.split(",") if n]
+    if len(seen) < count:
+        raise UsageError(f"run {spec.key} needs {count} GPUs here, this node gives {len(seen)}")
+    return tuple(seen[:count])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse the command line and do what it says; the exit code."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--entry", required=True)
+    common.add_argument("--limits", required=True, help="of a leader, as JSON")
+    parser = argparse.ArgumentParser(prog="python -m harness.worker.serve")
+    commands = parser.add_subparsers(dest="command", required=True)
+    server = commands.add_parser("serve", help="fork runs for a harness", parents=[common])
+    server.add_argument("--fd", type=int, required=True, help="socket of that harness")
+    node = commands.add_parser("node", help="the ranks of a node of a step", parents=[common])
+    node.add_argument("--folder", type=Path, required=True)
+    node.add_argument("--name", required=True)
+    chosen = parser.parse_args(arguments)
+    limits = Limits.from_json(json.loads(chosen.limits))
+    try:
+        if chosen.command == "serve":
+            return serve(chosen.fd, chosen.entry, limits)
+        return run_node(chosen.folder, chosen.name, chosen.entry, limits)
+    except HarnessError as error:
+        sys.stderr.write(f"harness: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from harness import cli
-from harness.cli import report as report_commands
+from harness.cli import run as report_commands
 from harness.errors import Infrastructure
 from harness.records import FloatBits, RunSpec, StepRecord, What
 from harness.runner import launch

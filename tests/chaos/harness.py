@@ -24,7 +24,7 @@ def main() -> int:
 
         secure_streams()
         from harness import cli
-        from harness.cli import report as report_commands
+        from harness.cli import run as report_commands
         from harness.engine.local import LocalEngine
         from harness.runner import launch
     except KeyboardInterrupt:

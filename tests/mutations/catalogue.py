@@ -244,7 +244,7 @@ MUTATIONS = [
          "if losses.outcome == \"passed\" or before <= step:"),
     ),
     *slips_of(
-        "checks/confirmation.py",
+        "checks/judge.py",
         "runner/test_run",
         ("any_second_difference_is_the_first", "place is not None and place == before.difference",
          "place is not None"),
@@ -552,7 +552,7 @@ MUTATIONS = [
          "state.append((path.name,))"),
     ),
     *slips_of(
-        "store/verify.py",
+        "store/folder.py",
         "store/test_damaged_folders",
         ("damaged_pass_stands", 'TRUSTING = ("passed", "skipped")', 'TRUSTING = ("skipped",)'),
     ),

@@ -148,7 +148,7 @@ RUNNING = [
         ("replays_not_counted", "info.replays += 1", "info.replays = 1"),
     ),
     *slips_of(
-        "worker/soak.py",
+        "worker/main.py",
         "worker/test_main",
         ("one_vote_is_enough", 'set(said) == {b"1"}', 'b"1" in said'),
         ("turns_cut_short", "if self._done < soak.turn_steps * len(stressors):", "if False:"),
@@ -185,7 +185,7 @@ RUNNING = [
          "(seen or failed or held[-1:])[-1]"),
     ),
     *slips_of(
-        "campaign/scoring.py",
+        "campaign/campaign.py",
         "faults/test_campaign",
         ("any_rank_is_exact", "if named and on_rank and", "if named and"),
         ("late_is_near", "not in (step, step + 1)", "not in (step, step + 1, step + 2)"),
@@ -200,7 +200,7 @@ RUNNING = [
         ("errors_are_final", ' or verdict.outcome == "error":', ":"),
         ("failing_engine_goes_on", "    except BaseException:\n        engine.cancel()\n",
          "    except BaseException:\n"),
-        ("difference_not_confirmed", "if self.confirm and confirmation.is_due(case, verdict):",
+        ("difference_not_confirmed", "if self.confirm and is_confirmation_due(case, verdict):",
          "if False:", "runner/test_run"),
         ("skipped_whatever_was_planned", "self._answer(case, verified(self.folder, case, skipped))",
          "self._answer(case, skipped)"),

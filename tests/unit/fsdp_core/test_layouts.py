@@ -20,7 +20,7 @@ from fsdp_core.config import (
     divisors,
 )
 from fsdp_core.layouts import AXES, Dense, Expert, axis_rank, dense_sizes, expert_sizes, groups
-from harness.scenario.layouts import legal_layouts
+from harness.scenario.schema import legal_layouts
 
 FLATTENED = (("dp", "cp"), ("dp_outer", "dp"), ("dp_outer", "dp", "cp", "tp"), ("ep", "etp"))
 

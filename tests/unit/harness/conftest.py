@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import provenance
-from harness.cli import report as report_commands
+from harness.cli import run as report_commands
 from harness.runner import launch
 from tests.support.fake_engine import SCENARIO, Capsys, Cli, FakeEngine
 

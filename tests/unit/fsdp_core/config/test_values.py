@@ -21,7 +21,7 @@ from fsdp_core.config import (
     TrainConfig,
     model_from_preset,
 )
-from harness.scenario.layouts import legal_layouts
+from harness.scenario.schema import legal_layouts
 
 NAN, INFINITY = float("nan"), float("inf")
 BAD_NUMBERS: list[Any] = [-1.0, NAN, True, "1", [1]]

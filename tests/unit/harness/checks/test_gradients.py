@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.checks.gradients import measured
-from harness.recorder.sketch import sketch
+from harness.recorder.rows import sketch
 from harness.records import RunResult
 from harness.repeats import NUM_SAMPLES, samples_of
 from tests.support.run_records import CANDIDATE, LAB, REFERENCE, ask, configured, edit, place

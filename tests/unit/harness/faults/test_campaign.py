@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.bisect.found import Location
-from harness.campaign.campaign import Judged, Matrix, Row, fields_of, row_of
+from harness.campaign.campaign import Judged, Matrix, Row, bounds, fields_of, localised, row_of
 from harness.campaign.cases import (
     BARE,
     BROKEN,
@@ -18,9 +18,7 @@ from harness.campaign.cases import (
     scenario_text,
     variants,
 )
-from harness.campaign.scoring import bounds, localised
-from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Pointer, read_table
+from harness.faults.catalogue import CATALOGUE, Pointer, read_table
 from harness.records import (
     WHATS,
     Difference,

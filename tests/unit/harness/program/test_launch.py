@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.program.launch import SITE, command, environment, run_program
-from harness.program.spec import ProgramSpec
+from harness.program.spec import SITE, ProgramSpec, command, environment, run_program
 from harness.records import RankRecords, Verdict
 from harness.store import read_verdict
 from harness.store.streams import rank_path, read_rank

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from harness.checks import confirmation
+from harness.checks.judge import confirmation_words
 from harness.cli import main
 from harness.errors import Infrastructure, Interrupted, UsageError
-from harness.history.gathering import gather
+from harness.history.ledger import gather
 from harness.records import (
     CaseSpec,
     Confirmation,
@@ -32,7 +32,7 @@ from harness.runner.run import View, execute
 from harness.scenario.matrix import expand
 from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run
-from harness.store.verify import inspect
+from harness.store.folder import inspect
 from reports import html, json_report, junit, markdown
 from reports.reading import summarise
 from tests.support.fake_engine import Capsys, FakeEngine, Patch, Spoil, other_bits, run_json
@@ -470,7 +470,7 @@ def test_every_output_shows_it(engine: FakeEngine, capsys: Capsys) -> None:
     engine.spoil = only(0)
     main([*RUN])
     found = confirmed()
-    words = confirmation.words(found)
+    words = confirmation_words(found)
     out = capsys.readouterr().out
     assert any(words in line for line in out.splitlines())  # as the case is answered
     assert " ".join(out.split()).count(words) == 2  # and in the table at the end, folded

@@ -29,9 +29,8 @@ from fsdp_core.config import (
 from harness.errors import NothingSelected, ScenarioError
 from harness.records import CaseSpec, each_of
 from harness.repeats import NUM_SAMPLES, samples_of
-from harness.scenario.layouts import MAX_RANKS, legal_layouts
 from harness.scenario.matrix import MAX_ID_CHARS, count, expand, named
-from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.schema import MAX_RANKS, Overrides, legal_layouts, load_scenario
 from harness.scenario.suite import find_scenarios
 from tests.support.fake_engine import Patch
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
@@ -226,7 +225,7 @@ def test_keys_and_microbatches_restrict_it(tmp_path: Path) -> None:
 
 def test_too_many_layouts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """The list is cut short before it fills the memory, and the limit is said."""
-    monkeypatch.setattr("harness.scenario.layouts.MAX_LAYOUTS", 33)
+    monkeypatch.setattr("harness.scenario.schema.MAX_LAYOUTS", 33)
     with pytest.raises(ScenarioError, match=r"axes\.parallel: expected at most 33 layouts"):
         listed(tmp_path, Overrides())
 

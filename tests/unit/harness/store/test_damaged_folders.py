@@ -254,7 +254,7 @@ def test_a_pass_from_elsewhere_is_judged_again(
     def no_layers(*args: Any, **more: Any) -> Verdict:
         raise KeyError("layers")
 
-    monkeypatch.setattr("harness.cli.report.judge", no_layers)
+    monkeypatch.setattr("harness.cli.run.judge", no_layers)
     assert "its plan cannot be judged: KeyError" in cli("check", "r", code=6).err
 
 

@@ -21,9 +21,9 @@ from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.train.trainer import Trainer
 from harness.engine.evidence import IN_CAPTURE, Place
 from harness.records import GivenCall, RaceEvidence, RankRecords, StreamUse, given_in
-from harness.worker import collectives
-from harness.worker.collectives import Notes
+from harness.worker import observe
 from harness.worker.error_evidence import evidence_of
+from harness.worker.observe import Notes
 from tests.support.fake_engine import Patch
 
 
@@ -35,7 +35,7 @@ def operator(name: str, *arguments: str) -> Any:
 GATHER = operator("c10d::_allgather_base_", "output_tensor", "input_tensor", "process_group")
 SCATTER = operator("c10d::scatter_", "output_tensors", "input_tensors", "process_group")
 SUM = operator("c10d::allreduce_", "tensors", "process_group")
-REDUCE, WAIT = operator("c10d::_reduce_scatter_base_"), operator(collectives._WAIT)
+REDUCE, WAIT = operator("c10d::_reduce_scatter_base_"), operator(observe._WAIT)
 SEND = operator("c10d::send")
 
 
@@ -46,7 +46,7 @@ class Rank:
         self.step, self.unit, self.captures = 0, "", False
         self.places: list[Place] = []
         self.notes = Notes(self, lambda: self.step, eager_steps=2)  # type: ignore[arg-type]
-        monkeypatch.setattr(collectives, "_unit_at_work", lambda: (self.unit, self.captures))
+        monkeypatch.setattr(observe, "_unit_at_work", lambda: (self.unit, self.captures))
         monkeypatch.setattr(self.notes, "_group", lambda args: (0, 1))
 
     def write(self, place: Place) -> None:

@@ -44,9 +44,8 @@ from harness.records import (
 )
 from harness.soaking import SoakSpec
 from harness.store.streams import rank_path, read_rank
-from harness.worker.main import Part, _Session, classify, join_store, rank_main
+from harness.worker.main import Part, Soaking, _Session, classify, join_store, rank_main
 from harness.worker.serve import open_torch_store
-from harness.worker.soak import Soaking
 from tests.support.fake_engine import Capsys, Patch
 from tests.unit.harness.worker.conftest import TINY
 
@@ -363,7 +362,7 @@ def test_a_soak_by_replays_ends_at_a_flush(
 def test_a_soak_by_duration_asks_the_clock_of_rank_0(monkeypatch: Patch) -> None:
     """Five steps a second for three seconds end at the flush after step 15."""
     now = 100.0
-    monkeypatch.setattr("harness.worker.soak.time.monotonic", lambda: now)
+    monkeypatch.setattr("harness.worker.main.time.monotonic", lambda: now)
     run, _, _ = soaking(SoakSpec(by="duration", amount=3))
     taken = []
     for step in run.steps():
