@@ -23,11 +23,19 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from harness.codec import FloatBits, Json, RecordError, dumps, strict_loads, ulp_distance
-from harness.soaking import SoakSpec
-from harness.tolerance import Expect, tolerance_of
+from harness.values import (
+    Expect,
+    FloatBits,
+    Json,
+    RecordError,
+    SoakSpec,
+    dumps,
+    strict_loads,
+    tolerance_of,
+    ulp_distance,
+)
 
-__all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of codec
+__all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of values
 
 SCHEMA_VERSION = 1
 
@@ -489,7 +497,7 @@ class Ending(Json):
     module: str = ""
     tensor: str = ""  # the first that it names
     collective: CollectiveFault | None = None  # in which ranks waited in vain
-    machine: str = ""  # failure of the machine that the engine saw (`harness.infrastructure`)
+    machine: str = ""  # failure of the machine that the engine saw (`harness.checks.complete`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from harness.records import CaseSpec, RunResult, RunSpec
-from harness.tolerance import ROUNDING
+from harness.values import ROUNDING
 
 FIRST_REPEAT = 2
 """Replica number of the first repeat, past a run and its control."""

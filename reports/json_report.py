@@ -11,7 +11,7 @@ import msgspec
 
 from harness.records import Verdict
 from harness.runner.run import Attempt
-from harness.tolerance import Expect
+from harness.values import Expect
 from reports.compared import GroupMap
 from reports.reading import CaseReport, Output, Report
 from reports.text import well_formed

@@ -31,11 +31,11 @@ from harness.bisect.experiments import (
     RepeatPolicy,
     failure_of,
 )
-from harness.codec import Json
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, program_of
 from harness.records import CaseSpec, RunSpec, Verdict, each_of, joined
 from harness.scenario.settings import LAST_RANK
+from harness.values import Json
 
 Changes = frozenset[str]
 MAX_CAUSES = 8

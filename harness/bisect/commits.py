@@ -42,7 +42,6 @@ from harness.bisect.experiments import (
     question_case,
 )
 from harness.checks.evidence import count
-from harness.codec import Json
 from harness.engine.base import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.packages import releases
@@ -52,6 +51,7 @@ from harness.repeats import FIRST_REPEAT
 from harness.store import LEGS
 from harness.store.files import make_folder, read_tail
 from harness.store.folder import unused
+from harness.values import Json
 
 TIMEOUT_S, GRACE_S, HASH_CHARS = 120.0, 10.0, 10
 MAX_ANSWER_BYTES, TAIL_BYTES = 1 << 24, 4096

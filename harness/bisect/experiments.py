@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
-from harness.codec import Json, RecordError
 from harness.engine.base import Engine
 from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
@@ -27,6 +26,7 @@ from harness.repeats import FIRST_REPEAT, runs_of
 from harness.runner.run import Judge, View, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
 from harness.store.files import link_tree, make_folder, read_object, write_object
+from harness.values import Json, RecordError
 
 TIMED: tuple[What, ...] = ("throughput_regression", "noisy")
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from harness.checks.evidence import show_ranks
-from harness.codec import Json
 from harness.faults.catalogue import Phase
 from harness.records import OperatorCall
+from harness.values import Json
 
 MOST_NAMES = 3
 Near = Literal["", "before", "in", "after"]

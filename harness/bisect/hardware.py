@@ -22,13 +22,13 @@ from harness.bisect.experiments import CONFIDENCE, Asker, judged_by
 from harness.bisect.found import Location
 from harness.bisect.locate import EVERYWHERE, SELDOM, between, how_it_ended, shortened
 from harness.checks.evidence import count, show_ranks
-from harness.codec import Json
 from harness.engine.base import core_set
 from harness.program.spec import program_of
 from harness.provenance import host
 from harness.records import SAMPLES, WHATS, CaseSpec, RunResult, RunSpec, StartRecord
 from harness.repeats import FIRST_REPEAT
 from harness.store import CaseRuns
+from harness.values import Json
 
 Kind = Literal["device", "rank", "program", "nothing"]
 MIN_ROUNDS, MAX_TRIALS = 2, 24

@@ -24,11 +24,10 @@ from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
 from harness.bisect.operators import keeping, operators_for, why_unseen, with_operator, with_values
-from harness.checks.complete import find_flaw
+from harness.checks.complete import find_flaw, has_lost_its_groups
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line
 from harness.faults.catalogue import Phase
-from harness.infrastructure import has_lost_its_groups
 from harness.records import (
     DIGEST_HEX_CHARS,
     NEVER_RAN,

@@ -22,7 +22,6 @@ from harness.bisect.found import Element, Location, Operator
 from harness.bisect.hardware import Traced
 from harness.bisect.repro import MinimalCase
 from harness.checks.evidence import count
-from harness.codec import Json, RecordError
 from harness.errors import one_line
 from harness.records import WHATS, CaseSpec, Outcome, RunOutcome, Verdict, What
 from harness.runner.plan import Plan
@@ -31,6 +30,7 @@ from harness.scenario.suite import whole_id
 from harness.store import SEARCH_FILE
 from harness.store.files import read_object, write_atomic, write_object
 from harness.terminal import COLOURS, LiveView, cell, duration, typed
+from harness.values import Json, RecordError
 
 UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
 MAX_NAME_CHARS = 120

@@ -20,7 +20,6 @@ from harness.bisect.causes import DEFAULTS, FoundCauses, LeastCase
 from harness.bisect.differences import PLANT, RunChanges, config_of, leaves_of, program_in
 from harness.bisect.experiments import Asker, Judged
 from harness.checks.evidence import count
-from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of
@@ -30,6 +29,7 @@ from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
 from harness.scenario.settings import OPEN
 from harness.scenario.suite import whole_id
 from harness.store.files import make_folder, write_once
+from harness.values import Json
 
 FOLDER = Path("scenarios/repro")
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"

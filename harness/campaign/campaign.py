@@ -33,10 +33,9 @@ from harness.campaign.cases import (
     WHOLE,
     plan_cases,
 )  # fmt: skip
-from harness.codec import Json
+from harness.engine.base import describe_machine, resolve_device
 from harness.errors import NothingSelected, UsageError, one_line
 from harness.faults.catalogue import CATALOGUE, Fault, Pointer
-from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.runner.plan import Plan
@@ -44,6 +43,7 @@ from harness.runner.run import View
 from harness.store import LEGS, CaseRuns, RunFolder
 from harness.store.folder import DEFAULT_OUT, unused
 from harness.terminal import markdown_table
+from harness.values import Json
 
 # ---- where a search ended, against where the fault was planted
 
@@ -370,7 +370,7 @@ def _prepared(
         if not any({FAULT_LABEL, CLEAN_LABEL} & set(c.labels) for c in prepared.plan.cases):
             raise UsageError(f"--resume {resume}: expected the folder of a matrix of faults")
         return prepared
-    here = resolve_device(device, describe())
+    here = resolve_device(device, describe_machine())
     # Setups that end in a limit are for the CPU, and a GPU takes seconds to begin.
     factor = patience or (4.0 if here == "cuda" else 1.0)
     cases = [

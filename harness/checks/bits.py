@@ -4,7 +4,7 @@ state      digests of every tensor: the lowest step first, the state before step
            then the group in `GROUP_ORDER`, the tensor's place, the rank
 finite     no NaN and no infinity in the candidate, in the order of the computation
 same_data  data-parallel ranks of a built-in run read samples of their own
-loss       losses and gradient norms, by bits or within a tolerance (`harness.tolerance`)
+loss       losses and gradient norms, by bits or within a tolerance (`harness.values`)
 
 The bound of `rounding` is measured: docs/ARCHITECTURE.md derives it. With s the standard deviation
 of the reference's samples (`harness.repeats`), the largest so far of a kind of value, t a point of
@@ -26,7 +26,6 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.layouts import dense_coordinates
-from harness.checks import check
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import (
     BEFORE,
@@ -35,6 +34,7 @@ from harness.checks.evidence import (
     StateTable,
     StepTable,
     alike,
+    check,
     count,
     diverged,
     error,
@@ -75,7 +75,7 @@ from harness.records import (
     ulp_distance,
 )
 from harness.repeats import samples_of
-from harness.tolerance import Close, LossGap, Rounding, tolerance_of
+from harness.values import Close, LossGap, Rounding, tolerance_of
 
 OTHER_PARTS: What = "other_parts"
 NO_LOSS = (

@@ -12,7 +12,7 @@ digests are informative; recorded runs without a control differ with no verdict 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from harness.checks import CHECKS, refusal, speed
+from harness.checks import speed
 from harness.checks.bits import OTHER_PARTS, informative, loss, same_data, state
 from harness.checks.complete import (
     NO_BLAME,
@@ -24,6 +24,7 @@ from harness.checks.complete import (
 )
 from harness.checks.evidence import (
     BEFORE,
+    CHECKS,
     DETERMINISTIC,
     ENVIRONMENT,
     LEGS,
@@ -35,6 +36,7 @@ from harness.checks.evidence import (
     incomparable,
     not_run,
     passed,
+    refusal,
     when,
 )
 from harness.checks.memory import missed_turns
@@ -52,7 +54,7 @@ from harness.records import (
 )
 from harness.repeats import confirming_runs
 from harness.store.streams import aligned
-from harness.tolerance import LossGap, tolerance_of
+from harness.values import LossGap, tolerance_of
 
 NO_CONTROL: What = "no_control"
 GATES = (

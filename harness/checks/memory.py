@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from harness.checks import Option, check
 from harness.checks.bits import finite
-from harness.checks.evidence import Options, Runs, error, failed, passed, rank_table
-from harness.infrastructure import shares_gpus
+from harness.checks.complete import shares_gpus
+from harness.checks.evidence import Option, Options, Runs, check, error, failed, passed, rank_table
 from harness.records import CheckResult, RankRecords, RunResult
-from harness.soaking import LEAST_STEPS, taking_turns
+from harness.values import LEAST_STEPS, taking_turns
 
 PEAK = "peak_memory"
 LEAST_QUARTERED = 8  # steps of a run whose growth is looked at

@@ -12,12 +12,20 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
-from harness.checks import Option, check
 from harness.checks.bits import loss, state
-from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
-from harness.checks.evidence import Options, Runs, alike, error, failed, incomparable, passed
+from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw, shares_gpus
+from harness.checks.evidence import (
+    Option,
+    Options,
+    Runs,
+    alike,
+    check,
+    error,
+    failed,
+    incomparable,
+    passed,
+)
 from harness.checks.memory import memory_notes, peak_bytes
-from harness.infrastructure import shares_gpus
 from harness.records import CheckResult, RankRecords, RunResult, What
 from harness.repeats import timed_pairs
 

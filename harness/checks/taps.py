@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_core.config import tap_pattern
-from harness.checks import check
 from harness.checks.evidence import (
     Key,
     Options,
     Runs,
+    check,
     count,
     diverged,
     error,

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from harness import machine
 from harness.bisect.layouts import case_of_two, is_one_layout
 from harness.bisect.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisect.repro import FOLDER
 from harness.bisect.session import STAGES, Search, bisect
 from harness.cli import options
 from harness.cli.options import PATH, print_json
+from harness.engine import base
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import expand
@@ -122,7 +122,9 @@ def _one_of(
     """The case of a scenario that an option selects (`UsageError`: it selects several)."""
     scenario = load_scenario(path, overrides=Overrides(sets, ()))
     wanted = scenario.launch.device if device in (None, "auto") else device
-    cases = select(expand(scenario, machine.resolve_device(wanted, machine.describe())), expression)
+    cases = select(
+        expand(scenario, base.resolve_device(wanted, base.describe_machine())), expression
+    )
     if not cases:
         raise NothingSelected(f"no case is selected by {option}")
     if len(cases) > 1:

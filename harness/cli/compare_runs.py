@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-from harness import machine
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
 from harness.cli import options
 from harness.cli.options import PATH
 from harness.cli.run import as_text, report_again
+from harness.engine import base
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.records import CaseSpec, RunResult, dumps
@@ -20,7 +20,7 @@ from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic
 from harness.terminal import make_console, print_line, print_outcome
-from harness.tolerance import ROUNDING
+from harness.values import ROUNDING
 
 SCENARIO, CASE = "compare-runs", "candidate"
 
@@ -111,7 +111,7 @@ def _make_folder(
     why = f"{places['candidate']} against {places['reference']}, both recorded before."
     said = {
         "scenario": SCENARIO, "why": why, "device": case.candidate.device,
-        **provenance_of(machine.describe(), []),
+        **provenance_of(base.describe_machine(), []),
         "runs": {role: str(place.absolute()) for role, place in places.items()},
     }  # fmt: skip
 

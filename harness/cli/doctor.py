@@ -13,7 +13,7 @@ import click
 import psutil
 
 from harness.cli import options
-from harness.machine import Machine, default_slots, describe
+from harness.engine.base import Machine, default_slots, describe_machine
 from harness.provenance import package_version
 from harness.records import ExitCode
 from harness.store.folder import DEFAULT_OUT
@@ -116,7 +116,7 @@ def doctor(*, as_json: bool) -> int:
 
     Exit codes: 0 it can run something, 6 nothing.
     """
-    here = describe()
+    here = describe_machine()
     findings = list(look(here, DEFAULT_OUT))
     can_run, cannot_run = conclude(findings, here)
     code = ExitCode.PASSED if can_run else ExitCode.NO_VERDICT

@@ -10,22 +10,27 @@ times that mean nothing.
 """
 
 import ctypes
+import importlib
 import math
 import os
+import platform
 import signal
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
 import psutil
 
 import harness
-from harness.errors import UsageError
-from harness.infrastructure import HOST_KEY, SHARED_HOST
-from harness.records import RunOutcome, RunSpec
+from harness.checks.complete import HOST_KEY, SHARED_HOST
+from harness.errors import Infrastructure, UsageError
+from harness.provenance import package_version
+from harness.records import Json, RunOutcome, RunSpec
 
 ENTRY = "harness.worker.main:rank_main"
 """What a rank is, `module:function` of a `RankMain`, where nothing else is said."""
@@ -335,3 +340,149 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
         paths.append(str(root))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return {"PYTHONHASHSEED": "0", **environ, **fixed}
+
+
+# --- this machine: cores, memory, GPUs, versions --------------------------------------------------
+
+# Names of machines and people stay out: what is described here goes into reports.
+MIN_CPU_SLOTS = 8
+SLOTS_PER_CORE = 2
+DEVICES, LISTING_S = "/dev", 20.0
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that leave no GPU on purpose."""
+PACKAGES = ("torch", "transformer-engine", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Json):
+    """One visible GPU. `id` is what CUDA_VISIBLE_DEVICES calls it."""
+
+    id: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Json):
+    """The machine under us."""
+
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    versions: dict[str, str]  # of installed packages
+    gpus: tuple[Gpu, ...]
+    gpu_driver: str
+    gpu_note: str  # why there is no GPU
+    gpus_expected: str = ""  # how it is known that there are some, unless hidden on purpose
+
+    @property
+    def torch_sees_gpus(self) -> bool:
+        """Whether there are GPUs and the installed torch is built for them."""
+        return bool(self.gpus) and not self.versions.get("torch", "+cpu").endswith("+cpu")
+
+
+def describe_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at the machine; what cannot be found out is left empty, never an exception."""
+    gpus, driver, note = _gpus(environ)
+    return Machine(
+        cores=num_cores(), memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(), gpus=gpus, gpu_driver=driver, gpu_note=note,
+        versions={name: found for name in PACKAGES if (found := package_version(name))},
+        gpus_expected=_gpus_expected(environ, gpus),
+    )  # fmt: skip
+
+
+def _gpus_expected(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> str:
+    hidden = environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in HIDDEN:
+        return ""
+    if gpus:
+        return f"the driver reports {len(gpus)} x {gpus[0].name}"
+    if nodes := sorted(Path(DEVICES).glob("nvidia[0-9]*")):
+        return f"{nodes[0]} is there"
+    try:
+        listed = subprocess.check_output(["nvidia-smi", "-L"], text=True, timeout=LISTING_S,
+                                         stderr=subprocess.DEVNULL)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "nvidia-smi lists GPUs" if listed.strip().startswith("GPU ") else ""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
+    """The device that `auto`, `cpu` or `cuda` means here.
+
+    `Infrastructure`: cuda was asked for and cannot be had, or there are GPUs that `auto` cannot
+    take: that a run on them passes would not be known from one on the CPU.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    if machine.torch_sees_gpus:
+        return "cuda"
+    why = machine.gpu_note or f"the installed torch is {machine.versions.get('torch', 'absent')}"
+    if wanted == "auto" and machine.gpus_expected:
+        raise Infrastructure(
+            f"device: auto: expected GPUs that can be used, as {machine.gpus_expected}, but {why}; "
+            "say --device cpu to run on the CPU"
+        )
+    if wanted == "cuda":
+        raise Infrastructure(f"device: expected a GPU, got none ({why}); legal values: auto, cpu")
+    return "cpu"
+
+
+def default_slots(machine: Machine) -> int:
+    """How many ranks run on the CPU at a time: at least 8, or 2 a core."""
+    return max(MIN_CPU_SLOTS, SLOTS_PER_CORE * machine.cores)
+
+
+def visible(gpus: tuple[Gpu, ...], devices: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, stops at a bad entry."""
+    if devices is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in map(str.strip, devices.split(",")):
+        named = [gpu for n, gpu in enumerate(gpus) if entry == str(n) or
+                 (entry and not entry.isdecimal() and gpu.id.startswith(entry))]  # fmt: skip
+        if not named or named[0] in chosen:
+            break
+        chosen.append(named[0])
+    return tuple(chosen)
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
+    """Visible GPUs, driver version, and why there are none."""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return (), "", "nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return (), "", f"no NVIDIA driver: {error}"
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        found = tuple(
+            Gpu(id=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+            for handle in handles
+        )  # fmt: skip
+    except pynvml.NVMLError as error:
+        return (), "", f"the NVIDIA driver does not answer: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible(found, devices)
+    note = "" if gpus else f"CUDA_VISIBLE_DEVICES={devices} leaves none of {len(found)}"
+    return gpus, driver, note if found else "no GPU"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.codec import Json, RecordError, dumps
 from harness.records import CollectiveFault, Entered, RunSpec
 from harness.store.files import read_plain, read_tail
+from harness.values import Json, RecordError, dumps
 
 SIZE_BYTES = 1 << 14
 MAX_DUMP_BYTES = 256 << 20

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.checks.complete import no_process
 from harness.engine.base import (
     ENTRY,
     Engine,
@@ -41,7 +42,6 @@ from harness.engine.evidence import tail_of
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
 from harness.engine.ranks import NO_PROCESS, NOT_RUN, Limits
 from harness.errors import Infrastructure
-from harness.infrastructure import no_process
 from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What, dumps
 from harness.repeats import is_timed

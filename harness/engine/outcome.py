@@ -37,6 +37,7 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
+from harness.checks.complete import no_process
 from harness.engine.evidence import (
     Place,
     fault_words,
@@ -49,7 +50,6 @@ from harness.engine.evidence import (
     tail_of,
 )
 from harness.errors import cut
-from harness.infrastructure import no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.session import failures_of
 from harness.records import (

@@ -33,6 +33,7 @@ from types import FrameType
 
 import psutil
 
+from harness.checks.complete import no_process
 from harness.engine import evidence
 from harness.engine.base import (
     GATE_VARIABLE,
@@ -56,7 +57,6 @@ from harness.engine.outcome import (
     size_of,
 )
 from harness.errors import HarnessError
-from harness.infrastructure import no_process
 from harness.masking import MAX_HELD_BYTES, Masker
 from harness.records import ExitCode, Json, RankExit, RunSpec, dumps
 from harness.store import save_outcome

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.codec import Json, dumps
 from harness.engine.base import ENTRY, Engine, die_with_parent, server_environment
 from harness.engine.outcome import (
     LOG_FILE,
@@ -40,6 +39,7 @@ from harness.records import CaseSpec, RecordError, RunOutcome, RunSpec
 from harness.repeats import unique_runs
 from harness.store import begin_run, save_outcome
 from harness.store.files import write_atomic
+from harness.values import Json, dumps
 
 SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 """Variables that say which Slurm; all others of that name are of a job that we may be in."""

@@ -23,10 +23,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from msgspec import Meta
 
 from harness import store
+from harness.checks.complete import machine_failure
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import typical_step_s
 from harness.errors import HarnessError, Infrastructure, UsageError, one_line
-from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import (
     CaseSpec,

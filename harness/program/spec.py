@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import harness
-from harness.codec import Json, RecordError
 from harness.program.packages import Say, prepare
 from harness.provenance import PROGRAM_VARIABLE, code_of_program, code_of_scripts
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+from harness.values import Json, RecordError
 
 Kind = Literal["script", "module", "entry", "command"]
 POSITIONAL = "_"

@@ -40,14 +40,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from harness.checks.complete import shares_gpus
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import matrix_weights, typical_step_s
+from harness.engine.base import Machine, num_cores
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.history import History, machine_kind
 from harness.history.ledger import work_of
-from harness.infrastructure import shares_gpus
-from harness.machine import Machine, num_cores
 from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunResult, RunSpec, dumps, each_of
 from harness.repeats import SLOWDOWN, in_turn, runs_of, unique_runs, untimed_runs

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.codec import Json
 from harness.engine.evidence import last_place, place_path
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.errors import UsageError
@@ -22,6 +21,7 @@ from harness.records import RankExit, RecordError, RunOutcome, RunResult, RunSpe
 from harness.store import OUTCOME_FILE, SPEC_FILE, load_run_folder, sealed_outcome
 from harness.store.files import read_object, told, write_atomic, write_object, write_once
 from harness.store.streams import rank_path, read_rank, read_start
+from harness.values import Json
 
 UNKNOWN_SIZE = 0
 """World size in the specification of a run whose ranks have not said it yet."""

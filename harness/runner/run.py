@@ -13,7 +13,7 @@ Which runs are repeated:
     killed, and not for memory    somebody did it: likewise
     killed, anything else         only on request (`--again-killed`)
     what the machine failed       `--resume` makes them, and at most `launch.retries` times the run
-                                  itself, at once (`harness.infrastructure`)
+                                  itself, at once (`harness.checks.complete`)
 
 Any other outcome is final. Every attempt is kept, its folder next to the run's. One that computed
 other bits before the machine failed it is evidence: no pass after it is one.
@@ -35,6 +35,7 @@ from types import FrameType
 from typing import ParamSpec, Self, TypeVar, cast
 
 from harness.checks import judge as judge_case
+from harness.checks.complete import SHARED_GPU, machine_failure
 from harness.checks.evidence import different_leaves
 from harness.checks.judge import (
     confirmation_of,
@@ -45,7 +46,6 @@ from harness.checks.judge import (
 )
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted
-from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.masking import Masker
 from harness.provenance import fingerprint
 from harness.records import (

@@ -35,8 +35,7 @@ from harness.repeats import refusal
 from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Choice, Leg, check_has_part, overlay
 from harness.scenario.yaml_source import Origin, dotted
-from harness.soaking import LEAST_STEPS
-from harness.tolerance import ROUNDING, Close, LossGap, tolerance_of
+from harness.values import LEAST_STEPS, ROUNDING, Close, LossGap, tolerance_of
 
 MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
 Device = Literal["cpu", "cuda"]

@@ -42,8 +42,17 @@ from harness.scenario.settings import (
     take_sizes,
 )
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of
-from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
-from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
+from harness.values import (
+    ALWAYS_ON,
+    DEFAULT_STALL_S,
+    FORMS,
+    ROUNDING,
+    Expect,
+    SoakBy,
+    SoakSpec,
+    ToleranceError,
+    tolerance_of,
+)
 
 SECTIONS = (
     "name", "why", "base", "program", "axes", "exclude", "include", "compare", "checks", "soak",
@@ -393,7 +402,7 @@ EXPECT: Mapping[str, Taker] = {
 
 
 def decode_expect(node: Node, key: str) -> Expect:
-    """`bitwise`, `rounding`, or a tolerance by its numbers (see `harness.tolerance`)."""
+    """`bitwise`, `rounding`, or a tolerance by its numbers (see `harness.values`)."""
     if not isinstance(node.value, dict):
         word = take.take_str(node, key, legal=("bitwise", ROUNDING))
         return ROUNDING if word == ROUNDING else "bitwise"

@@ -28,13 +28,13 @@ from typing import Any
 
 from fsdp_core import config as training
 from fsdp_core.config import ConfigError, TrainConfig, tap_pattern, to_plain
-from harness.codec import dumps
 from harness.errors import ScenarioError, shown
 from harness.faults.catalogue import CATALOGUE, LEGS, Fault, is_of_any_engine
 from harness.program.spec import ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario import yaml_source as take
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
+from harness.values import dumps
 
 LAST_RANK = -1
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))

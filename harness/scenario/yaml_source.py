@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from harness.codec import MAX_INT
 from harness.errors import ScenarioError, did_you_mean, shown
+from harness.values import MAX_INT
 
 MAX_FILE_BYTES, MAX_NODES, MAX_DEPTH = 1_000_000, 20_000, 20
 MAX_SECONDS = 30 * 86400.0

@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from harness.codec import Json, RecordError, dumps, strict_loads
 from harness.errors import Infrastructure, UsageError
+from harness.values import Json, RecordError, dumps, strict_loads
 
 KEY, FILES_KEY = "sha256", "files"
 MAX_FILE_BYTES = 1 << 30

@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from harness.codec import strict_loads
 from harness.errors import one_line
 from harness.recorder.ring import JOB, SEGMENTS, START_FILE, checksum_in, unsealed
 from harness.records import (
@@ -43,6 +42,7 @@ from harness.records import (
     parse_record,
 )
 from harness.store.files import open_plain, read_tail
+from harness.values import strict_loads
 
 MAX_LINE_BYTES = 64 << 20
 END_BYTES, STEP_BYTES = 4096, 4 << 20

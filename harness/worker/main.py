@@ -37,7 +37,6 @@ from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.compiled import StaleGuards
 from fsdp_core.train.resume import load_state, save_state
 from harness import provenance
-from harness.codec import Json
 from harness.engine.base import (
     GATE_VARIABLE,
     die_with_parent,
@@ -64,7 +63,7 @@ from harness.records import (
     What,
 )
 from harness.repeats import is_timed
-from harness.soaking import SoakSpec, taking_turns, turn_of
+from harness.values import Json, SoakSpec, taking_turns, turn_of
 from harness.worker.error_evidence import evidence_of
 from harness.worker.observe import (
     Notes,

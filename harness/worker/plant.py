@@ -41,8 +41,8 @@ from fsdp_core.graph.cuda_graph import CudaGraph
 from fsdp_core.graph.host_graph import HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
+from harness.engine.base import describe_machine
 from harness.faults.catalogue import CATALOGUE
-from harness.machine import describe
 from harness.provenance import own_gpu
 from harness.recorder import RecordFile
 from harness.records import EventRecord, PlantSpec, RunSpec, dumps, each_of
@@ -484,7 +484,7 @@ def _config(config: TrainConfig, key: str, word: str) -> TrainConfig:
 def runs_on(device: str) -> bool:
     """Whether this process has the GPU of that number, or may run on the CPU core."""
     if gpu := own_gpu():
-        return gpu in (device, *(each.id for each in describe({}).gpus[int(device) :][:1]))
+        return gpu in (device, *(each.id for each in describe_machine({}).gpus[int(device) :][:1]))
     return int(device) in os.sched_getaffinity(0)
 
 

@@ -205,7 +205,7 @@ MUTATIONS = [
          "(ref.device, ref.world_size) != (control.device, ref"),
     ),
     *slips_of(
-        "checks/__init__.py",
+        "checks/evidence.py",
         "checks/test_bits checks/test_judge",
         ("check_without_its_limit_is_legal", "if wrong or (found.needs_option and not options):",
          "if wrong:"),
@@ -423,7 +423,7 @@ MUTATIONS = [
         ("values_of_reference_only", "for at in left | right if", "for at in left if"),
     ),
     *slips_of(
-        "tolerance.py",
+        "values.py",
         "checks/test_bits",
         ("gap_without_abs", "gap = abs(candidate - reference)", "gap = candidate - reference"),
         ("nan_within_tolerance", "if not math.isfinite(gap):\n            return math.inf",

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.checks.complete import find_flaw
+from harness.checks.complete import find_flaw, machine_failure
 from harness.engine.slurm import SlurmEngine, SlurmOptions
 from harness.errors import Infrastructure
-from harness.infrastructure import machine_failure
 from harness.records import ExitCode
 from harness.store import RunFolder, load_run_folder
 from tests.nodes.local_slurm import LocalSlurm

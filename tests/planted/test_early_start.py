@@ -15,8 +15,8 @@ from harness.engine.local import EARLY_VARIABLE, LocalEngine
 from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from harness.repeats import FIRST_REPEAT
-from harness.soaking import SoakSpec
 from harness.store import load_run_folder
+from harness.values import SoakSpec
 from tests.planted.leader_clock import put_ahead
 from tests.planted.local_runs import (
     LIMITS,

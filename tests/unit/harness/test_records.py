@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from harness import errors
-from harness.codec import MAX_INT, RecordError
 from harness.errors import ScenarioError, cut, did_you_mean, one_line, shown
 from harness.records import (
     EndRecord,
@@ -23,7 +22,7 @@ from harness.records import (
     joined,
     ulp_distance,
 )
-from harness.soaking import SoakSpec
+from harness.values import MAX_INT, RecordError, SoakSpec
 
 ULP = PlantSpec(fault="ulp", step=3, rank=1)
 SURE = PlantSpec(fault="hang", step=4)

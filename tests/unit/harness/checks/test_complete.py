@@ -9,7 +9,7 @@ import pytest
 from fsdp_core.config import ParallelConfig, to_plain
 from harness.checks.complete import find_flaw, launches
 from harness.records import ABSENT, GraphUse, RankExit, RunResult
-from harness.soaking import SoakSpec
+from harness.values import SoakSpec
 from tests.support import run_records as lab
 from tests.support.records import error
 from tests.support.run_records import CANDIDATE, LAB, REFERENCE, at, edit, flaw_of, place

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from harness.codec import dumps
 from harness.engine import evidence
 from harness.engine.evidence import (
     Place,
@@ -27,7 +26,7 @@ from harness.engine.evidence import (
 from harness.provenance import variables
 from harness.recorder.collectives import fitting
 from harness.records import RunSpec
-from harness.soaking import SoakSpec
+from harness.values import SoakSpec, dumps
 from tests.unit.harness.engine.nccl_dump import GATHER, dump
 
 ALL = (0, 1, 2, 3)

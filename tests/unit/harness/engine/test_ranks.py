@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from harness.engine.ranks import CappedOutput, Job, Limits, Records, Watch
-from harness.soaking import SoakSpec
 from harness.store.streams import has_begun, has_end_record, rank_path
+from harness.values import SoakSpec
 from tests.planted.local_runs import wait_gone
 from tests.support.records import run_spec
 

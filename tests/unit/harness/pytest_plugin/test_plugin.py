@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.engine.base import default_slots, describe_machine
 from harness.history import History
-from harness.machine import default_slots, describe
 from harness.pytest_plugin import session
 from harness.records import RunOutcome
 from harness.repeats import in_turn
@@ -261,7 +261,7 @@ def test_files_are_carried_out_together(run: Run) -> None:
     folder = RunFolder.open(KEPT)
     expected = [f"{scenario}.{case}" for scenario in ("pretend", "b") for case in CASES]
     assert [case.id for case in folder.cases] == expected
-    assert folder.manifest["slots"] == max(9, default_slots(describe()))
+    assert folder.manifest["slots"] == max(9, default_slots(describe_machine()))
     got.stdout.fnmatch_lines([f"scenarios/b.yaml::{CASES[0]} PASSED*", "*rerun kept/cases/b.ulp*"])
 
 

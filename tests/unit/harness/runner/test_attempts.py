@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from harness import provenance
+from harness.checks.complete import SIGNATURES, machine_failure, signature_of
 from harness.cli import main
 from harness.history import History
 from harness.history.ledger import FolderEntry
-from harness.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.program.spec import codes_of
 from harness.records import (
     Ending,

@@ -14,10 +14,10 @@ from fsdp_core.config import (
     model_from_preset,
     to_plain,
 )
+from harness.engine.base import Machine
 from harness.errors import NothingSelected, UsageError
 from harness.history import History
 from harness.history.ledger import work_of
-from harness.machine import Machine
 from harness.records import CaseSpec, PlantSpec, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import plan as planning

@@ -20,7 +20,7 @@ from harness.scenario import settings
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, Scenario, load_scenario
 from harness.scenario.yaml_source import Origin, parse_bytes, parse_text
-from harness.soaking import SoakSpec, turn_of
+from harness.values import SoakSpec, turn_of
 from tests.unit.harness.scenario.small_scenario import cases
 
 LINES = {

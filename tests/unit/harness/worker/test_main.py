@@ -26,7 +26,6 @@ from fsdp_core.train.compiled import StaleGuards
 from fsdp_core.train.graphs import StageGraphs
 from harness import provenance
 from harness.checks.complete import not_as_owed
-from harness.codec import Json
 from harness.engine.outcome import FirstFailure, claim, find
 from harness.recorder import UNRECORDED
 from harness.records import (
@@ -42,8 +41,8 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.soaking import SoakSpec
 from harness.store.streams import rank_path, read_rank
+from harness.values import Json, SoakSpec
 from harness.worker.main import Part, Soaking, _Session, classify, join_store, rank_main
 from harness.worker.serve import open_torch_store
 from tests.support.fake_engine import Capsys, Patch
