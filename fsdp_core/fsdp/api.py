@@ -6,12 +6,13 @@ Signature and methods are torch FSDP2's, so code written for it runs with anothe
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.device import Device
+from fsdp_core.dispatch import opens_itself
+from fsdp_core.fsdp.extension import ExtendedGroup, is_extended
 from fsdp_core.fsdp.layout import Nest, joined_mesh, placements_of
 from fsdp_core.fsdp.param_group import (
     GroupDtypes,
@@ -28,10 +31,14 @@ from fsdp_core.fsdp.param_group import (
     dtypes_of,
 )
 from fsdp_core.fsdp.pool import Pool, make_pool
+from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.fsdp.unit import Schedule, Unit
 
 _HELD = "_fsdp_held"
 """Set on a parameter that a unit has copied from: a second unit would train a second copy."""
+
+_KNOWN = (DTensor, RowSharded, FakeTensor)
+"""Tensors that hold others and lose nothing as rows of a flat buffer."""
 
 
 def fully_shard(
@@ -75,15 +82,15 @@ def fully_shard(
     inner = units_in(*modules)
     _check_at_rest(inner)
     mesh = mesh or _whole_mesh(modules)
-    owned = _own_parameters(modules, ignored_params or set(), shard_placement_fn, mesh)
+    nest = Nest(mesh, placements_of(strategy, mesh.ndim))
+    owned = _own_parameters(modules, ignored_params or set(), shard_placement_fn, nest)
     _check_options(offload_policy, mesh, overlap)
     reshard_after_forward = _reshards(reshard_after_forward, mesh)
     policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
-    nest = Nest(mesh, placements_of(strategy, mesh.ndim))
     groups = [
-        ParamGroup(part, nest, device, chosen, policy, keep_grads=keep_grads)
-        for part in _partition(owned, policy)
+        kind(part, nest, device, chosen, policy, keep_grads=keep_grads)
+        for kind, part in _partition(owned, policy)
     ]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
     schedule = Schedule([unit, *inner], device, chosen, overlap)
@@ -209,7 +216,7 @@ def _check_at_rest(inner: list[Unit]) -> None:
 
 
 def _own_parameters(
-    modules: list[nn.Module], ignored: set[nn.Parameter], placement_fn: Any, mesh: DeviceMesh
+    modules: list[nn.Module], ignored: set[nn.Parameter], placement_fn: Any, nest: Nest
 ) -> list[Owned]:
     """Parameters of the modules that no inner unit holds, with every place that holds each."""
     seen = {m for top in modules for m in top.modules() if isinstance(m, FSDPModule)}
@@ -221,34 +228,42 @@ def _own_parameters(
                 if parameter is not None and parameter not in ignored:
                     places.setdefault(parameter, []).append((holder, attribute))
                     names.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
-    dims = dict.fromkeys(places, 0)
+    found, mesh = [], nest.mesh
     for parameter, name in names.items():
-        kinds = {kind.__name__ for kind in type(parameter).__mro__}
-        if hasattr(parameter, "fsdp_pre_all_gather") or "QuantizedTensor" in kinds:
+        gathers_itself = is_extended(name, parameter, nest)
+        kind = type(parameter)
+        if not gathers_itself and opens_itself(kind) and not issubclass(kind, _KNOWN):
             raise NotImplementedError(
-                f"Expected {name} to be gathered as it is, got a {type(parameter).__name__}, whose "
-                "own form would be lost: an extension of the all-gather, or quantised weights."
+                f"Expected {name} to be gathered as it is, got a {kind.__name__}, whose own form "
+                "would be lost: quantised weights need fsdp_pre_all_gather."
             )
         if hasattr(parameter, _HELD):
             raise ValueError(
                 f"Expected {name} to be held by one unit, got a parameter shared with another; "
                 "wrap the modules that share it as one unit: fully_shard([a, b])."
             )
+        dim = 0
         if placement_fn is not None:
-            ranks = mesh.size(mesh.ndim - 1)
-            dims[parameter] = _dim_of(name, parameter, placement_fn(parameter), ranks)
+            dim = _dim_of(name, parameter, placement_fn(parameter), mesh.size(mesh.ndim - 1))
+        if dim and gathers_itself:
+            raise NotImplementedError(f"Expected Shard(0) of {name}, which gathers itself.")
         if isinstance(parameter, DTensor):
             _check_inner(name, parameter, mesh)
-    return [Owned(tuple(where), dims[parameter]) for parameter, where in places.items()]
+        found.append(Owned(tuple(places[parameter]), dim, gathers_itself))
+    return found
 
 
-def _partition(owned: list[Owned], policy: torch_fsdp.MixedPrecisionPolicy) -> list[list[Owned]]:
-    """A group of parameters for each set of dtypes that the policy gives them; marks them held."""
-    groups: dict[GroupDtypes, list[Owned]] = {}
+def _partition(
+    owned: list[Owned], policy: torch_fsdp.MixedPrecisionPolicy
+) -> Iterator[tuple[type[ParamGroup], list[Owned]]]:
+    """Groups of parameters: of each set of dtypes that the policy gives; marks them held."""
+    groups: dict[GroupDtypes | Owned, list[Owned]] = {}
     for held in owned:
         setattr(held.current, _HELD, True)
-        groups.setdefault(dtypes_of(policy, held.current.dtype), []).append(held)
-    return list(groups.values())
+        key = held if held.gathers_itself else dtypes_of(policy, held.current.dtype)
+        groups.setdefault(key, []).append(held)
+    for key, part in groups.items():
+        yield ExtendedGroup if isinstance(key, Owned) else ParamGroup, part
 
 
 def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:

@@ -35,6 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core.config import STRATEGIES
+from fsdp_core.dispatch import opens_itself
 from fsdp_core.torch_versions import ALL_GATHER, REDUCE_SCATTER
 
 GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
@@ -465,6 +466,8 @@ def gather_rows(local: torch.Tensor, spec: RowSpec) -> torch.Tensor:
     width = math.prod(rows_first[1:]) * local.element_size()
     lengths = [(stop - start) * width for start, stop in itertools.pairwise(spec.bounds)]
     local = local.detach()
+    if opens_itself(type(local)):
+        local = torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
     own = (local.movedim(spec.dim, 0) if spec.dim else local).contiguous()
     own = own.flatten().view(torch.uint8)
     pieces = torch.zeros(max(lengths), dtype=torch.uint8, device=spec.mesh.device_type)

@@ -29,7 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
+from fsdp_core.dispatch import opens_itself
 from fsdp_core.fsdp.layout import (
+    FlatLayout,
     GatherStep,
     Inner,
     Nest,
@@ -44,7 +46,7 @@ from fsdp_core.fsdp.layout import (
 from fsdp_core.fsdp.pool import GATHER, GRAD, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, watch
 
-_NUMBERS = itertools.count()
+NUMBERS = itertools.count()
 
 
 class GroupDtypes(NamedTuple):
@@ -84,11 +86,12 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 @dataclass(frozen=True)
 class Owned:
     """Where modules hold a parameter, which is not kept: one place, or several if it is shared.
-    `dim`: slices of which dim ranks have, its rows.
+    `dim`: slices of which dim ranks have, its rows. `gathers_itself`: see `extension`.
     """
 
     places: tuple[tuple[nn.Module, str], ...]
     dim: int = 0
+    gathers_itself: bool = False
 
     @property
     def current(self) -> nn.Parameter:
@@ -116,6 +119,7 @@ class ParamGroup:
     has_moved: a parameter at rest was given other memory, by `Module.to` for one.
     is_unsharded: a gather of the parameters has been issued, and not been given back.
     is_registered: the current stream has waited for it, and the modules hold them.
+    is_watched: the unit's hooks are on the unsharded parameters.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class ParamGroup:
     ) -> None:
         sources = [o.current for o in owned]
         self.owned, self.nest, self.device, self.pool = owned, nest, device, pool
-        self.owner, self._policy = next(_NUMBERS), policy
+        self.owner, self._policy = next(NUMBERS), policy
         self.dtypes = dtypes_of(policy, sources[0].dtype)
         self.name, self.names = "", [o.places[0][1] for o in owned]
         self._place(sources)
@@ -142,7 +146,8 @@ class ParamGroup:
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
         self.is_unsharded, self.is_registered, self.has_moved = False, False, False
-        self.main_weight = self._first_main_weight(sources)
+        self.is_watched = False
+        self.main_weight = self._main_of(self._own_rows(sources))
         self.sharded = [_like(p, self.at_rest(self.main_weight, i)) for i, p in enumerate(sources)]
         empty = torch.empty(0, dtype=self.dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
@@ -169,7 +174,7 @@ class ParamGroup:
         nest, dims = self.nest, [o.dim for o in self.owned]
         inners = [Inner.of(p) for p in sources]
         shapes = [i.part_shape if i else p.shape for p, i in zip(sources, inners, strict=True)]
-        layout = build_layout(list(map(rows_first, shapes, dims)), nest.num_shards)
+        layout = self._flat_layout(list(map(rows_first, shapes, dims)))
         slots = (replace(slot, dim=dim) for slot, dim in zip(layout.slots, dims, strict=True))
         self.layout = replace(layout, slots=tuple(slots))
         self.specs = [
@@ -183,6 +188,9 @@ class ParamGroup:
             )
             for index, (parameter, inner, dim) in enumerate(zip(sources, inners, dims, strict=True))
         ]
+
+    def _flat_layout(self, shapes: list[torch.Size]) -> FlatLayout:
+        return build_layout(shapes, self.nest.num_shards)
 
     def zeros(self, level: int, dtype: torch.dtype, *, is_meta: bool = False) -> torch.Tensor:
         """A new buffer that is cut at `level`."""
@@ -205,12 +213,15 @@ class ParamGroup:
 
     # ---- at rest
 
-    def _first_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:
-        is_meta = any(p.is_meta for p in sources)
+    def _own_rows(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        return [_own_rows(p, spec) for p, spec in zip(parameters, self.specs, strict=True)]
+
+    def _main_of(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """A main weight that holds `rows`; without memory if any of them has none."""
+        is_meta = any(own.is_meta for own in rows)
         main = self.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
-        for index, (parameter, spec) in enumerate(zip(sources, self.specs, strict=True)):
-            if spec.local_numel and not is_meta:
-                self.local_rows(main, index).copy_(_own_rows(parameter, spec))
+        for index, own in enumerate(rows if not is_meta else ()):
+            self.local_rows(main, index).copy_(own)
         return main
 
     def _make_other_buffers(self) -> None:
@@ -262,7 +273,7 @@ class ParamGroup:
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
         if self.is_registered or any(p.is_meta for p in current) or not (moved or others):
             return
-        rows = [_own_rows(p, spec) for p, spec in zip(current, self.specs, strict=True)]
+        rows = self._own_rows(current)
         dtypes = dtypes_of(self._policy, rows[0].dtype)
         converted = dtypes != self.dtypes
         is_fixed = self.gathered is not None or self.gradients.pooled is not None
@@ -283,9 +294,8 @@ class ParamGroup:
 
     def _make_anew(self, rows: list[torch.Tensor]) -> None:
         """The flat buffer and the parameters at rest, with what `rows` hold."""
-        self.main_weight = self.zeros(self.nest.main_level, self.dtypes.main)
-        for index, (old, own) in enumerate(zip(self.sharded, rows, strict=True)):
-            self.local_rows(self.main_weight, index).copy_(own)
+        self.main_weight = self._main_of(rows)
+        for index, old in enumerate(self.sharded):
             new = self.at_rest(self.main_weight, index)
             if not old.is_meta:
                 cast("RowSharded", old).rebind(new)
@@ -343,18 +353,21 @@ class ParamGroup:
         # What is made in inference mode could not be used for training afterwards.
         # Nor could what is made under functorch's transforms, which wrap it.
         with torch.inference_mode(mode=False), torch._C._DisableFuncTorch():
-            full = None
-            if self.nest.weight_level:
-                # On the current stream: memory comes from, and goes back to, what it has free.
-                total, dtype = self.layout.total_numel, self.dtypes.compute
-                full = self.pool.acquire(self._gather_key, total, dtype, stream)
-            with self.device.on(stream), torch.no_grad():
-                self.refresh_model_weight()
-                if full is not None:
-                    self._gather(full)
-                    self._count_moved(full.data_ptr())
+            self._issue_gather(stream)
         self.gathered_version = self.main_weight._version
         self.is_unsharded = True
+
+    def _issue_gather(self, stream: Any) -> None:
+        full = None
+        if self.nest.weight_level:
+            # On the current stream: memory comes from, and goes back to, what it has free.
+            total, dtype = self.layout.total_numel, self.dtypes.compute
+            full = self.pool.acquire(self._gather_key, total, dtype, stream)
+        with self.device.on(stream), torch.no_grad():
+            self.refresh_model_weight()
+            if full is not None:
+                self._gather(full)
+                self._count_moved(full.data_ptr())
 
     def _count_moved(self, address: int) -> None:
         if self._gathered_at not in (0, address):
@@ -510,7 +523,11 @@ class Gradients:
         grad = self.unsharded[index].grad
         if grad is None:
             raise RuntimeError("Expected the gradient that has arrived, got None: who took it?")
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        if isinstance(grad, DTensor):
+            return grad.to_local()
+        if opens_itself(type(grad)):  # it would be added once for each tensor that it holds
+            return torch.empty_like(self._views[index]).copy_(grad)
+        return grad
 
     def _take_full(self, pool: Pool | None, stream: Any) -> None:
         if self._full is not None:
@@ -676,8 +693,9 @@ def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:
 def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter over `data` with the marks that somebody set on `source`: optimizers group by."""
     twin = nn.Parameter(data, requires_grad=source.requires_grad)
-    for name, value in vars(source).items():
-        setattr(twin, name, value)
+    inner = source.__tensor_flatten__()[0] if hasattr(source, "__tensor_flatten__") else ()
+    for name in vars(source).keys() - set(inner):
+        setattr(twin, name, vars(source)[name])
     return twin
 
 

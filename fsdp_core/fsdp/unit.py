@@ -138,9 +138,7 @@ class Unit:
         self._modules_to_run: set[int] = set()
         self._awaited: set[Place] = set()
         self._awaits_all = True
-        self._parameters: dict[Place, nn.Parameter] = {
-            (g, i): parameter for g in groups for i, parameter in enumerate(g.unsharded)
-        }
+        self._parameters: dict[Place, nn.Parameter] = {}
         # By number of the backward pass: others may run inside of it, and bring gradients too.
         self._seen: dict[int, set[Place]] = {}
         self._boundary_ahead = False
@@ -151,8 +149,16 @@ class Unit:
             module.register_state_dict_pre_hook(self._on_state_dict)
             module.register_load_state_dict_pre_hook(self._on_state_dict)
             module.register_load_state_dict_post_hook(self._on_loaded)
-        for number, group in enumerate(groups):
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Have a hook on each parameter that is gathered, whoever made it."""
+        for number, group in enumerate(self.groups):
+            if group.is_watched:
+                continue
+            group.is_watched = True
             for index, parameter in enumerate(group.unsharded):
+                self._parameters[group, index] = parameter
                 hook = functools.partial(_on_gradient_of, weakref.ref(self), number, index)
                 if not (parameter.is_floating_point() or parameter.is_complex()):
                     continue
@@ -240,6 +246,7 @@ class Unit:
         self._wait_gather()
         for group in self.groups:
             group.register_unsharded()
+        self._watch_gradients()
 
     def _wait_gather(self) -> None:
         if self.gathered_event is not None:

@@ -8,17 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_map_only
 
 from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
-from tests.dist.fsdp_sides import Api, api_of, loss_of, net, rows, shard
+from tests.dist.fsdp_sides import WIDTH, Api, api_of, loss_of, net, rows, shard
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp_regressions import whole_mesh
 
@@ -256,6 +259,67 @@ def cuts_other_dims(api: Api) -> list[torch.Tensor]:
     return [*found, *model.parameters(), *other.parameters()]
 
 
+class Halves(torch.Tensor):
+    """A float32 weight that travels as two bfloat16 tensors, its rows padded."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> "Halves":
+        options: Any = {"dtype": held.dtype, "device": held.device, "strides": held.stride()}
+        self = torch.Tensor._make_wrapper_subclass(cls, held.shape, **options)
+        self.held = held
+        return cast("Halves", self)
+
+    held: torch.Tensor
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, size: torch.Size, stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert (mesh.size(), size[1], stride[1], module.bias.dim()) == (2, WIDTH, 1, 1)
+        padded = self.held.new_zeros(-(-size[0] // 2), WIDTH)
+        padded[: len(self.held)] = self.held
+        high = padded.bfloat16()
+        return (high, (padded - high).bfloat16()), policy.param_dtype
+
+    def fsdp_post_all_gather(
+        self, halves: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert metadata is None
+        whole = (halves[0].float() + halves[1].float()).to(dtype)
+        if out is None:
+            return whole, (*halves, whole)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            return out.copy_(whole[: len(out)])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+def gathers_in_its_own_form(api: Api) -> list[torch.Tensor]:
+    """Weights and gradients of steps, with weights released between forward and backward or not."""
+    found: list[Any] = []
+    for keeps in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))
+        model[0].weight = nn.Parameter(Halves(model[0].weight.detach()))
+        model[0].weight.mark = "kept"
+        api.fully_shard(model[0], mesh=whole_mesh(), reshard_after_forward=not keeps)
+        api.fully_shard(model, mesh=whole_mesh())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = loss_of(model(rows(2 * step + part)))
+                loss.backward()
+                found.append(loss.detach())
+            found += [p.grad.full_tensor().clone() for p in model.parameters()]
+            optimizer.step()
+        whole = [p.detach().full_tensor() for p in model.parameters()]
+        found += [getattr(weight, "held", weight) for weight in whole]
+    return found
+
+
 def as_torch(program: Callable[[Api], list[Any]]) -> None:
     """The same bits as with torch's `fully_shard`, but for products of transposed weights."""
     rounds = 1e-6 if program is cuts_other_dims else 0.0
@@ -272,6 +336,7 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
         converts,
         cuts_other_dims,
         differentiates_inputs,
+        gathers_in_its_own_form,
         loads_whole_states,
         penalises_weights,
         replicates_around,

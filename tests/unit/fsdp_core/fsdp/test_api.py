@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import (
@@ -271,6 +272,10 @@ class Extended(torch.Tensor):
         raise AssertionError(args)
 
 
+class Whole(Extended):
+    fsdp_post_all_gather = Extended.fsdp_pre_all_gather
+
+
 class ListWithForward(nn.ModuleList):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", self[0](x))
@@ -282,10 +287,14 @@ def shared() -> Net:
     return net
 
 
-def extended() -> Net:
+def with_head(weight: torch.Tensor) -> Net:
     net = build()
-    net.head.weight = nn.Parameter(torch.ones(3, 6).as_subclass(Extended))
+    net.head.weight = nn.Parameter(weight)
     return net
+
+
+def gathers_whole_weights(mesh: DeviceMesh) -> None:
+    fully_shard(with_head(torch.ones(3, 6).as_subclass(Whole)), mesh=mesh, strategy="optim")
 
 
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -323,7 +332,13 @@ MODULES: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
     "nested": (lambda mesh: (lambda n: [n, n.blocks[0]])(build()), ValueError, "each once"),
     "shared": (lambda mesh: sharded_first(mesh).blocks[1], ValueError, "weight.*shared"),
     "shared root": (lambda mesh: sharded_first(mesh), ValueError, r"blocks\.1\.weight.*shared"),
-    "extended": (lambda mesh: extended(), NotImplementedError, r"head\.weight .*all-gather"),
+    "half": (lambda m: with_head(torch.ones(3, 6).as_subclass(Extended)), ValueError, "or neither"),
+    "quantised": (
+        lambda mesh: with_head(TwoTensor(torch.ones(3, 6), torch.ones(3, 6))),
+        NotImplementedError,
+        r"head\.weight .*TwoTensor",
+    ),
+    "whole": (gathers_whole_weights, NotImplementedError, r"head\.weight, a Whole .*rows"),
 }
 
 
@@ -337,9 +352,8 @@ def sharded_first(mesh: DeviceMesh) -> Net:
 def test_modules_that_cannot_be_a_unit_are_refused(mesh: DeviceMesh, name: str) -> None:
     """Wrapped already, without a forward, listed twice, or with a parameter of another unit."""
     make, error, said = MODULES[name]
-    module = make(mesh)
     with pytest.raises(error, match=said):
-        fully_shard(module, mesh=mesh)
+        fully_shard(make(mesh), mesh=mesh)
 
 
 def test_a_container_with_a_forward_is_a_unit(mesh: DeviceMesh) -> None:
