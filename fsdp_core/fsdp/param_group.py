@@ -145,8 +145,7 @@ class ParamGroup:
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
-        self.is_unsharded, self.is_registered, self.has_moved = False, False, False
-        self.is_watched = False
+        self.is_unsharded = self.is_registered = self.is_watched = self.has_moved = False
         self.main_weight = self._main_of(self._own_rows(sources))
         self.sharded = [_like(p, self.at_rest(self.main_weight, i)) for i, p in enumerate(sources)]
         empty = torch.empty(0, dtype=self.dtypes.compute, device=device.torch_device)
@@ -156,7 +155,8 @@ class ParamGroup:
             for p, spec in zip(sources, self.specs, strict=True)
         ]
         modules = [[module for module, _ in o.places] for o in owned]
-        fused = [i for i, holders in enumerate(modules) if any(map(_adds_up, holders))]
+        adds_up = [[getattr(m, "fuse_wgrad_accumulation", False) for m in held] for held in modules]
+        fused = [index for index, held in enumerate(adds_up) if any(held)]
         self.gradients = Gradients(self, keep=keep_grads, fused=fused)
         self._make_other_buffers()
         self._register(self.sharded)
@@ -697,7 +697,3 @@ def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     for name in vars(source).keys() - set(inner):
         setattr(twin, name, vars(source)[name])
     return twin
-
-
-def _adds_up(module: nn.Module) -> bool:
-    return bool(getattr(module, "fuse_wgrad_accumulation", False))

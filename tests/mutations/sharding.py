@@ -69,7 +69,7 @@ SHARDING = [
          "next((p for p in held if p is not None and p is not parameter), parameter)",
          "next(held) or parameter", INTERFACE + "test_interface"),
         # Optimizers and tensor parallelism miss their marks on parameters.
-        ("lost_attributes", "        setattr(twin, name, value)\n",
+        ("lost_attributes", "        setattr(twin, name, vars(source)[name])\n",
          "        pass\n", API + "test_marks_of_a_parameter_are_carried"),
         # Ranks read what another rank's result has overwritten.
         ("aliased_reduce_scatter_output", "outputs = [like.new_empty(size) for size in sizes]",
