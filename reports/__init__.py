@@ -1,6 +1,6 @@
 """Reports of a run folder.
 
-    reading > compared, history > figures > safety > html, markdown, junit, json_report
+    compared > reading > safety > html, markdown, junit, json_report
 
 Everything is read once into a `reading.Report`; the four formats only show it.
 """

@@ -1,27 +1,20 @@
-"""What two runs of a case recorded, compared for showing: losses by step, state by step and rank.
-
-loss_curve  losses of two runs and their distance in units in the last place
-state_map   for each tensor group, tapped module and (step, rank): how many tensors or calls differ
-"""
+"""What two runs of a case recorded, compared for showing: losses and state, by step and rank."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from harness.checks.bits import quantities
 from harness.checks.evidence import (
     count,
     groups_of,
-    rank_table,
-    shared_pairs,
     state_table,
     step_table,
     when,
     with_same_groups,
 )
-from harness.checks.taps import Both, in_program_order, shared_rows
+from harness.checks.taps import in_program_order, shared_steps
 from harness.records import (
     DIGEST_HEX_CHARS,
     FloatBits,
@@ -40,6 +33,7 @@ MISSING = -1
 """In place of a count: one run recorded it and the other did not, or not the same tensors."""
 Place = tuple[int, int]  # step and rank
 Losses = Mapping[Place, FloatBits]
+_Texts = Mapping[Place, Mapping[str, str]]  # by group, see `_texts`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +52,8 @@ class LossCurve:
 
 def losses(run: RunResult) -> Losses:
     """The recorded losses of a run; of a step that is there twice, the first counts."""
-    return {
-        (record.step, records.rank): record.loss
-        for records in run.ranks
-        for record in reversed(records.steps)
-        if record.loss is not None  # a rank of a pipeline may have none
-    }
+    # A rank of a pipeline may have none.
+    return {key: r.loss for key, r in step_table(run).items() if r.loss is not None}
 
 
 def loss_curve(reference: Losses, candidate: Losses, rank: int) -> LossCurve | None:
@@ -87,20 +77,19 @@ def loss_curve(reference: Losses, candidate: Losses, rank: int) -> LossCurve | N
     own = [place for place in both if place[1] == drawn]
     return LossCurve(
         rank=drawn, words=words, steps=tuple(step for step, _ in own),
-        reference=tuple(_number(reference[place]) for place in own),
-        candidate=tuple(_number(candidate[place]) for place in own),
+        reference=tuple(_number(reference[place].value) for place in own),
+        candidate=tuple(_number(candidate[place].value) for place in own),
         delta_steps=tuple(largest), delta_ulps=tuple(largest.values()),
         differing=tuple(sorted({step for step, _ in bad})),
     )  # fmt: skip
 
 
-def _number(loss: FloatBits) -> float:
-    return math.nan if loss.value is None else loss.value
-
-
 def _ulps(left: FloatBits, right: FloatBits) -> float:
-    distance = 0 if left.bits == right.bits else ulp_distance(left, right)
-    return math.nan if distance is None else float(distance)
+    return _number(0 if left.bits == right.bits else ulp_distance(left, right))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _words(ulps: Mapping[Place, float], bad: Sequence[Place], lost: int) -> str:
@@ -172,7 +161,10 @@ class StateMap:
 
 
 def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | None:
-    """The map of two runs, or None if they have other ranks or recorded nothing."""
+    """How many tensors or calls of each group and tapped module differ, by step and rank.
+
+    None if the runs have other ranks, or recorded nothing.
+    """
     if reference.spec.world_size != other.spec.world_size:
         return None
     runs = with_same_groups(*aligned(reference, other))
@@ -198,21 +190,15 @@ def state_map(reference: RunResult, other: RunResult, role: str) -> StateMap | N
     )  # fmt: skip
 
 
-_Texts = dict[str, str]
-"""What a run recorded of a step of a rank, by group: digests one after the other, or bits of losses
-and norm in as many characters."""
-
-
-def _texts(record: StepRecord | InitialRecord) -> _Texts:
+def _texts(record: StepRecord | InitialRecord) -> dict[str, str]:
+    """By group: digests one after the other, or bits of losses and norm in as many characters."""
     if not isinstance(record, StepRecord):
         return record.digests
     bits = (value.bits.ljust(DIGEST_HEX_CHARS) for _, value in quantities(record))
     return {LOSS: "".join(bits), **record.digests}
 
 
-def _group(
-    name: str, places: Sequence[Place], ours: Mapping[Place, _Texts], theirs: Mapping[Place, _Texts]
-) -> GroupMap:
+def _group(name: str, places: Sequence[Place], ours: _Texts, theirs: _Texts) -> GroupMap:
     counts, longest, size = dict[Place, int](), 0, DIGEST_HEX_CHARS
     for place in places:
         left, right = (texts.get(place, {}).get(name) for texts in (ours, theirs))
@@ -233,26 +219,16 @@ def _calls(reference: RunResult, other: RunResult) -> tuple[list[GroupMap], int]
 
     In the order of the program, by the step in which their calls differ first.
     """
-    starts, others = (
-        {rank: records.start for rank, records in rank_table(run).items()}
-        for run in (reference, other)
-    )
-    ours, theirs, specs = step_table(reference), step_table(other), (reference.spec, other.spec)
     counts: dict[str, dict[Place, int]] = {}
     sizes, found = Counter[str](), dict[str, None]()
-    for _, keys in groupby(shared_pairs(ours, theirs), key=lambda key: key[0]):
-        here: list[Both] = []
-        for key in keys:
-            start, their_start = starts[key[1]], others[key[1]]
-            if start is None or their_start is None or start.taps != their_start.taps:
-                continue
-            rows, _ = shared_rows(ours[key], theirs[key], start, specs)
-            here += rows
+    for step in shared_steps(reference, other):
+        for key, rows in step.items():
             sizes |= Counter(row.call.tap for row in rows)
             for row in rows:
                 of_tap = counts.setdefault(row.call.tap, {})
                 of_tap[key] = of_tap.get(key, 0) + row.differs
-        found |= dict.fromkeys(row.call.tap for row in in_program_order(here) if row.differs)
+        ordered = in_program_order([row for rows in step.values() for row in rows])
+        found |= dict.fromkeys(row.call.tap for row in ordered if row.differs)
     maps = [GroupMap(group=tap, noun="call", num_tensors=sizes[tap], counts=counts[tap])
             for tap in found]  # fmt: skip
     return maps, len(counts)

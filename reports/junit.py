@@ -10,7 +10,7 @@ attempt of a run but the one that was judged is an element of each case that it 
 
 from xml.etree import ElementTree as ET
 
-from reports.reading import CaseReport, Report, place_words
+from reports.reading import CaseReport, Report
 from reports.text import clean, one_line
 
 MAX_MESSAGE_CHARS = 1000
@@ -82,9 +82,6 @@ def _attempts(element: ET.Element, case: CaseReport) -> None:
 
 
 def _answers(case: CaseReport) -> str:
-    lines = [case.message, *filter(None, [case.confirmation])]
-    if (place := case.verdict.difference) is not None:
-        lines += [place_words(place), f"reference {place.reference}",
-                  f"candidate {place.candidate}"]  # fmt: skip
-    lines += [f"{result.check}: {result.outcome}: {result.message}" for result in case.checks]
+    checks = [f"{result.check}: {result.outcome}: {result.message}" for result in case.checks]
+    lines = [case.message, *filter(None, [case.confirmation]), *case.place, *checks]
     return "\n".join(map(one_line, lines))

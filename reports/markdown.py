@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.store.files import refusals
-from harness.terminal import duration, markdown_table
+from harness.terminal import markdown_table
 from reports import safety
-from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report, place_words
+from reports.reading import GREEN, OUTCOME_ORDER, SYMBOLS, CaseReport, Cause, Report
 from reports.text import clean, one_line, short, well_formed
 
 MAX_BYTES = 60_000
@@ -27,8 +27,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
     """The comment, at most `max_bytes` bytes of UTF-8; what is left out is counted."""
-    wall = duration(report.wall_s) if 0 < report.wall_s < float("inf") else ""
-    facts = filter(None, (report.created, report.commit[:12], report.machine, wall))
+    facts = filter(None, (report.created, report.commit[:12], report.machine, report.wall))
     nothing = not report.counts["passed"] and not report.counts["failed"]
     left_out = "; ".join(map(escape, report.notes))
     again = [case for case in report.cases if case.attempt_words]
@@ -128,10 +127,8 @@ def _details(case: CaseReport) -> str:
     name = html.escape(one_line(case.spec.id), quote=False)
     head = f"{SYMBOLS[case.outcome]} {case.outcome}: {name}"
     lines = ["<details>", f"<summary>{head}</summary>", "", escape(case.message), ""]
-    if (place := case.verdict.difference) is not None:
-        told = [place_words(place), f"reference {place.reference}", f"candidate {place.candidate}"]
-        told += [f"distance  {place.ulps} ulp"] if place.ulps is not None else []
-        lines += [fenced("\n".join(short(one_line(line, MAX_ROW_CHARS)) for line in told)), ""]
+    if place := case.place:
+        lines += [fenced("\n".join(short(one_line(line, MAX_ROW_CHARS)) for line in place)), ""]
     if case.confirmation:
         lines.append(f"- {escape(case.confirmation)}")
     for result in case.checks:

@@ -10,7 +10,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,21 +17,31 @@ import yaml
 
 from harness.bisect.render import known_of
 from harness.checks import exit_code
-from harness.checks.evidence import different_leaves
+from harness.checks.evidence import count, different_leaves
 from harness.checks.judge import confirmation_words
 from harness.checks.memory import peak_bytes
-from harness.history import HISTORY_FOLDER, NOT_WRITTEN_FILE, machine_kind
-from harness.history.trend import letter_of
+from harness.errors import HarnessError
+from harness.history import (
+    HISTORY_FOLDER,
+    NOT_WRITTEN_FILE,
+    CaseTrend,
+    Flaky,
+    History,
+    flaky_cases,
+    machine_kind,
+    trends,
+)
+from harness.history.trend import letter_of, shift_text, turning_point
 from harness.provenance import fingerprint
-from harness.records import CaseSpec, CheckResult, Difference, Json, Outcome, RunResult, Verdict
+from harness.records import CaseSpec, CheckResult, Json, Outcome, RunResult, Verdict
 from harness.runner.plan import MIB, Cost, Timeline, cost
 from harness.runner.run import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail
 from harness.store.folder import bisect_line, verified
+from harness.terminal import duration
 from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
-from reports.history import NOTHING, Past, look_back
 from reports.text import TAIL_BYTES, clean, one_line, tail
 
 OUTCOME_ORDER: tuple[Outcome, ...] = ("failed", "error", "incomparable", "passed", "skipped")
@@ -44,10 +53,72 @@ MAX_CAUSE_CHARS = 160
 NOT_RECORDED = "not recorded"
 MAX_SCENARIO_CHARS = 1_000_000
 MOST_NAMES = 4
-Runs = Mapping[str, RunResult]
-"""Of a case, by role."""
 _NUMBER = re.compile(r"\d+")
 _SEPARATORS = re.compile(r"[-_.]+")  # all the same in the name of a package
+
+
+# --- what the history says of the cases: only runs up to the report's own are looked at, so that
+# a report made again says the same
+
+MAX_RUNS = 14
+"""Runs of a strip and of a sparkline: two weeks of nightly runs say whether it is new."""
+MOST_DAYS, MOST_ANSWERS = 60, 14_000
+"""That are looked at for lasting changes: days, and answers of all cases, which take seconds."""
+LETTERS = {outcome: outcome[0] for outcome in OUTCOME_ORDER}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CasePast:
+    """One case over the last runs, oldest first."""
+
+    letters: str  # one an outcome, see `LETTERS`
+    step_us: tuple[int | None, ...]  # None where nothing was measured
+    peak_kib: tuple[int | None, ...]
+    words: tuple[str, ...]  # since when it fails, lasting changes, what the machine failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The history of a report's cases; `note` says why it cannot be read, "" if it can."""
+
+    cases: dict[str, CasePast]
+    flaky: tuple[Flaky, ...]
+    note: str = ""
+
+
+NOTHING = Past(cases={}, flaky=())
+
+
+def look_back(place: Path, scenario: str, created: str, num_cases: int) -> Past:
+    """The last runs of a scenario's cases, up to when a folder of so many was `created`."""
+    if not place.exists():
+        return NOTHING
+    days = min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, num_cases)))
+    try:
+        found = trends(History.open(place), scenario, days=days, until=created)
+    except HarnessError as error:
+        return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
+    cases = {trend.case_id: _past_of(trend) for trend in found}
+    return Past(cases=cases, flaky=flaky_cases(found))
+
+
+def _past_of(trend: CaseTrend) -> CasePast:
+    answers = trend.answers[-MAX_RUNS:]
+    words = [turning_point(trend)[0]] * (trend.first_bad is not None)
+    words += map(shift_text, trend.shifts)
+    if again := [answer for answer in answers if answer.retried]:
+        tried = ", ".join(again[-1].retried)
+        words.append(f"tried again in {count(len(again), 'run')}: {tried}")
+    steps, peaks = ([getattr(a, name) for a in answers] for name in ("step_s", "peak_bytes"))
+    return CasePast(
+        letters="".join(LETTERS[answer.outcome] for answer in answers),
+        step_us=tuple(None if step is None else round(step * 1e6) for step in steps),
+        peak_kib=tuple(None if peak is None else round(peak / 1024) for peak in peaks),
+        words=tuple(one_line(text, 300) for text in words),
+    )
+
+
+# --- one case -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +185,20 @@ class CaseReport:
         return "" if found is None else one_line(confirmation_words(found))
 
     @property
+    def place(self) -> list[str]:
+        """The first difference in lines: where, both values, distance; [] if there is none."""
+        if (place := self.verdict.difference) is None:
+            return []
+        when = f"step {place.step}" if place.step >= 0 else "before step 0"
+        of = f" of {place.tensor}" if place.tensor else ""
+        at = f"{when}, rank {place.rank}, {place.quantity}{of}"
+        told = [at, f"reference {place.reference}", f"candidate {place.candidate}"]
+        return [*told, *[f"distance  {place.ulps} ulp"] * (place.ulps is not None)]
+
+    @property
     def where(self) -> str:
         """Place of the first difference, on one line; "" if there is none."""
-        place = self.verdict.difference
-        return "" if place is None else one_line(place_words(place), 300)
+        return one_line(next(iter(self.place), ""), 300)
 
     @property
     def cause(self) -> str:
@@ -138,13 +219,6 @@ class CaseReport:
         else:
             return one_line(self.message, MAX_CAUSE_CHARS)
         return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
-
-
-def place_words(place: Difference) -> str:
-    """'step 3, rank 0, weights of layers.1.norm'."""
-    when = f"step {place.step}" if place.step >= 0 else "before step 0"
-    of = f" of {place.tensor}" if place.tensor else ""
-    return f"{when}, rank {place.rank}, {place.quantity}{of}"
 
 
 class Cause(NamedTuple):
@@ -194,6 +268,11 @@ class Report:
         return ", ".join(f"{n} {o}" for o, n in self.counts.items() if n) or "nothing ran"
 
     @property
+    def wall(self) -> str:
+        """The seconds in words; "" if none are known."""
+        return duration(self.wall_s) if 0 < self.wall_s < float("inf") else ""
+
+    @property
     def causes(self) -> tuple[Cause, ...]:
         """What did not pass, by cause: those of failures first, then by how many cases have it."""
         found: dict[tuple[Outcome, str, str], list[CaseReport]] = {}
@@ -219,12 +298,6 @@ class Report:
 COST_HEAD = (
     "case", "losses", "digests", "peak, MiB", "peak ratio", "step, ms", "speed", "A/A speed",
 )  # fmt: skip
-COST_WORDS = (
-    "Reference → candidate, of the runs that were compared: the peak of the worst rank, and the "
-    "median over the later half of the steps of the slowest rank's time, digests included. Speed "
-    "is the reference's time over the candidate's; A/A speed the reference's over the control's, 1 "
-    "but for noise."
-)
 
 
 def cost_rows(report: Report) -> list[tuple[str, ...]]:
@@ -269,21 +342,21 @@ def summarise(path: Path, history: Path | None = None) -> Report:
     read = _Reading(RunFolder.open(path))
     folder, manifest = read.folder, read.folder.manifest
     planned = [read.case(spec) for spec in folder.cases]
-    scenario = _scenario(folder.scenario_text)
-    name = scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
+    name = read.scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
     name, created = one_line(str(name), 200), one_line(str(manifest.get("created", "")), 60)
     outcomes = [case.outcome for case in planned]
+    unwritten = read_tail(folder.path / NOT_WRITTEN_FILE, TAIL_BYTES)
     return Report(
-        folder=folder.path, scenario=name, why=one_line(str(scenario.get("why", ""))),
+        folder=folder.path, scenario=name, why=one_line(str(read.scenario.get("why", ""))),
         created=created, commit=one_line(str(manifest.get("commit") or ""), 80),
-        machine=one_line(_machine(manifest), 120), wall_s=_wall_s(read.runs.values()),
+        machine=one_line(_machine(manifest), 120), wall_s=read.timeline.wall_s,
         command_line=_command_line(manifest),
         exit_code=int(exit_code([case.verdict for case in planned])),
         counts={outcome: outcomes.count(outcome) for outcome in OUTCOME_ORDER},
         cases=tuple(sorted(planned, key=lambda case: OUTCOME_ORDER.index(case.outcome))),
-        matrix=_matrix(planned, _compare_axis(scenario, planned)),
+        matrix=_matrix(planned, _compare_axis(read.scenarios, planned)),
         environments=read.environments,
-        history_note=history_note(folder.path),
+        history_note=one_line(unwritten.decode(errors="replace"), 400),
         notes=tuple(one_line(str(note), 400) for note in manifest.get("notes") or ()),
         past=look_back(history or folder.path.parent / HISTORY_FOLDER, name, created, len(planned)),
     )  # fmt: skip
@@ -296,15 +369,15 @@ class _Reading:
         self.folder = folder
         self.runs: dict[str, RunResult] = {}
         self.environments: dict[str, Mapping[str, Any]] = {}
-        written = _scenario(folder.scenario_text)
-        parts = [_scenario(str(part["text"])) for part in written.get("scenarios", ())]
-        self._abouts = {part.get("name"): part.get("about") for part in parts or [written]}
+        self.scenario = _scenario(folder.scenario_text)
+        parts = [_scenario(str(part["text"])) for part in self.scenario.get("scenarios", ())]
+        self.scenarios = parts or [self.scenario]
         for case in folder.cases:
             for role in ROLES:
                 spec = getattr(case, role)
                 if spec.key not in self.runs:
                     self.runs[spec.key] = load_run_folder(folder.leg_folder(case, role), spec)
-        self._timeline = Timeline(self.runs.values())
+        self.timeline = Timeline(self.runs.values())
         self._losses = {key: losses(run) for key, run in self.runs.items()}
         self._attempts = {key: earlier_attempts(folder, run.spec) for key, run in self.runs.items()}
 
@@ -326,9 +399,10 @@ class _Reading:
             bisect=bisect_line(spec, place) if verdict.outcome == "failed" else "",
             curve=loss_curve(left, right, rank),
             state=None if green else state_map(runs["reference"], runs[other], other),
-            peaks={role: _peaks(run) for role, run in runs.items()},
+            peaks={role: {r.rank: peak for r in run.ranks if (peak := peak_bytes(r)) > 0}
+                   for role, run in runs.items()},
             addresses={role: addresses(run) for role, run in runs.items()},
-            environments=environments, cost=cost(runs, self._timeline),
+            environments=environments, cost=cost(runs, self.timeline),
             environment_note=_environment_note(runs.values(), set(environments.values())),
             output=None if green else self._output(place, runs),
             attempts={role: found for role, found in attempts.items() if found},
@@ -337,7 +411,8 @@ class _Reading:
         )  # fmt: skip
 
     def _about(self, spec: CaseSpec, candidate: RunResult) -> About | None:
-        said = self._abouts.get(spec.scenario)
+        abouts = {part.get("name"): part.get("about") for part in self.scenarios}
+        said = abouts.get(spec.scenario)
         if not isinstance(said, dict):
             return None
         package = one_line(str(said.get("package", "")), 80)
@@ -360,19 +435,14 @@ class _Reading:
         )  # fmt: skip
 
     def _letters(self, run: RunResult) -> str:
-        seen = [self._letter(r.start.environment) for r in run.ranks if r.start is not None]
+        seen = []
+        for values in (fingerprint(r.start.environment) for r in run.ranks if r.start is not None):
+            known = (n for n, k in self.environments.items() if not different_leaves(k, values))
+            seen.append(next(known, letter_of(len(self.environments))))
+            self.environments.setdefault(seen[-1], values)
         return ", ".join(dict.fromkeys(seen)) or NOT_RECORDED
 
-    def _letter(self, environment: Mapping[str, Any]) -> str:
-        values = fingerprint(environment)
-        for letter, known in self.environments.items():
-            if not different_leaves(known, values):
-                return letter
-        letter = letter_of(len(self.environments))
-        self.environments[letter] = values
-        return letter
-
-    def _output(self, place: Path, runs: Runs) -> Output | None:
+    def _output(self, place: Path, runs: Mapping[str, RunResult]) -> Output | None:
         """What the rank at fault printed last, of the first run that did not end well."""
         for role, run in runs.items():
             if not run.outcome.what or run.outcome.what == "not_run":
@@ -386,24 +456,10 @@ class _Reading:
         return None
 
 
-def history_note(folder: Path) -> str:
-    """Why the run is not in the history; "" if nothing says that it is not."""
-    return one_line(read_tail(folder / NOT_WRITTEN_FILE, TAIL_BYTES).decode(errors="replace"), 400)
-
-
 def _machine(manifest: Mapping[str, Any]) -> str:
     """'8 cores, 4 x NVIDIA H200', or the processor where there is no GPU."""
     kind, processor = machine_kind(manifest.get("machine") or {}), manifest.get("processor")
     return ", ".join(filter(None, [kind, str(processor or "") if "," not in kind else ""]))
-
-
-def _wall_s(runs: Iterable[RunResult]) -> float:
-    """Seconds with runs under way."""
-    outcomes = [run.outcome for run in runs if run.outcome.wall_s > 0]
-    spans = sorted((o.started_unix_s, o.started_unix_s + o.wall_s) for o in outcomes)
-    latest = list(accumulate((end for _, end in spans), max))
-    idle = sum(max(0.0, begun - end) for end, (begun, _) in zip(latest, spans[1:], strict=False))
-    return latest[-1] - spans[0][0] - idle if spans else 0.0
 
 
 def _scenario(text: str) -> dict[str, Any]:
@@ -431,17 +487,11 @@ def _version(
 ) -> str:  # fmt: skip
     """What a rank recorded of a package, else the version beside the harness, which it shares."""
     own = fingerprint(environment)
-    places = (own.get("packages"), {"torch": own.get("torch")}, manifest.get("packages"))
-    for versions in places:
-        for name, version in (versions or {}).items():
-            if _SEPARATORS.sub("-", str(name).lower()) == _SEPARATORS.sub("-", package.lower()):
-                return str(version or "")
+    for held in (own.get("packages"), {"torch": own.get("torch")}, manifest.get("packages")):
+        versions = {_SEPARATORS.sub("-", str(n).lower()): v for n, v in (held or {}).items()}
+        if (name := _SEPARATORS.sub("-", package.lower())) in versions:
+            return str(versions[name] or "")
     return ""
-
-
-def _peaks(run: RunResult) -> dict[int, int]:
-    found = {records.rank: peak_bytes(records) for records in run.ranks}
-    return {rank: peak for rank, peak in found.items() if peak > 0}
 
 
 def addresses(run: RunResult) -> str:
@@ -461,15 +511,11 @@ def addresses(run: RunResult) -> str:
         f"{most('ledger_places')} storages known by place and {most('ledger_unnamed')} unnamed"
     ] * bool(most("captured"))
     if any(moved.values()):
-        last = max(step for step, count in moved.items() if count)
-        parts.append(
-            f"{sum(moved.values())} pointers moved, at most {max(moved.values())} in a step, "
-            f"last in step {last}"
-        )
-        names = dict.fromkeys(
-            one_line(n, 120) for detail in details for n in detail.get("moved", ())
-        )
-        parts += [f"the first of them {', '.join([*names][:MOST_NAMES])}"] if names else []
+        numbers, last = moved.values(), max(step for step in moved if moved[step])
+        parts.append(f"{sum(numbers)} pointers moved, at most {max(numbers)} in a step, last in "
+                     f"step {last}")  # fmt: skip
+        names = [*dict.fromkeys(one_line(n, 120) for d in details for n in d.get("moved", ()))]
+        parts += [f"the first of them {', '.join(names[:MOST_NAMES])}"] if names else []
     else:
         parts.append("no pointer moved" if moved else "moved pointers were not counted")
     return "; ".join(parts)
@@ -484,10 +530,9 @@ def _environment_note(runs: Iterable[RunResult], letters: set[str]) -> str:
     return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded in every run"
 
 
-def _compare_axis(scenario: dict[str, Any], cases: list[CaseReport]) -> str:
+def _compare_axis(scenarios: list[dict[str, Any]], cases: list[CaseReport]) -> str:
     """The compared axis, of several scenarios the one that all compare; else the last axis."""
-    joined = [_scenario(part["text"]) for part in scenario.get("scenarios", ())]
-    found = {each.get("compare", {}).get("axis", "") for each in joined or [scenario]}
+    found = {each.get("compare", {}).get("axis", "") for each in scenarios}
     labels = [name for case in cases for name in case.spec.labels]
     axis = found.pop() if len(found) == 1 else ""
     return axis if axis in labels else (labels[-1] if labels else "")
@@ -498,9 +543,7 @@ def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
     names = {tuple(name for name in case.spec.labels if name != axis) for case in cases}
     varying: tuple[str, ...] = ()
     if len(names) == 1:
-        varying = tuple(
-            name for name in names.pop() if len({case.spec.labels[name] for case in cases}) > 1
-        )
+        varying = tuple(n for n in names.pop() if len({c.spec.labels[n] for c in cases}) > 1)
     found: dict[tuple[str, str], list[CaseReport]] = {}
     for case in cases:
         labels = dict(case.spec.labels)

@@ -10,11 +10,11 @@ its cases:
     safe       every case passed
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.records import Json, What
+from harness.records import Json, Outcome, What
 from reports.reading import About, CaseReport, Report
 from reports.text import one_line
 
@@ -91,25 +91,23 @@ def _table(package: str, found: Mapping[Place, list[Finding]]) -> Table:
         versions = [version for version in versions if version != UNKNOWN]
     rows = []
     for words in sorted({words for words, _ in found}):
-        abouts = (About(package=package, version=v, combination=words) for v in versions)
-        cells = tuple(_cell(about, found.get((words, about.version), [])) for about in abouts)
-        rows.append((" + ".join(words) or "alone", cells))
+        cells = []
+        for version in versions:
+            about = About(package=package, version=version, combination=words)
+            cell = tuple(found.get((words, version), ()))
+            worst: Answer = min(
+                (each.answer for each in cell), key=ANSWERS.index, default="not run"
+            )
+            cells.append(Cell(about=about, answer=worst, findings=cell))
+        rows.append((" + ".join(words) or "alone", tuple(cells)))
     return Table(package=package, versions=tuple(versions), rows=tuple(rows))
-
-
-def _cell(about: About, findings: Sequence[Finding]) -> Cell:
-    answers = {each.answer for each in findings} or {"not run"}
-    worst = next(answer for answer in ANSWERS if answer in answers)
-    return Cell(about=about, answer=worst, findings=tuple(findings))
 
 
 def _finding(case: CaseReport, report: Report) -> Finding:
     verdict = case.verdict
-    answer: Answer = "not run"
-    if verdict.outcome == "passed":
-        answer = "safe"
-    elif verdict.outcome == "failed":
-        answer = "crashes" if verdict.what in CRASHES else "wrong"
+    wrong: Answer = "crashes" if verdict.what in CRASHES else "wrong"
+    answers: dict[Outcome, Answer] = {"passed": "safe", "failed": wrong}
+    answer = answers.get(verdict.outcome, "not run")
     words = {"safe": "", "not run": verdict.what or verdict.outcome, "crashes": case.cause}
     return Finding(
         answer=answer, scenario=case.spec.scenario, case_id=case.spec.id, machine=report.machine,

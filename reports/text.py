@@ -1,11 +1,4 @@
-"""Text from scenarios, records and logs, made fit to be shown: hostile until it has been here.
-
-well_formed  no lone surrogate, so that it encodes
-clean        and no control character, terminal escape or direction override; clipped
-one_line     and no line break
-tail         the end of a rank's output, line by line
-short        digests by their first and last 4 digits
-"""
+"""Text from scenarios, records and logs, made fit to be shown: hostile until it has been here."""
 
 import re
 from pathlib import Path
@@ -39,7 +32,7 @@ def well_formed(text: str) -> str:
 
 
 def clean(text: str, limit: int = MAX_CHARS) -> str:
-    """`text` without what a browser, an XML parser or a terminal could stumble over.
+    """`text` without control characters, terminal escapes, direction overrides, lone surrogates.
 
     At most `limit` characters are kept; how many were cut is said at the end.
     """

@@ -268,6 +268,22 @@ def shared_rows(
     return _shared(_rows_of(ours, theirs, start, specs), specs)
 
 
+def shared_steps(reference: RunResult, candidate: RunResult) -> Iterator[dict[Key, list[Both]]]:
+    """Step by step, the `shared_rows` of the ranks that tap the same modules in both runs."""
+    ours, theirs = step_table(reference), step_table(candidate)
+    starts, others = (
+        {rank: records.start for rank, records in rank_table(run).items()}
+        for run in (reference, candidate)
+    )
+    specs, found = (reference.spec, candidate.spec), dict[int, dict[Key, list[Both]]]()
+    for key in shared_pairs(ours, theirs):
+        start, other = starts[key[1]], others[key[1]]
+        if start is not None and other is not None and start.taps == other.taps:
+            rows, _ = shared_rows(ours[key], theirs[key], start, specs)
+            found.setdefault(key[0], {})[key] = rows
+    yield from found.values()
+
+
 def _shared(rows: Sequence[Both], specs: Sequence[RunSpec]) -> tuple[list[Both], frozenset[str]]:
     ran = {row.reference.tap for row in rows if row.reference.place}
     also = {row.candidate.tap for row in rows if row.candidate.place}

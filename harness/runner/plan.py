@@ -531,6 +531,14 @@ class Timeline:
         self._begun = sorted(begun for begun, _ in spans)
         self._ended = sorted(ended for _, ended in spans)
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds with runs under way."""
+        # Nothing is under way where as many have ended as have begun.
+        gaps = zip(self._begun[1:], self._ended, strict=False)
+        whole = self._ended[-1] - self._begun[0] if self._begun else 0.0
+        return whole - sum(max(0.0, begun - ended) for begun, ended in gaps)
+
     def concurrent(self, run: RunResult) -> int:
         """How many other runs were under way at some time of this one."""
         begun, ended = _span(run)

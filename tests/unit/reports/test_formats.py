@@ -26,8 +26,7 @@ from harness.errors import Infrastructure, UsageError
 from harness.records import dumps
 from harness.store import RunFolder, begin_run, save_outcome
 from reports import build, html, json_report, markdown
-from reports.history import CasePast, Past
-from reports.reading import Report, summarise
+from reports.reading import CasePast, Past, Report, summarise
 from reports.text import clean, one_line, tail, well_formed
 from tests.pace import in_paces
 from tests.support import records

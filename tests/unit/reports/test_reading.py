@@ -28,9 +28,17 @@ from harness.records import (
 )
 from harness.store import RunFolder
 from reports.compared import LOSS, MISSING, GroupMap, StateMap, loss_curve, state_map
-from reports.figures import loss_figure, state_figure
-from reports.history import Past, look_back
-from reports.reading import COST_HEAD, CaseReport, Report, addresses, cost_rows, summarise
+from reports.html import loss_figure, state_figure
+from reports.reading import (
+    COST_HEAD,
+    CaseReport,
+    Past,
+    Report,
+    addresses,
+    cost_rows,
+    look_back,
+    summarise,
+)
 from tests.support import records
 from tests.support.run_records import CANDIDATE, REFERENCE, TAPS, configured, edit
 from tests.unit.harness.history.nights import FAILED, night, only
