@@ -29,10 +29,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_core import determinism
 from fsdp_core.config import ConfigError, FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
-from fsdp_core.device import Device
-from fsdp_core.graph.ledger import Ledger
+from fsdp_core.device import Device, prepare_environment
+from fsdp_core.graph.recorder import Ledger
 from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    determinism.prepare_environment()
+    prepare_environment()
     device = Device(kind)
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=600)
     runs = [run for scope in SCOPES if (run := measure(options, scope, (), device)) is not None]

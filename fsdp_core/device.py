@@ -2,13 +2,20 @@
 
 On the CPU every stream is a `HostStream`: work runs at once and in order, so waiting costs nothing
 and is always satisfied. Memory on the CPU is counted as live tensor storage (`StorageCounter`).
+
+Here, too, is every switch that decides whether two runs of one program give the same bits:
+`prepare_environment` before CUDA starts (cuBLAS reads its workspace setting once),
+`make_deterministic` before the model is built.
 """
 
 import contextlib
+import os
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fsdp_core.memory_counter import StorageCounter
@@ -222,3 +229,33 @@ class RngStates:
 
     def __exit__(self, *_: object) -> None:
         self.put_back()
+
+
+# ---- what decides whether two runs give the same bits
+
+
+def prepare_environment() -> None:
+    """Set the variables that libraries read once; a value that the user set is kept."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+def make_deterministic(seed: int) -> None:
+    """Ask for deterministic kernels and seed every default generator with `seed`."""
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory would hide what a graph leaves in it and costs a kernel an allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    seed_all(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and every torch generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

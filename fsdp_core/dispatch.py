@@ -1,4 +1,6 @@
-"""Errors that name tensors, walks over what holds them, and what dispatch modes have in common."""
+"""Errors that name tensors, walks over what holds them, what dispatch modes have in common, and
+what differs between the versions of torch that are supported, 2.11 to 2.14.
+"""
 
 import functools
 import sysconfig
@@ -9,8 +11,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+IS_2_13 = hasattr(dist, "all_gather_single")
+"""From 2.13 on, a subclass of DTensor sees its operators: before, torch's C++ took them."""
+
+# 2.13 renamed collectives: the old names warn there, the new ones are absent before.
+ALL_GATHER = "all_gather_single" if IS_2_13 else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if IS_2_13 else "reduce_scatter_tensor"
 
 
 class TensorError(RuntimeError):

@@ -35,8 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core.config import STRATEGIES
-from fsdp_core.dispatch import opens_itself
-from fsdp_core.torch_versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp_core.dispatch import ALL_GATHER, REDUCE_SCATTER, opens_itself
 
 GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
 """Arguments of an `all_gather`: output, input, ranks."""

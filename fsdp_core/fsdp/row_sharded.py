@@ -59,9 +59,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_core.dispatch import IS_2_13
 from fsdp_core.fsdp.layout import Inner, RowShard, RowSpec, gather_rows
 from fsdp_core.fsdp.norms import PendingNorm, over_ranks, replicated
-from fsdp_core.torch_versions import IS_2_13
 
 _Base: Any = DTensor if IS_2_13 else torch.Tensor
 

@@ -18,12 +18,9 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.dispatch import opens_itself
-from fsdp_core.graph.capture_session import Undo
-from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool
-from fsdp_core.graph.hooks import tensor_hooks_off
-from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.graph.ledger import Ledger, Resolver
-from fsdp_core.graph.recorder import CaptureRefused, Recording
+from fsdp_core.graph.capture_session import Undo, tensor_hooks_off
+from fsdp_core.graph.device_graphs import CudaGraph, HostGraph, MemoryPool
+from fsdp_core.graph.recorder import CaptureRefused, Ledger, Recording, Resolver
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]

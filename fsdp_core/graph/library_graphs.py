@@ -21,10 +21,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fsdp_core.graph.capture_session import Undo
-from fsdp_core.graph.cuda_graph import end_refused
+from fsdp_core.graph.capture_session import PHASES, CaptureHooks, Undo, run_hooks, tensor_hooks_off
+from fsdp_core.graph.device_graphs import end_refused
 from fsdp_core.graph.graph import GraphMaker, Pending, Replayed, Segment, Tensors
-from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
 from fsdp_core.graph.recorder import Recording
 
 WARM_UPS = 2

@@ -1,6 +1,6 @@
 """The axes, process groups and meshes of a layout, over the ranks of the default process group.
 
-`fsdp_core.layouts` has the arithmetic. An axis of size 1 has a process group of one rank.
+`fsdp_core.config.parallel` has the arithmetic. An axis of size 1 has a process group of one rank.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import ParallelConfig
+from fsdp_core.config.parallel import AXES, axis_rank, dense_sizes, expert_sizes, groups
 from fsdp_core.device import Device
-from fsdp_core.layouts import AXES, axis_rank, dense_sizes, expert_sizes, groups
 
 Partition = tuple[tuple[int, ...], ...]
 _SHARDED_OVER = ("dp", "dp_outer", "edp")

@@ -1,4 +1,4 @@
-"""A rank's stages of the decoder, from a configuration: made, initialised, moved and sharded.
+"""A rank's stages of the decoder, made and sharded from a configuration, and their optimizer.
 
 Names of everything long-lived on a rank, and how much of it moved in a step.
 
@@ -13,17 +13,16 @@ from typing import cast
 import torch
 from torch import nn
 
-from fsdp_core.config import TrainConfig
+from fsdp_core.config import OptimConfig, TrainConfig
+from fsdp_core.config.parallel import AXES
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import make_pool
-from fsdp_core.graph.ledger import AddressBook
-from fsdp_core.layouts import AXES
+from fsdp_core.graph.recorder import AddressBook
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import Sharding, init_weights, shard_stage
-from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
 
@@ -80,6 +79,61 @@ def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
     """The stages as what `fully_shard` made of them."""
     for stage in stages:
         yield cast("FSDPModule", stage)
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter, 2019) with bias correction, on shards: one step over (name,
+    weight, gradient) that stay where they are. Empty ones are left out. The arithmetic is torch's
+    fused kernel, fed with a step and a rate on the device: no host synchronisation, so graphs can
+    hold it.
+
+    lr: float32 scalar tensor on the device; write it in place.
+    step_count: float32 scalar tensor, the number of steps taken.
+    names, params, grads, exp_avg, exp_avg_sq: of the weights that are left, in order.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: OptimConfig
+    ) -> None:
+        kept = [(name, weight, grad) for name, weight, grad in named if weight.numel()]
+        self.names = [name for name, _, _ in kept]
+        self.params = [weight for _, weight, _ in kept]
+        self.grads = [grad for _, _, grad in kept]
+        self._config = config
+        device = self.params[0].device if kept else torch.device("cpu")
+        self.lr = torch.full((), config.lr, dtype=torch.float32, device=device)
+        self.step_count = torch.zeros((), dtype=torch.float32, device=device)
+        self.exp_avg = [torch.zeros_like(p) for p in self.params]
+        self.exp_avg_sq = [torch.zeros_like(p) for p in self.params]
+        matrices = [i for i, p in enumerate(self.params) if p.dim() >= 2]
+        others = [i for i, p in enumerate(self.params) if p.dim() < 2]
+        self._groups = [(matrices, config.weight_decay), (others, 0.0)]
+
+    @torch.no_grad()
+    def step(self, skipped: torch.Tensor | None = None) -> None:
+        """Update every weight in place from its gradient. `skipped`, float32 scalar on the device,
+        is 1 where this step must change nothing, else 0.
+        """
+        self.step_count.add_(1.0 if skipped is None else 1.0 - skipped)
+        for indices, weight_decay in self._groups:
+            if not indices:
+                continue
+            torch._fused_adamw_(
+                [self.params[i] for i in indices],
+                [self.grads[i] for i in indices],
+                [self.exp_avg[i] for i in indices],
+                [self.exp_avg_sq[i] for i in indices],
+                [],
+                [self.step_count] * len(indices),
+                lr=self.lr,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                weight_decay=weight_decay,
+                eps=self._config.eps,
+                amsgrad=False,
+                maximize=False,
+                found_inf=skipped,
+            )
 
 
 def named_states(groups: Iterable[ParamGroup]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

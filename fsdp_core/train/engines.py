@@ -33,9 +33,8 @@ from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
 from fsdp_core.model.layers import BackendMissing, LayerFactory
 from fsdp_core.model.sharding import init_weights
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
-from fsdp_core.optim import AdamW
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.train.build import TORCH_DTYPES
+from fsdp_core.train.build import TORCH_DTYPES, AdamW
 from fsdp_core.train.taps import GlobalBox, Snapshots
 from fsdp_core.train.trainer import (
     Digests,
@@ -61,7 +60,7 @@ class Sharded:
 
 
 def _adamw(parameters: Iterable[nn.Parameter], options: OptimConfig) -> torch.optim.AdamW:
-    """torch's, fused, with the rate as a float32 tensor: the arithmetic of `fsdp_core.optim`."""
+    """torch's, fused, with the rate as a float32 tensor: the arithmetic of `build.AdamW`."""
     listed = list(parameters)
     decays = {True: options.weight_decay, False: 0.0}
     groups = [
@@ -161,7 +160,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 class EngineAdamW(AdamW):
-    """An engine's optimizer as `fsdp_core.optim.AdamW` shows itself: this rank's parts, by name.
+    """An engine's optimizer as `build.AdamW` shows itself: this rank's parts, by name.
     Parts are looked up again by `refresh`, as an engine may put them elsewhere.
     """
 

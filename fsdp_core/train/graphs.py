@@ -31,11 +31,17 @@ import torch.distributed as dist
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
+from fsdp_core.graph.capture_session import (
+    PATIENCE,
+    PHASES,
+    CaptureHook,
+    CaptureHooks,
+    CaptureSession,
+    own_capture_hooks,
+)
 from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
-from fsdp_core.graph.hooks import PHASES, CaptureHook, CaptureHooks, own_capture_hooks
-from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_by_torch
+from fsdp_core.graph.recorder import Resolver
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import Begin

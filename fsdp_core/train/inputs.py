@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from fsdp_core.config import TrainConfig
+from fsdp_core.config.parallel import groups
 from fsdp_core.data import MAX_DOCUMENTS, Batches, PackedDocuments, token_source
 from fsdp_core.device import Device
 from fsdp_core.dispatch import leaves, tensors_in
-from fsdp_core.layouts import groups
 from fsdp_core.model.batch import (
     Capacity,
     Document,

@@ -23,8 +23,8 @@ from torch import nn
 from fsdp_core.config import BEGINS_AT
 from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.hooks import PHASES, CaptureHooks, ExtractedHooks
-from fsdp_core.graph.ledger import Ledger
+from fsdp_core.graph.capture_session import PHASES, CaptureHooks, ExtractedHooks
+from fsdp_core.graph.recorder import Ledger
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.moe.dispatcher import Plan

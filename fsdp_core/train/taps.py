@@ -45,13 +45,7 @@ from fsdp_core.checkpoint.state import Piece, plain_name
 from fsdp_core.config import ConfigError, TapPattern, TrainConfig, tap_pattern
 from fsdp_core.dispatch import tensors_in
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.graph.digest import (
-    NUM_COLUMNS,
-    NUM_LANES,
-    Digester,
-    digest_tensors,
-    empty_rows,
-)
+from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_tensors, empty_rows
 from fsdp_core.graph.digest_torch import INT_OF_SIZE
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, Axis

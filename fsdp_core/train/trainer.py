@@ -10,30 +10,41 @@
 Inputs and outputs are static tensors in every mode, so eager and graphed runs differ in nothing but
 who issues the work. Scope `full_iteration` captures the whole iteration, all collectives included,
 with the update or without; partial scopes capture parts of layers, forward and backward.
+
+A run that stops after a step and goes on in new processes: everything of a trainer that lasts.
+
+    weights, routers' biases, what libraries' modules keep   of the stages' state_dicts
+    AdamW's moments, step count and learning rate            states of an optimizer, by parameter
+    random states of this rank                               `extra`, rank by rank
+
+Data needs no position: a batch is a function of the step's number. Gradients, losses and digests
+are made anew in each step, graphs are captured anew.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_core import checkpoint
 from fsdp_core.config import TrainConfig
 from fsdp_core.data import mix
-from fsdp_core.determinism import make_deterministic, seed_all
-from fsdp_core.device import Device
+from fsdp_core.device import Device, make_deterministic, seed_all
 from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.graph.digest import Digester, empty_rows
-from fsdp_core.graph.ledger import AddressBook
+from fsdp_core.graph.recorder import AddressBook
 from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, make_layers
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
-from fsdp_core.optim import AdamW
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.pipeline import Pipeline, TensorSpec
@@ -42,6 +53,7 @@ from fsdp_core.stress import races
 from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.build import (
     TORCH_DTYPES,
+    AdamW,
     PointerChanges,
     build_stages,
     enter_attributes,
@@ -576,3 +588,53 @@ class Trainer:
         finally:
             if self.stressors is not None:
                 self.stressors.close()
+
+
+# ---- a run that goes on in new processes
+
+
+class _States(torch.optim.Optimizer):
+    """The trainer's AdamW as a checkpoint takes optimizers: its states, by parameter at rest."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        ours, groups = trainer.optimizer, trainer.groups
+        self._lr = ours.lr
+        parameters = {n: p for g in groups for n, p in zip(g.names, g.sharded, strict=True)}
+        super().__init__([{"params": list(parameters.values()), "lr": ours.lr}], {})
+        for name, *moments in zip(ours.names, ours.exp_avg, ours.exp_avg_sq, strict=True):
+            parameter = parameters[name]
+            exp_avg, exp_avg_sq = (_like(parameter, moment) for moment in moments)
+            self.state[parameter] = {
+                "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": ours.step_count
+            }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the learning rate; moments were read into their places."""
+        self._lr.copy_(state_dict["param_groups"][0]["lr"])
+
+
+def _like(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if isinstance(parameter, RowSharded):
+        return RowSharded.make(rows, parameter.row_spec)
+    return rows
+
+
+def save_state(trainer: Trainer, folder: Path, step: int) -> None:
+    """Save a trainer that has taken `step` steps. A collective; raises as `checkpoint.save`."""
+    with trainer.device.on(trainer.stream):
+        trainer.device.synchronize()
+        extra = {"random": trainer.rng_states()}
+        checkpoint.save(folder, step, list(trainer.stages), _States(trainer), extra)
+
+
+def load_state(trainer: Trainer, folder: Path) -> int:
+    """Put the latest of `folder` into a new trainer; the steps that were taken. A collective. Of
+    another layout random states say nothing: those of a new trainer stay as they are (`ValueError`,
+    `CheckpointError`: as `checkpoint.load`; other ranks than those that saved).
+    """
+    with trainer.device.on(trainer.stream):
+        loaded = checkpoint.load(folder, list(trainer.stages), _States(trainer))
+        if not trainer.config.begins_elsewhere:
+            trainer.set_rng_states(loaded.extra["random"])
+        trainer.device.synchronize()
+    return loaded.step

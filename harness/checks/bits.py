@@ -25,7 +25,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fsdp_core.config import TrainConfig
-from fsdp_core.layouts import dense_coordinates
+from fsdp_core.config.parallel import dense_coordinates
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import (
     BEFORE,

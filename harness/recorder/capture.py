@@ -9,7 +9,7 @@
 
 Names, arguments and meaning are those of `torch.cuda`, and where torch sees a GPU so are the
 objects. Elsewhere a capture records operators of the CPU, has no effect, and a replay runs them on
-the same storages (`fsdp_core.graph.host_graph`), outside of the harness as well.
+the same storages (`fsdp_core.graph.device_graphs`), outside of the harness as well.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ class HostGraph:
 
     def __init__(self) -> None:
         from fsdp_core.device import Device
-        from fsdp_core.graph import host_graph  # here: who captures nothing need not import it
+        from fsdp_core.graph import device_graphs  # here: who captures nothing need not import it
 
-        self._graph = host_graph.HostGraph(Device("cpu"))
+        self._graph = device_graphs.HostGraph(Device("cpu"))
         self._capture: AbstractContextManager[None] | None = None
         self._is_captured = False
         self.failed: BaseException | None = None

@@ -19,9 +19,9 @@ from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.graph import CapturedFunction, Replayed
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads
-from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.stress.races import Race, RaceFound
+from fsdp_core.train.build import AdamW
 from fsdp_core.train.engines import EngineAdamW
 from fsdp_core.train.trainer import Trainer, mean_loss
 from harness.recorder.session import raised_at

@@ -23,19 +23,17 @@ import torch
 import torch._dynamo  # the first collective imports it: a second that no rank should pay
 import torch.distributed as dist
 
-from fsdp_core import determinism
 from fsdp_core.config import ConfigError, TrainConfig
-from fsdp_core.device import Device
+from fsdp_core.device import Device, prepare_environment
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
-from fsdp_core.graph.ledger import StaleAddress
-from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.recorder import CaptureRefused, StaleAddress
 from fsdp_core.model.layers import BackendMissing
 from fsdp_core.parallel.mesh import build_axes, init_ranks
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.compiled import StaleGuards
-from fsdp_core.train.resume import load_state, save_state
+from fsdp_core.train.trainer import load_state, save_state
 from harness import provenance
 from harness.engine.base import (
     GATE_VARIABLE,
@@ -172,7 +170,7 @@ class _Session:
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
-        determinism.prepare_environment()
+        prepare_environment()
         torch.set_num_threads(1)
         if self.spec.device == "cpu" and hasattr(os, "SCHED_BATCH"):
             # Gloo's threads spin where they preempt each other on a machine of few cores.

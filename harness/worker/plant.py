@@ -37,8 +37,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Schedule, Unit, in_backward
-from fsdp_core.graph.cuda_graph import CudaGraph
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import CudaGraph, HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
 from harness.engine.base import describe_machine

@@ -8,7 +8,10 @@ import pytest
 
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
-TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts", "fsdp_core.parallel.pipeline_schedule")
+TORCH_FREE = (
+    "fsdp_core.config",
+    "fsdp_core.parallel.pipeline_schedule",
+)
 REPORT_LIBRARIES = {"matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest

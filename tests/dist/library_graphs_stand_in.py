@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph import library_graphs
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from tests.dist.te_stand_in import Manager
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

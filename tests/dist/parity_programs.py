@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.config import FsdpConfig, ModelConfig, ParallelConfig
-from fsdp_core.determinism import make_deterministic, prepare_environment
-from fsdp_core.device import Device
+from fsdp_core.config.parallel import groups
+from fsdp_core.device import Device, make_deterministic, prepare_environment
 from fsdp_core.fsdp import MixedPrecisionPolicy
-from fsdp_core.layouts import groups
 from fsdp_core.model import batch as packing
 from fsdp_core.model.batch import (
     Capacity,

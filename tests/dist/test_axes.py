@@ -1,4 +1,4 @@
-"""`build_axes` over 8 ranks: every group has the ranks that `fsdp_core.layouts` says, in order."""
+"""`build_axes` over 8 ranks: every group has the ranks that `config.parallel` says, in order."""
 
 import itertools
 from datetime import timedelta
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.config import ParallelConfig
+from fsdp_core.config.parallel import AXES, axis_rank, groups
 from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
-from fsdp_core.layouts import AXES, axis_rank, groups
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axes, Axis, build_axes
 from tests.dist.rank_pool import RankPool

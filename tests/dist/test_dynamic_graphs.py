@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp_core.data import PackedDocuments
 from fsdp_core.graph.capture_session import CaptureAborted
-from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.recorder import StaleAddress
 from fsdp_core.model.batch import Capacity, Document, Part, pack
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fsdp_core.torch_versions import IS_2_13
+from fsdp_core.dispatch import IS_2_13
 from tests.dist import fsdp_parameter_programs, fsdp_programs
 from tests.dist.fsdp_programs import OPTIMIZERS
 from tests.dist.fsdp_sides import differences, loss_of, net, rows, run_sides, within

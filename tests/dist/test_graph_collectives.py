@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 from fsdp_core.device import Device
+from fsdp_core.dispatch import IS_2_13, REDUCE_SCATTER
 from fsdp_core.fsdp.layout import all_gather, reduce_scatter
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.graph.recorder import Recorder
-from fsdp_core.torch_versions import FUNCTIONAL_ALL_GATHER, REDUCE_SCATTER
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp import settled
 
@@ -40,7 +40,7 @@ def test_what_is_lent_lives_until_the_work_is_complete(warm_ranks: RankPool) -> 
     assert warm_ranks.run(drop_while_under_way, world_size=2) == [[4004, 4], []]
 
 
-gather_tensor: Any = getattr(funcol, FUNCTIONAL_ALL_GATHER)
+gather_tensor: Any = getattr(funcol, "all_gather_single" if IS_2_13 else "all_gather_tensor")
 scatter_tensor: Any = getattr(funcol, REDUCE_SCATTER)
 scatter_async: Any = getattr(dist, REDUCE_SCATTER)
 HANDLES: list[Any] = []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.stress.races import ClockEvent, Clocks, ClockStream
 from fsdp_core.train import Trainer

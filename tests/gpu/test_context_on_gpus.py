@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.determinism import make_deterministic
-from fsdp_core.device import Device
+from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import GraphMaker
 from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding_multiple
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.determinism import make_deterministic
-from fsdp_core.device import Device
+from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_core.determinism import make_deterministic
+from fsdp_core.device import make_deterministic
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
 from tests.dist.rank_pool import RankPool

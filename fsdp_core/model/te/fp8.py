@@ -187,7 +187,7 @@ def amax_group(axes: Axes) -> dist.ProcessGroup | None:
         return tp.group
     if tp.size == 1:
         return cp.group
-    # tp and cp are the fastest of the dense axes (`fsdp_core.layouts`): stretches of ranks.
+    # tp and cp are the fastest of the dense axes (`fsdp_core.config.parallel`): stretches of ranks.
     size, world = tp.size * cp.size, dist.get_world_size()
     key = (size, world, dist.group.WORLD)
     if key not in _GROUPS:

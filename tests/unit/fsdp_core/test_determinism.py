@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_core.determinism import make_deterministic, prepare_environment, seed_all
+from fsdp_core.device import make_deterministic, prepare_environment, seed_all
 
 pytestmark = pytest.mark.usefixtures("determinism_as_before")
 

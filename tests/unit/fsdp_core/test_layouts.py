@@ -19,7 +19,15 @@ from fsdp_core.config import (
     TrainConfig,
     divisors,
 )
-from fsdp_core.layouts import AXES, Dense, Expert, axis_rank, dense_sizes, expert_sizes, groups
+from fsdp_core.config.parallel import (
+    AXES,
+    Dense,
+    Expert,
+    axis_rank,
+    dense_sizes,
+    expert_sizes,
+    groups,
+)
 from harness.scenario.schema import legal_layouts
 
 FLATTENED = (("dp", "cp"), ("dp_outer", "dp"), ("dp_outer", "dp", "cp", "tp"), ("ep", "etp"))

@@ -3,7 +3,7 @@
 import torch
 
 from fsdp_core.config import OptimConfig
-from fsdp_core.optim import AdamW
+from fsdp_core.train.build import AdamW
 
 CONFIG = OptimConfig(lr=3e-3, weight_decay=0.17, beta1=0.85, beta2=0.97, eps=1e-7)
 Named = list[tuple[str, torch.Tensor, torch.Tensor]]

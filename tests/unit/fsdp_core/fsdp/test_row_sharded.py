@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_core.dispatch import IS_2_13
 from fsdp_core.fsdp.layout import RowShard, RowSpec
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.torch_versions import IS_2_13
 
 
 def spec(trio: DeviceMesh, shape: tuple[int, ...], *bounds: int) -> RowSpec:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph import cuda_graph
-from fsdp_core.graph.cuda_graph import CudaGraph, MemoryPool, PrivateMemory
+from fsdp_core.graph import device_graphs
+from fsdp_core.graph.device_graphs import CudaGraph, MemoryPool, PrivateMemory
 from fsdp_core.graph.recorder import CaptureRefused, Recording, StorageEntry
 
 INVALID = "operation failed due to a previous error during capture"
@@ -156,7 +156,7 @@ class Pool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: list[tuple[int, int]] = []
         self.held: list[torch.UntypedStorage] = []
-        monkeypatch.setattr(cuda_graph, "blocks_of", lambda _: list(self.blocks))
+        monkeypatch.setattr(device_graphs, "blocks_of", lambda _: list(self.blocks))
 
     def entry(self, address: int, *, internal: bool = False) -> StorageEntry:
         """A storage of 64 bytes at `address`, as a recorder met it; it lives until `drop`."""

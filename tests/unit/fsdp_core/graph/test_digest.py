@@ -16,8 +16,8 @@ from benchmarks import corruptions
 from benchmarks.digest import digest_texts
 from fsdp_core.device import Device
 from fsdp_core.graph import digest_torch as definition
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
-from fsdp_core.graph.host_graph import HostGraph
 
 MASK = 0xFFFF_FFFF
 

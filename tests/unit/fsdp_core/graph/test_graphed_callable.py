@@ -16,8 +16,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
-from fsdp_core.graph.ledger import Resolver, StaleAddress
-from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.recorder import CaptureRefused, Resolver, StaleAddress
 
 DEVICE = Device("cpu")
 TIME = 12

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fsdp_core.graph.hooks import PHASES, ExtractedHooks, run_hooks, tensor_hooks_off
+from fsdp_core.graph.capture_session import PHASES, ExtractedHooks, run_hooks, tensor_hooks_off
 
 DICTIONARIES = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host_graph import HostGraph, plan_arena
-from fsdp_core.graph.ledger import Ledger, StaleAddress
-from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.device_graphs import HostGraph, plan_arena
+from fsdp_core.graph.recorder import CaptureRefused, Ledger, StaleAddress
 
 
 def test_no_python_runs_in_a_replay() -> None:

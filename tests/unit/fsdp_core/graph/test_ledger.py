@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
-from fsdp_core.graph.host_graph import HostGraph
-from fsdp_core.graph.ledger import AddressBook, Ledger, StaleAddress
-from fsdp_core.graph.recorder import Recording
+from fsdp_core.graph.recorder import AddressBook, Ledger, Recording, StaleAddress
 
 DEVICE = Device("cpu")
 Names = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import Undo
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.graph.recorder import CaptureRefused, Recorder
 
 HERE = Path(__file__).name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.model.attention import FusedRope, RopeTable, apply_rope, rope_tables
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.te import attention as te_attention

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device
-from fsdp_core.graph.host_graph import HostGraph
+from fsdp_core.graph.device_graphs import HostGraph
 from fsdp_core.parallel.context import Block, ContextPlan, Rows, dense_plan, packed_plan, split
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdp_core.config import ParallelConfig
-from fsdp_core.layouts import Dense, dense_coordinates
+from fsdp_core.config.parallel import Dense, dense_coordinates
 from harness.checks import bits, judge
 from harness.checks.bits import same_data
 from harness.records import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.config import ModelConfig, TrainConfig
-from fsdp_core.determinism import prepare_environment
+from fsdp_core.device import prepare_environment
 from harness.records import PlantSpec, Record, RunSpec, parse_record
 from harness.worker.main import rank_main
 

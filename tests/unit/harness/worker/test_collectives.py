@@ -13,11 +13,11 @@ from fsdp_core.device import Device
 from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
-from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.recorder import StaleAddress
 from fsdp_core.model.sharding import clip_grads
-from fsdp_core.optim import AdamW
 from fsdp_core.parallel.pipeline import Pipeline
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
+from fsdp_core.train.build import AdamW
 from fsdp_core.train.trainer import Trainer
 from harness.engine.evidence import IN_CAPTURE, Place
 from harness.records import GivenCall, RaceEvidence, RankRecords, StreamUse, given_in

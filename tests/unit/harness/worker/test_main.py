@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import DataConfig, ModelConfig, TrainConfig
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
-from fsdp_core.graph.ledger import StaleAddress
-from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.recorder import CaptureRefused, StaleAddress
 from fsdp_core.model.layers import BackendMissing
 from fsdp_core.stress.races import Access, Clocks, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
