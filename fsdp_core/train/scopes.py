@@ -26,9 +26,8 @@ from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import PHASES, CaptureHooks, ExtractedHooks
 from fsdp_core.graph.recorder import Ledger
 from fsdp_core.model.batch import Part
-from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
+from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch, Routed
 from fsdp_core.model.moe.dispatcher import Plan
-from fsdp_core.model.moe.layer import Routed
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.model import attention, decoder, layers, sharding
 from fsdp_core.model import batch as microbatch
 from fsdp_core.model import batch as packing
 from fsdp_core.model import cp_attention as sdpa
-from fsdp_core.model.attention import RopeTable
+from fsdp_core.model import decoder, layers, sharding
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
+from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel import context
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axes
@@ -118,7 +118,7 @@ _PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "one stream for tp": ((decoder, "stream_of", _same_stream),),
     "half the gradients": ((sharding, "num_averaged", _half),),
     "swapped halves": ((microbatch, "split", _late_first),),
-    "swapped heads": ((attention, "causal_attention", _other_values),),
+    "swapped heads": ((layers, "causal_attention", _other_values),),
     "one prediction": ((packing, "pack", _one_left_out),),
     "one position": ((RopeTable, "forward", _one_turned),),
     "one boundary": ((packing.PackedBatch, "plan", _one_boundary_less),),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_core.graph.recorder import HostReadGuard
 from fsdp_core.model.layers import Precision, RmsNorm
-from fsdp_core.model.te import fp8 as precision
+from fsdp_core.model.te import layers as te_layers
 from fsdp_core.model.te.layers import TeLayers
 from fsdp_core.parallel.mesh import Axes
 
@@ -417,4 +417,4 @@ class StandIn(TeLayers):
         return RMSNorm(width, eps)
 
     def precision(self, axes: Axes) -> Precision:
-        return precision.precision(self.te, self.recipe, axes, Delayed())
+        return te_layers.precision(self.te, self.recipe, axes, Delayed())

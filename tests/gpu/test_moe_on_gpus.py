@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
+from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
-from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.rank_pool import RankPool

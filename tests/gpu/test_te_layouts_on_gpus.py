@@ -13,7 +13,6 @@ from torch import nn
 from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import (
     Capacity,
     Document,
@@ -24,7 +23,7 @@ from fsdp_core.model.batch import (
 )
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
-from fsdp_core.model.layers import LayerFactory
+from fsdp_core.model.layers import LayerFactory, RopeTable
 from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import FusedExperts
 from fsdp_core.model.sharding import init_weights, shard_stage

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.model.moe.dispatcher import MoeAxes
-from fsdp_core.model.moe.permute import count_slots
+from fsdp_core.model.moe.dispatcher import MoeAxes, count_slots
 from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.tensor_parallel import reduce_replicated

@@ -6,7 +6,7 @@
                 -> wk_rope, of torch: too narrow for fp8
 
 Weights that share an input are parameters of their own (`parameters_split`), so they have the names
-and cuts of `model.attention`; TransformerEngine multiplies them as one. Under sequence parallel its
+and cuts of `model.layers`; TransformerEngine multiplies them as one. Under sequence parallel its
 layers gather and scatter along dim 0, so activations [B, T / tp, H] become [tp * B, T / tp, H],
 ranks outermost, which only attention must undo.
 
@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.config import ModelConfig
-from fsdp_core.model import attention
-from fsdp_core.model.attention import MakeLinear, MakeNorm, RopeTable
+from fsdp_core.model import layers
 from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
+from fsdp_core.model.layers import MakeLinear, MakeNorm, RopeTable
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.param_sharding import Cut, Stretch, set_stretches
 from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
@@ -211,7 +211,7 @@ class Core(nn.Module):
 # ---- rotary positions
 
 
-class FusedRope(attention.FusedRope):
+class FusedRope(layers.FusedRope):
     """By TransformerEngine's kernel, which takes sine and cosine of float32 angles by itself. The
     kernel rounds elsewhere than torch's operators do. Angles are made once: a graph reads them.
     `te`: the module `transformer_engine.pytorch`.
@@ -232,13 +232,13 @@ class FusedRope(attention.FusedRope):
 
     def _angles(self) -> torch.Tensor:
         """Float32 [positions, 1, 1, width], for either half of a head."""
-        angles = attention.rope_angles(*self._formula)
+        angles = layers.rope_angles(*self._formula)
         return torch.cat((angles, angles), -1).float()[:, None, None]
 
     def forward(  # type: ignore[override]
         self, x_BTND: torch.Tensor, offsets: torch.Tensor | None, cp: Axis
     ) -> torch.Tensor:
-        """See `attention.FusedRope`."""
+        """See `layers.FusedRope`."""
         options = {"fused": True, "cp_size": cp.size, "cp_rank": cp.rank}
         if offsets is None:
             return cast("torch.Tensor", self._turned(x_BTND, self.angles, "bshd", **options))
@@ -275,7 +275,7 @@ def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: 
     return layer
 
 
-class GroupedQueryAttention(attention.GroupedQueryAttention):
+class GroupedQueryAttention(layers.GroupedQueryAttention):
     """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
     `transformer_engine.pytorch`.
     """
@@ -317,7 +317,7 @@ class GroupedQueryAttention(attention.GroupedQueryAttention):
         return result
 
 
-class LatentAttention(attention.LatentAttention):
+class LatentAttention(layers.LatentAttention):
     """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
     `transformer_engine.pytorch`.
     """

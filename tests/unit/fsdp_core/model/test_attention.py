@@ -9,8 +9,8 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph.device_graphs import HostGraph
-from fsdp_core.model.attention import FusedRope, RopeTable, apply_rope, rope_tables
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
+from fsdp_core.model.layers import FusedRope, RopeTable, apply_rope, rope_tables
 from fsdp_core.model.te import attention as te_attention
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.te_stand_in import StandIn

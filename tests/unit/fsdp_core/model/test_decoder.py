@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.config import ModelConfig, model_from_preset
-from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import Capacity, Document, pack, packed_part
 from fsdp_core.model.decoder import DecoderStage
-from fsdp_core.model.layers import LayerFactory
+from fsdp_core.model.layers import LayerFactory, RopeTable
 from fsdp_core.model.sharding import init_weights
 from fsdp_core.parallel.rng import RandomStreams
 from tests.dist.parity_programs import single_axes

@@ -12,10 +12,9 @@ from torch import nn
 from fsdp_core.config import model_from_preset
 from fsdp_core.model.decoder import make_layers
 from fsdp_core.model.te import attention as core
-from fsdp_core.model.te import fp8 as precision
 from fsdp_core.model.te import layers as experts
 from fsdp_core.model.te.attention import by_rank, by_sequence
-from fsdp_core.model.te.fp8 import Scaling, amax_group
+from fsdp_core.model.te.layers import Scaling, amax_group
 from fsdp_core.parallel.mesh import Axis
 from tests.dist import te_stand_in as fp8
 from tests.dist.parity_programs import single_axes
@@ -268,7 +267,7 @@ def test_experts_are_fused_where_there_are_kernels(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(experts, "prefer_cudnn_of_torch", lambda: None)
-    monkeypatch.setattr(precision, "recipe_of", lambda fp8: f"recipe {fp8}")
+    monkeypatch.setattr(experts, "recipe_of", lambda fp8: f"recipe {fp8}")
     made: Any = make_layers("te", fp8=name, fused_experts=asked, dtype=torch.float16)
     assert made.fused_experts is fused
     recipe = None if name == "none" else f"recipe {name}"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.model.attention import RopeTable
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
+from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train import graphs

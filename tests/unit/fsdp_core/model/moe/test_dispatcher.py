@@ -12,8 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes, Preprocess
-from fsdp_core.model.moe.permute import Places, assign_places, count_slots, take_rows, weighted_sum
+from fsdp_core.model.moe.dispatcher import (
+    Delivery,
+    MoeAxes,
+    Places,
+    Preprocess,
+    assign_places,
+    count_slots,
+    take_rows,
+    weighted_sum,
+)
 from fsdp_core.parallel.mesh import Axes, Axis
 
 SIZES = {"tp": 2, "cp": 3, "pp": 5, "dp": 7, "dp_outer": 11, "ep": 4, "etp": 2, "edp": 13}

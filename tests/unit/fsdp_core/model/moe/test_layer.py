@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
-from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import named_cuts
 from tests.support.operators import Seeing
