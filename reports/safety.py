@@ -95,9 +95,7 @@ def _table(package: str, found: Mapping[Place, list[Finding]]) -> Table:
         for version in versions:
             about = About(package=package, version=version, combination=words)
             cell = tuple(found.get((words, version), ()))
-            worst: Answer = min(
-                (each.answer for each in cell), key=ANSWERS.index, default="not run"
-            )
+            worst: Answer = min((f.answer for f in cell), key=ANSWERS.index, default="not run")
             cells.append(Cell(about=about, answer=worst, findings=cell))
         rows.append((" + ".join(words) or "alone", tuple(cells)))
     return Table(package=package, versions=tuple(versions), rows=tuple(rows))

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.causes import first_failing
-from harness.bisect.elements import Bits, Floats, bits_of, numbers
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location
+from harness.bisect.operators import Bits, Floats, bits_of, numbers
 from harness.checks.bits import FLOOR_ROUNDINGS
 from harness.checks.evidence import show_ranks
 from harness.errors import UsageError

@@ -20,10 +20,17 @@ from typing import Any
 
 from harness.bisect.differences import different_on_ranks, with_steps
 from harness.bisect.divergence import RunPair, first_difference
-from harness.bisect.elements import kept_name, with_element
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location, module_of
-from harness.bisect.operators import keeping, operators_for, why_unseen, with_operator, with_values
+from harness.bisect.operators import (
+    keeping,
+    kept_name,
+    operators_for,
+    why_unseen,
+    with_element,
+    with_operator,
+    with_values,
+)
 from harness.checks.complete import find_flaw, has_lost_its_groups
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
 from harness.errors import cut, one_line

@@ -28,7 +28,7 @@ SECTIONS = {
         "run": ("run:run", "Run scenario files and judge every case."),
         "rerun": ("run:rerun", "Run one case again."),
         "list": ("suite:list_command", "List scenarios and their cases."),
-        "doctor": ("doctor:doctor", "Say what this machine can run."),
+        "doctor": ("suite:doctor", "Say what this machine can run."),
     },
     "Look at a failure": {
         "show": ("run:show_command", "Show one case."),
@@ -45,7 +45,7 @@ SECTIONS = {
     "Runs that something else starts": {
         "wrap": ("wrap:wrap_command", "Record a job that a command starts."),
         "compare-runs": ("compare_runs:compare_runs_command", "Judge two recorded runs."),
-        "diff": ("diff:diff_command", "Find the first difference of two recordings."),
+        "diff": ("compare_runs:diff_command", "Find the first difference of two recordings."),
     },
     "Tests of the harness": {"faults": ("faults:faults_command", "Plant known faults.")},
 }

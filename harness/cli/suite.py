@@ -1,21 +1,32 @@
-"""`harness list`: scenarios, their cases, their shards; and whether every case is legal."""
+"""`harness list`: scenarios, cases, shards, and whether all are legal; `harness doctor`: what this
+machine can run, and what is missing for the rest."""
 
-from collections.abc import Sequence
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+import psutil
 
 from harness.checks import table
 from harness.checks.evidence import count as counted
 from harness.cli import options
 from harness.cli.options import PATH, print_json
+from harness.engine.base import Machine, default_slots, describe_machine
 from harness.errors import NothingSelected, UsageError
+from harness.provenance import package_version
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import count as number_of_cases
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.suite import check_files, find_scenarios, load_suite, select
+from harness.store.folder import DEFAULT_OUT
+from harness.terminal import cell, make_console, print_line, print_table
 
 Listed = dict[str, tuple[int, Sequence[CaseSpec]]]
 """By scenario: the number of its cases, and the cases."""
@@ -128,3 +139,120 @@ def _check(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int
         elif not as_json:
             click.echo(f"{item.file}: {counted(item.num_cases, 'case')}")
     return max((item.exit_code for item in checked), default=ExitCode.NOTHING_RAN)
+
+
+State = Literal["ok", "warn", "missing"]
+Finding = tuple[str, str, State, str]
+"""What cannot run where it is missing, a name, its state, and what was found."""
+COLOURS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
+GIB = 1 << 30
+MIN_DISK_BYTES, MIN_MEMORY_BYTES, MIN_SHM_BYTES = 1 * GIB, 2 * GIB, 64 << 20
+MIN_OPEN_FILES = 1024
+TESTED = {"python": ((3, 11), (3, 12)), "torch": ((2, 11), (2, 13))}
+"""First and last release that is tested."""
+
+
+def conclude(findings: Iterable[Finding], machine: Machine) -> tuple[list[str], list[str]]:
+    """What can run, with its slots, and what cannot, with the reason."""
+    can_run, cannot_run, lacks = list[str](), list[str](), list[str]()
+    held = list(findings)
+    for purpose, name, room in (
+        ("cpu", "device: cpu", f", {default_slots(machine)} rank slots"),
+        ("cuda", "device: cuda", f", {len(machine.gpus)} GPUs"),
+        ("te", "backend: te", ""),
+    ):
+        # Each needs what those before it need.
+        lacks += [f"{what}: {detail}" for needed_by, what, state, detail in held
+                  if state == "missing" and needed_by == purpose]  # fmt: skip
+        if lacks:
+            cannot_run.append(f"{name} ({'; '.join(lacks)})")
+        else:
+            can_run.append(name + room)
+    return can_run, cannot_run
+
+
+def look(machine: Machine, out: Path) -> Iterator[Finding]:
+    """Look at everything that a run needs; `out` is where run folders would go."""
+    versions = {"python": sys.version.split()[0], "torch": package_version("torch")}
+    for name, version in versions.items():
+        first, last = TESTED[name]
+        parts = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+        span = " to ".join(".".join(map(str, release)) for release in (first, last))
+        if not version:
+            yield "cpu", name, "missing", "not installed"
+        elif first <= parts <= last:
+            yield "cpu", name, "ok", version
+        else:
+            yield "cpu", name, "warn", f"{version}, tested with {span}"
+    is_linux = hasattr(os, "fork") and Path("/proc/self/stat").is_file()
+    needs = "fork and /proc" if is_linux else "no fork, or /proc is not mounted; use Linux"
+    yield "cpu", "processes", "ok" if is_linux else "missing", needs
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            yield "cpu", "loopback", "ok", "127.0.0.1 can be listened on"
+    except OSError as error:
+        yield "cpu", "loopback", "missing", f"127.0.0.1: {error.strerror}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
+    yield "cpu", "open files", "ok" if enough else "warn", f"limit {limit}"
+    free = psutil.virtual_memory().available
+    state: State = "ok" if free >= MIN_MEMORY_BYTES else "warn"
+    yield "cpu", "memory", state, f"{free / GIB:.1f} GiB available"
+    yield "cpu", "disk", *_disk(out)
+    shm = Path("/dev/shm")
+    total = shutil.disk_usage(shm).total if shm.is_dir() else 0
+    yield ("cuda", "shared memory", "ok" if total >= MIN_SHM_BYTES else "warn",
+           f"{total / GIB:.2f} GiB in {shm}, which NCCL uses")  # fmt: skip
+    yield "cuda", "GPU", *_gpus(machine)
+    te = package_version("transformer-engine")
+    yield "te", "transformer-engine", "ok" if te else "missing", te or "not installed (.[te])"
+
+
+def _disk(out: Path) -> tuple[State, str]:
+    # The nearest folder that exists: out itself may be made by the first run.
+    place = next((p for p in (out, *out.resolve().parents) if p.is_dir()), Path("/"))
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return "missing", f"{place}: {error.strerror}"
+    if not os.access(place, os.W_OK):
+        return "missing", f"{place} cannot be written to"
+    return "ok" if free >= MIN_DISK_BYTES else "warn", f"{free / GIB:.1f} GiB free for {out}"
+
+
+def _gpus(machine: Machine) -> tuple[State, str]:
+    if not machine.gpus:
+        return "missing", machine.gpu_note or "none"
+    names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
+    detail = f"{len(machine.gpus)} x {names}, driver {machine.gpu_driver}"
+    if machine.torch_sees_gpus:
+        return "ok", detail
+    torch = machine.versions.get("torch", "absent")
+    return "missing", f"{detail}; torch {torch} is not built for it"
+
+
+@click.command()
+@options.as_json
+def doctor(*, as_json: bool) -> int:
+    """Say what this machine can run, and what it lacks.
+
+    Exit codes: 0 it can run something, 6 nothing.
+    """
+    here = describe_machine()
+    findings = list(look(here, DEFAULT_OUT))
+    can_run, cannot_run = conclude(findings, here)
+    code = ExitCode.PASSED if can_run else ExitCode.NO_VERDICT
+    if as_json:
+        names = ("purpose", "name", "state", "detail")
+        found = [dict(zip(names, finding, strict=True)) for finding in findings]
+        options.print_json({"findings": found, "can_run": can_run, "cannot_run": cannot_run,
+                            "machine": here.to_json()})  # fmt: skip
+        return code
+    console = make_console()
+    rows = ((name, cell(state, COLOURS[state]), detail) for _, name, state, detail in findings)
+    print_table(console, ("", "state", ""), rows)
+    for line in can_run:
+        print_line(console, f"can run     {line}", "green")
+    for line in cannot_run:
+        print_line(console, f"cannot run  {line}", "yellow")
+    return code

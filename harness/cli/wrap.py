@@ -30,7 +30,7 @@ from harness.program.spec import POSITIONAL, ProgramSpec, recording
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
 from harness.runner import recorded
-from harness.runner.recorded import Part
+from harness.runner.recorded import Wrapped
 from harness.scenario.settings import DETERMINISM
 from harness.store.folder import DEFAULT_OUT, unused
 from harness.store.streams import read_start
@@ -145,7 +145,7 @@ def _words(run: RunResult | None, folder: Path) -> tuple[str, ExitCode]:
 # ---- the command and its ranks
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str) -> Part:
+def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str) -> Wrapped:
     """Run the command to its end, and say how it and the ranks on this machine ended."""
     started_unix_s, started_s, sent = time.time(), time.monotonic(), list[int]()
     with _signals_passed_on(sent) as to:
@@ -155,7 +155,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark:
             raise UsageError(f"wrap: {shown(command[0])}: {error.strerror}") from error
         to.append(process.pid)
         exits = _watch(process, folder, mark)
-    return Part(
+    return Wrapped(
         code=process.returncode,
         exits={str(rank): code for rank, code in sorted(exits.items()) if code is not None},
         order=tuple(rank for rank, code in exits.items() if code != 0),

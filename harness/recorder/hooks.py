@@ -18,6 +18,7 @@ import inspect
 import pickle
 import random
 import re
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,9 +123,8 @@ def _at_work(error: BaseException, observer: Observer) -> dict[str, str]:
     gradients = [
         inspect.unwrap(each).__code__ for each in (torch.autograd.backward, torch.autograd.grad)
     ]
-    module, phase, trace = "", "", error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
+    module, phase = "", ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             module, phase = observer.names.of_module(owner) or module, phase or "forward"

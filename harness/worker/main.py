@@ -6,6 +6,7 @@ and every rank is a fork of it.
 
 import contextlib
 import faulthandler
+import inspect
 import itertools
 import math
 import os
@@ -14,26 +15,38 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # the first collective imports it: a second that no rank should pay
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_core.config import ConfigError, TrainConfig
 from fsdp_core.device import Device, prepare_environment
+from fsdp_core.dispatch import TensorError
+from fsdp_core.fsdp.api import FSDPModule
+from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
+from fsdp_core.graph.graph import CapturedFunction, Replayed
 from fsdp_core.graph.recorder import CaptureRefused, StaleAddress
+from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import BackendMissing
+from fsdp_core.model.sharding import clip_grads
 from fsdp_core.parallel.mesh import build_axes, init_ranks
-from fsdp_core.stress.races import RaceFound
+from fsdp_core.parallel.pipeline import Pipeline
+from fsdp_core.stress.races import Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
-from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train import make_trainer
+from fsdp_core.train.build import AdamW
 from fsdp_core.train.compiled import StaleGuards
-from fsdp_core.train.trainer import load_state, save_state
+from fsdp_core.train.engines import EngineAdamW
+from fsdp_core.train.trainer import Trainer, load_state, mean_loss, save_state
 from harness import provenance
 from harness.engine.base import (
     GATE_VARIABLE,
@@ -49,20 +62,22 @@ from harness.program.spec import program_of, run_program
 from harness.provenance import package_version
 from harness.recorder import UNRECORDED, RecordFile, RecordsUnwritable
 from harness.recorder.rounding import RandomRounding
-from harness.recorder.session import age_s, failures_of
+from harness.recorder.session import age_s, failures_of, raised_at
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
     ErrorRecord,
     EventRecord,
     GraphUse,
+    Passed,
+    RaceEvidence,
     RunSpec,
     StartRecord,
+    StreamUse,
     What,
 )
 from harness.repeats import is_timed
 from harness.values import Json, SoakSpec, taking_turns, turn_of
-from harness.worker.error_evidence import evidence_of
 from harness.worker.observe import (
     Notes,
     Observer,
@@ -471,3 +486,81 @@ class Soaking:
                 store.delete_key(self._asked + vote)
             self._asked = key
         return bool(store.get(key) == b"stop")
+
+
+# --- what an exception says of itself, in fields: by its attributes, and the frames it went through
+
+# A function is known by its code, not by its file or name in a printed traceback: one that is
+# renamed fails here at import.
+_PHASES: tuple[tuple[Passed, tuple[Callable[..., Any], ...]], ...] = (
+    ("capture", (Trainer._capture,)),
+    ("replay", (CapturedFunction.__call__,)),
+    ("backward", (Pipeline._backward, torch.autograd.backward)),
+    ("optimizer", (AdamW.step, EngineAdamW.step)),
+    ("forward", (Pipeline._forward, DecoderStage.forward)),
+    ("reduce", (clip_grads, Trainer._require_grads, EngineAdamW.require_grads)),
+    ("forward", (
+        Pipeline.forward_backward, FSDPModule.zero_main_grads, FSDPModule.refresh_model_weights,
+        mean_loss,
+    )),
+)  # fmt: skip
+"""Functions of a step by what is done in them; of several that are at work, the first here.
+
+A capture calls all that a step calls, and a backward pass may compute a forward again.
+"""
+_CODES: dict[CodeType, int] = {
+    inspect.unwrap(function).__code__: place
+    for place, (_, functions) in enumerate(_PHASES)
+    for function in functions
+}
+
+
+def evidence_of(error: BaseException, stages: Sequence[nn.Module]) -> dict[str, Any]:
+    """The fields `module`, `phase`, `raised_at`, `tensors` and `race` of an `ErrorRecord`.
+
+    `module` is the innermost module, or unit of sharding, in whose code the exception was raised;
+    "" if no frame belongs to one but the whole model.
+
+    Args:
+        stages: whose modules have the names that they have in the whole model.
+    """
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    names = {id(module): name for stage in stages for name, module in stage.named_modules()}
+    # What it was raised from comes first: a capture that was given up says so from far outside of
+    # what could not be captured.
+    frames = [[frame for frame, _ in traceback.walk_tb(each.__traceback__)] for each in chain]
+    owners = [_owner(frame, names) for own in frames[::-1] for frame in own[::-1]]
+    places = [_CODES[f.f_code] for own in frames for f in own if f.f_code in _CODES]
+    return {
+        "module": next(filter(None, owners), ""),
+        "phase": _PHASES[min(places)][0] if places else "",
+        "raised_at": raised_at(chain[-1], but=("torch",)),
+        "tensors": next((tuple(e.names) for e in chain if isinstance(e, TensorError)), ()),
+        "race": next((_race(e.races[0]) for e in chain if isinstance(e, RaceFound)), None),
+    }
+
+
+def _owner(frame: FrameType, names: dict[int, str]) -> str:
+    """The name of that whose method a frame is of."""
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, Unit | ParamGroup):
+        return "" if owner.name == "root" else owner.name
+    if isinstance(owner, Replayed):
+        # What a capture leaves undone is refused at its end, when no module runs any more.
+        name = owner.name.partition(" ")[0]  # without the slot
+        return name if name in names.values() else ""
+    return names.get(id(owner), "") if isinstance(owner, nn.Module) else ""
+
+
+def _race(race: Race) -> RaceEvidence:
+    later, earlier = (
+        StreamUse(operator=use.operator, writes=use.writes, stream=use.stream.name, place=use.place)
+        for use in (race.later, race.earlier)
+    )
+    return RaceEvidence(
+        tensor=race.name, unit=race.unit, is_gradient=race.is_gradient, later=later, earlier=earlier
+    )

@@ -19,7 +19,7 @@ import torch._dynamo
 
 from harness.recorder import record
 from harness.recorder.ring import LEAST_BYTES
-from harness.runner.diff import Comparison, compare
+from harness.runner.recorded import Comparison, compare
 from harness.store.streams import read_parts
 
 STEPS, STEP_S = 400, 0.002

@@ -50,7 +50,7 @@ MUTATIONS = [
         ("unequal_ranks_were_reduced", "if is_one and len(", "if not is_one and len("),
     ),
     *slips_of(
-        "bisect/elements.py",
+        "bisect/operators.py",
         "bisect/test_elements",
         ("values_of_rank_0", "in kept.ranks[rank]}", "in kept.ranks[0]}"),
         ("values_of_two_shapes", "== (theirs.about.dtype, theirs.about.shape):", "!= ():"),

@@ -171,9 +171,9 @@ RUNNING = [
         ("victim_blames_nobody", "None if before is None else before.rank", "None"),
     ),
     *slips_of(
-        "worker/error_evidence.py",
+        "worker/main.py",
         "worker/test_collectives",
-        ("outermost_module", "reversed([*_frames(each)])", "_frames(each)"),
+        ("outermost_module", "for frame in own[::-1]]", "for frame in own]"),
         ("last_phase", "_PHASES[min(places)]", "_PHASES[max(places)]"),
     ),
     *slips_of(
@@ -270,7 +270,7 @@ RUNNING = [
         ("torn_line_is_damage", "if is_last and not line.endswith(", "if False and line.endswith("),
     ),
     *slips_of(
-        "runner/diff.py",
+        "runner/recorded.py",
         "runner/test_diff",
         ("nothing_compared_is_equal", "if is_any else ExitCode.NOTHING_RAN", ""),
         ("damaged_and_equal_is_equal", "if self.problems or self.other_shapes:",

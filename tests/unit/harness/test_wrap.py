@@ -12,7 +12,7 @@ import pytest
 from harness.cli import main
 from harness.records import ExitCode, Verdict
 from harness.runner import recorded
-from harness.runner.diff import compare
+from harness.runner.recorded import compare
 from harness.store import read_verdict
 from tests.support.fake_engine import Capsys, Patch, run_json
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bisect.elements import FORMS, compare, shown, ulps, value, values_of
+from harness.bisect.operators import FORMS, compare, shown, ulps, value, values_of
 from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place
 from tests.support.records import kept_tensor
 

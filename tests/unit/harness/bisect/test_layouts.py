@@ -10,7 +10,6 @@ import pytest
 
 from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
 from harness.bisect import layouts
-from harness.bisect.elements import Floats
 from harness.bisect.found import Location
 from harness.bisect.layouts import (
     BRANCHES,
@@ -21,6 +20,7 @@ from harness.bisect.layouts import (
     first_apart,
     runs_to_compare,
 )
+from harness.bisect.operators import Floats
 from harness.errors import UsageError
 from harness.records import FloatBits, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES

@@ -1,4 +1,4 @@
-"""Contracts of harness.cli.doctor."""
+"""Contracts of harness.cli.suite."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.cli import doctor
-from harness.cli.doctor import conclude, look
+from harness.cli import suite
+from harness.cli.suite import conclude, look
 from harness.engine.base import Gpu, Machine
 from tests.support.fake_engine import Patch
 
@@ -39,7 +39,7 @@ def test_what_can_run_and_what_is_missing(
 ) -> None:  # fmt: skip
     """Slots of each device; of what cannot run, what it lacks."""
     versions = {"torch": torch, "transformer-engine": te}
-    monkeypatch.setattr(doctor, "package_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(suite, "package_version", lambda name: versions.get(name, ""))
     here = machine(gpus, torch)
     can_run, cannot_run = conclude(look(here, tmp_path), here)
     assert can_run == can
@@ -60,7 +60,7 @@ def test_each_finding_has_its_state(
 ) -> None:
     """An untested torch and a full disk are warnings; nothing runs where nothing can be stored."""
     for place, value in patches.items():
-        monkeypatch.setattr(f"harness.cli.doctor.{place}", value)
+        monkeypatch.setattr(f"harness.cli.suite.{place}", value)
     here = machine((), "2.13.0")
     found = list(look(here, tmp_path / "not" / "yet"))
     assert next(each for _, known, each, _ in found if known == name) == state

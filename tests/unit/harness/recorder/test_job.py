@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from harness.recorder import Recorder, observer, record
 from harness.recorder import ring as rings
-from harness.runner.diff import compare
+from harness.runner.recorded import compare
 from harness.store.streams import Part, read_parts
 from tests.support.fake_engine import Patch
 from tests.unit.harness.recorder.recorded import (

@@ -287,7 +287,7 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     own = {f"harness.recorder{name}" for name in ("", ".ring", ".session")}
     assert set(light) == facts | own
     parts = ["capture", "collectives", "graphs", "hooks", "observer", "ring", "rows", "session",
-             "sketch", "state"]  # fmt: skip
+             "state"]  # fmt: skip
     expected = facts | {
         "harness.recorder",
         "fsdp_core",

@@ -11,7 +11,7 @@ import pytest
 from harness.cli import main
 from harness.recorder.ring import LEAST_BYTES, Ring, num_bytes
 from harness.records import FloatBits
-from harness.runner.diff import Comparison, compare
+from harness.runner.recorded import Comparison, compare
 from harness.store.streams import read_parts
 from tests.support import records
 from tests.support.fake_engine import Capsys

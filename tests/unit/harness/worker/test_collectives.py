@@ -22,7 +22,7 @@ from fsdp_core.train.trainer import Trainer
 from harness.engine.evidence import IN_CAPTURE, Place
 from harness.records import GivenCall, RaceEvidence, RankRecords, StreamUse, given_in
 from harness.worker import observe
-from harness.worker.error_evidence import evidence_of
+from harness.worker.main import evidence_of
 from harness.worker.observe import Notes
 from tests.support.fake_engine import Patch
 
