@@ -37,9 +37,11 @@ from harness.bisect.experiments import (
     NeverFails,
     Questions,
     Reply,
+    again,
     failure_of,
     learn,
     question_case,
+    question_of,
 )
 from harness.checks.evidence import count
 from harness.engine.base import die_with_parent, kill_group
@@ -47,7 +49,6 @@ from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.packages import releases
 from harness.program.spec import make_environments
 from harness.records import CaseSpec, ExitCode, RunSpec, Verdict
-from harness.repeats import FIRST_REPEAT
 from harness.store import LEGS
 from harness.store.files import make_folder, read_tail
 from harness.store.folder import unused
@@ -457,13 +458,8 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         program = program_in(legs["candidate"])
         if program.kind == "script" and not Path(program.target).is_file():
             return Reply(answer="unresolved", words="no verdict: the script is not in this commit")
-        if checkout.attempt:
-            number = FIRST_REPEAT + checkout.attempt
-            legs["candidate"] = replace(legs["candidate"], replica=number)
-        question = replace(
-            case, id=f"commit-{legs['candidate'].key}", labels={"question": "commits"}, repeats=0,
-            skip_reason="", **legs,
-        )  # fmt: skip
+        legs["candidate"] = again(legs["candidate"], checkout.attempt)
+        question = question_of(case, "commit", **legs)
         found = asker.ask(question, "").verdict
         reply, end = _reply(failure.answer(found), found), found.ending
         is_same = same_end(verdict, end.exception if end else "", end.signal if end else "")

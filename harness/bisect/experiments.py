@@ -304,6 +304,24 @@ def judged_by(differ: Callable[[RunResult, RunResult], str]) -> Judge:
     return judge
 
 
+def question_of(
+    case: CaseSpec, asks: str, reference: RunSpec, candidate: RunSpec, *,
+    control: RunSpec | None = None, **fields: Any,
+) -> CaseSpec:  # fmt: skip
+    """The case over other runs, as a question; its control is the reference, if nothing else is."""
+    named: dict[str, Any] = {"labels": {"question": asks}, "repeats": 0}
+    named |= {"id": f"{asks}-{candidate.key}"} | fields
+    return dataclasses.replace(
+        case, reference=reference, control=control or reference, candidate=candidate,
+        skip_reason="", **named,
+    )  # fmt: skip
+
+
+def again(spec: RunSpec, number: int) -> RunSpec:
+    """The repeat of a run of that number, which of 0 is the run itself."""
+    return dataclasses.replace(spec, replica=FIRST_REPEAT + number) if number else spec
+
+
 def question_case(
     case: CaseSpec, failure: Failure, candidate: RunSpec, *, reference: RunSpec | None = None,
     repeat: int = 0,
@@ -312,15 +330,12 @@ def question_case(
     control = case.control
     if reference is not None and reference.key != case.reference.key:
         control = dataclasses.replace(reference, replica=1)
-    reference = reference or case.reference
-    if repeat:
-        candidate = dataclasses.replace(candidate, replica=FIRST_REPEAT + repeat)
+    reference, candidate = reference or case.reference, again(candidate, repeat)
     is_timed = failure.what in TIMED
     checks = {name: how for name, how in case.checks.items() if is_timed or name != "throughput"}
-    return dataclasses.replace(
-        case, id=f"ask-{candidate.key}-{reference.key[-12:]}", labels={"question": "causes"},
-        reference=reference, control=control, candidate=candidate, checks=checks,
-        repeats=case.repeats if is_timed else 0, skip_reason="",
+    return question_of(
+        case, "ask", reference, candidate, control=control, checks=checks,
+        id=f"ask-{candidate.key}-{reference.key[-12:]}", repeats=case.repeats if is_timed else 0,
     )  # fmt: skip
 
 

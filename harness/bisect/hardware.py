@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 
 from harness.bisect.differences import between_environments
 from harness.bisect.divergence import RNG, RunPair
-from harness.bisect.experiments import CONFIDENCE, Asker, judged_by
+from harness.bisect.experiments import CONFIDENCE, Asker, judged_by, question_of
 from harness.bisect.found import Location
-from harness.bisect.locate import EVERYWHERE, SELDOM, between, how_it_ended, shortened
+from harness.bisect.locate import EVERYWHERE, SELDOM, failure_of_two, how_it_ended, shortened
 from harness.checks.evidence import count, show_ranks
 from harness.engine.base import core_set
 from harness.program.spec import program_of
@@ -319,18 +319,13 @@ class Pair(NamedTuple):
     reference: RunResult
     other: RunResult
 
-    def failure(self) -> Location | None:
-        """Where it went wrong, by its records; None if it did not."""
-        found = how_it_ended(self.reference) or between(self.reference, self.other)
-        return None if found.phase is None and found.step is None else found
-
 
 def _failing_pair(runs: CaseRuns) -> Pair:
     """What failed first: the reference by itself, against its control, or the candidate."""
     reference, control = runs.reference, runs.control
     if how_it_ended(reference) is not None:
         return Pair(reference, reference)
-    if Pair(reference, control).failure() is not None:
+    if failure_of_two(reference, control) is not None:
         return Pair(reference, control)
     return Pair(reference, runs.candidate)
 
@@ -363,7 +358,7 @@ def follow(
 ) -> Traced:  # fmt: skip
     """Make trials until one suspect has `CONFIDENCE`, or `MAX_TRIALS` were made."""
     pair = _failing_pair(runs)
-    place, world_size = pair.failure(), pair.other.spec.world_size
+    place, world_size = failure_of_two(*pair), pair.other.spec.world_size
     if place is None:
         return Traced(follows="undecided", notes=("the records of the runs are whole and equal",))
     if between_environments(*pair):
@@ -400,18 +395,15 @@ def _trial(
     candidate = replace(specs[1], placed=placed, replica=second)
     # What ends by itself needs nothing beside it.
     reference = candidate if kind else replace(specs[0], placed=placed, replica=first)
-    question = replace(
-        case, id=f"place-{candidate.key}", labels={"question": "placement"}, repeats=0,
-        reference=reference, control=reference, candidate=candidate, skip_reason="",
-    )  # fmt: skip
+    question = question_of(case, "place", reference, candidate)
     words = f"does it fail with {where(placed)}?" + f" trial {number + 1}" * (number > 0)
     asked = asker.ask(
         question, words,
-        judge=judged_by(lambda *pair: str(Pair(*pair).failure() or "")),
+        judge=judged_by(lambda *pair: str(failure_of_two(*pair) or "")),
         answer=lambda verdict: verdict.message,
     ).runs  # fmt: skip
     pair = Pair(asked.reference, asked.candidate)
-    place = pair.failure()
+    place = failure_of_two(*pair)
     if any(run.outcome.undecided for run in pair):
         return Trial(placed=placed, failed=None, told="it is not known what ended it")
     if place is None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.causes import first_failing
-from harness.bisect.experiments import Asker, judged_by
+from harness.bisect.experiments import Asker, judged_by, question_of
 from harness.bisect.found import Location
 from harness.bisect.operators import Bits, Floats, bits_of, numbers
 from harness.checks.bits import FLOOR_ROUNDINGS
@@ -386,10 +386,8 @@ def _compare(case: CaseSpec, step: int, asker: Asker) -> LayoutAnswer:
     cases = []
     for first in range(0, len(specs), 3):  # questions of three runs; the last repeats its last
         one, two, three = (*specs[first : first + 3], specs[-1], specs[-1])[:3]
-        cases.append(replace(
-            case, id=f"layouts-{first}-{three.key}", labels={"question": "layouts"},
-            reference=one, control=two, candidate=three, checks={},
-        ))  # fmt: skip
+        named = f"layouts-{first}-{three.key}"
+        cases.append(question_of(case, "layouts", one, three, control=two, checks={}, id=named))
     answers: list[LayoutAnswer] = []
 
     def told(_: Verdict) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.bisect.differences import different_on_ranks, with_steps
 from harness.bisect.divergence import RunPair, first_difference
-from harness.bisect.experiments import Asker, judged_by
+from harness.bisect.experiments import Asker, again, judged_by, question_of
 from harness.bisect.found import Location, module_of
 from harness.bisect.operators import (
     keeping,
@@ -52,7 +52,6 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.repeats import FIRST_REPEAT
 from harness.store import CaseRuns
 
 NAMES_ITS_TENSOR: tuple[What, ...] = ("stale_address", "race", "capture_refused", "stale_guards")
@@ -99,6 +98,12 @@ def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None 
     if parted is None or (names and (parted.step or 0) >= (ended.step or 0)):
         return ended
     return parted.saying(f"later: {ended.evidence[0]}")
+
+
+def failure_of_two(reference: RunResult, other: RunResult) -> Location | None:
+    """Where two runs went wrong, by their records; None if they did not."""
+    found = how_it_ended(reference) or between(reference, other)
+    return None if found.phase is None and found.step is None else found
 
 
 def _in_other_environment(reference: RunResult, other: RunResult, name: str) -> Location | None:
@@ -394,28 +399,18 @@ class _Look:
             return True  # what it had computed may have been wrong before it stopped
         return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
 
-    def _question(self, name: str, asks: str, *specs: RunSpec, **fields: Any) -> CaseSpec:
-        """The case over two other runs; its control is the reference, as nothing is in question."""
-        reference, candidate = specs
-        return replace(
-            self._case, id=f"{name}-{candidate.key}", labels={"question": asks}, repeats=0,
-            reference=reference, control=reference, candidate=candidate, skip_reason="", **fields,
-        )  # fmt: skip
-
     def _ask(
         self, question: CaseSpec, words: str, number: int = 0, read: _Read | None = None
     ) -> CaseRuns:
         """The runs of a question, of its candidate's repeat of that number."""
         if number:
-            candidate = replace(question.candidate, replica=FIRST_REPEAT + number)
-            name = f"{question.id.partition('-')[0]}-{candidate.key}"
-            question = replace(question, id=name, candidate=candidate)
+            pair = question.reference, again(question.candidate, number)
+            question = question_of(question, question.labels["question"], *pair)
             words += f" run {number + 1}"
 
         def told(ours: RunResult, theirs: RunResult) -> str:
             if read is None:
-                found = between(ours, theirs)
-                return "" if found.phase is None and found.step is None else str(found)
+                return str(failure_of_two(ours, theirs) or "")
             closer = read(question, ours, theirs)
             return closer.evidence[-1] if closer.evidence != before else closer.unknown[-1]
 
@@ -427,7 +422,7 @@ class _Look:
 
     def _looked_into(self, what: str, taps: tuple[str, ...]) -> tuple[CaseRuns, CaseSpec, str]:
         specs = self._shortened(taps=list(taps))
-        question = self._question("look", "calls", *specs, checks={"taps": {}})
+        question = question_of(self._case, "look", *specs, checks={"taps": {}})
         words = f"which {what} differs first, up to step {self._step}?"
         return self._ask(question, words), question, words
 
@@ -459,7 +454,7 @@ class _Look:
     def _num_looks(self, otherwise: int) -> int:
         """How often it is looked for: as often as it takes if the case itself passes, too."""
         if self._is_flaky is None:
-            plain = self._question("again", "again", *(run.spec for run in self._pair))
+            plain = question_of(self._case, "again", *(run.spec for run in self._pair))
             asked = (self._ask(plain, "does the case always fail?", n + 1)
                      for n in range(PLAIN_REPEATS))  # fmt: skip
             self._is_flaky = any(_between(runs).phase is None for runs in asked)
@@ -474,13 +469,12 @@ class _Look:
             self._note(why)
             return
         specs, folder = self._shortened(taps=[]), self._asker.folder
-        question = self._question(
-            "operators", "operators", *(replace(each, operators=spec) for each in specs)
-        )
+        pair = (replace(each, operators=spec) for each in specs)
+        question = question_of(self._case, "operators", *pair)
         words = f"which operator of {spec.module} differs first?"
         self._repeated(question, words, lambda _, *pair: with_operator(before, spec, pair))
         if (found := self._found).operator is not None:
-            question = self._question("values", "values", *keeping(found.operator, spec, specs))
+            question = question_of(self._case, "values", *keeping(found.operator, spec, specs))
             words = "what did it take and give?"
             self._repeated(question, words, lambda _, *pair: with_values(found, spec, pair, folder))
 
@@ -493,9 +487,8 @@ class _Look:
             self._note(f"element: step {before.step} did not end, so no contents were kept")
             return
         keep = KeepSpec(step=before.step, names=(kept_name(before),))
-        question = self._question(
-            "keep", "contents", *(replace(spec, keep=keep) for spec in self._specs)
-        )
+        pair = (replace(spec, keep=keep) for spec in self._specs)
+        question = question_of(self._case, "keep", *pair)
 
         def read(asked: CaseSpec, *_: RunResult) -> Location:
             return with_element(before, asked, self._asker.folder)

@@ -14,6 +14,7 @@ from harness.bisect.hardware import (
     placements,
     weigh,
 )
+from harness.bisect.locate import failure_of_two
 from tests.unit.harness.bisect.small_model import (
     OTHER,
     WEIGHTS,
@@ -105,10 +106,10 @@ def test_one_of_several_devices_is_singled_out() -> None:
 def test_ranks_on_which_a_failure_began(edit: Edit, ranks: tuple[int, ...]) -> None:
     """Of what is computed on a rank alone, by records; of nothing else."""
     pair = Pair(run_of(), edited(run_of(replica=2), {1: edit}))
-    place = pair.failure()
+    place = failure_of_two(*pair)
     assert place is not None
     assert began_on(pair, place) == ranks
-    assert Pair(run_of(), run_of(replica=2)).failure() is None
+    assert failure_of_two(run_of(), run_of(replica=2)) is None
 
 
 def test_without_an_answer_nothing_is_concluded() -> None:
