@@ -24,7 +24,6 @@ depends on nothing but the seed and the name. A model here is the list of a rank
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -113,44 +112,29 @@ def global_shape(part: Sequence[int], cuts: tuple[Cut, ...]) -> list[int]:
     return shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How stages are sharded.
+def shard_stage(
+    stage: DecoderStage, axes: Axes, fsdp: FsdpConfig, *, policy: MixedPrecisionPolicy,
+    pool: Pool | str = "dynamic", keep_grads: bool = False, splits_experts: bool = False,
+) -> None:  # fmt: skip
+    """Make a stage an FSDP root: experts, layers and the stage itself become units.
 
-    fsdp: strategy, and whether layers are released between forward and backward.
     policy: dtypes. Forward inputs must not be cast: positions and masks stay as they are.
     pool: of gathered buffers.
     keep_grads: see `fully_shard`.
     splits_experts: each layer of fused experts is a unit of its own.
     """
-
-    fsdp: FsdpConfig
-    policy: MixedPrecisionPolicy
-    pool: Pool | str = "dynamic"
-    keep_grads: bool = False
-    splits_experts: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.policy.cast_forward_inputs, self.policy
-
-
-def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
-    """Make a stage an FSDP root: experts, layers and the stage itself become units."""
-    dense, fsdp = axes.dense_mesh, how.fsdp
+    assert not policy.cast_forward_inputs, policy
+    dense = axes.dense_mesh
     strategy = (fsdp.outer_strategy, fsdp.strategy) if dense.ndim == 2 else fsdp.strategy
     shard = functools.partial(
-        fully_shard,
-        mp_policy=how.policy,
-        pool=how.pool,
-        keep_grads=how.keep_grads,
-        overlap=fsdp.overlap,
+        fully_shard, mp_policy=policy, pool=pool, keep_grads=keep_grads, overlap=fsdp.overlap
     )
     for layer in stage.numbered_layers.values():
         mlp = layer.mlp
         reshard = fsdp.reshard_after_forward
         if isinstance(mlp, MoeBranch):
             experts = mlp.moe.experts
-            for unit in experts.children() if how.splits_experts else (experts,):
+            for unit in experts.children() if splits_experts else (experts,):
                 shard(
                     unit, mesh=axes.expert_mesh, strategy=fsdp.strategy,
                     reshard_after_forward=reshard,

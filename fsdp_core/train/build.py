@@ -22,7 +22,7 @@ from fsdp_core.fsdp.pool import make_pool
 from fsdp_core.graph.recorder import AddressBook
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.sharding import Sharding, init_weights, shard_stage
+from fsdp_core.model.sharding import init_weights, shard_stage
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.rng import RandomStreams
 
@@ -68,10 +68,10 @@ def build_stages(
         stage.set_loss_scale(1.0 / config.microbatches)
         # A pool of its own: a pool follows the order of one root.
         pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
-        shard_stage(stage, axes, Sharding(
-            fsdp=fsdp, policy=policy, pool=pool, keep_grads=True,
+        shard_stage(
+            stage, axes, fsdp, policy=policy, pool=pool, keep_grads=True,
             splits_experts=config.fused_experts,
-        ))  # fmt: skip
+        )  # fmt: skip
     return stages
 
 

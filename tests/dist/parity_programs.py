@@ -38,7 +38,7 @@ from fsdp_core.model.batch import (
 )
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.sharding import Sharding, init_weights, shard_stage
+from fsdp_core.model.sharding import init_weights, shard_stage
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axes, Axis, build_axes
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec
@@ -511,7 +511,7 @@ def take_step(
     if dtype == torch.float64:
         cast_parameters(stages, dtype)
     for stage in stages:
-        shard_stage(stage.to(device), axes, sharding_of(layout, dtype))
+        shard_stage(stage.to(device), axes, **sharding_of(layout, dtype))
         parity_faults.after_sharding(stage, axes, layout.fault)
         stage.set_loss_scale(parity_faults.loss_scale(1 / batch.number, layout.fault))
     shares = make_shares(problem, layout, place)
@@ -527,14 +527,14 @@ def take_step(
     return stages, axes, watch
 
 
-def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
+def sharding_of(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     bf16 = dtype == torch.bfloat16
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if bf16 else None,
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
-    return Sharding(fsdp=FsdpConfig(strategy=layout.strategy), policy=policy)
+    return {"fsdp": FsdpConfig(strategy=layout.strategy), "policy": policy}
 
 
 def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:

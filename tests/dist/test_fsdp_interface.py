@@ -267,7 +267,7 @@ class Halves(torch.Tensor):
         options: Any = {"dtype": held.dtype, "device": held.device, "strides": held.stride()}
         self = torch.Tensor._make_wrapper_subclass(cls, held.shape, **options)
         self.held = held
-        return cast("Halves", self)
+        return self
 
     held: torch.Tensor
 
@@ -291,7 +291,9 @@ class Halves(torch.Tensor):
             return out.copy_(whole[: len(out)])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 

@@ -46,7 +46,7 @@ def build(what: Problem, layout: Layout | None) -> tuple[Stages, torch.optim.Opt
         for stage in stages:
             for parameter in stage.parameters():
                 torch.nn.init.zeros_(parameter)
-            shard_stage(stage, axes, sharding_of(layout, torch.float32))
+            shard_stage(stage, axes, **sharding_of(layout, torch.float32))
     return stages, adamw(stages)
 
 

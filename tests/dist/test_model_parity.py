@@ -56,7 +56,7 @@ def run_weights(problem: Problem, layouts: tuple[Layout, ...]) -> list[dict[str,
             init_std=problem.init_std,
         )  # fmt: skip
         for stage in stages:
-            shard_stage(stage, axes, sharding_of(layout, torch.float32))
+            shard_stage(stage, axes, **sharding_of(layout, torch.float32))
         if found:
             load_global(stages, found[-1])
         found.append(gather_global(stages, axes))

@@ -127,7 +127,7 @@ def replays_on_gpu() -> dict[str, list[bool]]:
     }
 
 
-def grouped_products(device: Device, path: str) -> dict[str, Any]:
+def grouped_products(device: Device) -> dict[str, Any]:
     """Grouped products of a dropless step with empty experts, and what comes of it, twice."""
     calls = 0
     functions = cast("Any", F)
@@ -145,7 +145,6 @@ def grouped_products(device: Device, path: str) -> dict[str, Any]:
         for _ in range(2):
             held = Held(device, Delivery(), used=EXPERTS // 4)
             experts: Any = held.layer.experts
-            experts.gate.path = experts.up.path = experts.down.path = path
             names = ["y", "x", *(name for name, _ in held.layer.named_parameters())]
             # What the allocator gives next was NaN: a gradient that is not written shows.
             weight = experts.gate.weight
@@ -168,7 +167,7 @@ def grouped_products(device: Device, path: str) -> dict[str, Any]:
 def grouped_on_gpu() -> dict[str, Any]:
     """With the path that is chosen there."""
     make_deterministic(0)
-    return grouped_products(Device("cuda", torch.cuda.current_device()), "auto")
+    return grouped_products(Device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.gpu(1)

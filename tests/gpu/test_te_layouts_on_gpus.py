@@ -323,7 +323,8 @@ def _gradients(
     stages = make_stages(config, axes, backend, streams, chunks=layout.parallel.pp_chunks)
     load_global(stages, parity_programs.global_weights(problem))
     for stage in stages:
-        shard_stage(stage.to(device), axes, parity_programs.sharding_of(layout, torch.bfloat16))
+        how = parity_programs.sharding_of(layout, torch.bfloat16)
+        shard_stage(stage.to(device), axes, **how)
         stage.set_loss_scale(1 / problem.batch.number)
     shares = parity_programs.make_shares(problem, layout, place)
     tp = axes.tp if axes.sequence_parallel else None

@@ -235,9 +235,6 @@ class _Reorder(torch.autograd.Function):
 
 # ---- how rows travel
 
-DISPATCHERS = ("all_to_all", "all_gather")
-DROPS = ("position", "probs")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoeAxes:
@@ -309,10 +306,6 @@ class Delivery:
     dispatcher: str = "all_to_all"
     capacity_factor: float | None = None
     drop: str = "position"
-
-    def __post_init__(self) -> None:
-        assert self.dispatcher in DISPATCHERS
-        assert self.drop in DROPS
 
     @property
     def gathers(self) -> bool:
@@ -440,13 +433,6 @@ class Groups:
         return sum(self.counts)
 
 
-class Dispatched(NamedTuple):
-    """Rows by expert."""
-
-    rows: torch.Tensor
-    groups: Groups | None
-
-
 class Dispatch(nn.Module):
     """Tokens [S, H] and their plan -> rows at their experts."""
 
@@ -454,26 +440,26 @@ class Dispatch(nn.Module):
         super().__init__()
         self.delivery, self._axes = delivery, axes
 
-    def forward(self, x_SH: torch.Tensor, plan: Plan) -> Dispatched:
-        """Send [S, H] (`RuntimeError`: dropless while a CUDA graph is captured; give a capacity
-        factor).
+    def forward(self, x_SH: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Groups | None]:
+        """Send [S, H] to rows by expert (`RuntimeError`: dropless while a CUDA graph is captured;
+        give a capacity factor).
         """
         axes, delivery = self._axes, self.delivery
         x_MH = enter_etp(x_SH, axes)
         if delivery.gathers:
             x_MH = gather_from(x_MH, axes.ep, 0)
         if delivery.capacity_factor is not None:
-            return Dispatched(self._static(x_MH, plan), None)
+            return self._static(x_MH, plan), None
         groups = read_groups(plan)
         if delivery.gathers:
             slots = plan.slot_of_place[: groups.num_rows]
-            return Dispatched(take_rows(x_MH, slots, plan.place_of_slot), groups)
+            return take_rows(x_MH, slots, plan.place_of_slot), groups
         slots = plan.slot_of_place[: sum(groups.sent)]
         rows = take_rows(x_MH, slots, plan.place_of_slot)
         rows = all_to_all(rows, axes.ep, groups.sent, groups.received)
         assert groups.order is not None
         assert groups.inverse is not None
-        return Dispatched(reorder_rows(rows, groups.order, groups.inverse), groups)
+        return reorder_rows(rows, groups.order, groups.inverse), groups
 
     def _static(self, x_MH: torch.Tensor, plan: Plan) -> torch.Tensor:
         """[M, H] -> [L, P * C, H]."""

@@ -6,12 +6,8 @@
 L local experts, H hidden, F feed-forward width. Under etp each rank has a slice of every expert's
 width and its outputs are parts of a sum over etp, which combine adds up.
 
-| path | what it is | rows |
-| --- | --- | --- |
-| loop | a matmul an expert, the reference | both |
-| grouped | torch's grouped GEMM, its group ends on the device; float32, bfloat16, float16 | both |
-| batched | one batched GEMM over experts | [L, n, H] |
-| auto | batched for [L, n, H]; for [n, H] grouped on CUDA where it can, else loop | both |
+Rows [L, n, H] are one batched GEMM over experts; rows [n, H] torch's grouped GEMM on CUDA in
+bfloat16, its group ends on the device, where widths allow it, else a matmul an expert.
 
 A fused kernel reads the weights of layers that it does not call. FSDP gathers these in the modules'
 forward pre-hooks, and marks in their forward hooks where the backward pass begins, so that it
@@ -34,27 +30,20 @@ from torch.utils._pytree import tree_flatten
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
 from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of, consecutive, set_stretches
 
-PATHS = ("auto", "loop", "grouped", "batched")
-_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of this
 
 
 class GroupedLinear(CutModule):
     """A linear layer without bias for each local expert: rows by expert -> rows by expert.
-    `cut_dim`: dim of [L, out, in] that etp cuts. `path`: one of `PATHS` (`ValueError`: unknown
-    path, or etp does not divide the features that are cut).
+    `cut_dim`: dim of [L, out, in] that etp cuts (`ValueError`: etp does not divide it).
     """
 
     weight: nn.Parameter
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, axes: MoeAxes,
-        *, cut_dim: int, path: str = "auto",
+        self, num_experts: int, in_features: int, out_features: int, axes: MoeAxes, *, cut_dim: int
     ) -> None:  # fmt: skip
         super().__init__()
-        if path not in PATHS:
-            raise ValueError(f"Expected path in {PATHS}, got {path!r}.")
-        self.path = path
         shape = [axes.local_experts(num_experts), out_features, in_features]
         ep, etp = axes.ep, axes.etp
         shape[cut_dim] = chunk_of(shape[cut_dim], "features of an expert", etp.name, etp.size)
@@ -63,51 +52,22 @@ class GroupedLinear(CutModule):
         self.register_cut("weight", weight, *cuts)
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        """[n, in] or [L, n, in] -> the same with `out` (`ValueError`: a path that cannot take these
-        rows).
-        """
-        weight = self.weight
-        path = self._path(rows)
-        if path == "batched":
-            if groups is not None:
-                raise ValueError("Expected rows of static shape for the batched path, got ragged.")
-            return torch.bmm(rows, weight.transpose(1, 2))
-        if path == "grouped":
-            return self._grouped(rows, groups)
+        """[n, in] or [L, n, in] -> the same with `out`."""
         if groups is None:
-            pairs = zip(rows.unbind(0), weight.unbind(0), strict=True)
-            return torch.stack([F.linear(part, matrix) for part, matrix in pairs])
-        parts = zip(rows.split(groups.counts), weight.unbind(0), strict=True)
-        return torch.cat([F.linear(part, matrix) for part, matrix in parts])
-
-    def _path(self, rows: torch.Tensor) -> str:
-        if self.path != "auto":
-            # No kernel runs on nothing; the gradient of a loop over nothing is zero.
-            return self.path if rows.numel() else "loop"
-        if rows.dim() == 3:
-            return "batched"
-        grouped = rows.is_cuda and rows.dtype == torch.bfloat16 and self._aligned(rows)
-        return "grouped" if grouped and rows.numel() else "loop"
-
-    def _aligned(self, rows: torch.Tensor) -> bool:
-        sizes = self.weight.shape[1:]
-        return all(size * rows.element_size() % _GROUPED_BYTES == 0 for size in sizes)
-
-    def _grouped(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        if rows.dtype not in _GROUPED_DTYPES or not self._aligned(rows):
-            raise ValueError(
-                f"Expected rows of {_GROUPED_DTYPES} in multiples of {_GROUPED_BYTES} bytes for "
-                f"the grouped path, got {rows.dtype} and weights {tuple(self.weight.shape)}."
-            )
-        if groups is not None:
+            return torch.bmm(rows, self.weight.transpose(1, 2))
+        # No kernel runs on nothing; the gradient of a loop over nothing is zero.
+        if rows.numel() and self._is_grouped(rows):
             ends, empty = groups.ends, None
             if 0 in groups.counts:
                 empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             return _GroupedProduct.apply(rows, self.weight, ends, empty)
-        num_experts, num_rows, _ = rows.shape
-        numbers = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32)
-        flat = _GroupedProduct.apply(rows.flatten(0, 1), self.weight, numbers * num_rows, None)
-        return flat.view(num_experts, num_rows, -1)
+        return _product(rows, self.weight, groups.counts)
+
+    def _is_grouped(self, rows: torch.Tensor) -> bool:
+        """Whether the grouped GEMM can take them, and is fast."""
+        widths = (size * rows.element_size() for size in self.weight.shape[1:])
+        is_aligned = not any(width % _GROUPED_BYTES for width in widths)
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -141,13 +101,11 @@ class Experts(nn.Module):
     that hooks on them (FSDP's gathers) run on every path.
     """
 
-    def __init__(
-        self, num_experts: int, hidden: int, ffn: int, axes: MoeAxes, path: str = "auto"
-    ) -> None:
+    def __init__(self, num_experts: int, hidden: int, ffn: int, axes: MoeAxes) -> None:
         super().__init__()
-        self.gate = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1, path=path)
-        self.up = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1, path=path)
-        self.down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2, path=path)
+        self.gate = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1)
+        self.up = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1)
+        self.down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2)
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         """Rows as `Dispatch` laid them out, and back; under etp a part of their sum."""

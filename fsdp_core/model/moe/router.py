@@ -16,7 +16,7 @@ whatever the layout. S tokens of this rank, H hidden, E experts, K choices a tok
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +27,10 @@ from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
 
-SCORES = ("softmax", "sigmoid")
+Pair = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TINY = 1e-20
 """Keeps the sum of sigmoid scores that all underflowed from dividing zero by zero."""
-
-
-class Routing(NamedTuple):
-    """Where each token goes: what crosses from the router to the rest of the layer. `probs`: weight
-    of each choice, float32 (float64 for float64 inputs) [S, K]; connected to the router's weight by
-    autograd. Zero for tokens that are not valid. `experts`: int64 [S, K], distinct experts by
-    falling score; the number of experts, which is nowhere, for tokens that are not valid.
-    """
-
-    probs: torch.Tensor
-    experts: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +52,6 @@ class RouterRule:
     aux_coeff: float = 0.0
     z_coeff: float = 0.0
     expert_bias: bool = False
-
-    def __post_init__(self) -> None:
-        assert 1 <= self.top_k <= self.num_experts
-        assert self.scores in SCORES
 
     @property
     def watches_load(self) -> bool:
@@ -96,22 +82,13 @@ class RouterRule:
 # ---- losses
 
 
-class RouterLosses(NamedTuple):
-    """Losses of one microbatch. `part`: this rank's part, scaled for the average over ranks;
-    carries the gradient. `balance`, `z`: values over the global batch times their coefficients, no
-    gradient.
-    """
-
-    part: torch.Tensor
-    balance: torch.Tensor
-    z: torch.Tensor
-
-
 def router_losses(
     rule: RouterRule, logits_SE: torch.Tensor, scores_SE: torch.Tensor, counts_E: torch.Tensor,
     valid_S: torch.Tensor | None, axes: tuple[Axis, ...], num_averaged: int,
-) -> RouterLosses:  # fmt: skip
-    """The losses of the tokens of all ranks along `axes`.
+) -> Three:  # fmt: skip
+    """The losses of the tokens of all ranks along `axes`: this rank's part, scaled for the average
+    over ranks, which carries the gradient; and the values of the balance loss and the z-loss over
+    the global batch times their coefficients, no gradient.
 
     counts_E: int64, slots of this rank that chose each expert.
     valid_S: bool, tokens that count; None means all do.
@@ -149,7 +126,7 @@ def router_losses(
     part = (shares_SE * (slope_E * num_averaged).to(dtype)).sum() + (
         squares_S.sum() * (z_slope * num_averaged).to(dtype)
     )
-    return RouterLosses(part, (slope_E * share_sums).sum(), z_slope * square_sum)
+    return part, (slope_E * share_sums).sum(), z_slope * square_sum
 
 
 def attach_loss(
@@ -230,8 +207,13 @@ class Router(nn.Module):
                 self._buffers[name] = old.to(new.device)
         return self
 
-    def forward(self, x_SH: torch.Tensor, valid_S: torch.Tensor | None = None) -> Routing:
-        """Route [S, H]; `valid_S` (bool) is false for tokens that are to go nowhere."""
+    def forward(self, x_SH: torch.Tensor, valid_S: torch.Tensor | None = None) -> Pair:
+        """Route [S, H]; `valid_S` (bool) is false for tokens that are to go nowhere.
+
+        Returns the weight of each choice, float32 (float64 for float64 inputs) [S, K], connected to
+        the router's weight by autograd, zero for tokens that are not valid; and int64 [S, K],
+        distinct experts by falling score, for those tokens the number of experts, which is nowhere.
+        """
         rule = self.rule
         dtype = torch.promote_types(x_SH.dtype, torch.float32)
         if valid_S is not None:
@@ -249,7 +231,7 @@ class Router(nn.Module):
         probs_SK = probs_SK.masked_fill(~somewhere_SK, 0.0)
         if rule.watches_load:
             probs_SK = self._attach(logits_SE, scores_SE, probs_SK, experts_SK, valid_S)
-        return Routing(probs_SK, experts_SK)
+        return probs_SK, experts_SK
 
     def _without_invalid(
         self, experts_SK: torch.Tensor, valid_S: torch.Tensor | None
@@ -264,13 +246,13 @@ class Router(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         rule, axes = self.rule, self._axes
         counts_E = count_slots(experts_SK, rule.num_experts)
-        losses = router_losses(
+        part, balance, z = router_losses(
             rule, logits_SE, scores_SE, counts_E, valid_S, axes.tokens, axes.num_averaged
         )
-        self.balance_loss.copy_(losses.balance)
-        self.z_loss.copy_(losses.z)
+        self.balance_loss.copy_(balance)
+        self.z_loss.copy_(z)
         count = functools.partial(self.slots_per_expert.add_, counts_E)
-        return attach_loss(probs_SK, losses.part, self.loss_scale.view(()), count)
+        return attach_loss(probs_SK, part, self.loss_scale.view(()), count)
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:

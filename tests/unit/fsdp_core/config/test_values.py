@@ -220,16 +220,6 @@ def test_which_layers_have_experts() -> None:
     assert [m.has_dense_ffn for m in (ModelConfig(), MOE, MLA)] == [True, False, True]
 
 
-def test_the_modules_know_the_words() -> None:
-    """What a configuration says goes to the router and the dispatcher as it is."""
-    from fsdp_core.model.moe import dispatcher as preprocess
-    from fsdp_core.model.moe import router as routing
-
-    assert set(config.SCORES) == set(routing.SCORES)
-    assert set(config.DISPATCHERS) == set(preprocess.DISPATCHERS)
-    assert set(config.DROPS) == set(preprocess.DROPS)
-
-
 def test_frozen_and_keyword_only() -> None:
     """A configuration cannot change after its rules were checked, and takes no positions."""
     with pytest.raises(dataclasses.FrozenInstanceError):

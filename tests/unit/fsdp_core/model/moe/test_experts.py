@@ -1,6 +1,8 @@
 """Grouped linear layers: paths, cuts, hooks, and what they refuse."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ def groups(*counts: int) -> Groups:
     return Groups(counts, ends, (), (), None, None)
 
 
-def linear(axes: MoeAxes, path: str, dtype: torch.dtype) -> GroupedLinear:
-    layer = GroupedLinear(EXPERTS, IN, OUT, axes, cut_dim=1, path=path)
+def linear(axes: MoeAxes, dtype: torch.dtype, *, grouped: bool = False) -> GroupedLinear:
+    layer: Any = GroupedLinear(EXPERTS, IN, OUT, axes, cut_dim=1)
+    layer._is_grouped = lambda rows: grouped
     generator = torch.Generator().manual_seed(1)
     layer.weight.data = torch.randn(EXPERTS, OUT, IN, generator=generator).to(dtype)
-    return layer
+    return cast("GroupedLinear", layer)
 
 
 def rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -30,14 +33,14 @@ def rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, IN, generator=generator).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("path", ["loop", "grouped", "auto"])
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (0, 0, 6, 0), (6, 0, 0, 0), (0, 0, 0, 0)])
 def test_each_row_meets_its_experts_matrix(
-    alone: MoeAxes, path: str, counts: tuple[int, ...]
+    alone: MoeAxes, grouped: bool, counts: tuple[int, ...]
 ) -> None:
     """Ragged groups, empty ones too: output and gradients; an unused expert's gradient is zero."""
     dtype = torch.float32
-    layer, x = linear(alone, path, dtype), rows(dtype, sum(counts))
+    layer, x = linear(alone, dtype, grouped=grouped), rows(dtype, sum(counts))
     out = layer(x, groups(*counts))
     expert_of_row = torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts))
     due = torch.einsum("ni,noi->no", x.double(), layer.weight.double()[expert_of_row])
@@ -68,7 +71,7 @@ def test_a_kernel_that_leaves_empty_groups_alone(
         return out
 
     monkeypatch.setattr(F, "grouped_mm", leaves_garbage)
-    layer = linear(alone, "grouped", torch.bfloat16)
+    layer = linear(alone, torch.bfloat16, grouped=True)
     layer(rows(torch.bfloat16, 4), groups(3, 0, 1, 0)).sum().backward()
     assert layer.weight.grad is not None
     used = [bool(grad.any()) for grad in layer.weight.grad]
@@ -76,11 +79,9 @@ def test_a_kernel_that_leaves_empty_groups_alone(
     assert not layer.weight.grad.isnan().any()
 
 
-@pytest.mark.parametrize("path", ["loop", "grouped", "batched", "auto"])
-def test_static_rows_are_the_same_product(alone: MoeAxes, path: str) -> None:
-    """[L, n, in] on every path."""
-    dtype = torch.float32
-    layer, x = linear(alone, path, dtype), rows(dtype, EXPERTS, 5)
+def test_static_rows_are_the_same_product(alone: MoeAxes) -> None:
+    """[L, n, in] is one batched product."""
+    layer, x = linear(alone, torch.float32), rows(torch.float32, EXPERTS, 5)
     out = layer(x, None)
     due = torch.einsum("lni,loi->lno", x.double(), layer.weight.double())
     torch.testing.assert_close(out.double(), due, rtol=1e-5, atol=1e-5)
@@ -91,17 +92,14 @@ def test_static_rows_are_the_same_product(alone: MoeAxes, path: str) -> None:
     torch.testing.assert_close(layer.weight.grad, column_sums, rtol=1e-5, atol=1e-5)
 
 
-def test_paths_that_cannot_take_the_rows_say_so(alone: MoeAxes) -> None:
-    """Ragged rows are not batched; float64 and odd widths are not grouped; names are checked."""
-    with pytest.raises(ValueError, match="Expected rows of static shape for the batched path"):
-        linear(alone, "batched", torch.float32)(rows(torch.float32, 2), groups(1, 1, 0, 0))
-    with pytest.raises(ValueError, match=r"for the grouped path, got torch\.float64"):
-        linear(alone, "grouped", torch.float64)(rows(torch.float64, 2), groups(1, 1, 0, 0))
-    narrow = GroupedLinear(EXPERTS, IN, 12, alone, cut_dim=1, path="grouped").bfloat16()
-    with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        narrow(rows(torch.bfloat16, 2), groups(1, 1, 0, 0))
-    with pytest.raises(ValueError, match=r"Expected path in .*got 'fast'"):
-        linear(alone, "fast", torch.float32)
+def test_odd_widths_are_not_grouped(alone: MoeAxes) -> None:
+    """Rows of the kernel begin at multiples of 16 bytes; it has no float64."""
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, element_size=lambda: 2)
+    wide = GroupedLinear(EXPERTS, IN, OUT, alone, cut_dim=1)
+    assert wide._is_grouped(on_gpu)
+    assert not GroupedLinear(EXPERTS, IN, 12, alone, cut_dim=1)._is_grouped(on_gpu)
+    on_gpu.dtype = torch.float64
+    assert not wide._is_grouped(on_gpu)
 
 
 def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
@@ -124,10 +122,9 @@ def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
         Experts(EXPERTS, IN, 6, axes)
 
 
-@pytest.mark.parametrize("path", ["loop", "grouped", "batched"])
-def test_hooks_of_the_layers_run(alone: MoeAxes, path: str) -> None:
-    """Every path calls the three layers as modules: a gather in a hook is never bypassed."""
-    experts = Experts(EXPERTS, IN, OUT, alone, path)
+def test_hooks_of_the_layers_run(alone: MoeAxes) -> None:
+    """It calls the three layers as modules: a gather in a hook is never bypassed."""
+    experts = Experts(EXPERTS, IN, OUT, alone)
     for parameter in experts.parameters():
         parameter.data.fill_(0.125)
     seen: list[str] = []

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
-from fsdp_core.model.moe.experts import Experts
+from fsdp_core.model.moe.experts import Experts, GroupedLinear
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.param_sharding import named_cuts
 from tests.support.operators import Seeing
@@ -72,16 +72,17 @@ def test_drop_and_pad_never_reads_the_host(alone: MoeAxes, dispatcher: str) -> N
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize(("path", "factor"), [("grouped", None), ("batched", 1.0)])
+@pytest.mark.parametrize("factor", [None, 1.0])
 def test_operators_do_not_count_experts(
-    alone: MoeAxes, dispatcher: str, path: str, factor: float | None
+    alone: MoeAxes, monkeypatch: pytest.MonkeyPatch, dispatcher: str, factor: float | None
 ) -> None:
     """With 64 experts, most of them empty, a step is as many operators as with 8."""
+    monkeypatch.setattr(GroupedLinear, "_is_grouped", lambda layer, rows: True)
     numbers = Counter[int]()
     for experts in (8, 64):
         rule = RouterRule(num_experts=experts, top_k=2, aux_coeff=0.1)
         delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
-        inner = Experts(experts, HIDDEN, FFN - 4, alone, path)
+        inner = Experts(experts, HIDDEN, FFN - 4, alone)
         made = MoeLayer(HIDDEN, rule, alone, delivery=delivery, experts=inner)
         for parameter in made.parameters():
             parameter.data.normal_(generator=torch.Generator().manual_seed(8))
