@@ -34,6 +34,7 @@ from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel import context
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axes
+from tests.support import dense_parts
 
 
 def axes_of(axes: Axes, fault: str) -> Axes:
@@ -114,10 +115,10 @@ _attention, _plan = sdpa.causal_attention, packing.PackedBatch.plan
 
 _PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "norm not summed": ((layers, "reduce_replicated_of", _keep),),
-    "plain chunks": ((microbatch, "split", _plain_split),),
+    "plain chunks": ((dense_parts, "split", _plain_split),),
     "one stream for tp": ((decoder, "stream_of", _same_stream),),
     "half the gradients": ((sharding, "num_averaged", _half),),
-    "swapped halves": ((microbatch, "split", _late_first),),
+    "swapped halves": ((dense_parts, "split", _late_first),),
     "swapped heads": ((layers, "causal_attention", _other_values),),
     "one prediction": ((packing, "pack", _one_left_out),),
     "one position": ((RopeTable, "forward", _one_turned),),
