@@ -11,8 +11,8 @@ too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
 What modules say is cut over an axis, tensor or expert parallel, is stored as the tensor of the
 model that is not cut. Copies of a piece that ranks share are compared, so a save of ranks that have
-drifted apart fails. Modules of another library have the same names (`parallel.param_sharding`), and
-states of their own, such as scales of eight-bit numbers: who has none takes none, and who finds
+drifted apart fails. Modules of another library have the same names (`parallel.tensor_parallel`),
+and states of their own, such as scales of eight-bit numbers: who has none takes none, and who finds
 none keeps what it has and warns.
 
 `files` says why a crash harms no complete checkpoint, `state` what is stored. Ranks talk over a

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fsdp_core.fsdp.api import FSDPModule
 from fsdp_core.fsdp.row_sharded import RowSharded, write_items
-from fsdp_core.parallel.param_sharding import Stretch, Stretches, named_stretches
+from fsdp_core.parallel.tensor_parallel import Stretch, Stretches, named_stretches
 
 # --- pieces -----------------------------------------------------------------------------------
 

@@ -33,9 +33,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_core.parallel.collectives import all_reduce
 from fsdp_core.parallel.context import ContextPlan, packed_plan
-from fsdp_core.parallel.mesh import Axes, Axis
+from fsdp_core.parallel.mesh import Axes, Axis, all_reduce
 from fsdp_core.parallel.tensor_parallel import SEQUENCE_DIM
 
 Weight = float | torch.Tensor

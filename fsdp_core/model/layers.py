@@ -2,7 +2,7 @@
 
 `decoder.make_layers` chooses; attention and experts take what they are made of as arguments. A
 library may have norm and projection in one: its norm is then the identity, and its parameters still
-have the global names of torch's (`parallel.param_sharding`).
+have the global names of torch's (`parallel.tensor_parallel`).
 
 | a replicated norm or linear layer sees | gradient of its weight |
 | --- | --- |
@@ -56,10 +56,10 @@ from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.experts import Experts, make_fused_experts
 from fsdp_core.parallel.context import positions_of
 from fsdp_core.parallel.mesh import Axes, Axis
-from fsdp_core.parallel.param_sharding import chunk_of
 from fsdp_core.parallel.tensor_parallel import (
     ColumnLinear,
     RowLinear,
+    chunk_of,
     enter,
     reduce_replicated_of,
 )

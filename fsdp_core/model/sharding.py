@@ -13,7 +13,7 @@ the sum over edp holds the tokens of all R ranks.
 Global weights: the same for every layout, drawn, cut, gathered and loaded by name.
 
     global name   that of the parameter in the model that is not cut, `layers.7.mlp.norm.weight`;
-                  what a library makes of it is translated (`param_sharding`)
+                  what a library makes of it is translated (`tensor_parallel`)
     draw          each global tensor from a generator of its own, seeded by (seed, global name)
     experts       [E, out, in]: each of the E matrices from its own, so a rank draws its own alone
 
@@ -35,9 +35,8 @@ from fsdp_core.fsdp.pool import Pool
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
-from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.mesh import Axes
-from fsdp_core.parallel.param_sharding import (
+from fsdp_core.parallel.mesh import Axes, all_reduce
+from fsdp_core.parallel.tensor_parallel import (
     Cut,
     named_cuts,
     named_stretches,

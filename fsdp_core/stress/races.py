@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_iter
 
-from fsdp_core.device import HostStreams
+from fsdp_core.device import HostStreams, Lending, is_collective
 from fsdp_core.dispatch import ObservingMode, calling_line, opens_itself
 from fsdp_core.fsdp.pool import GRAD, Key
-from fsdp_core.memory_counter import Lending, is_collective
 
 _ALLOCATORS = frozenset(
     f"aten::{name}"

@@ -49,7 +49,7 @@ from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_tens
 from fsdp_core.graph.digest_torch import INT_OF_SIZE
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, Axis
-from fsdp_core.parallel.param_sharding import Stretch, named_stretches
+from fsdp_core.parallel.tensor_parallel import Stretch, named_stretches
 
 NEVER = -1
 """Place of a row that no call has written in this step."""

@@ -45,8 +45,7 @@ from fsdp_core.model.decoder import DecoderStage, make_layers
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
-from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.mesh import Axes, all_reduce
 from fsdp_core.parallel.pipeline import Pipeline, TensorSpec
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.stress import races

@@ -82,7 +82,7 @@ _SPEAKING: tuple[What, ...] = (
 )  # fmt: skip
 """Answers that say what the type of the exception would; its words begin with the cause."""
 _WAITING = (
-    "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/layout.py",
+    "torch/distributed/", "fsdp_core/parallel/mesh.py", "fsdp_core/fsdp/layout.py",
     "harness/worker/main.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""

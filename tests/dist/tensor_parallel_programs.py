@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
+from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
 from tests.dist.parity_bounds import Named
 from tests.support.global_weights import place
 from tests.support.tensors import same_bits

@@ -20,7 +20,7 @@ from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.sharding import shard_stage
 from fsdp_core.parallel.mesh import build_axes
-from fsdp_core.parallel.param_sharding import Cut, consecutive, named_cuts, set_stretches, take
+from fsdp_core.parallel.tensor_parallel import Cut, consecutive, named_cuts, set_stretches, take
 from tests.dist.parity_programs import Batch, Layout, Problem, sharding_of, streams_of, whole_model
 from tests.dist.rank_pool import RankError, RankPool
 from tests.support.tensors import own_rows

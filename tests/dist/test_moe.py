@@ -16,7 +16,7 @@ from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
+from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
 from tests.dist.rank_pool import RankPool
 from tests.support.global_weights import place
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_core.parallel import collectives
+from fsdp_core.parallel import mesh as collectives
 from fsdp_core.parallel.mesh import Axis
 from tests.dist.rank_pool import RankPool
 from tests.dist.tensor_parallel_programs import whole_axis

@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_core.parallel import tensor_parallel as vocab
-from fsdp_core.parallel.param_sharding import Cut, take
-from fsdp_core.parallel.tensor_parallel import IGNORED, VocabEmbedding, vocab_cross_entropy
+from fsdp_core.parallel.tensor_parallel import (
+    IGNORED,
+    Cut,
+    VocabEmbedding,
+    take,
+    vocab_cross_entropy,
+)
 from tests.dist.parity_bounds import Bounded, cross_entropy
 from tests.dist.rank_pool import RankPool
 from tests.dist.tensor_parallel_programs import (

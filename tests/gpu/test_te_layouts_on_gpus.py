@@ -31,8 +31,8 @@ from fsdp_core.model.te.attention import Core
 from fsdp_core.model.te.layers import prefer_cudnn_of_torch
 from fsdp_core.parallel.context import split
 from fsdp_core.parallel.mesh import Axes, build_axes
-from fsdp_core.parallel.param_sharding import named_stretches
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, TensorSpec
+from fsdp_core.parallel.tensor_parallel import named_stretches
 from tests.dist import parity_programs
 from tests.dist.parity_check import packs_of, problem_of, reference
 from tests.dist.parity_programs import Problem, Routes

@@ -9,9 +9,8 @@ from torch import nn
 
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.model.sharding import EXPERT_AXIS, global_shape
-from fsdp_core.parallel.collectives import all_gather
-from fsdp_core.parallel.mesh import Axes, Axis
-from fsdp_core.parallel.param_sharding import (
+from fsdp_core.parallel.mesh import Axes, Axis, all_gather
+from fsdp_core.parallel.tensor_parallel import (
     Cut,
     Cuts,
     Stretch,

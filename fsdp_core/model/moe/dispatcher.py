@@ -61,7 +61,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from fsdp_core.parallel.collectives import (
+from fsdp_core.parallel.mesh import (
+    Axes,
+    Axis,
     all_gather,
     all_to_all,
     copy_to,
@@ -69,7 +71,6 @@ from fsdp_core.parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
 )
-from fsdp_core.parallel.mesh import Axes, Axis
 
 
 class Places(NamedTuple):

@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
-from fsdp_core.parallel.param_sharding import Cut, CutModule, chunk_of, consecutive, set_stretches
+from fsdp_core.parallel.tensor_parallel import Cut, CutModule, chunk_of, consecutive, set_stretches
 
 _GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of this
 

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.model.moe.dispatcher import MoeAxes, count_slots
-from fsdp_core.parallel.collectives import all_reduce
-from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.mesh import Axis, all_reduce
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
 
 Pair = tuple[torch.Tensor, torch.Tensor]

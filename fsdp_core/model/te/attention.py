@@ -41,8 +41,7 @@ from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.layers import MakeLinear, MakeNorm, RopeTable
 from fsdp_core.parallel.mesh import Axes, Axis
-from fsdp_core.parallel.param_sharding import Cut, Stretch, set_stretches
-from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
+from fsdp_core.parallel.tensor_parallel import Cut, Stretch, reduce_replicated_of, set_stretches
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_SCORES = 1 << 30

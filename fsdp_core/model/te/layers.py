@@ -83,8 +83,13 @@ from fsdp_core.model.moe.experts import FusedExperts, GroupedLinear, name_gate_u
 from fsdp_core.model.te import attention
 from fsdp_core.model.te.attention import columns, layer_options, projection, rows
 from fsdp_core.parallel.mesh import Axes
-from fsdp_core.parallel.param_sharding import Stretch, chunk_of, consecutive, set_stretches
-from fsdp_core.parallel.tensor_parallel import reduce_replicated_of
+from fsdp_core.parallel.tensor_parallel import (
+    Stretch,
+    chunk_of,
+    consecutive,
+    reduce_replicated_of,
+    set_stretches,
+)
 
 Meta = dict[str, Any]
 """What a module or operator knows of its scales: `fp8_meta`, or one of `_fp8_metas`."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_core.device import Device, HostEvent, HostStream
-from fsdp_core.memory_counter import StorageCounter
+from fsdp_core.device import Device, HostEvent, HostStream, StorageCounter
 from harness.recorder.rounding import RandomRounding
 
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from fsdp_core.device import Device
-from fsdp_core.memory_counter import StorageCounter, is_collective
+from fsdp_core.device import Device, StorageCounter, is_collective
 from tests.support.operators import Seeing
 
 pytestmark = pytest.mark.usefixtures("mesh")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_core.parallel.param_sharding import (
+from fsdp_core.parallel.tensor_parallel import (
     Cut,
     CutModule,
     Stretch,

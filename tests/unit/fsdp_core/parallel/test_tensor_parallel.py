@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.parallel.mesh import Axis
-from fsdp_core.parallel.param_sharding import Cut, named_cuts
 from fsdp_core.parallel.tensor_parallel import (
     IGNORED,
     ColumnLinear,
+    Cut,
     RowLinear,
     VocabEmbedding,
     enter,
     leave,
+    named_cuts,
     reduce_replicated,
     reduce_replicated_of,
     vocab_cross_entropy,

@@ -146,7 +146,7 @@ WAITING = stack(
     ("/site/torch/distributed/distributed_c10d.py", 44, "all_gather"), ("/a/train.py", 9, "step")
 )
 WAITING_IN_A_LAYER = stack(
-    ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/collectives.py", 101, "f")
+    ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/mesh.py", 101, "f")
 )
 SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
 OTHER_THREAD = (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
-from fsdp_core.parallel.param_sharding import Cut, named_cuts, take
+from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
 
 EXPERTS, IN, OUT = 4, 16, 24
 

@@ -15,7 +15,7 @@ from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
 from fsdp_core.model.moe.router import RouterRule
-from fsdp_core.parallel.param_sharding import named_cuts
+from fsdp_core.parallel.tensor_parallel import named_cuts
 from tests.support.operators import Seeing
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
