@@ -343,8 +343,12 @@ def git(root: Path, *arguments: str) -> bytes:
     """What git prints of the repository at `root` (`OSError`, `SubprocessError`: it says no)."""
     # --no-optional-locks: looking must not get in the way of whoever works in the repository.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    # Within a hook of git, variables name the repository that the hook is of, whatever -C says.
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     return subprocess.run(
-        command, check=True, capture_output=True, timeout=TIMEOUT_S, env=environment
+        command, check=True, capture_output=True, timeout=TIMEOUT_S, env=outside_hooks()
     ).stdout
+
+
+def outside_hooks() -> dict[str, str]:
+    """Our environment without the variables of a hook of git, which name the hook's repository,
+    whatever -C says."""
+    return {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}

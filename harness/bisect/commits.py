@@ -48,6 +48,7 @@ from harness.engine.base import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.packages import releases
 from harness.program.spec import make_environments
+from harness.provenance import PACKAGES, outside_hooks
 from harness.records import CaseSpec, ExitCode, RunSpec, Verdict
 from harness.store import LEGS
 from harness.store.files import make_folder, read_tail
@@ -56,15 +57,13 @@ from harness.values import Json
 
 TIMEOUT_S, GRACE_S, HASH_CHARS = 120.0, 10.0, 10
 MAX_ANSWER_BYTES, TAIL_BYTES = 1 << 24, 4096
-OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 OF_COMMITS, WORKTREE = "commit-", "worktree"
 """Begins the key of every question about a commit; where commits are checked out."""
-PACKAGES = ("fsdp_core", "harness")
 
 
 def git(folder: Path, *arguments: str, legal: Sequence[int] = (0,)) -> str:
     """What git prints in a folder (`UsageError`: it is not there, says no, or does not end)."""
-    env = _without_hooks() | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
+    env = outside_hooks() | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
     # No hooks: those of the user's checkout are not for this one.
     command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
     try:
@@ -81,10 +80,6 @@ def git(folder: Path, *arguments: str, legal: Sequence[int] = (0,)) -> str:
         # The first line says what is wrong; what follows is advice.
         raise UsageError(f"git {arguments[0]} in {folder}: {said[0]}")
     return done.stdout.rstrip("\n")
-
-
-def _without_hooks() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
 
 
 # --- what is searched -------------------------------------------------------------------------
@@ -396,7 +391,7 @@ def _environment(checkout: Checkout) -> dict[str, str]:
     others = [x for x in entries if not Path(x).absolute().is_relative_to(checkout.repository)]
     # What git sets for its hooks would make each git of the run that of the user's checkout. We
     # start where we are, for paths of the case; the interpreter does not look there for modules.
-    return _without_hooks() | {
+    return outside_hooks() | {
         "PYTHONPATH": os.pathsep.join([str(checkout.folder), *others]), "PYTHONSAFEPATH": "1",
     }  # fmt: skip
 

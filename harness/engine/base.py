@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -73,6 +73,17 @@ class Engine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(kw_only=True)
+class ActiveRun:
+    """A run under way, and since when, by both clocks."""
+
+    spec: RunSpec
+    folder: Path
+    attempt: int
+    started_unix_s: float = field(default_factory=time.time)
+    started_s: float = field(default_factory=time.monotonic)
 
 
 class Slots:

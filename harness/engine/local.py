@@ -31,6 +31,7 @@ from typing import Any
 from harness.checks.complete import no_process
 from harness.engine.base import (
     ENTRY,
+    ActiveRun,
     Engine,
     Slots,
     kill_group,
@@ -142,17 +143,12 @@ class ServerProcess:
         self._process.kill()
 
 
-@dataclass
-class _Active:
-    """A run under way."""
+@dataclass(kw_only=True)
+class _Active(ActiveRun):
+    """With its leader and its devices."""
 
-    spec: RunSpec
-    folder: Path
-    attempt: int
     after: str = ""  # whose slots it waits for
     again: bool = False  # it was started before, so that nothing starts early beside it
-    started_unix_s: float = field(default_factory=time.time)
-    started_s: float = field(default_factory=time.monotonic)
     memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
     devices: tuple[str, ...] = ()
@@ -220,7 +216,10 @@ class LocalEngine(Engine):
         self.check(spec)
         after = "" if self._slots.fits(spec) else self._to_follow(spec)
         key, ahead = spec.key, self._active.get(after)
-        run = _Active(spec, folder.absolute(), attempt, after, again=key in self._begun)
+        run = _Active(
+            spec=spec, folder=folder.absolute(), attempt=attempt, after=after,
+            again=key in self._begun,
+        )  # fmt: skip
         run.devices = self._slots.take(run.spec) if ahead is None else ahead.devices
         self._begun.add(key)
         # Known before the server hears of it: a signal in between must find it to cancel.

@@ -17,11 +17,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.engine.base import ENTRY, Engine, die_with_parent, server_environment
+from harness.engine.base import ENTRY, ActiveRun, Engine, die_with_parent, server_environment
 from harness.engine.outcome import (
     LOG_FILE,
     NO_WORD,
@@ -128,17 +128,12 @@ def job_word(job_id: str, patience: Patience) -> Word:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Active:
-    """The run under way, and the process of its srun."""
+@dataclass(kw_only=True)
+class _Active(ActiveRun):
+    """With the process of its srun."""
 
-    spec: RunSpec
-    folder: Path
-    attempt: int
     step: Step
     srun: "subprocess.Popen[bytes]"
-    started_unix_s: float = field(default_factory=time.time)
-    started_s: float = field(default_factory=time.monotonic)
 
     def reports(self) -> tuple[dict[int, NodeReport], bool]:
         """As far as they show, and whether these are all."""
@@ -195,7 +190,8 @@ class SlurmEngine(Engine):
         step = share_out(spec.world_size, self._options, spec.device)
         begin_run(folder, spec)
         write_atomic(folder / STEP_FILE, dumps(step) + "\n")
-        self._active = _Active(spec, folder, attempt, step, self._begin(step, folder))
+        srun = self._begin(step, folder)
+        self._active = _Active(spec=spec, folder=folder, attempt=attempt, step=step, srun=srun)
 
     def _begin(self, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
         """Start one agent a node, on the first nodes; a failing one ends the others."""
