@@ -81,11 +81,11 @@ _SPEAKING: tuple[What, ...] = (
     "race", "stale_address", "stale_guards", "capture_refused", "unsupported",
 )  # fmt: skip
 """Answers that say what the type of the exception would; its words begin with the cause."""
-_WAITING = (
-    "torch/distributed/", "fsdp_core/parallel/mesh.py", "fsdp_core/fsdp/layout.py",
-    "harness/worker/main.py",
-)  # fmt: skip
-"""Files in which a rank waits for the others."""
+_WAITING = {
+    "torch/distributed/": "", "fsdp_core/parallel/mesh.py": "", "fsdp_core/fsdp/layout.py": "",
+    "harness/worker/main.py": "_agree",
+}  # fmt: skip
+"""Files in which a rank waits for the others, of one of them a function alone."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _PASSED: dict[str, Passed] = {each: each for each in get_args(Passed)}
 _COUNTERS = Path("/proc/vmstat")
@@ -145,6 +145,13 @@ class RankEvidence:
         _, found, printed = self.stderr_tail.rpartition("Current thread 0x")
         own = printed.partition("\n\n")[0].partition("\nThread 0x")[0]
         return _FRAME.findall(own) if found else []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a frame of its stack is one in which a rank waits for the others."""
+        frames = ((path, name) for path, _, name in self.stack)
+        places = _WAITING.items()
+        return any(at in path and name.endswith(f) for path, name in frames for at, f in places)
 
     @property
     def inside(self) -> str:
@@ -379,8 +386,8 @@ def _hung(running: Ranks) -> RankEvidence | None:
     behind = [r for r in running if r.last_step == min(each.last_step for each in running)]
     if len(behind) == 1:
         return behind[0]
-    waiting = [r for r in running if any(p in path for p in _WAITING for path, *_ in r.stack)]
-    elsewhere = [r for r in running if r.stack and r not in waiting]
+    waiting = [r for r in running if r.is_waiting]
+    elsewhere = [r for r in running if r.stack and not r.is_waiting]
     alone = waiting and len(elsewhere) == 1 and len(waiting) + 1 == len(running)
     return elsewhere[0] if alone else None
 

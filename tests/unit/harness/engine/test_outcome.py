@@ -148,6 +148,8 @@ WAITING = stack(
 WAITING_IN_A_LAYER = stack(
     ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/mesh.py", 101, "f")
 )
+IN_MAIN = ("/a/harness/worker/main.py", 236, "_train")
+AGREEING = stack(("/a/harness/worker/main.py", 455, "_agree"), IN_MAIN)
 SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
 OTHER_THREAD = (
     'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/y.py", line 1 in f'
@@ -159,6 +161,7 @@ OTHER_THREAD = (
     [
         ((WAITING, SLEEPING, WAITING), 1),
         ((WAITING, WAITING_IN_A_LAYER, SLEEPING), 2),
+        ((AGREEING, stack(("/a/plant.py", 114, "_hang"), IN_MAIN), AGREEING), 1),
         ((WAITING, stack(("/a/plant.py", 1, "_hang"), more="\n" + OTHER_THREAD)), 1),
         ((WAITING, stack(("/a/plant.py", 1, "_hang"), more=OTHER_THREAD)), 1),
         ((WAITING, WAITING), None),
