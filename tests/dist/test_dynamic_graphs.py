@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_core.data import PackedDocuments
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.recorder import StaleAddress
-from fsdp_core.model.batch import Capacity, Document, Part, pack
+from fsdp_core.model.batch import Capacity, Part
 from fsdp_core.parallel.mesh import build_axes
 from fsdp_core.train import Trainer
 from fsdp_core.train.inputs import PackInputs
@@ -96,16 +96,6 @@ def _waiting(trainer: Trainer) -> str:
     return message
 
 
-def _too_many_sequences(trainer: Trainer) -> str:
-    capacity = inputs_of(trainer)._capacities[1]
-    ids = torch.zeros(1, dtype=torch.int64)
-    try:
-        pack([Document(ids, ids)] * capacity.slots, capacity)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def _between(trainer: Trainer, step: int) -> Any:
     """The loss of an evaluation, which replays nothing."""
     replays = trainer.counts.replays
@@ -128,7 +118,6 @@ def refused(run: Run) -> tuple[dict[str, str], Bits, Bits]:
                 "capacity": _forward(trainer, _other_capacity(trainer), 0),
                 "slot": _forward(trainer, part, trainer._num_slots),
                 "group": _forward(trainer, _other_group(trainer), 0),
-                "sequences": _too_many_sequences(trainer),
                 "waiting": _waiting(trainer),
             }
             seen.append(_between(trainer, step))
@@ -168,7 +157,7 @@ def failed_capture(run: Run) -> tuple[str, list[str], Bits, Bits]:
         left += ["on_microbatch"] * (stage.on_microbatch is not None)
         for name, module in stage.named_modules():
             left += [f"{name}.forward"] * ("forward" in vars(module))
-    left += ["graphs"] * (trainer._graphs.parts is not None) + ["counts"] * trainer.counts.captured
+    left += ["graphs"] * len(trainer._graphs.parts) + ["counts"] * trainer.counts.captured
     seen += [bits(trainer, step) for step in range(WARMUP, STEPS)]
     trainer.close()
     return message, left, seen, expected
@@ -221,7 +210,6 @@ def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
         assert ", as captured in graphs, got " in messages["capacity"]
         assert "ValueError: Expected at most 1 microbatches" in messages["slot"]
         assert "RuntimeError: Expected the process group that is kept" in messages["group"]
-        assert "Expected at most 8 sequences in a pack of 9 slots" in messages["sequences"]
         assert "RuntimeError: Expected slot 0 to be free" in messages["waiting"]
         assert seen == expected
 
