@@ -1,7 +1,7 @@
 """The graphs of a trainer: captured on every rank or on none, installed, counted, dropped.
 
     full_iteration    one graph of a whole step
-    partial scopes    graphs[stage, context size, slot][region]: a forward and a backward graph each
+    partial scopes    of a stage graphs[context size, slot][region]: a forward and a backward graph
 
 **Slots.** A pipeline has several microbatches between forward and backward, each in a slot with
 graphs of its own. Those of one slot share a memory pool, as what a forward saved may be used again
@@ -22,7 +22,7 @@ import contextlib
 import functools
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -69,7 +69,7 @@ class Graphs:
     streams: of random numbers, whose states captures leave alone.
     resolve: names every tensor that graphs may use.
     counts: what the graphs did.
-    iteration, parts: the graph of scope full_iteration; those of partial scopes.
+    iteration, parts: the graph of scope full_iteration; those of partial scopes, by stage.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Graphs:
         resolve: Callable[[], Resolver],
         compiler: Compiler,
     ) -> None:
-        self._config, self._device, self._streams = config, device, streams
-        self._stages, self._resolve, self._compiler = stages, resolve, compiler
+        self.config, self._device, self._streams = config, device, streams
+        self._stages, self._resolve, self.compiler = stages, resolve, compiler
         self.counts = GraphCounts()
         self.iteration: CapturedFunction | None = None
-        self.parts: PartialGraphs | None = None
+        self.parts: list[StageGraphs] = []
         self._has_optimizer = False
         self._dropped: list[GraphUse] = []
 
@@ -98,8 +98,8 @@ class Graphs:
 
         def capture() -> None:
             # At its replays parameters are at rest: guards, which look at them, cannot be checked.
-            with self._compiler.captured():
-                self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+            with self.compiler.captured():
+                self.iteration = CapturedFunction(self.new_maker(), function, self.resolver)
             entries = self.iteration.graph.recording.external()
             written = {entry.address for entry in entries if entry.written}
             self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
@@ -112,20 +112,26 @@ class Graphs:
         """Capture partial scopes; `CaptureAborted` or `CaptureLost` if a rank cannot. `sample` is
         like what enters a layer; `num_slots` microbatches may be between a forward and backward.
         """
-        config = self._config
+        config = self.config
         regions = [[*regions_in(s, config.graph, config.graph_layers)] for s in self._stages]
         refused = refusal(region for of_stage in regions for region in of_stage)
+        context = inputs.context if isinstance(inputs, PackInputs) else None
+        sample.requires_grad_()
         with self._session(refused) as session:
-            options = CaptureOptions(
-                capture_by=config.capture_by, new_maker=self._new_maker, resolve=self._resolver,
-                counts=self.counts, attempt=session.attempt, compiler=self._compiler,
-                num_slots=num_slots, meet=self._meet,
-            )  # fmt: skip
-            parts = PartialGraphs(
-                self._stages, regions, inputs.samples(), options,
-                context=inputs.context if isinstance(inputs, PackInputs) else None,
-            )  # fmt: skip
-            parts.capture(sample.requires_grad_())
+            parts = [
+                StageGraphs(
+                    self, stage, mine, inputs.samples(), attempt=session.attempt,
+                    num_slots=num_slots, context=context,
+                ) for stage, mine in zip(self._stages, regions, strict=True)
+            ]  # fmt: skip
+            try:
+                for act in (lambda part: part.capture(sample), StageGraphs.install):
+                    for part in parts:
+                        act(part)
+            except BaseException:
+                for part in parts:
+                    part.reset()
+                raise
             self.parts = parts
         self._keep()
 
@@ -133,8 +139,8 @@ class Graphs:
     def _session(self, refused: str | None = None) -> Iterator[CaptureSession]:
         self._quiesce()
         session = CaptureSession(
-            self._device, "+".join(self._config.graph), generators=self._streams.generators,
-            refusal=refused, communicates=communicates(self._config),
+            self._device, "+".join(self.config.graph), generators=self._streams.generators,
+            refusal=refused, communicates=communicates(self.config),
             patience=min(PATIENCE, world_timeout() / 10),
         )  # fmt: skip
         session.on_abort(self.drop)
@@ -145,7 +151,7 @@ class Graphs:
                 session.at_end(stage.around.remember(stage))
             yield session
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Nothing is under way, here or on another rank."""
         self._quiesce()
         dist.barrier()
@@ -154,22 +160,22 @@ class Graphs:
         for root in roots(self._stages):
             root.fsdp_schedule.quiesce()
 
-    def _new_maker(self) -> GraphMaker:
+    def new_maker(self) -> GraphMaker:
         return GraphMaker(
-            self._device, self._streams.generators, holds_compiled=bool(self._config.compile)
+            self._device, self._streams.generators, holds_compiled=bool(self.config.compile)
         )
 
     @property
-    def _resolver(self) -> Resolver | None:
-        return self._resolve() if self._config.ledger else None
+    def resolver(self) -> Resolver | None:
+        return self._resolve() if self.config.ledger else None
 
     def _keep(self) -> None:
-        self._compiler.has_graphs = True
+        self.compiler.has_graphs = True
         counts, whole, parts = self.counts, self.iteration, self.parts
         if whole is not None:
             counts.captured += 1
             counts.enter([whole.ledger] if whole.ledger else [])
-        for each in parts.captured if parts is not None else ():
+        for each in (each for part in parts for each in part.captured):
             counts.captured += sum(each.graph.captures)
             counts.enter(each.graph.ledgers)
         for root in roots(self._stages):
@@ -183,7 +189,7 @@ class Graphs:
 
     @property
     def _present(self) -> Iterator[GraphUse]:
-        for each in self.parts.captured if self.parts is not None else ():
+        for each in (each for part in self.parts for each in part.captured):
             yield from each.uses
         if self.iteration is not None:
             for way in ("gradients", "optimizer") if self._has_optimizer else ("gradients",):
@@ -194,10 +200,10 @@ class Graphs:
         self._dropped = self.uses
         if self.iteration is not None:
             self.iteration.reset()
-        if self.parts is not None:
-            self.parts.reset()
-        self.iteration = self.parts = None
-        self._compiler.has_graphs = False
+        for part in self.parts:
+            part.reset()
+        self.iteration, self.parts = None, []
+        self.compiler.has_graphs = False
 
 
 def communicates(config: TrainConfig) -> bool:
@@ -244,55 +250,39 @@ class CapturedRegion:
                 yield GraphUse(scope, self.region.number, way, captures, replays)
 
 
+Attempt = Callable[[Callable[[], None]], None]
 SlotGraphs = dict[str, CapturedRegion]
 """The regions of a stage by name, for one microbatch at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
-    """What all captures of partial scopes have in common.
-
-    new_maker: of graphs that share a memory pool.
-    resolve: names tensors for ledgers; None: no ledgers.
-    attempt: what captures are made through: `CaptureSession.attempt`.
-    num_slots: microbatches that a stage may have between forward and backward at a time.
-    meet: called before each context size: nothing may be under way, on no rank.
-    """
-
-    capture_by: str
-    new_maker: Callable[[], GraphMaker]
-    resolve: Resolver | None
-    counts: GraphCounts
-    attempt: Callable[[Callable[[], None]], None]
-    compiler: Compiler
-    num_slots: int
-    meet: Callable[[], None]
 
 
 @dataclass
 class SlotCapture:
     """Captures all regions of a stage in one slot, by whichever maker.
 
-    maker, pool: of the slot: what else it captures, shares their memory.
+    owner: of all graphs of the rank.
+    attempt: what captures are made through: `CaptureSession.attempt`.
+    maker: of the slot: what else it captures, shares its memory.
     part: what layers see of any microbatch that is replayed, in tensors that stay.
     sample: like what enters a layer.
+    resolve: names tensors for ledgers; None: no ledgers.
     suffix: of names; what tells these graphs from others of the stage.
     """
 
+    owner: Graphs
     stage: DecoderStage
     regions: Sequence[Region]
+    attempt: Attempt
     maker: GraphMaker
-    pool: Any
     part: Part
     sample: torch.Tensor
-    options: CaptureOptions
+    resolve: Resolver | None
     suffix: str
     found: SlotGraphs = field(default_factory=dict)
 
     def run(self) -> None:
         """Capture into `found`; what failed has to be dropped."""
         makers = {"ours": self._by_us, "te": self._by_te, "torch": self._by_torch}
-        makers[self.options.capture_by]()
+        makers[self.owner.config.capture_by]()
 
     def _quiesce(self) -> None:
         cast("FSDPModule", self.stage).fsdp_schedule.quiesce()
@@ -318,8 +308,8 @@ class SlotCapture:
             state=state,
             modules=region.modules,
             relied=functools.partial(self._state_of, region),
-            resolve=self.options.resolve,
-            on_replay=self.options.counts.launched,
+            resolve=self.resolve,
+            on_replay=self.owner.counts.launched,
         )
 
     def _gathered(self, region: Region, act: Callable[[Region], None]) -> None:
@@ -334,7 +324,7 @@ class SlotCapture:
             for unit in region.units:
                 unit.unshard()
                 unit.wait_unshard()
-            self.options.attempt(attempted)
+            self.attempt(attempted)
         finally:
             region.release()
 
@@ -346,10 +336,10 @@ class SlotCapture:
                 self._gathered(region, act)
 
     def _warm_up(self, region: Region) -> None:
-        state = self.options.compiler.written_unseen(region.modules)
+        state = self.owner.compiler.written_unseen(region.modules)
         graph = GraphedCallable(self.maker, self._segment(region, state))
         captured = self.found[region.name] = CapturedRegion(region, graph)
-        with self.options.compiler.settled("the warm-up"):
+        with self.owner.compiler.settled("the warm-up"):
             graph.warm_up()
         # What its modules make at their first forward is there now.
         captured.begin = self.stage.around.replays(region.modules)
@@ -358,7 +348,7 @@ class SlotCapture:
         self._quiesce()
         captured = self.found[region.name]
         assert isinstance(captured.graph, GraphedCallable)
-        with self.options.compiler.captured() as guards:
+        with self.owner.compiler.captured() as guards:
             captured.graph.capture_forward()
         captured.guards = guards
 
@@ -366,7 +356,7 @@ class SlotCapture:
         self._quiesce()
         graph = self.found[region.name].graph
         assert isinstance(graph, GraphedCallable)
-        with self.options.compiler.settled("the capture"):
+        with self.owner.compiler.settled("the capture"):
             graph.capture_backward()
 
     def _library_graph(self, region: Region) -> LibraryGraph:
@@ -394,11 +384,11 @@ class SlotCapture:
                     off.callback(region.release)  # a failure may come before the hook that does
                     graph.hooks = off.enter_context(self._rerouted(region))
                 prefer_cudnn_of_torch()  # before TransformerEngine is imported
-                capture_by_te(self.maker, graphs, self.pool)
+                capture_by_te(self.maker, graphs, self.maker.pool)
 
         for region in self.regions:
             self._gathered(region, lambda region: graphs.append(self._library_graph(region)))
-        self.options.attempt(capture)
+        self.attempt(capture)
 
     @contextlib.contextmanager
     def _rerouted(self, region: Region) -> Iterator[CaptureHooks]:
@@ -417,158 +407,91 @@ class SlotCapture:
             yield {phase: dict(enumerate(hooks)) for phase, hooks in found.items()}
 
 
-class PartialGraphs:
-    """Graphs of every stage of a rank, by stage, context size and slot.
+class StageGraphs:
+    """Graphs of one stage by context size and slot, and from `install` until `reset` replays in the
+    place of its regions.
 
-    regions: of each stage, in the order in which they run.
+    owner: of all graphs of the rank: makers, names, configuration.
+    regions: in the order in which they run.
     samples: for each context size, a part like those of microbatches to come.
+    attempt: see `SlotCapture`.
+    num_slots: microbatches that may be between forward and backward at a time.
     context: the groups of all sizes where microbatches bring their own metadata, which are then
         copied to where graphs read them; None where all have the sample's.
     """
 
     def __init__(
-        self,
-        stages: Sequence[DecoderStage],
-        regions: Sequence[Sequence[Region]],
+        self, owner: Graphs, stage: DecoderStage, regions: Sequence[Region],
         samples: Mapping[int, Part],
-        options: CaptureOptions,
-        *,
-        context: DynamicContext | None = None,
-    ) -> None:
-        self._stages, self._regions, self._samples = stages, regions, dict(samples)
-        self._options, self._context = options, context
-        self.graphs: dict[tuple[int, int, int], SlotGraphs] = {}
-        self._static: dict[tuple[int, int, int], StaticPart] = {}
-        self._installed: list[StageGraphs] = []
-        self._kept: list[Any] = []
+        *, attempt: Attempt, num_slots: int, context: DynamicContext | None = None,
+    ) -> None:  # fmt: skip
+        self._owner, self._stage, self._regions = owner, stage, tuple(regions)
+        self._samples, self._attempt = dict(samples), attempt
+        self._num_slots, self._context = num_slots, context
+        self.graphs: dict[tuple[int, int], SlotGraphs] = {}
+        self._static: dict[tuple[int, int], StaticPart] = {}
+        # What a compiled part put in the place of each region's forward, if one did.
+        self._before: list[Any] | None = None
+        self._chosen: SlotGraphs | None = None
+        # A graph knows addresses, not tensors: tables that the model replaces must stay.
+        self._kept = list(stage.rope.buffers())
+
+    # ---- capture
 
     def capture(self, sample: torch.Tensor) -> None:
-        """Capture all, largest sizes first, and install them; if one raises, there are none. Every
-        rank must call it: warming up talks over the groups of each size in turn.
+        """Capture all, largest sizes first. Every rank must call it: warming up talks over the
+        groups of each size in turn.
         """
-        # A graph knows addresses, not tensors: tables that the model replaces must stay.
-        self._kept = [buffer for stage in self._stages for buffer in stage.rope.buffers()]
-        try:
-            for number in range(len(self._stages)):
-                self._capture_stage(number, sample)
-        except BaseException:
-            self.reset()
-            raise
-        for number, (stage, regions) in enumerate(zip(self._stages, self._regions, strict=True)):
-            choose = functools.partial(self.choose, number)
-            self._installed.append(StageGraphs(stage, regions, choose))
-
-    def _capture_stage(self, number: int, sample: torch.Tensor) -> None:
-        options, context = self._options, self._context
-        slots = range(options.num_slots)
         # Memory of its own for each slot, shared by all sizes.
-        makers = [options.new_maker() for _ in slots]
-        pools = [maker.pool for maker in makers]
-        keys = [(number, size, slot) for size in sorted(self._samples, reverse=True)
-                for slot in slots]  # fmt: skip
+        makers = [self._owner.new_maker() for _ in range(self._num_slots)]
+        sizes, context = sorted(self._samples, reverse=True), self._context
+        keys = [(size, slot) for size in sizes for slot in range(self._num_slots)]
         if context is not None:
-            for _, size, slot in keys:
+            for size, slot in keys:
                 context.check(self._samples[size].cp)
                 static = StaticPart(self._samples[size], f"context size {size}, slot {slot}")
-                self._static[number, size, slot] = static
-            options = replace(options, resolve=self._with_static(number))
+                self._static[size, slot] = static
         for key in keys:
-            _, size, slot = key
+            size, slot = key
             part, suffix = self._samples[size], f" slot {slot}" if slot else ""
             if context is not None:
                 part, suffix = self._static[key].part, f" context size {size}{suffix}"
                 if slot == 0:
-                    options.meet()
+                    self._owner.meet()
             capture = SlotCapture(
-                self._stages[number], self._regions[number], makers[slot], pools[slot], part,
-                sample, options, suffix,
+                self._owner, self._stage, self._regions, self._attempt, makers[slot], part, sample,
+                self._resolver, suffix,
             )  # fmt: skip
             self.graphs[key] = capture.found
             capture.run()
 
-    def _with_static(self, number: int) -> Resolver | None:
+    @property
+    def _resolver(self) -> Resolver | None:
         """Names of what graphs of a stage read of microbatches, beside the trainer's."""
-        resolve = self._options.resolve
-        if resolve is None:
-            return None
-        static = {
-            name: tensor
-            for (stage, _, _), part in self._static.items()
-            if stage == number
-            for name, tensor in part.named_tensors()
-        }
+        resolve = self._owner.resolver
+        if resolve is None or self._context is None:
+            return resolve
+        parts = self._static.values()
+        static = {name: tensor for part in parts for name, tensor in part.named_tensors()}
         # Looked up one by one, where the trainer can do that.
         return lambda: ChainMap(static, cast("dict[str, torch.Tensor]", resolve()))
-
-    def choose(self, stage: int, part: Part, slot: int) -> SlotGraphs | None:
-        """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
-        `ValueError` for more than there is room for, or a context size without graphs;
-        `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
-        its backward.
-        """
-        size = part.cp.size
-        if self._context is None:
-            (mine,) = self._samples.values()
-            if part.plan is not mine.plan or part.targets.shape != mine.targets.shape:
-                return None
-        if slot >= self._options.num_slots:
-            raise ValueError(
-                f"Expected at most {self._options.num_slots} microbatches between forward and "
-                f"backward, the slots of graphs, got one in slot {slot}."
-            )
-        if size not in self._samples:
-            captured = sorted(self._samples)
-            raise ValueError(f"Expected a captured context size, one of {captured}, got {size}.")
-        if self._context is not None:
-            self._require_free(stage, slot)
-            self._context.check(part.cp)
-            self._static[stage, size, slot].follow(part)
-        return self.graphs[stage, size, slot]
-
-    def _require_free(self, stage: int, slot: int) -> None:
-        # Of any size: they share the slot's memory, and each knows of its own replays only.
-        sizes = (self.graphs[stage, size, slot].values() for size in self._samples)
-        if any(each.graph.is_waiting for of_size in sizes for each in of_size):
-            raise RuntimeError(
-                f"Expected slot {slot} to be free, got one whose microbatch still awaits its "
-                "backward: graphs of another context size would overwrite what it saved."
-            )
 
     @property
     def captured(self) -> Iterator[CapturedRegion]:
         return (each for slot in self.graphs.values() for each in slot.values())
 
-    def reset(self) -> None:
-        """The stages run eagerly again, graphs are dropped, then what was kept for them."""
-        for installed in self._installed:
-            installed.remove()
-        for each in reversed(list(self.captured)):
-            each.graph.reset()
-        self.graphs, self._static, self._installed, self._kept = {}, {}, [], []
+    # ---- replay
 
-
-class StageGraphs:
-    """Replays in place of the regions of a stage, until `remove`. `choose`, asked once a microbatch
-    that trains, gives its graphs by part and slot; None: it runs eagerly.
-    """
-
-    def __init__(
-        self,
-        stage: DecoderStage,
-        regions: Sequence[Region],
-        choose: Callable[[Part, int], SlotGraphs | None],
-    ) -> None:
-        self._stage, self._regions, self._choose = stage, tuple(regions), choose
-        self._chosen: SlotGraphs | None = None
-        # What a compiled part put there, if one did.
+    def install(self) -> None:
+        """From now on a microbatch that trains is replayed, if there are graphs of its kind."""
         self._before = [vars(region.owner).get("forward") for region in self._regions]
         for region in self._regions:
             region.owner.forward = self._stand_in(region)
-        stage.on_microbatch = self._begin
+        self._stage.on_microbatch = self._begin
 
     def _begin(self, part: Part, slot: int) -> None:
         trains = self._stage.training and torch.is_grad_enabled()
-        self._chosen = self._choose(part, slot) if trains else None
+        self._chosen = self.choose(part, slot) if trains else None
 
     def _stand_in(self, region: Region) -> Callable[[torch.Tensor, Part], torch.Tensor]:
         eager = region.owner.forward
@@ -581,11 +504,49 @@ class StageGraphs:
 
         return forward
 
-    def remove(self) -> None:
-        """The stage runs eagerly again."""
-        for region, before in zip(self._regions, self._before, strict=True):
-            del region.owner.forward
-            if before is not None:
-                region.owner.forward = before
-        self._stage.on_microbatch = None
-        self._regions, self._before, self._chosen = (), [], None
+    def choose(self, part: Part, slot: int) -> SlotGraphs | None:
+        """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
+        `ValueError` for more than there is room for, or a context size without graphs;
+        `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
+        its backward.
+        """
+        size = part.cp.size
+        if self._context is None:
+            (mine,) = self._samples.values()
+            if part.plan is not mine.plan or part.targets.shape != mine.targets.shape:
+                return None
+        if slot >= self._num_slots:
+            raise ValueError(
+                f"Expected at most {self._num_slots} microbatches between forward and backward, "
+                f"the slots of graphs, got one in slot {slot}."
+            )
+        if size not in self._samples:
+            captured = sorted(self._samples)
+            raise ValueError(f"Expected a captured context size, one of {captured}, got {size}.")
+        if self._context is not None:
+            self._require_free(slot)
+            self._context.check(part.cp)
+            self._static[size, slot].follow(part)
+        return self.graphs[size, slot]
+
+    def _require_free(self, slot: int) -> None:
+        # Of any size: they share the slot's memory, and each knows of its own replays only.
+        sizes = (self.graphs[size, slot].values() for size in self._samples)
+        if any(each.graph.is_waiting for of_size in sizes for each in of_size):
+            raise RuntimeError(
+                f"Expected slot {slot} to be free, got one whose microbatch still awaits its "
+                "backward: graphs of another context size would overwrite what it saved."
+            )
+
+    def reset(self) -> None:
+        """The stage runs eagerly again, graphs are dropped, then what was kept for them."""
+        if self._before is not None:
+            for region, before in zip(self._regions, self._before, strict=True):
+                del region.owner.forward
+                if before is not None:
+                    region.owner.forward = before
+            self._stage.on_microbatch = None
+        for each in reversed(list(self.captured)):
+            each.graph.reset()
+        self.graphs, self._static, self._kept = {}, {}, []
+        self._before = self._chosen = None

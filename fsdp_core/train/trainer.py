@@ -530,7 +530,7 @@ class Trainer:
 
     def _is_capture_due(self, index: int) -> bool:
         """After warming up, once; again where the attempt failed and the step is taken again."""
-        has_graphs = self._graphs.iteration is not None or self._graphs.parts is not None
+        has_graphs = self._graphs.iteration is not None or bool(self._graphs.parts)
         if not self.config.graph or self._is_closed or has_graphs:
             return False
         if self._captured_at is None:

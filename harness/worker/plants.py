@@ -360,9 +360,7 @@ def _replay_old_gradient(site: Site, graph: Any, grads: Any, pending: Any) -> An
 
 def _slots(trainer: Trainer) -> list[list[CapturedRegion]]:
     """Regions of the first stage in the order in which they run, of each size and slot."""
-    parts = trainer._graphs.parts
-    assert parts is not None
-    return [list(found.values()) for (stage, _, _), found in parts.graphs.items() if not stage]
+    return [list(found.values()) for found in trainer._graphs.parts[0].graphs.values()]
 
 
 def _exchange_graphs(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """Graphs by context size and slot: which memory they share, and what a failed capture leaves."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,9 +14,7 @@ from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel.context import DynamicContext
 from fsdp_core.parallel.mesh import Axis
 from fsdp_core.train import graphs
-from fsdp_core.train.compiled import Compiler
-from fsdp_core.train.graphs import CaptureOptions, PartialGraphs
-from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.graphs import StageGraphs
 
 LOCAL, SIZES, NUM_SLOTS = 16, (1, 4), 2
 pytestmark = pytest.mark.usefixtures("mesh")
@@ -55,10 +54,10 @@ class Log:
 
         class Capture:
             def __init__(
-                self, stage: object, regions: object, maker: object, pool: object, part: Part,
-                sample: object, options: CaptureOptions, suffix: str,
+                self, owner: object, stage: object, regions: object, attempt: object,
+                maker: object, part: Part, sample: object, resolve: Any, suffix: str,
             ) -> None:  # fmt: skip
-                self.captured = Captured(maker, part, options.resolve)
+                self.captured = Captured(maker, part, resolve)
                 self.found: dict[str, Captured] = {}
 
             def run(self) -> None:
@@ -95,20 +94,17 @@ def part_of(lengths: tuple[int, ...], size: int) -> Part:
     return packed_part(pack(documents, capacity), Axis("cp", size, 0, group), 1.0).part
 
 
-def graphs_of(log: Log, stage: Stage) -> PartialGraphs:
+def graphs_of(log: Log, stage: Stage) -> StageGraphs:
     weight = torch.zeros(3)
-    options = CaptureOptions(
-        capture_by="ours", new_maker=cast("Any", Maker), resolve=lambda: {"weight": weight},
-        counts=GraphCounts(), attempt=lambda capture: capture(), compiler=Compiler(),
-        num_slots=NUM_SLOTS, meet=log.meet,
-    )  # fmt: skip
-    return PartialGraphs(
-        [cast("Any", stage)], [()], {size: part_of((5, 6), size) for size in SIZES}, options,
+    owner = SimpleNamespace(new_maker=Maker, resolver=lambda: {"weight": weight}, meet=log.meet)
+    return StageGraphs(
+        cast("Any", owner), cast("Any", stage), (), {s: part_of((5, 6), s) for s in SIZES},
+        attempt=lambda capture: capture(), num_slots=NUM_SLOTS,
         context=cast("DynamicContext", AnyContext()),
     )  # fmt: skip
 
 
-def captured(log: Log) -> PartialGraphs:
+def captured(log: Log) -> StageGraphs:
     made = graphs_of(log, Stage())
     made.capture(torch.zeros(1))
     return made
@@ -131,7 +127,7 @@ def test_a_microbatch_goes_to_its_size_and_slot(log: Log) -> None:
     made = captured(log)
     before = [each.part.plan.positions.clone() for each in log.made]
     part = part_of((3, 3, 3), 4)
-    assert cast("Any", made.choose(0, part, 1)) == {"region": log.made[1]}
+    assert cast("Any", made.choose(part, 1)) == {"region": log.made[1]}
     for index, (each, old) in enumerate(zip(log.made, before, strict=True)):
         now = each.part.plan.positions
         assert torch.equal(now, part.plan.positions if index == 1 else old)
@@ -144,12 +140,12 @@ def test_a_slot_is_refused_while_any_size_of_it_waits(log: Log) -> None:
     before = [each.part.plan.positions.clone() for each in log.made]
     for size in SIZES:
         with pytest.raises(RuntimeError, match="Expected slot 0 to be free"):
-            made.choose(0, part_of((3, 3, 3), size), 0)
+            made.choose(part_of((3, 3, 3), size), 0)
     for each, old in zip(log.made, before, strict=True):
         assert torch.equal(each.part.plan.positions, old)
-    assert cast("Any", made.choose(0, part_of((3,), 1), 1)) == {"region": log.made[3]}
+    assert cast("Any", made.choose(part_of((3,), 1), 1)) == {"region": log.made[3]}
     log.made[0].is_waiting = False
-    assert cast("Any", made.choose(0, part_of((3,), 1), 0)) == {"region": log.made[2]}
+    assert cast("Any", made.choose(part_of((3,), 1), 0)) == {"region": log.made[2]}
 
 
 def test_ledgers_know_the_metadata(log: Log) -> None:
@@ -178,7 +174,7 @@ def test_a_group_made_again_is_refused(log: Log) -> None:
     assert isinstance(again, dist.ProcessGroup)
     other = replace(part_of((3,), 1), cp=replace(axis, group=again))
     with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
-        made.choose(0, other, 0)
+        made.choose(other, 0)
     made.reset()
     made._samples = {1: other}
     with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
