@@ -173,9 +173,9 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 
 
 _OF_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "": ("graph", "graph_layers", "capture_by", "graph_warmup_steps", "graph_optimizer",
-         "compile", "compile_backend", "backend", "stress", "recompute", "resume_at",
-         "resume_from", "evaluate_every", "skip_nonfinite", "fused_rope"),
+    "": ("graph_layers", "capture_by", "graph_optimizer", "compile", "compile_backend", "backend",
+         "stress", "recompute", "resume_at", "resume_from", "evaluate_every", "skip_nonfinite",
+         "fused_rope"),
     "model": ("experts",),
 })  # fmt: skip
 """Keys that mean something to our engine alone, by the part that has them."""
@@ -377,9 +377,13 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              lambda run: _repeats(run.stress), "stress", "each stressor once"),
     ),
     "engine": (
-        Rule("other_engines_run_eagerly",
-             "Graphs, compiled parts, TransformerEngine and stressors are of our engine.",
+        Rule("other_engines_have_torch_parts",
+             "Compiled parts, TransformerEngine and stressors are of our engine.",
              lambda run: _is_left_to_ours(run, "")),
+        Rule("other_engines_graph_whole_steps",
+             "What another engine gathers for a layer is in no fixed place outside of a step.",
+             lambda run: run.engine != "ours" and run.graph not in ((), ("full_iteration",)),
+             "graph", "eager or full_iteration, as engine is {0.engine}"),
         Rule("other_engines_cut_over_dp", "Other engines have dp alone.",
              lambda run: _is_left_to_ours(run, "parallel", ("dp",))),
         Rule("other_engines_shard_their_way",

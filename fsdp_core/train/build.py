@@ -8,7 +8,6 @@ group, a buffer in its module, moments in the optimizer. So whoever replaces one
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
@@ -76,9 +75,8 @@ def build_stages(
 
 
 def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
-    """The stages as what `fully_shard` made of them."""
-    for stage in stages:
-        yield cast("FSDPModule", stage)
+    """The stages that our `fully_shard` wrapped; none of another engine's."""
+    return (stage for stage in stages if isinstance(stage, FSDPModule))
 
 
 class AdamW:

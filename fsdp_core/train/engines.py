@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +70,9 @@ def _adamw(parameters: Iterable[nn.Parameter], options: OptimConfig) -> torch.op
     ]
     lr = torch.full((), options.lr, device=listed[0].device)
     betas = (options.beta1, options.beta2)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=options.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=betas, eps=options.eps, fused=True, capturable=lr.is_cuda
+    )
 
 
 def fsdp2(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Sharded:
@@ -133,8 +136,14 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
         given.clear_high_precision_init_val = functools.partial(
             delattr, parameter, "get_high_precision_init_val"
         )
+    mesh = init_device_mesh("cuda", (axes.dp.size, 1), mesh_dim_names=("dp", "tp"))
     module = api.fully_shard_model(
         stage,
+        device_mesh=mesh,
+        expt_device_mesh=mesh,  # of what has "experts" in its name
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        cuda_graph_mode=bool(config.graph),
         fsdp_unit_modules=[Layer],
         zero_dp_strategy="optim_grads_params",
         mixed_precision_policy=api.MixedPrecisionPolicy(
@@ -200,7 +209,8 @@ class EngineAdamW(AdamW):
                 raise TensorError(f"Expected a gradient of {name}, got none in this step.", name)
 
     def zero_grad(self) -> None:
-        self._torchs.zero_grad()
+        # Gradients stay where they are: a digest in a graph reads the addresses of the step before.
+        self._torchs.zero_grad(set_to_none=False)
 
     def step(self, skipped: torch.Tensor | None = None) -> None:
         """The engine's own step."""
@@ -229,8 +239,8 @@ class EngineDigests(Digests):
 
 
 class EngineTrainer(Trainer):
-    """One rank's training by another engine: eager, of a dense model, over dp alone
-    (`BackendMissing`: the engine is not installed).
+    """One rank's training by another engine, over dp alone: eagerly, or on a GPU as one graph
+    (`BackendMissing`: the engine is not installed, or a graph is asked for without a GPU).
     """
 
     optimizer: EngineAdamW
@@ -265,6 +275,12 @@ class EngineTrainer(Trainer):
         outputs.loss.copy_(mean_loss(outputs.losses, self.axes))
         self.optimizer.require_grads()
         self._after_gradients()
+
+    def _capture(self, index: int) -> None:
+        if not self.device.is_cuda:
+            # Their buffers move as storages are freed and made again, which a host graph cannot.
+            raise BackendMissing(f"a graph of engine {self.config.engine} needs a GPU")
+        super()._capture(index)
 
     def evaluate(self, index: int) -> torch.Tensor:
         raise NotImplementedError(f"Expected engine ours to evaluate, got {self.config.engine}.")

@@ -167,7 +167,9 @@ class Graphs:
 
     @property
     def resolver(self) -> Resolver | None:
-        return self._resolve() if self.config.ledger else None
+        # Other engines free what they gather and make it anew, so it has no address to hold to.
+        is_checked = self.config.ledger and self.config.engine == "ours"
+        return self._resolve() if is_checked else None
 
     def _keep(self) -> None:
         self.compiler.has_graphs = True

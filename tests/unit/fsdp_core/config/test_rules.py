@@ -59,8 +59,10 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "stressors_are_known": ("stress", {"stress": ("poisson",)}, {"stress": ("poison",)}),
     "stressors_differ": ("stress", {"stress": ("jitter", "jitter")},
         {"stress": ("jitter", "races")}),
-    "other_engines_run_eagerly": ("graph", {"engine": "fsdp2", "graph": ("attn",)},
+    "other_engines_have_torch_parts": ("compile", {"engine": "fsdp2", "compile": ("attn",)},
         {"engine": "ours"}),
+    "other_engines_graph_whole_steps": ("graph", {"engine": "fsdp2", "graph": ("attn",)},
+        {"graph": ("full_iteration",)}),
     "other_engines_cut_over_dp": ("parallel.tp", {"engine": "ddp", "parallel": {"dp": 2, "tp": 2}},
         {"parallel": {"tp": 1}}),
     "other_engines_shard_their_way": ("fsdp.reshard_after_forward",
@@ -376,11 +378,10 @@ def test_tiny_presets_take_every_layout_of_the_matrix() -> None:
 OTHERS = ENGINES[1:]
 TAKEN: dict[str, Any] = {
     "steps": 3, "microbatches": 2, "micro_batch_size": 2, "seed": 5, "flush_every": 2,
-    "dtype": "fp32", "ledger": False, "stress_seed": 3, "taps": ("norm",),
+    "dtype": "fp32", "ledger": False, "stress_seed": 3, "taps": ("norm",), "graph_warmup_steps": 3,
 }  # fmt: skip
 REFUSED: dict[str, Any] = {
-    "graph": ("attn",), "graph_layers": (0, 1), "graph_warmup_steps": 3, "graph_optimizer": False,
-    "capture_by": "te",
+    "graph": ("attn",), "graph_layers": (0, 1), "graph_optimizer": False, "capture_by": "te",
     "compile": ("attn",), "compile_backend": "aot_eager", "backend": "te", "fp8": "current",
     "evaluate_every": 2, "stress": ("jitter",), "recompute": "full", "resume_at": 1,
     "resume_from": ParallelConfig(pp=2),
