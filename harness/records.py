@@ -43,7 +43,8 @@ Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")
 
 What = Literal[
-    "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
+    "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "over_limit",
+    "noisy",
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
     "not_replayed", "not_compiled", "illegal_access", "oom", "hang", "crashed", "killed",
     "static_buffer", "stale_address", "stale_guards", "race", "capture_refused",

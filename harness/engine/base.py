@@ -1,4 +1,4 @@
-"""What an engine is: runs started and waited for; who gets which slot, and which GPU.
+"""What an engine is: runs started and waited for; its slots, its processes, the machine below it.
 
 A run takes one slot a rank; with devices, slot i stands for device i. A run that is `placed` says
 itself on which GPU, or pinned to which CPU cores, each rank is, and has the machine to itself.

@@ -1,4 +1,4 @@
-"""A run that was recorded by hand: what lies in its folder, and how it becomes a run to judge.
+"""A run that was recorded by hand, as it lies in its folder: to be judged, or laid beside another.
 
     spec.json         the command; world size, device and steps as far as known when it was started
     rankN.jsonl       the records of each rank, written by the ranks themselves

@@ -1,4 +1,4 @@
-"""The run folder: everything that a harness run leaves behind, and how it is read again.
+"""The run folder: everything that a harness run leaves behind, how it is read again, and verified.
 
     manifest.json, scenario.yaml, cases.json   what was planned; a folder is one with a manifest
     runs/KEY/       spec.json, rankN.jsonl, rankN.contents; `save_outcome` makes the run finished
