@@ -223,12 +223,12 @@ def _calls(reference: RunResult, other: RunResult) -> tuple[list[GroupMap], int]
     sizes, found = Counter[str](), dict[str, None]()
     for step in shared_steps(reference, other):
         for key, rows in step.items():
-            sizes |= Counter(row.call.tap for row in rows)
+            sizes |= Counter(row.tap for row in rows)
             for row in rows:
-                of_tap = counts.setdefault(row.call.tap, {})
+                of_tap = counts.setdefault(row.tap, {})
                 of_tap[key] = of_tap.get(key, 0) + row.differs
         ordered = in_program_order([row for rows in step.values() for row in rows])
-        found |= dict.fromkeys(row.call.tap for row in ordered if row.differs)
+        found |= dict.fromkeys(row.tap for row in ordered if row.differs)
     maps = [GroupMap(group=tap, noun="call", num_tensors=sizes[tap], counts=counts[tap])
             for tap in found]  # fmt: skip
     return maps, len(counts)

@@ -14,7 +14,7 @@ reduction: which rank brought it in is known from what each gave to the collecti
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
@@ -32,7 +32,7 @@ from harness.checks.evidence import (
     with_groups,
     with_same_groups,
 )
-from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, Tapped, in_program_order, shared_rows
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Row, in_program_order, shared_rows
 from harness.faults.catalogue import Phase
 from harness.program.spec import capabilities_of
 from harness.records import (
@@ -52,29 +52,6 @@ from harness.store.streams import aligned
 RNG, LOSS, NORM, STEP_COUNT = "rng", "loss", "grad_norm", "step_count"
 REDUCTIONS, GATHERS = ("reduce_scatter", "allreduce", "all_reduce"), ("allgather", "all_gather")
 SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
-
-
-@dataclass(frozen=True)
-class Row(Tapped):
-    """One call of a tap on one rank: its digest in both runs, "" in one that did not make it."""
-
-    rank: int
-    tap: str
-    number: int
-    stage: int
-    microbatch: int | None
-    reference: str
-    candidate: str
-
-    @property
-    def differs(self) -> bool:
-        """Whether the runs saw something else."""
-        return self.reference != self.candidate
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether both runs made the call."""
-        return bool(self.reference and self.candidate)
 
 
 class Tensor(NamedTuple):
@@ -141,15 +118,10 @@ class RunPair:
     def rows(self, step: int) -> list[Row]:
         """Rows of all ranks in program order; without modules that ran in one run only."""
         if step not in self._rows:
-            specs, rows = (self.reference.spec, self.candidate.spec), list[Both]()
+            specs, rows = (self.reference.spec, self.candidate.spec), list[Row]()
             for key in ((step, rank) for rank in self.ranks(step)):
                 rows += shared_rows(self.ours[key], self.theirs[key], self.starts[key[1]], specs)[0]
-            ordered = (row for row in in_program_order(rows) if row.call.place)
-            self._rows[step] = [
-                Row(row.rank, row.call.tap, row.call.number, row.call.stage, row.call.microbatch,
-                    *(c.digest if c.place else "" for c in (row.reference, row.candidate)))
-                for row in ordered
-            ]  # fmt: skip
+            self._rows[step] = [row for row in in_program_order(rows) if row.place]
         return self._rows[step]
 
     def floats(self, step: int) -> list[tuple[str, int, FloatBits, FloatBits]]:

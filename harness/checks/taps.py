@@ -94,30 +94,32 @@ class Call(Tapped):
     place: str
     microbatch: int | None
 
-    @property
-    def is_folded(self) -> bool:
-        """Whether it stands for several calls, the place being that of the first of them."""
-        return self.microbatch is None
-
 
 @dataclass(frozen=True)
-class Both:
-    """One row of one rank, as both runs have it."""
+class Row(Tapped):
+    """One row of one rank as both runs have it: its digests, "" in a run that did not make it.
+
+    Its place in the program is as the reference ran it, if it did.
+    """
 
     rank: int
-    reference: Call
-    candidate: Call
-
-    @property
-    def call(self) -> Call:
-        """Where it is in the program: as the reference ran it, if it did."""
-        return self.reference if self.reference.place else self.candidate
+    tap: str
+    number: int
+    stage: int
+    place: str
+    microbatch: int | None
+    reference: str
+    candidate: str
 
     @property
     def differs(self) -> bool:
         """Whether the digests differ, or one of them ran and the other did not."""
-        ours, theirs = self.reference, self.candidate
-        return (ours.digest, bool(ours.place)) != (theirs.digest, bool(theirs.place))
+        return self.reference != self.candidate
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both runs made it."""
+        return bool(self.reference and self.candidate)
 
 
 @check(
@@ -144,14 +146,14 @@ def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
     equal, taken_apart, note, last = 0, set[str](), "", max(pairs, default=(0, 0))[0]
-    bad: dict[Key, list[Both]] = {}
-    at_last: list[Both] = []
+    bad: dict[Key, list[Row]] = {}
+    at_last: list[Row] = []
     for key in pairs:
         every = _rows_of(ours[key], theirs[key], starts[key[1]], specs)
         rows, unseen = _shared(every, specs)
         taken_apart |= unseen
         at_last += every if key[0] == last else []
-        equal += sum(bool(row.reference.place) and not row.differs for row in rows)
+        equal += sum(bool(row.reference) and not row.differs for row in rows)
         if any(row.differs for row in rows):
             bad[key] = rows
     if taken_apart:
@@ -176,12 +178,12 @@ def _patterns(*runs: RunResult) -> list[str]:
     return list(dict.fromkeys(map(str, found)))
 
 
-def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | None:
+def _blind(patterns: Sequence[str], rows: Sequence[Row], step: int) -> str | None:
     """What to say of the first pattern that compares nothing in a step; None if all do."""
     ran: dict[str, set[str]] = {}
     for row in rows:
-        sides = {"reference": row.reference.place, "candidate": row.candidate.place}
-        ran.setdefault(row.call.tap, set()).update(side for side in sides if sides[side])
+        sides = {"reference": row.reference, "candidate": row.candidate}
+        ran.setdefault(row.tap, set()).update(side for side in sides if sides[side])
     for text in patterns:
         pattern = tap_pattern(text)
         meant = {
@@ -199,20 +201,19 @@ def _blind(patterns: Sequence[str], rows: Sequence[Both], step: int) -> str | No
     return None
 
 
-def _failure(bad: Mapping[Key, list[Both]], note: str, num_pairs: int) -> CheckResult:
+def _failure(bad: Mapping[Key, list[Row]], note: str, num_pairs: int) -> CheckResult:
     step = min(bad)[0]
     here = in_program_order([row for (at, _), rows in bad.items() if at == step for row in rows])
     different = [row for row in here if row.differs]
-    first, call = different[0], different[0].call
-    what = f"the gradient of the output of {call.module}" if call.kind == GRADIENT else call.tap
-    what = f"the gradient of {call.module} before clipping" if call.is_unclipped else what
-    shown = [c.digest if c.place else MISSING for c in (first.reference, first.candidate)]
+    first = different[0]
+    what = f"the gradient of the output of {first.module}" if first.kind == GRADIENT else first.tap
+    what = f"the gradient of {first.module} before clipping" if first.is_unclipped else what
     found = Difference(
-        step=step, rank=first.rank, quantity=f"taps.{call.kind}", tensor=call.name,
-        reference=shown[0], candidate=shown[1],
+        step=step, rank=first.rank, quantity=f"taps.{first.kind}", tensor=first.name,
+        reference=first.reference or MISSING, candidate=first.candidate or MISSING,
     )  # fmt: skip
-    places = [(row.rank, f"{row.call.name} of rank {row.rank}") for row in different]
-    named, pairs = f"{what}, call {call.number}, in program order", (len(bad), num_pairs)
+    places = [(row.rank, f"{row.name} of rank {row.rank}") for row in different]
+    named, pairs = f"{what}, call {first.number}, in program order", (len(bad), num_pairs)
     return diverged(NAME, named, found, "call", places, pairs, note)
 
 
@@ -255,27 +256,33 @@ def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Itera
 
 def _rows_of(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
-) -> list[Both]:
+) -> list[Row]:
     sides = [calls(record, start, spec) for record, spec in zip((ours, theirs), specs, strict=True)]
-    return [Both(ours.rank, a, b) for a, b in zip(*sides, strict=True)]
+    found = []
+    for pair in zip(*sides, strict=True):
+        at = pair[0] if pair[0].place else pair[1]
+        digests = (call.digest if call.place else "" for call in pair)
+        about = at.tap, at.number, at.stage, at.place, at.microbatch
+        found.append(Row(ours.rank, *about, *digests))
+    return found
 
 
 def shared_rows(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
-) -> tuple[list[Both], frozenset[str]]:
+) -> tuple[list[Row], frozenset[str]]:
     """The rows of a step of one rank of both runs, but those of taps that a graph scope took apart,
     which ran in one run only; and these taps."""
     return _shared(_rows_of(ours, theirs, start, specs), specs)
 
 
-def shared_steps(reference: RunResult, candidate: RunResult) -> Iterator[dict[Key, list[Both]]]:
+def shared_steps(reference: RunResult, candidate: RunResult) -> Iterator[dict[Key, list[Row]]]:
     """Step by step, the `shared_rows` of the ranks that tap the same modules in both runs."""
     ours, theirs = step_table(reference), step_table(candidate)
     starts, others = (
         {rank: records.start for rank, records in rank_table(run).items()}
         for run in (reference, candidate)
     )
-    specs, found = (reference.spec, candidate.spec), dict[int, dict[Key, list[Both]]]()
+    specs, found = (reference.spec, candidate.spec), dict[int, dict[Key, list[Row]]]()
     for key in shared_pairs(ours, theirs):
         start, other = starts[key[1]], others[key[1]]
         if start is not None and other is not None and start.taps == other.taps:
@@ -284,12 +291,12 @@ def shared_steps(reference: RunResult, candidate: RunResult) -> Iterator[dict[Ke
     yield from found.values()
 
 
-def _shared(rows: Sequence[Both], specs: Sequence[RunSpec]) -> tuple[list[Both], frozenset[str]]:
-    ran = {row.reference.tap for row in rows if row.reference.place}
-    also = {row.candidate.tap for row in rows if row.candidate.place}
+def _shared(rows: Sequence[Row], specs: Sequence[RunSpec]) -> tuple[list[Row], frozenset[str]]:
+    ran = {row.tap for row in rows if row.reference}
+    also = {row.tap for row in rows if row.candidate}
     unseen = {tap for tap in ran - also if _is_unseen(tap, also, specs[1])}
     unseen |= {tap for tap in also - ran if _is_unseen(tap, ran, specs[0])}
-    return [row for row in rows if row.call.tap not in unseen], frozenset(unseen)
+    return [row for row in rows if row.tap not in unseen], frozenset(unseen)
 
 
 def _is_unseen(tap: str, others: set[str], spec: RunSpec) -> bool:
@@ -310,25 +317,23 @@ def _takes_apart(spec: RunSpec, module: str) -> bool:
     return part == "mlp.moe" and "moe_router" in spec.config.get("graph", ()) and is_captured
 
 
-def in_program_order(rows: Sequence[Both]) -> list[Both]:
+def in_program_order(rows: Sequence[Row]) -> list[Row]:
     """Rows of one step, of all ranks, as the program makes them."""
-    is_staged = any(row.call.stage for row in rows)
-    all_calls = [row.call for row in rows]
-    shared = {call.module for call in all_calls if call.microbatch != call.number and call.place}
+    is_staged = any(row.stage for row in rows)
+    shared = {row.module for row in rows if row.microbatch != row.number and row.place}
     equal = {
-        (row.rank, row.call.module, row.call.number)
-        for row in rows
-        if row.call.kind == INPUT and not row.differs
+        (row.rank, row.module, row.number) for row in rows if row.kind == INPUT and not row.differs
     }
 
-    def order(row: Both) -> tuple[object, ...]:
-        call, is_backward = row.call, row.call.kind == GRADIENT
-        own = call.kind == OUTPUT and (row.rank, call.module, call.number) in equal
-        is_last = call.is_folded and not (own and row.differs)
-        is_last |= is_backward and call.module in shared
-        number = call.number if call.microbatch is None else call.microbatch
-        staged = (is_backward, number, -call.stage if is_backward else call.stage)
+    def order(row: Row) -> tuple[object, ...]:
+        is_backward, is_folded = row.kind == GRADIENT, row.microbatch is None
+        own = row.kind == OUTPUT and (row.rank, row.module, row.number) in equal
+        # A row of several calls has the place of the first of them.
+        is_last = is_folded and not (own and row.differs)
+        is_last |= is_backward and row.module in shared
+        number = row.number if row.microbatch is None else row.microbatch
+        staged = (is_backward, number, -row.stage if is_backward else row.stage)
         # "~" is after every place.
-        return (is_last, *(staged if is_staged else ()), call.place or "~", row.rank)
+        return (is_last, *(staged if is_staged else ()), row.place or "~", row.rank)
 
     return sorted(rows, key=order)

@@ -350,13 +350,13 @@ MUTATIONS = [
     *slips_of(
         "checks/taps.py",
         "checks/test_taps",
-        ("taps_of_one_run_ignored", "return (ours.digest, bool(ours.place)) !=",
-         "return bool(ours.place and theirs.place) and (ours.digest, bool(ours.place)) !="),
+        ("taps_of_one_run_ignored", "return self.reference != self.candidate",
+         "return self.is_whole and self.reference != self.candidate"),
         ("all_taps_may_be_taken_apart", 'return part == "mlp.moe" and "moe_router"',
          'return "moe_router"'),
         ("layer_after_last_is_captured", "first <= int(layer) <= last",
          "first <= int(layer) <= last + 1"),
-        ("backward_in_forward_order", "-call.stage if is_backward else call.stage)", "call.stage)"),
+        ("backward_in_forward_order", "-row.stage if is_backward else row.stage)", "row.stage)"),
     ),
     *slips_of(
         "checks/evidence.py",
@@ -493,7 +493,7 @@ MUTATIONS = [
         "checks/test_taps",
         ("rows_of_rank_0_only", "if any(row.differs for row in rows):",
          "if any(row.differs for row in rows) and not key[1]:"),
-        ("folded_rows_come_first", "is_last = call.is_folded and not", "is_last = False and not"),
+        ("folded_rows_come_first", "is_last = is_folded and not", "is_last = False and not"),
     ),
     *slips_of(
         "store/streams.py",
