@@ -42,10 +42,12 @@ from harness.recorder.rows import (
 from harness.recorder.session import Session
 from harness.recorder.state import (
     OTHERS,
+    ByHand,
     Named,
     Names,
     cuda_is_used,
     gradient,
+    has_gradient,
     memory,
     optimizer_state,
     parameters,
@@ -135,6 +137,7 @@ class Observer(Recorder):
         self._keeper = None if session.keep is None else Keeper(session, session.keep)
         self._only_lines = session.program.get("record") == "lines"
         self._optimizers: list[weakref.ref[Any]] = []
+        self._by_hand: list[ByHand] = []
         # Optimizers that are stepping, one inside of another, and those inside that have stepped.
         self._stepping: list[Any] = []
         self._inner: list[Any] = []
@@ -166,9 +169,11 @@ class Observer(Recorder):
     def given(self, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
         """What a script's own line says that there is."""
         params: list[Tensor] = [p for each in models for p in each.parameters()]
+        self._by_hand = [ByHand(models)] if models else []
         for each in optimizers:
-            self.add(each)
-            params += parameters(each)
+            if hasattr(each, "param_groups"):  # else it is the program's own
+                self.add(each)
+                params += parameters(each)
         self.names.scan(params, roots=models)
 
     @guarded
@@ -228,7 +233,7 @@ class Observer(Recorder):
     def before(self, optimizer: Any) -> None:
         """An optimizer is about to step; before there are gradients that only makes state."""
         if not self.has_trained:
-            if not (self.has_gradients and _has_gradient(optimizer)):
+            if not (self.has_gradients and has_gradient(optimizer)):
                 return
             self._train()
         self._close_if_stepped(optimizer)
@@ -352,7 +357,7 @@ class Observer(Recorder):
             self._keeper.take(self.number_of_calls if step is None else step, name, values)
 
     def add(self, optimizer: Any) -> None:
-        if not any(ref() is optimizer for ref in self._optimizers):
+        if not any(each is optimizer for each in (*self._by_hand, *self.optimizers)):
             self._optimizers.append(weakref.ref(optimizer))
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
@@ -400,7 +405,7 @@ class Observer(Recorder):
     @property
     def optimizers(self) -> list[Any]:
         """Those that have been seen and are still there: none is kept alive."""
-        return [each for ref in self._optimizers if (each := ref()) is not None]
+        return [it for ref in self._optimizers if (it := ref()) is not None] or [*self._by_hand]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors by name, for whoever has to say what lies at an address."""
@@ -673,12 +678,6 @@ class Keeper:
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     texts = (".*".join(map(re.escape, name.split("*"))) for name in names)
     return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
-
-
-def _has_gradient(optimizer: Any) -> bool:
-    """Whether a gradient is not zero; it waits for the device."""
-    held = (each for p in parameters(optimizer) for _, each in plain("", gradient(p)))
-    return any(bool(each.any()) for each in held)
 
 
 def _has_room() -> bool:

@@ -276,6 +276,25 @@ def parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def has_gradient(optimizer: Any) -> bool:
+    """Whether a gradient is not zero; it waits for the device."""
+    held = (each for p in parameters(optimizer) for _, each in plain("", gradient(p)))
+    return any(bool(each.any()) for each in held)
+
+
+class ByHand:
+    """In an optimizer's place: what modules have to train, of a program that updates it itself."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._models = [weakref.ref(each) for each in models]
+        self.state: dict[Tensor, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        live = [model for ref in self._models if (model := ref()) is not None]
+        return [{"params": [p for each in live for p in each.parameters() if p.requires_grad]}]
+
+
 def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, Any]]:
     """What an optimizer keeps: tensors by parameter, `layers.0.weight.exp_avg`, and numbers.
 

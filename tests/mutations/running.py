@@ -51,10 +51,16 @@ RUNNING = [
     *slips_of(
         "recorder/observer.py",
         "recorder/test_steps",
-        ("only_backward_trains", "(self.has_gradients and _has_gradient(optimizer))", "False"),
-        ("any_gradient_trains", "(self.has_gradients and _has_gradient(optimizer))",
-         "_has_gradient(optimizer)", "recorder/test_state"),
+        ("only_backward_trains", "(self.has_gradients and has_gradient(optimizer))", "False"),
+        ("any_gradient_trains", "(self.has_gradients and has_gradient(optimizer))",
+         "has_gradient(optimizer)", "recorder/test_state"),
+        ("by_hand_is_frozen", " or [*self._by_hand]", ""),
+    ),
+    *slips_of(
+        "recorder/state.py",
+        "recorder/test_steps",
         ("zeros_train", "bool(each.any()) for each", "True for _"),
+        ("by_hand_trains_all", "each.parameters() if p.requires_grad]", "each.parameters()]"),
     ),
     *slips_of(
         "recorder/hooks.py",

@@ -180,6 +180,37 @@ def test_what_the_scripts_own_lines_say(tmp_path: Path) -> None:
     assert digests(records, "grads", 1).keys() == set(PARAMS)
 
 
+@pytest.mark.parametrize("has_class", [False, True])
+def test_a_program_that_updates_its_weights_itself(tmp_path: Path, *, has_class: bool) -> None:
+    """Without a torch optimizer lines say what is a step; parameters of the model are trained."""
+
+    class Mine:
+        pass
+
+    def program() -> None:
+        model = model_of()
+        model[0].bias.requires_grad_(False)
+        recorder = record(model, Mine() if has_class else None)
+        for _ in range(2):
+            with recorder.step():
+                for param in model.parameters():
+                    param.grad = None
+                model(torch.ones(3)).sum().backward()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param.sub_(param.grad, alpha=0.1)
+
+    records = recorded(program, tmp_path)
+    trained = set(PARAMS) - {"0.bias"}
+    for step in range(2):
+        assert digests(records, "grads", step).keys() == trained
+        assert digests(records, "weights", step).keys() == trained
+        assert digests(records, "frozen", step).keys() == {"0.bias"}
+    weights = [digests(records, "weights", step)["0.weight"] for step in (-1, 0, 1)]
+    assert len(set(weights)) == 3
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [(lambda: record().state("weights", {}), "'weights'")]
