@@ -23,7 +23,7 @@ query heads, K key-value heads, D width of queries and keys, E of values.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,37 +43,25 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """Output and log-sum-exp."""
 
 
-class BlockKernel(Protocol):
+# ---- kernels
+
+
+class TorchKernel:
     """Attention of queries [B, T, N, D] to keys [B, S, K, D] and values [B, S, K, E].
 
     `out` is [B, T, N, E], in the inputs' dtype or wider, and `lse` [B, T, N], the logarithm of what
-    the softmax divides by, in float32 or wider. With spans that have offsets B is 1. Every query
-    has a key. With `causal` queries and keys of a sequence end together, and a query sees none
-    after it; `scale` is that of the products of queries and keys.
+    the softmax divides by, in float32 or wider. `spans` say where sequences lie in the queries and
+    in the keys; with offsets B is 1. Every query has a key. With `causal` queries and keys of a
+    sequence end together, and a query sees none after it; `scale` is that of the products of
+    queries and keys.
+
+    Plain operators: scores [B, N, T, S] of a block are in memory in both passes; results are wide.
     """
 
     def forward(
         self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
     ) -> Pair:
-        """`out` and `lse`; `spans` say where sequences lie in the queries and in the keys."""
-
-    def backward(
-        self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
-        *, causal: bool, scale: float,
-    ) -> Three:  # fmt: skip
-        """Gradients of q, k and v through this block, given the joined `out` and `lse`."""
-
-
-# ---- kernels
-
-
-class TorchKernel:
-    """Plain operators. Scores [B, N, T, S] of a block are in memory, in both passes."""
-
-    def forward(
-        self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
-    ) -> Pair:
-        """See `BlockKernel.forward`; the output is wide."""
+        """`out` and `lse`."""
         time, kv_heads = qkv[0].shape[1], qkv[1].shape[2]
         q, k, v = (_by_head(t, kv_heads) for t in qkv)
         scores = _scores(q, k, time, spans, causal=causal, scale=scale)
@@ -85,7 +73,7 @@ class TorchKernel:
         self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
         *, causal: bool, scale: float,
     ) -> Three:  # fmt: skip
-        """See `BlockKernel.backward`; gradients are wide."""
+        """Gradients of q, k and v through this block, given the joined `out` and `lse`."""
         time, kv_heads = qkv[0].shape[1], qkv[1].shape[2]
         q, k, v = (_by_head(t, kv_heads) for t in qkv)
         grad, out, lse = (
@@ -156,7 +144,7 @@ class FlashKernel:
     def forward(
         self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
     ) -> Pair:
-        """See `BlockKernel.forward`."""
+        """See `TorchKernel.forward`."""
         width, packed = _flash_width(qkv), spans[0].offsets is not None
         q, k, v = (_flash_layout(t, width, packed=packed) for t in qkv)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -170,7 +158,7 @@ class FlashKernel:
         self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
         *, causal: bool, scale: float,
     ) -> Three:  # fmt: skip
-        """See `BlockKernel.backward`."""
+        """See `TorchKernel.backward`."""
         width, packed = _flash_width(qkv), spans[0].offsets is not None
         grad, q, k, v, out = (
             _flash_layout(t, width, packed=packed) for t in (grad_out, *qkv, out_lse[0])
@@ -204,6 +192,9 @@ def _flash_spans(
     queries, keys = spans
     # With a longest query of 1 the kernel takes it that no sequence is empty.
     return queries.offsets, keys.offsets, max(queries.max_len, 2), max(keys.max_len, 2)
+
+
+BlockKernel = TorchKernel | FlashKernel
 
 
 def kernel_for(q: torch.Tensor, v: torch.Tensor) -> BlockKernel:
@@ -308,11 +299,6 @@ class Hop:
         return self._received
 
 
-def source_of(axis: Axis, step: int) -> int:
-    """Whose keys this rank works with at a step."""
-    return (axis.rank - step) % axis.size
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -325,7 +311,7 @@ class _RingAttention(torch.autograd.Function):
         travelling = pack_tensors((k, v)) if axis.size > 1 else None
         for step in range(axis.size):
             hop = Hop(travelling, axis) if travelling is not None and step + 1 < axis.size else None
-            block = plan.ring_block(source_of(axis, step))
+            block = plan.ring_block((axis.rank - step) % axis.size)
             part = _block_forward(block, (q, k, v), kernel, scale)
             joined = part if joined is None else merge(joined, part)
             if hop is not None:
@@ -352,7 +338,7 @@ class _RingAttention(torch.autograd.Function):
                 hop, grad_hop = Hop(travelling, axis), Hop(gathering, axis)
                 travelling = hop.wait()
                 k, v = unpack_tensors(travelling, (k, v))
-                block = plan.ring_block(source_of(axis, step))
+                block = plan.ring_block((axis.rank - step) % axis.size)
                 more_dq, dk, dv = _block_backward(
                     block, grad_out, (q, k, v), (out, lse), kernel, scale
                 )

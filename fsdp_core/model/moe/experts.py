@@ -18,7 +18,7 @@ gradients go nowhere. So the hooks run around it:
     fused      pre-hooks A, pre-hooks B        kernel(x)        hooks A, hooks B
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,8 @@ class Experts(nn.Module):
 
 # ---- hooks of modules that a kernel computes for
 
+_PHASES = ("forward_pre", "forward", "backward_pre", "backward")
+
 
 def call_with_module_hooks(
     modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any, **kwargs: Any
@@ -131,9 +133,9 @@ def call_with_module_hooks(
     Returns what the kernel returned, or what hooks made of it: those of the last module may return
         anything, those of the others the same memory as a new tensor, as whoever marks where
         backward begins does.
-    Raises ValueError: no module, or one twice; hooks that a kernel cannot serve: a backward hook on
-        a module, any hook on a module inside of it, a pre-hook that returns other inputs, a hook
-        that returns another output of a module whose output there is none of.
+    Raises ValueError: hooks that a kernel cannot serve: a backward hook on a module, any hook on a
+        module inside of it, a pre-hook that returns other inputs, a hook that returns another
+        output of a module whose output there is none of.
     """
     _refuse_other_hooks(modules)
     for module in modules:
@@ -180,7 +182,7 @@ def _run_post_hooks(
         returned = call(module, args, *((kwargs,) if number in told else ()), output)
         if returned is None or returned is output:
             continue
-        if not is_last and not _same(returned, output, _is_view):
+        if not is_last and not _same(returned, output, views=True):
             raise ValueError(
                 f"Expected forward hooks of {_name(module)} to return None or the same memory, as "
                 "a fused kernel computes its output and the next module's in one, got another "
@@ -191,8 +193,6 @@ def _run_post_hooks(
 
 
 def _refuse_other_hooks(modules: Sequence[nn.Module]) -> None:
-    if not modules or len(set(modules)) != len(modules):
-        raise ValueError(f"Expected modules, each once, got {len(modules)} with one twice or none.")
     for module in modules:
         if module._backward_pre_hooks or module._backward_hooks:
             raise ValueError(
@@ -200,36 +200,26 @@ def _refuse_other_hooks(modules: Sequence[nn.Module]) -> None:
                 "fused kernel does not have, got some. Run the modules unfused, or hook the module "
                 "around them."
             )
-        for inner in module.modules():
-            if inner is not module and any(_hooks_of(inner)):
+        for inner in (each for each in module.modules() if each is not module):
+            if any(getattr(inner, f"_{phase}_hooks") for phase in _PHASES):
                 raise ValueError(
                     f"Expected no hooks inside of {_name(module)}, which a fused kernel computes "
                     f"for, got some on {_name(inner)}. Hook the module itself."
                 )
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    yield from (module._forward_pre_hooks, module._forward_hooks)
-    yield from (module._backward_pre_hooks, module._backward_hooks)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other
-    return bool(one == other)
-
-
-def _is_view(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is other
-    alike = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-    return alike and one.data_ptr() == other.data_ptr()
-
-
-def _same(one: Any, other: Any, alike: Callable[[Any, Any], bool] = _is_same) -> bool:
-    """Whether two trees have the same shape, and leaves that are `alike`."""
+def _same(one: Any, other: Any, *, views: bool = False) -> bool:
+    """Whether two trees have the same shape, tensors and values; or `views` of the tensors."""
     (leaves, spec), (expected, expected_spec) = tree_flatten(one), tree_flatten(other)
-    return spec == expected_spec and all(map(alike, leaves, expected))
+    pairs = zip(leaves, expected, strict=False)
+    return spec == expected_spec and all(a is b or _alike(a, b, views=views) for a, b in pairs)
+
+
+def _alike(one: Any, other: Any, *, views: bool) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    kinds = [(t.shape, t.dtype, t.stride(), t.data_ptr()) for t in (one, other)]
+    return views and kinds[0] == kinds[1]
 
 
 def _name(module: nn.Module) -> str:
