@@ -13,7 +13,6 @@ one round, and the median over rounds is printed. That of every 100 steps follow
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -101,7 +100,6 @@ def _rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from harness.recorder import record
-    from harness.recorder.hooks import paused
 
     cuda = options.device == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -121,8 +119,11 @@ def _rank(options: argparse.Namespace) -> None:
             if every != OFF:
                 # The observer counts its own steps alone: one of ten is due, wherever it stands.
                 recorder.every = recorder.taps_every = every
-            with paused() if every == OFF else contextlib.nullcontext():
-                seconds[name].append(_timed(step, device) / BLOCK)
+            else:
+                recorder.close()
+            recorder.session.is_over = every == OFF
+            seconds[name].append(_timed(step, device) / BLOCK)
+            recorder.session.is_over = False
     if rank == 0:
         base = seconds["without"]
         ratios = {name: statistics.median(a / b for a, b in zip(held, base, strict=True))

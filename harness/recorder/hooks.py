@@ -160,18 +160,6 @@ def _each(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Inside nothing is recorded; for whoever measures what recording costs."""
-    if _active is None:
-        yield
-        return
-    _active.close()
-    _active.session.is_over = True
-    yield
-    _active.session.is_over = False
-
-
 # --- hooks -------------------------------------------------------------------------------------
 
 
