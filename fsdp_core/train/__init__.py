@@ -1,12 +1,10 @@
 """One rank's training: stages, FSDP, pipeline, optimizer and graphs put together.
 
-build      stages of the decoder on a device, sharded
+build      stages of the decoder on a device, sharded; their optimizer; all that lives long, by name
 inputs     what a rank has of every microbatch, in static tensors
-names      everything long-lived on a rank, by name
 scopes     what of a layer each scope captures, and what stays eager
 graphs     all graphs of a trainer, on every rank or on none
-trainer    the step, and what it shows: losses, norm, digests
-resume     what of a trainer lasts, saved and loaded
+trainer    the step, and what it shows: losses, norm, digests; what of it lasts, saved and loaded
 engines    the step by torch's FSDP2 or DDP, or by megatron-fsdp; `make_trainer`
 """
 

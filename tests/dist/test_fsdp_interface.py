@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
@@ -301,14 +301,17 @@ class Halves(torch.Tensor):
 def gathers_in_its_own_form(api: Api) -> list[torch.Tensor]:
     """Weights and gradients of steps, with weights released between forward and backward or not."""
     found: list[Any] = []
+    mesh = whole_mesh()
+    if mesh.size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for keeps in (False, True):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))
         model[0].weight = nn.Parameter(Halves(model[0].weight.detach()))
         model[0].weight.mark = "kept"
-        api.fully_shard(model[0], mesh=whole_mesh(), reshard_after_forward=not keeps)
-        api.fully_shard(model, mesh=whole_mesh())
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        api.fully_shard(model[0], mesh=mesh, reshard_after_forward=not keeps)
+        api.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
             for part in range(2):
@@ -349,6 +352,11 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
 def test_as_torch(warm_ranks: RankPool, program: Any) -> None:
     """See each program."""
     warm_ranks.run(as_torch, program, world_size=2, timeout_s=60.0)
+
+
+def test_own_forms_on_two_axes(warm_ranks: RankPool) -> None:
+    """Weights are gathered over the inner axis alone."""
+    warm_ranks.run(as_torch, gathers_in_its_own_form, world_size=4, timeout_s=60.0)
 
 
 def refuses_replaced_parameters() -> None:
