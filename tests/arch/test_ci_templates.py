@@ -13,7 +13,7 @@ import click
 import pytest
 import yaml
 
-from harness.cli.main import commands
+from harness.cli import commands
 from harness.records import ExitCode
 from harness.scenario.schema import TIERS
 from tests.arch.tree import ROOT

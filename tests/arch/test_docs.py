@@ -10,7 +10,7 @@ import click
 import pytest
 
 from fsdp_core.config import DEGREES, SCOPES, TrainConfig
-from harness.cli.main import commands
+from harness.cli import commands
 from harness.records import WHATS
 from harness.scenario.matrix import expand
 from harness.scenario.schema import LAUNCH, SECTIONS, load_scenario

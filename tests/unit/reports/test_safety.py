@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.main import main
+from harness.cli import main
 from harness.errors import ScenarioError
 from harness.scenario.schema import decode_scenario
 from reports import html, safety, summarise

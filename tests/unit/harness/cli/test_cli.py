@@ -12,8 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from harness.cli import main
-from harness.cli.main import COMMANDS
+from harness.cli import COMMANDS, main
 from harness.cli.options import for_git
 from harness.engine import base
 from harness.engine.base import Gpu
