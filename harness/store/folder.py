@@ -613,7 +613,8 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
     path = Path(name)
     if run is None and (path / CASE_FILE).is_file():
         return path, load_case(path).case
-    if run is None and len(path.parts) > 1:  # no id has a slash
+    is_path = len(path.parts) > 1 or (path / MANIFEST_FILE).is_file()  # no id has a slash
+    if run is None and is_path:
         inside = ", ".join(sorted(f"cases/{each.name}" for each in path.glob("cases/*"))[:10])
         told = f"as {inside} in it" if inside else f"it has no {CASE_FILE}"
         raise UsageError(f"{shown(name)}: expected a case folder, {told}")

@@ -96,7 +96,7 @@ def test_every_end_has_its_exit_code(
 
 
 def test_a_difference_fails_is_named_and_led_to_its_cause(
-    engine: FakeEngine, capsys: Capsys, tmp_path: Path
+    engine: FakeEngine, capsys: Capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`run`, `show`, the command that it prints, and `rerun` of a case folder that was moved."""
     engine.spoil = unequal
@@ -110,8 +110,11 @@ def test_a_difference_fails_is_named_and_led_to_its_cause(
     said = capsys.readouterr().out
     assert "step 2, rank 1" in said
     assert "weights w" in said
-    assert main(["show", "out/a red run"]) == 4
-    assert "as cases/dp1-attn, cases/dp1-full_iteration, " in capsys.readouterr().err
+    for run in ("out/a red run", "a red run"):
+        monkeypatch.chdir(tmp_path / "out" if run == "a red run" else tmp_path)
+        assert main(["show", run]) == 4
+        assert "as cases/dp1-attn, cases/dp1-full_iteration, " in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
     assert main(["run", "--resume", "out/a red run"]) == 1
     (line,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("find the cause: ")
