@@ -235,7 +235,8 @@ class _Step:
 
 
 class HostGraph:
-    """Capture and replay of CPU operators. With `holds_compiled` compiled code, all of it
+    """Capture and replay of CPU operators. `arena`: bytes of internal storages that died during the
+    capture; None before it. With `holds_compiled` compiled code, all of it
     `fsdp_core.train.compiled` parts, runs compiled inside of a capture, as it does on CUDA.
     """
 
@@ -243,7 +244,7 @@ class HostGraph:
         self._device = device
         self._recorder = OverCompiled if holds_compiled else Recorder
         self._steps: list[_Step] = []
-        self._arena: torch.Tensor | None = None
+        self.arena: torch.Tensor | None = None
         self._externals: list[StorageEntry] = []
         # Tensors of the steps that lie in external storages, only during a replay.
         self._borrowed: list[tuple[torch.Tensor, TensorRef]] = []
@@ -311,8 +312,8 @@ class HostGraph:
         dead = [number for number in range(len(entries)) if number not in living]
         ranges = [(entries[n].nbytes, entries[n].first, entries[n].last) for n in dead]
         offsets, total = plan_arena(ranges)
-        self._arena = torch.empty(total, dtype=torch.uint8)
-        arena, starts = self._arena.untyped_storage(), dict(zip(dead, offsets, strict=True))
+        self.arena = torch.empty(total, dtype=torch.uint8)
+        arena, starts = self.arena.untyped_storage(), dict(zip(dead, offsets, strict=True))
         self._externals = [entries[n] for n in living if not entries[n].internal]
         borrowed: dict[TensorRef, torch.Tensor] = {}
 
@@ -380,13 +381,8 @@ class HostGraph:
                 for tensor, _ in self._borrowed:
                     tensor.set_()  # type: ignore[call-overload]
 
-    @property
-    def arena(self) -> torch.Tensor | None:
-        """Bytes of internal storages that died during the capture; None before it."""
-        return self._arena
-
     def reset(self) -> None:
-        self._steps, self._arena, self._externals, self._borrowed = [], None, [], []
+        self._steps, self.arena, self._externals, self._borrowed = [], None, [], []
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:

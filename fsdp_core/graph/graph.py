@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,21 +25,6 @@ from fsdp_core.graph.recorder import CaptureRefused, Ledger, Recording, Resolver
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 _LEAF = "torch::autograd::AccumulateGrad"
-
-
-class Graph(Protocol):
-    """Recorded device work that can be run again without the program."""
-
-    recording: Recording
-
-    def capture(self, function: Callable[[], T]) -> T:
-        """Record `function` without any effect on its inputs."""
-
-    def replay(self) -> None:
-        """Run the recorded work."""
-
-    def reset(self) -> None:
-        """Release what the graph holds."""
 
 
 class Spec(NamedTuple):
@@ -106,7 +91,7 @@ class GraphMaker:
         """The memory pool's id as torch knows it, for graphs that others make; None on the CPU."""
         return None if self._memory_pool is None else self._memory_pool.id
 
-    def new(self) -> Graph:
+    def new(self) -> CudaGraph | HostGraph:
         """An empty graph."""
         if self._memory_pool is not None:
             return CudaGraph(self.device, self._memory_pool, self.generators)
@@ -192,14 +177,15 @@ class Segment:
 
 class Replayed:
     """What all graphs of a segment have in common, whoever captured them: counts and checks.
-    `captures` and `replays` count graphs and launches, of the forward and of the backward.
+    `captures` and `replays` count graphs and launches, of the forward and of the backward; `inputs`
+    are static: a replay copies into them.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.captures, self.replays = [0, 0], [0, 0]
         self.ledgers: list[Ledger] = []
-        self._inputs = tuple(
+        self.inputs = tuple(
             s.detach().clone().requires_grad_(s.requires_grad) for s in segment.samples
         )
         self._pending: weakref.ref[Pending] | None = None
@@ -221,11 +207,11 @@ class Replayed:
     def _check(self, tensors: Tensors) -> None:
         """Refuse what must not be replayed: see `GraphedCallable.__call__`."""
         self._require_captured()
-        if len(tensors) != len(self._inputs):
+        if len(tensors) != len(self.inputs):
             raise ValueError(
-                f"Expected {len(self._inputs)} inputs of {self.name}, got {len(tensors)}."
+                f"Expected {len(self.inputs)} inputs of {self.name}, got {len(tensors)}."
             )
-        for number, (x, sample) in enumerate(zip(tensors, self._inputs, strict=True)):
+        for number, (x, sample) in enumerate(zip(tensors, self.inputs, strict=True)):
             if (x.shape, x.dtype, x.device) != (sample.shape, sample.dtype, sample.device):
                 raise ValueError(
                     f"Expected the captured input {number} of {self.name}, {_kind(sample)}, got "
@@ -297,7 +283,7 @@ class GraphedCallable(Replayed):
 
     def _run(self) -> Tensors:
         """The function on the static inputs, its outputs as a tuple."""
-        result = self.segment.function(*self._inputs)
+        result = self.segment.function(*self.inputs)
         self._returns_tuple = isinstance(result, tuple)
         outputs = result if isinstance(result, tuple) else (result,)
         for number, output in enumerate(outputs):
@@ -309,7 +295,7 @@ class GraphedCallable(Replayed):
         return outputs
 
     def _surface(self) -> Tensors:
-        return (*(x for x in self._inputs if x.requires_grad), *self._trained)
+        return (*(x for x in self.inputs if x.requires_grad), *self._trained)
 
     def _run_eagerly(self) -> list[Spec | None]:
         """Forward and backward without graphs: what the gradients are like."""
@@ -391,7 +377,7 @@ class GraphedCallable(Replayed):
             )
 
     def _require_unchanged_inputs(self) -> None:
-        inputs = {x.untyped_storage().data_ptr(): i for i, x in enumerate(self._inputs)}
+        inputs = {x.untyped_storage().data_ptr(): i for i, x in enumerate(self.inputs)}
         for entry in self._forward.recording.external():
             if entry.written and entry.nbytes and entry.address in inputs:
                 raise CaptureRefused(
@@ -422,7 +408,7 @@ class GraphedCallable(Replayed):
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The static tensors by name, for ledgers."""
-        found = {f"{self.name} input {i}": x.data for i, x in enumerate(self._inputs)}
+        found = {f"{self.name} input {i}": x.data for i, x in enumerate(self.inputs)}
         grads = enumerate(self._grad_outputs)
         found |= {f"{self.name} output gradient {i}": grad for i, grad in grads}
         own = enumerate(self._grads)
@@ -451,10 +437,10 @@ class GraphedCallable(Replayed):
         """Copy the inputs in, replay, and return aliases of the static outputs."""
         if self.ledgers:
             self.ledgers[0].check()
-        own = {static.untyped_storage().data_ptr() for static in self._inputs}
+        own = {static.untyped_storage().data_ptr() for static in self.inputs}
         # An output that is an input comes back as an alias of what is about to be overwritten.
         separate = [x.clone() if _lies_in(x, own) else x for x in tensors]
-        for static, x in zip(self._inputs, separate, strict=True):
+        for static, x in zip(self.inputs, separate, strict=True):
             static.detach().copy_(x)
         self._forward.replay()
         self._count(0)
@@ -493,7 +479,7 @@ class GraphedCallable(Replayed):
         self._forward.reset()
         self._backward.reset()
         self.captures, self.ledgers = [0, 0], []
-        self._inputs = self._outputs = self._grad_outputs = self._grads = ()
+        self.inputs = self._outputs = self._grad_outputs = self._grads = ()
         self._versions = ()
 
 

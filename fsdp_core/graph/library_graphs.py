@@ -56,10 +56,6 @@ class LibraryGraph(Replayed):
         self._replay: Callable[..., Any] = _nothing
         self._reset: Callable[[], None] = _nothing
 
-    @property
-    def samples(self) -> Tensors:
-        return self._inputs
-
     def is_gathered(self) -> None:
         self.ledgers = list(self.segment.ledger(Recording()))
 
@@ -151,7 +147,7 @@ def capture_by_te(maker: GraphMaker, graphs: Sequence[LibraryGraph], pool: Any) 
             maker, callees, pool,
             lambda: te.make_graphed_callables(
                 callees,
-                tuple(graph.samples for graph in graphs),
+                tuple(graph.inputs for graph in graphs),
                 num_warmup_iters=WARM_UPS,
                 allow_unused_input=True,
                 # One microbatch through one chunk of layers.
@@ -225,12 +221,12 @@ def capture_by_torch(maker: GraphMaker, graph: LibraryGraph) -> None:
         # Once more than torch does: it says nothing of when its warm-ups end, and what is saved in
         # a capture would be saved at each replay.
         with undo.watching(), tensor_hooks_off(callee.parameters()):
-            _practise(callee, graph.samples)
+            _practise(callee, graph.inputs)
         with _graphs_noted(maker, made):
             _captured_whole(
                 maker, [callee], pool,
                 lambda: torch.cuda.make_graphed_callables(
-                    callee, graph.samples, num_warmup_iters=WARM_UPS, allow_unused_input=True,
+                    callee, graph.inputs, num_warmup_iters=WARM_UPS, allow_unused_input=True,
                     pool=pool,
                 ),
             )  # fmt: skip

@@ -137,8 +137,8 @@ def test_arena_is_no_larger_than_the_peak_of_live_temporaries() -> None:
     assert peak == 3 * nbytes
     graph = HostGraph(device)
     graph.capture(chain)
-    assert graph._arena is not None
-    assert graph._arena.numel() <= peak
+    assert graph.arena is not None
+    assert graph.arena.numel() <= peak
 
 
 ranges = st.lists(
