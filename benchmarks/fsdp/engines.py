@@ -269,6 +269,7 @@ ENGINES: dict[str, Engine] = {
 OF_WORKLOAD: dict[str, tuple[str, ...]] = {
     "stack": tuple(name for name, engine in ENGINES.items() if not engine.compiled),
     "decoder": tuple(ENGINES),
+    "thin": ("ours", "ours_traced", "ours_graph", "fsdp2", "limit"),
     "linear": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),
     "cnn": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),
     "transformer": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),

@@ -265,6 +265,8 @@ def cnn(channels: int, layers: int, images: int, side: int, steps: int) -> Workl
 FULL: dict[str, Workload] = {
     "stack": stack(plain_linear, 1024, 16, 64, steps=50),
     "decoder": decoder(DecoderShape(32_000, 4096, 16, 32, 11_008, 4096, 2), steps=10),
+    # Layers too small to hide what they gather and reduce.
+    "thin": decoder(DecoderShape(32_000, 2048, 32, 16, 5632, 1024, 1), steps=20),
     "linear": stack(GeluLinear, 8192, 6, 8192, steps=20),
     "cnn": cnn(256, 8, 64, 32, steps=20),
     "transformer": decoder(DecoderShape(8192, 1024, 8, 16, 2816, 1024, 4), steps=20),
@@ -273,6 +275,7 @@ FULL: dict[str, Workload] = {
 TINY: dict[str, Workload] = {
     "stack": stack(plain_linear, 32, 4, 8, steps=5),
     "decoder": decoder(DecoderShape(64, 32, 3, 2, 48, 16, 2), steps=5),
+    "thin": decoder(DecoderShape(64, 16, 4, 2, 24, 8, 1), steps=5),
     "linear": stack(GeluLinear, 64, 3, 16, steps=5),
     "cnn": cnn(16, 2, 4, 8, steps=5),
     "transformer": decoder(DecoderShape(48, 16, 2, 2, 32, 8, 2), steps=5),
