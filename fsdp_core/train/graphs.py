@@ -51,7 +51,7 @@ from fsdp_core.parallel.mesh import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train.build import roots
 from fsdp_core.train.compiled import Compiler, HeldGuards
-from fsdp_core.train.inputs import Inputs, PackInputs, StaticPart
+from fsdp_core.train.inputs import PackInputs, RowInputs, StaticPart
 from fsdp_core.train.scopes import (
     GraphCounts,
     GraphUse,
@@ -108,7 +108,9 @@ class Graphs:
             session.attempt(capture)
         self._keep()
 
-    def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
+    def capture_parts(
+        self, inputs: RowInputs | PackInputs, sample: torch.Tensor, num_slots: int
+    ) -> None:
         """Capture partial scopes; `CaptureAborted` or `CaptureLost` if a rank cannot. `sample` is
         like what enters a layer; `num_slots` microbatches may be between a forward and backward.
         """

@@ -36,7 +36,7 @@ from fsdp_core.parallel.pipeline import Microbatch
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
-def make_inputs(config: TrainConfig, axes: Axes, device: Device) -> "Inputs":
+def make_inputs(config: TrainConfig, axes: Axes, device: Device) -> "RowInputs | PackInputs":
     """The inputs that a configuration asks for. Collective."""
     kind = PackInputs if config.parallel.dynamic_cp else RowInputs
     return kind(config, axes, device)
@@ -57,17 +57,6 @@ class Inputs:
         whole = (config.microbatches, *shape)
         self.tokens = torch.zeros(whole, dtype=torch.int64, device=device.torch_device)
         self.targets = torch.zeros_like(self.tokens)
-
-    def fill(self, step: int) -> None:
-        raise NotImplementedError
-
-    def microbatches(self) -> list[Microbatch]:
-        """Those of the step that was filled in; collective where tokens are counted."""
-        raise NotImplementedError
-
-    def samples(self) -> dict[int, Part]:
-        """For each context size that a microbatch may have, a part like those to come."""
-        raise NotImplementedError
 
     def named_tensors(self) -> NamedTensors:
         """Long-lived tensors, by name."""
@@ -106,6 +95,7 @@ class RowInputs(Inputs):
             static.copy_(mine, non_blocking=True)
 
     def microbatches(self) -> list[Microbatch]:
+        """Those of the step that was filled in."""
         return self._microbatches
 
     def samples(self) -> dict[int, Part]:
@@ -169,7 +159,7 @@ class PackInputs(Inputs):
         return packed_part(batch, self.context.axis(size), 0.0)
 
     def microbatches(self) -> list[Microbatch]:
-        """Those of the step, weighed by the tokens of all ranks."""
+        """Those of the step that was filled in, weighed by the tokens of all ranks. Collective."""
         for number, local in enumerate(self._local):
             self.tokens[number].copy_(local.tokens)
             self.targets[number].copy_(local.part.targets)
@@ -181,6 +171,7 @@ class PackInputs(Inputs):
         ]
 
     def samples(self) -> dict[int, Part]:
+        """For each context size that a microbatch may have, a part like those to come."""
         return {size: self._sample(size) for size in self.context.sizes}
 
     def _sample(self, size: int) -> Part:
