@@ -346,7 +346,7 @@ def _count_on_host(trainer: Trainer) -> None:
 
 def _replay_old_input(site: Site, graph: Any, tensors: Any, pending: Any) -> Any:
     if graph.name == "layers.0.attn":
-        tensors = tuple(static.detach().clone() for static in graph._inputs)
+        tensors = tuple(static.detach().clone() for static in graph.inputs)
     return site.call(graph, tensors, pending)
 
 
