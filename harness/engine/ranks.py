@@ -181,8 +181,10 @@ class Watch:
         The first failure starts the grace of the others; so does one that left with 0 and without
         an end record: the others may wait for it.
         """
+        # Printing the stack of a thread that ends meanwhile is a segmentation fault.
+        by_asking = (-signal.SIGUSR1, -signal.SIGSEGV)
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
-            self.phase >= Phase.STACKS and code == -signal.SIGUSR1
+            self.phase >= Phase.STACKS and code in by_asking
         )
         failed = code != 0 and not ours
         self.exits[rank] = RankExit(

@@ -89,6 +89,22 @@ def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
     assert (clock.waited.partition(" for ")[0].partition(" after ")[0]) == why
 
 
+@pytest.mark.parametrize(
+    ("asked", "code", "by_us"),
+    [(0, -signal.SIGSEGV, False), (0, -signal.SIGUSR1, False), (1, -signal.SIGSEGV, True),
+     (1, -signal.SIGUSR1, True), (1, -signal.SIGKILL, False), (1, -signal.SIGABRT, False),
+     (1, 1, False), (2, -signal.SIGKILL, True), (2, -signal.SIGSEGV, True), (2, 1, False)],
+)  # fmt: skip
+def test_who_ended_a_rank(asked: int, code: int, by_us: bool) -> None:
+    """Once it was asked for its stacks, to print them may end it; then SIGKILL is ours, too."""
+    clock = watch()
+    for at_s in (10.0, 11.0)[:asked]:
+        clock.advance(at_s)
+    clock.ended(0, code, 11.5)
+    found = clock.exits[0]
+    assert (found.killed_by_harness, found.failed_at is None) == (by_us, by_us)
+
+
 # --- what ranks record ------------------------------------------------------------------------
 
 
