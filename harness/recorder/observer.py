@@ -169,7 +169,7 @@ class Observer(Recorder):
     def given(self, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
         """What a script's own line says that there is."""
         params: list[Tensor] = [p for each in models for p in each.parameters()]
-        self._by_hand = [ByHand(models)] if models else []
+        self._by_hand = [ByHand(models)] if models else self._by_hand
         for each in optimizers:
             if hasattr(each, "param_groups"):  # else it is the program's own
                 self.add(each)

@@ -283,7 +283,7 @@ def has_gradient(optimizer: Any) -> bool:
 
 
 class ByHand:
-    """In an optimizer's place: what modules have to train, of a program that updates it itself."""
+    """Stands in for an optimizer where the program updates the parameters of its modules itself."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = [weakref.ref(each) for each in models]
@@ -292,7 +292,8 @@ class ByHand:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         live = [model for ref in self._models if (model := ref()) is not None]
-        return [{"params": [p for each in live for p in each.parameters() if p.requires_grad]}]
+        trained = (p for each in live for p in each.parameters() if p.requires_grad)
+        return [{"params": list(dict.fromkeys(trained))}]
 
 
 def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, Any]]:

@@ -60,7 +60,7 @@ RUNNING = [
         "recorder/state.py",
         "recorder/test_steps",
         ("zeros_train", "bool(each.any()) for each", "True for _"),
-        ("by_hand_trains_all", "each.parameters() if p.requires_grad]", "each.parameters()]"),
+        ("by_hand_trains_all", "each.parameters() if p.requires_grad)", "each.parameters())"),
     ),
     *slips_of(
         "recorder/hooks.py",

@@ -190,7 +190,8 @@ def test_a_program_that_updates_its_weights_itself(tmp_path: Path, *, has_class:
     def program() -> None:
         model = model_of()
         model[0].bias.requires_grad_(False)
-        recorder = record(model, Mine() if has_class else None)
+        recorder = record([model, model[0]], Mine() if has_class else None)
+        record()  # as another file of the program may, which knows of no model
         for _ in range(2):
             with recorder.step():
                 for param in model.parameters():
@@ -206,6 +207,8 @@ def test_a_program_that_updates_its_weights_itself(tmp_path: Path, *, has_class:
     for step in range(2):
         assert digests(records, "grads", step).keys() == trained
         assert digests(records, "weights", step).keys() == trained
+        assert records.start is not None
+        assert len(records.start.tensors["weights"]) == len(trained)
         assert digests(records, "frozen", step).keys() == {"0.bias"}
     weights = [digests(records, "weights", step)["0.weight"] for step in (-1, 0, 1)]
     assert len(set(weights)) == 3
