@@ -381,7 +381,7 @@ RUN_RULES: Mapping[str, "tuple[Rule[TrainConfig], ...]"] = MappingProxyType({
              "Compiled parts, TransformerEngine and stressors are of our engine.",
              lambda run: _is_left_to_ours(run, "")),
         Rule("other_engines_graph_whole_steps",
-             "What another engine gathers for a layer is in no fixed place outside of a step.",
+             "Parameters that another engine gathers have no fixed address from step to step.",
              lambda run: run.engine != "ours" and run.graph not in ((), ("full_iteration",)),
              "graph", "eager or full_iteration, as engine is {0.engine}"),
         Rule("other_engines_cut_over_dp", "Other engines have dp alone.",

@@ -16,7 +16,6 @@ size. Replays are exact: one short is a microbatch that ran eagerly. Of another 
 asks for `graphs`: what the recorder found on its replays is a failure whether it asks or not.
 """
 
-import errno
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from harness.checks.evidence import (
     rank_table,
     show_ranks,
 )
-from harness.provenance import fingerprint
+from harness.provenance import HOST_KEY, SHARED_HOST, fingerprint
 from harness.recorder.session import failures_of
 from harness.records import (
     ABSENT,
@@ -426,16 +425,12 @@ def graphs(runs: Runs, options: Options) -> CheckResult:
 
 # --- failures of the machine: the only ones that may be tried again -------------------------------
 
+
 # A candidate that crashed by one of them is not judged: no verdict, with the name of what failed.
 # One that hung is: only its own ranks know why they did not meet. A run whose records hold a NaN,
 # or in which some rank saw an illegal access, ran out of memory or refused its graph is the
 # program's. What a rank printed counts for nothing: an exception counts if the rank at fault
 # recorded it, blames no other, and is in the table of `harness.recorder.session`.
-HOST_KEY = "NCCL_HOSTID"
-SHARED_HOST = "shared-gpus"
-"""How its value begins where ranks share GPUs (`harness/engine/base.py` has the reason)."""
-
-
 class Signature(NamedTuple):
     """What a run must have ended as; the engine says so in a field, or a rank by its exception."""
 
@@ -459,11 +454,6 @@ _OF_THE_PROGRAM: tuple[What, ...] = (
     "capture_refused", "unsupported",
 )  # fmt: skip
 """What one rank's own error may say that makes the whole run the program's."""
-
-
-def no_process(number: int) -> str:
-    """Name of the failure of a fork, by its error number; "" if that is none of the machine's."""
-    return "no_process" if number in (errno.EAGAIN, errno.ENOMEM) else ""
 
 
 def has_lost_its_groups(error: ErrorRecord) -> bool:

@@ -10,6 +10,7 @@ times that mean nothing.
 """
 
 import ctypes
+import errno
 import importlib
 import math
 import os
@@ -27,9 +28,8 @@ from typing import Any, Literal, Self
 import psutil
 
 import harness
-from harness.checks.complete import HOST_KEY, SHARED_HOST
 from harness.errors import Infrastructure, UsageError
-from harness.provenance import package_version
+from harness.provenance import HOST_KEY, SHARED_HOST, package_version
 from harness.records import Json, RunOutcome, RunSpec
 
 ENTRY = "harness.worker.main:rank_main"
@@ -334,6 +334,11 @@ def signal_quietly(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def no_process(number: int) -> str:
+    """Name of the failure of a fork, by its error number; "" if that is none of the machine's."""
+    return "no_process" if number in (errno.EAGAIN, errno.ENOMEM) else ""
 
 
 def kill_group(leader_pid: int) -> None:

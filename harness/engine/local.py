@@ -28,7 +28,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.checks.complete import no_process
 from harness.engine.base import (
     ENTRY,
     ActiveRun,
@@ -37,6 +36,7 @@ from harness.engine.base import (
     kill_group,
     kill_marked,
     mps_runs,
+    no_process,
     server_environment,
 )
 from harness.engine.evidence import tail_of

@@ -37,7 +37,7 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from harness.checks.complete import no_process
+from harness.engine.base import no_process
 from harness.engine.evidence import (
     Place,
     fault_words,

@@ -33,7 +33,6 @@ from types import FrameType
 
 import psutil
 
-from harness.checks.complete import no_process
 from harness.engine import evidence
 from harness.engine.base import (
     GATE_VARIABLE,
@@ -43,6 +42,7 @@ from harness.engine.base import (
     die_with_parent,
     gpu_environment,
     kill_children,
+    no_process,
     signal_quietly,
 )
 from harness.engine.outcome import (

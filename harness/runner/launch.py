@@ -31,8 +31,8 @@ from harness.errors import (
     NothingSelected,
     UsageError,
     one_line,
-)
-from harness.masking import Masker  # fmt: skip
+)  # fmt: skip
+from harness.masking import Masker
 from harness.program.spec import codes_of, make_environments, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps, each_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.complete import HOST_KEY, SHARED_HOST
 from harness.checks.memory import evaluate, names_in, slope_of
+from harness.provenance import HOST_KEY, SHARED_HOST
 from harness.records import RunResult
 from harness.values import LEAST_STEPS, SoakSpec
 from tests.support import run_records as lab
