@@ -125,14 +125,32 @@ def ours_traced(setting: Setting) -> Step:
 def ours_graph(setting: Setting) -> Step:
     """The same, forward, backward, reductions and optimizer in one graph; buffers do not move."""
     on_cuda = setting.device.type == "cuda"
-    return Graphed(*sharded(setting, "fsdp_core.fsdp", capturable=on_cuda, pool="double"))
+    step, model = sharded(setting, "fsdp_core.fsdp", capturable=on_cuda, pool="double")
+    return Graphed(step, model.fsdp_schedule.device, model.fsdp_schedule.quiesce)
+
+
+def fsdp2_graph(setting: Setting) -> Step:
+    """`torch.distributed.fsdp.fully_shard`, the whole step in one graph by the same maker."""
+    if setting.device.type != "cuda":
+        raise ValueError("Expected CUDA: on a CPU the buffers of torch FSDP2 move after a capture.")
+    step, _ = sharded(setting, "torch.distributed.fsdp", capturable=True)
+    return graphed(step, setting.device)
+
+
+def graphed(step: Step, where: torch.device) -> Step:
+    """A program of torch's alone in one graph."""
+    device = importlib.import_module("fsdp_core.device").Device(where.type, where.index or 0)
+    return Graphed(step, device, device.synchronize)
 
 
 class Graphed:
-    """A step of our engine that is captured after a few eager runs, and replayed from then on."""
+    """A step that is captured after a few eager runs, and replayed from then on.
 
-    def __init__(self, step: Step, model: Any) -> None:
-        self._step, self._schedule = step, model.fsdp_schedule
+    `quiesce`: finishes all work, before and after the capture.
+    """
+
+    def __init__(self, step: Step, device: Any, quiesce: Callable[[], None]) -> None:
+        self._step, self._device, self._quiesce = step, device, quiesce
         self._eager_left = EAGER_STEPS
         self._captured: Step | None = None
 
@@ -147,12 +165,13 @@ class Graphed:
 
     def _capture(self) -> Step:
         capture = importlib.import_module("fsdp_core.graph.graph")
-        self._schedule.quiesce()
-        if self._schedule.device.is_cuda:
+        self._quiesce()
+        if self._device.is_cuda:
             torch.cuda.empty_cache()  # what the eager steps cached is of no use to the graph
-        maker = capture.GraphMaker(self._schedule.device)
-        captured: Step = capture.CapturedFunction(maker, self._step, None)
-        self._schedule.quiesce()
+        captured: Step = capture.CapturedFunction(
+            capture.GraphMaker(self._device), self._step, None
+        )
+        self._quiesce()
         return captured
 
 
@@ -214,7 +233,7 @@ def megatron_experimental(setting: Setting) -> Step:
 # ---- no communication
 
 
-def limit(setting: Setting) -> Step:
+def limit(setting: Setting, *, capturable: bool = False) -> Step:
     """Whole bf16 weights on every rank and a rank's share of the optimizer's work.
 
     All the work of a step but the communication. The weights never change, so its loss is that of
@@ -224,7 +243,7 @@ def limit(setting: Setting) -> Step:
     share = -(-sum(p.numel() for p in model.parameters()) // setting.mesh.size())
     main = nn.Parameter(torch.zeros(share, device=setting.device))
     main.grad = torch.zeros_like(main)
-    optimizer, batch = adamw([main]), setting.batch()
+    optimizer, batch = adamw([main], capturable=capturable), setting.batch()
 
     def step() -> torch.Tensor:
         model.zero_grad()
@@ -234,6 +253,12 @@ def limit(setting: Setting) -> Step:
         return loss.detach()
 
     return step
+
+
+def limit_graph(setting: Setting) -> Step:
+    """The same in one graph: what is more than this in a graph with communication is exposed."""
+    on_cuda = setting.device.type == "cuda"
+    return graphed(limit(setting, capturable=on_cuda), setting.device)
 
 
 @dataclass(frozen=True)
@@ -258,18 +283,22 @@ ENGINES: dict[str, Engine] = {
     "ours_traced": Engine(ours_traced, is_ours=True),
     "ours_graph": Engine(ours_graph, is_ours=True),
     "fsdp2": Engine(fsdp2),
+    "fsdp2_graph": Engine(fsdp2_graph),
     "megatron": Engine(megatron),
     "megatron_exp": Engine(megatron_experimental),
     "limit": Engine(limit, trains=False),
+    "limit_graph": Engine(limit_graph, trains=False),
     "ours_compiled": Engine(ours, "fsdp2_compiled", compiled=True, is_ours=True),
     "fsdp2_compiled": Engine(fsdp2, "fsdp2_compiled", compiled=True),
     "limit_compiled": Engine(limit, "fsdp2_compiled", compiled=True, trains=False),
 }
 
+UNCOMPILED = tuple(name for name, engine in ENGINES.items() if not engine.compiled)
+
 OF_WORKLOAD: dict[str, tuple[str, ...]] = {
-    "stack": tuple(name for name, engine in ENGINES.items() if not engine.compiled),
+    "stack": UNCOMPILED,
     "decoder": tuple(ENGINES),
-    "thin": ("ours", "ours_traced", "ours_graph", "fsdp2", "limit"),
+    "thin": UNCOMPILED,
     "linear": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),
     "cnn": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),
     "transformer": ("ours", "fsdp2", "ours_compiled", "fsdp2_compiled"),
