@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.engine.base import gpu_environment
+from harness.engine.machine import gpu_environment
 
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Refused|Interrupt|Unsupported)\b")
 MAX_LOG_CHARS = 8000

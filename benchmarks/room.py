@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.engine.base import shared
+from harness.engine.machine import shared
 from harness.errors import UsageError
 
 MOST_RANKS = 8

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.engine.base import gpu_environment, shared
 from harness.engine.local import LocalEngine
+from harness.engine.machine import gpu_environment, shared
 from harness.records import EndRecord, RunSpec, StartRecord, dumps, parse_record
 
 

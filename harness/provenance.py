@@ -31,7 +31,7 @@ _OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_CO
 FINGERPRINT = "fingerprint"  # of a start record's environment: the part that gates verdicts
 CODE_VARIABLE, COMMIT_VARIABLE = "DELTAZERO_CODE", "DELTAZERO_COMMIT"
 HOST_KEY, SHARED_HOST = "NCCL_HOSTID", "shared-gpus"
-"""A variable, and how its value begins where ranks share GPUs (`harness/engine/base.py` has the
+"""A variable, and how its value begins where ranks share GPUs (`harness/engine/machine.py` has the
 reason): their times mean nothing."""
 PROGRAM_VARIABLE = "DELTAZERO_PROGRAM"
 """What a harness tells its ranks of the files that they started from, its own and a program's."""

@@ -22,7 +22,7 @@ from harness.bisect.experiments import CONFIDENCE, Asker, judged_by, question_of
 from harness.bisect.found import Location
 from harness.bisect.locate import EVERYWHERE, SELDOM, failure_of_two, how_it_ended, shortened
 from harness.checks.evidence import count, show_ranks
-from harness.engine.base import core_set
+from harness.engine.machine import core_set
 from harness.program.spec import program_of
 from harness.provenance import host
 from harness.records import SAMPLES, WHATS, CaseSpec, RunResult, RunSpec, StartRecord

@@ -33,7 +33,7 @@ from harness.campaign.cases import (
     WHOLE,
     plan_cases,
 )  # fmt: skip
-from harness.engine.base import describe_machine, resolve_device
+from harness.engine.machine import describe_machine, resolve_device
 from harness.errors import NothingSelected, UsageError, one_line
 from harness.faults.catalogue import CATALOGUE, Fault, Pointer
 from harness.records import CaseSpec, Verdict, What

@@ -12,7 +12,7 @@ from harness.bisect.repro import FOLDER
 from harness.bisect.session import STAGES, Search, bisect
 from harness.cli import options
 from harness.cli.options import PATH, print_json
-from harness.engine import base
+from harness.engine import machine
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import expand
@@ -123,7 +123,7 @@ def _one_of(
     scenario = load_scenario(path, overrides=Overrides(sets, ()))
     wanted = scenario.launch.device if device in (None, "auto") else device
     cases = select(
-        expand(scenario, base.resolve_device(wanted, base.describe_machine())), expression
+        expand(scenario, machine.resolve_device(wanted, machine.describe_machine())), expression
     )
     if not cases:
         raise NothingSelected(f"no case is selected by {option}")

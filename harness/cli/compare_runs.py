@@ -13,7 +13,7 @@ from harness.checks.taps import NAME as TAPS
 from harness.cli import options
 from harness.cli.options import PATH
 from harness.cli.run import as_text, report_again
-from harness.engine import base
+from harness.engine import machine
 from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.records import CaseSpec, ExitCode, RunResult, dumps
@@ -116,7 +116,7 @@ def _make_folder(
     why = f"{places['candidate']} against {places['reference']}, both recorded before."
     said = {
         "scenario": SCENARIO, "why": why, "device": case.candidate.device,
-        **provenance_of(base.describe_machine(), []),
+        **provenance_of(machine.describe_machine(), []),
         "runs": {role: str(place.absolute()) for role, place in places.items()},
     }  # fmt: skip
 

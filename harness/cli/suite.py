@@ -17,7 +17,7 @@ from harness.checks import table
 from harness.checks.evidence import count as counted
 from harness.cli import options
 from harness.cli.options import PATH, print_json
-from harness.engine.base import Machine, default_slots, describe_machine
+from harness.engine.machine import Machine, default_slots, describe_machine
 from harness.errors import NothingSelected, UsageError
 from harness.provenance import package_version
 from harness.records import CaseSpec, ExitCode

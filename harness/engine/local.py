@@ -28,19 +28,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import (
-    ENTRY,
-    ActiveRun,
-    Engine,
-    Slots,
-    kill_group,
-    kill_marked,
-    mps_runs,
-    no_process,
-    server_environment,
-)
+from harness.engine.base import ENTRY, ActiveRun, Engine, Slots
 from harness.engine.evidence import tail_of
+from harness.engine.machine import mps_runs
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
+from harness.engine.process import kill_group, kill_marked, no_process, server_environment
 from harness.engine.ranks import NO_PROCESS, NOT_RUN, Limits
 from harness.errors import Infrastructure
 from harness.provenance import code_variables
@@ -72,7 +64,7 @@ class ServerProcess:
         mark = secrets.token_hex(16)
         self._mark = f"{MARK_VARIABLE}={mark}"
         command = [
-            sys.executable, "-P", "-m", "harness.worker.serve", "serve",
+            sys.executable, "-P", "-m", "harness.worker.forkserver", "local",
             "--fd", str(theirs.fileno()), "--entry", entry, "--limits", dumps(limits),
         ]  # fmt: skip
         environment = server_environment(os.environ) | code_variables() | {MARK_VARIABLE: mark}

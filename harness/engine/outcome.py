@@ -37,7 +37,6 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from harness.engine.base import no_process
 from harness.engine.evidence import (
     Place,
     fault_words,
@@ -49,6 +48,7 @@ from harness.engine.evidence import (
     rank_names,
     tail_of,
 )
+from harness.engine.process import no_process
 from harness.errors import cut
 from harness.recorder import UNRECORDED
 from harness.recorder.session import failures_of

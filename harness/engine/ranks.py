@@ -34,17 +34,7 @@ from types import FrameType
 import psutil
 
 from harness.engine import evidence
-from harness.engine.base import (
-    GATE_VARIABLE,
-    ChildWakeup,
-    adopt_orphans,
-    cores_in,
-    die_with_parent,
-    gpu_environment,
-    kill_children,
-    no_process,
-    signal_quietly,
-)
+from harness.engine.machine import cores_in, gpu_environment
 from harness.engine.outcome import (
     FirstFailure,
     NodeReport,
@@ -55,6 +45,15 @@ from harness.engine.outcome import (
     report_path,
     signal_name,
     size_of,
+)
+from harness.engine.process import (
+    GATE_VARIABLE,
+    ChildWakeup,
+    adopt_orphans,
+    die_with_parent,
+    kill_children,
+    no_process,
+    signal_quietly,
 )
 from harness.errors import HarnessError
 from harness.masking import MAX_HELD_BYTES, Masker

@@ -1,6 +1,6 @@
 """Runs on the nodes of the allocation that the harness is in, one after the other.
 
-    start       step.json into the run's folder, then srun: an agent (`harness.worker.serve`) a node
+    start       step.json into the run's folder, then srun: a node's agent (`forkserver node`)
     wait        until srun has ended: the nodes' reports, and Slurm's word where one is missing
 
 Every step begins at the first node, so all runs of a case are on the same nodes. The run folder
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.engine.base import ENTRY, ActiveRun, Engine, die_with_parent, server_environment
+from harness.engine.base import ENTRY, ActiveRun, Engine
 from harness.engine.outcome import (
     LOG_FILE,
     NO_WORD,
@@ -32,6 +32,7 @@ from harness.engine.outcome import (
     put_together,
     read_reports,
 )
+from harness.engine.process import die_with_parent, server_environment
 from harness.engine.ranks import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.provenance import code_variables
@@ -201,8 +202,9 @@ class SlurmEngine(Engine):
             "--cpu-bind=none", "--distribution=block", "--mpi=none", "--label", "--export=ALL",
             # The first to end well must not start a countdown for the others.
             "--kill-on-bad-exit=1", "--wait=0", "--input=none",
-            sys.executable, "-P", "-m", "harness.worker.serve", "node", "--folder", str(folder),
-            "--name", step.name, "--entry", self._entry, "--limits", dumps(self._limits),
+            sys.executable, "-P", "-m", "harness.worker.forkserver", "node",
+            "--folder", str(folder), "--name", step.name,
+            "--entry", self._entry, "--limits", dumps(self._limits),
         ]  # fmt: skip
         mine = os.getpid()
         environment = server_environment(own_environment(os.environ)) | code_variables()

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_core.config import TrainConfig
-from harness.engine import base
+from harness.engine import machine
 from harness.engine import slurm as on_slurm
-from harness.engine.base import Engine, Machine, shared
+from harness.engine.base import Engine
 from harness.engine.local import LocalEngine
+from harness.engine.machine import Machine, shared
 from harness.engine.slurm import SlurmOptions
 from harness.errors import (
     HarnessError,
@@ -132,7 +133,7 @@ class CutShort(Interrupted):
 
 def prepare(request: Request) -> Prepared:
     """Check a request and plan it (`HarnessError`: it cannot be carried out)."""
-    here = base.describe_machine()
+    here = machine.describe_machine()
     if request.resume is not None:
         return _prepare_resume(request, request.resume, here)
     paths = request.paths or ((DEFAULT_SCENARIOS,) if request.tiers else ())
@@ -153,7 +154,7 @@ def prepare(request: Request) -> Prepared:
     if request.shard is not None:
         chosen, part_of = take_shard(chosen, request.shard)
     stated = request.slots or suite.slots(
-        on_slurm.slots_on_slurm(None, chosen) if slurm else base.default_slots(here)
+        on_slurm.slots_on_slurm(None, chosen) if slurm else machine.default_slots(here)
     )
     notes = tuple(filter(None, (part.note() for part in selected)))
     said = {
@@ -214,13 +215,15 @@ def prepare_cases(cases: Sequence[CaseSpec], *, name: str, why: str, **room: Any
 
     `room` has `slots`, `ranks_per_gpu` and `jobs`, None for the usual.
     """
-    here = base.describe_machine()
+    here = machine.describe_machine()
     device = _device(cases[0].candidate.device, None, here)
     return _planned(cases, device, None, here, said={"scenario": name, "why": why}, **room)
 
 
 def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Device:
-    return on_slurm.device_on_slurm(wanted, slurm) if slurm else base.resolve_device(wanted, here)
+    return (
+        on_slurm.device_on_slurm(wanted, slurm) if slurm else machine.resolve_device(wanted, here)
+    )
 
 
 def _planned(
@@ -238,7 +241,7 @@ def _planned(
     if slurm is not None:
         slots, jobs, memory_bytes = on_slurm.slots_on_slurm(slots, cases), 1, None
     elif device == "cpu":
-        slots = slots or base.default_slots(here)
+        slots = slots or machine.default_slots(here)
     else:  # fewer GPUs than wanted: the plan skips what does not fit, and says so
         devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:slots]
         slots, memory_bytes = len(devices), sum(gpu.memory_bytes for gpu in here.gpus)

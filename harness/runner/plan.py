@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 from harness.checks.complete import shares_gpus
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import matrix_weights, typical_step_s
-from harness.engine.base import Machine, num_cores
+from harness.engine.machine import Machine, num_cores
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.history import History, machine_kind

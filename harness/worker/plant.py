@@ -40,7 +40,7 @@ from fsdp_core.fsdp.unit import Schedule, Unit, in_backward
 from fsdp_core.graph.device_graphs import CudaGraph, HostGraph
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
-from harness.engine.base import describe_machine
+from harness.engine.machine import describe_machine
 from harness.faults.catalogue import CATALOGUE
 from harness.provenance import own_gpu
 from harness.recorder import RecordFile

@@ -32,7 +32,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.engine.base import gpu_environment, shared
+from harness.engine.machine import gpu_environment, shared
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from harness.engine.base import parent_of
 from harness.engine.local import LocalEngine
+from harness.engine.process import parent_of
 from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from tests.planted.leader_clock import put_ahead

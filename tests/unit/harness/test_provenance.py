@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from harness import provenance
-from harness.engine import base
-from harness.engine.base import Gpu, Machine, resolve_device, visible
+from harness.engine import machine
+from harness.engine.machine import Gpu, Machine, resolve_device, visible
 from harness.errors import Infrastructure
 from harness.provenance import (
     changes,
@@ -149,21 +149,21 @@ def test_auto_does_not_fall_back_where_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver that does not answer, or a torch without CUDA, is refused; hidden GPUs are not."""
-    monkeypatch.setattr(base, "DEVICES", str(tmp_path))
+    monkeypatch.setattr(machine, "DEVICES", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", _nvml(init=False))
     (tmp_path / "nvidiactl").touch()
-    assert resolve_device("auto", base.describe_machine({})) == "cpu"
+    assert resolve_device("auto", machine.describe_machine({})) == "cpu"
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\n")
     smi.chmod(0o755)
     with pytest.raises(Infrastructure, match=r"nvidia-smi lists GPUs, but .* --device cpu"):
-        resolve_device("auto", base.describe_machine({}))
+        resolve_device("auto", machine.describe_machine({}))
     (tmp_path / "nvidia0").touch()
     with pytest.raises(Infrastructure, match=r"nvidia0 is there, but .* --device cpu"):
-        resolve_device("auto", base.describe_machine({}))
-    assert resolve_device("cpu", base.describe_machine({})) == "cpu"
-    assert resolve_device("auto", base.describe_machine({"CUDA_VISIBLE_DEVICES": ""})) == "cpu"
+        resolve_device("auto", machine.describe_machine({}))
+    assert resolve_device("cpu", machine.describe_machine({})) == "cpu"
+    assert resolve_device("auto", machine.describe_machine({"CUDA_VISIBLE_DEVICES": ""})) == "cpu"
     without = dataclasses.replace(make(gpus=GPUS, torch="2+cpu"), gpus_expected="4 x G")
     with pytest.raises(Infrastructure, match=r"the installed torch is 2\+cpu"):
         resolve_device("auto", without)
@@ -216,7 +216,7 @@ def test_gpus_are_found_through_the_driver(
 ) -> None:
     """Those that CUDA_VISIBLE_DEVICES leaves; no state of the driver makes it fail."""
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    here = base.describe_machine({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    here = machine.describe_machine({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [(gpu.id, gpu.name, gpu.memory_bytes) for gpu in here.gpus] == [
         (name, "H", 7) for name in gpus
     ]

@@ -14,8 +14,8 @@ import pytest
 
 from harness.cli import COMMANDS, main
 from harness.cli.options import for_git
-from harness.engine import base
-from harness.engine.base import Gpu
+from harness.engine import machine
+from harness.engine.machine import Gpu
 from harness.records import ExitCode, RunSpec, Verdict, What
 from harness.runner import launch
 from harness.store import RunFolder
@@ -80,8 +80,8 @@ def test_every_end_has_its_exit_code(
     engine: FakeEngine, monkeypatch: Patch, capsys: Capsys,
 ) -> None:  # fmt: skip
     """A candidate that dies fails (1), a reference that dies leaves none (6), as git reads it."""
-    here = dataclasses.replace(base.describe_machine(), gpus=())
-    monkeypatch.setattr(base, "describe_machine", lambda: here)
+    here = dataclasses.replace(machine.describe_machine(), gpus=())
+    monkeypatch.setattr(machine, "describe_machine", lambda: here)
     engine.ends = ends
     if outcomes is None:
         assert main(["run", "small.yaml", *args, "--out", "none"]) == code
@@ -156,9 +156,9 @@ def test_gpus_are_slots_and_may_be_shared(
     """The engine is given the GPU of each slot; a resumed run shares them without being asked."""
     gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
     here = dataclasses.replace(
-        base.describe_machine(), gpus=gpus, versions={"torch": "2.13.0+cu130"}
+        machine.describe_machine(), gpus=gpus, versions={"torch": "2.13.0+cu130"}
     )
-    monkeypatch.setattr(base, "describe_machine", lambda: here)
+    monkeypatch.setattr(machine, "describe_machine", lambda: here)
     large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 2}, {dp: 4}]")
     code, answer = run_json(capsys, *large)
     assert (code, engine.options["devices"]) == (0, ("GPU-0", "GPU-1"))

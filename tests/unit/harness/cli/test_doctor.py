@@ -8,7 +8,7 @@ import pytest
 
 from harness.cli import suite
 from harness.cli.suite import conclude, look
-from harness.engine.base import Gpu, Machine
+from harness.engine.machine import Gpu, Machine
 from tests.support.fake_engine import Patch
 
 GPUS = tuple(Gpu(id=f"GPU-{name}", name="H", memory_bytes=1) for name in "ab")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots, core_set, cores_in, shared
+from harness.engine.base import Slots
+from harness.engine.machine import core_set, cores_in, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 from tests.support.records import run_spec

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.base import default_slots, describe_machine
+from harness.engine.machine import default_slots, describe_machine
 from harness.history import History
 from harness.pytest_plugin import session
 from harness.records import RunOutcome

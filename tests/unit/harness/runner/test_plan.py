@@ -14,7 +14,7 @@ from fsdp_core.config import (
     model_from_preset,
     to_plain,
 )
-from harness.engine.base import Machine
+from harness.engine.machine import Machine
 from harness.errors import NothingSelected, UsageError
 from harness.history import History
 from harness.history.ledger import work_of

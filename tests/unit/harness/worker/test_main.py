@@ -42,8 +42,8 @@ from harness.records import (
 )
 from harness.store.streams import rank_path, read_rank
 from harness.values import Json, SoakSpec
+from harness.worker.forkserver import open_torch_store
 from harness.worker.main import Part, Soaking, _Session, classify, join_store, rank_main
-from harness.worker.serve import open_torch_store
 from tests.support.fake_engine import Capsys, Patch
 from tests.unit.harness.worker.conftest import TINY
 

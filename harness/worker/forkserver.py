@@ -1,6 +1,6 @@
-"""`python -m harness.worker.serve serve | node`: how engines start what imports torch.
+"""`python -m harness.worker.forkserver local | node`: how engines start what imports torch.
 
-serve  a forkserver on this machine, for the local engine: it forks a leader for every run
+local  a forkserver on this machine, for the local engine: it forks a leader for every run
 node   the agent of one node of a Slurm step, started through srun: it forks its ranks
 
 The forkserver:
@@ -11,7 +11,7 @@ The forkserver:
                         {"exited": key, "status": code}   negative: signal; null: never forked
 
 `after` names the run whose devices this one takes over, "" for none: its ranks wait for the end of
-that run before they make a model (`harness.engine.base.wait_for_go`).
+that run before they make a model (`harness.engine.process.wait_for_go`).
 
 One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
 thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
@@ -36,14 +36,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.base import (
+from harness.engine.outcome import look_again
+from harness.engine.process import (
     ChildWakeup,
     adopt_orphans,
     kill_children,
     kill_group,
     wake_as_parent_dies,
 )
-from harness.engine.outcome import look_again
 from harness.engine.ranks import (
     Job,
     Limits,
@@ -303,9 +303,9 @@ def main(arguments: Sequence[str]) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--entry", required=True)
     common.add_argument("--limits", required=True, help="of a leader, as JSON")
-    parser = argparse.ArgumentParser(prog="python -m harness.worker.serve")
+    parser = argparse.ArgumentParser(prog="python -m harness.worker.forkserver")
     commands = parser.add_subparsers(dest="command", required=True)
-    server = commands.add_parser("serve", help="fork runs for a harness", parents=[common])
+    server = commands.add_parser("local", help="fork runs for a harness", parents=[common])
     server.add_argument("--fd", type=int, required=True, help="socket of that harness")
     node = commands.add_parser("node", help="the ranks of a node of a step", parents=[common])
     node.add_argument("--folder", type=Path, required=True)
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     limits = Limits.from_json(json.loads(chosen.limits))
     try:
-        if chosen.command == "serve":
+        if chosen.command == "local":
             return serve(chosen.fd, chosen.entry, limits)
         return run_node(chosen.folder, chosen.name, chosen.entry, limits)
     except HarnessError as error:
