@@ -43,17 +43,21 @@ whose place another is trained, the other (megatron-core)."""
 
 @dataclass
 class Root:
-    """An outermost module, without its wrappers. `prefix` is that of its names."""
+    """An outermost module, without its wrappers.
+
+    `prefix` is that of its names; None of one that was made in mid-training and not asked for yet.
+    """
 
     module: weakref.ref[nn.Module]
     kind: str
-    prefix: str = ""
+    prefix: str | None = ""
 
 
 class Names:
     """Names of parameters and modules; holds none of them alive.
 
-    Until recording begins a name may change, as further modules are made; then it stays.
+    Until recording begins a name may change, as further modules are made; then it stays. A module
+    that is made anew, to be loaded from a checkpoint, has the names of the one that it replaces.
     """
 
     def __init__(self) -> None:
@@ -101,10 +105,7 @@ class Names:
         first, *others = type(module).__bases__
         # Its class without what FSDP2 makes of it.
         kind = others[0] if others and first.__name__ == "FSDPModule" else type(module)
-        root = Root(weakref.ref(module), kind.__name__)
-        if self.is_settled:
-            number = [each.kind for each in self._roots].count(root.kind)
-            root.prefix = root.kind + (str(number) if number else "")
+        root = Root(weakref.ref(module), kind.__name__, None if self.is_settled else "")
         self._roots.append(root)
         return root
 
@@ -145,7 +146,20 @@ class Names:
 
     def _name(self, held: Any) -> str:
         _, root, path = self._known[id(held)]
-        return path if root is None else _join(root.prefix, path)
+        return path if root is None else _join(self._prefix(root), path)
+
+    def _prefix(self, root: Root) -> str:
+        """That of the root's names. One made in mid-training takes over from one that is gone."""
+        if root.prefix is None:
+            gc.collect()  # what it replaces may be in a cycle, as DDP's reducer is
+            named = [x for x in self._roots if x.kind == root.kind and x.prefix is not None]
+            if gone := next((each for each in named if each.module() is None), None):
+                root.prefix = gone.prefix
+                self._roots.remove(gone)
+            else:
+                root.prefix = root.kind + (str(len(named)) if named else "")
+        assert root.prefix is not None
+        return root.prefix
 
     @property
     def roots(self) -> list[nn.Module]:

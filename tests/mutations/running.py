@@ -76,7 +76,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/observer.py",
-        "recorder/test_state",
+        "recorder/test_state recorder/test_sketches",
         ("step_0_is_sketched_though_skipped", "step.index == self._sketched)", "not step.index)"),
         ("fused_step_is_never_skipped", "if any(map(bool, step.overflows)) else", "if False else"),
         ("last_state_of_globals", "self._kept = [*self.optimizers, *self.names.roots,",
