@@ -140,6 +140,35 @@ def test_every_way_to_accumulate_gives_the_sum(
         assert checked == 4 ** len(shape) * len(HOWS) * 2
 
 
+def thirds(main: torch.dtype, reduce: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+    """This rank's gradients of one pass, in pieces and kept, and the sum, rounded and divided."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce, main_dtype=main)
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    roots = [shard(mesh, ("optim_grads_params",), keep_grads=keep, mp_policy=policy)
+             for keep in (False, True)]  # fmt: skip
+    for root in roots:
+        cast("Any", root)(inputs(dist.get_rank(), 0), -1).backward()
+    sums = {name: 3 * mean for name, mean in due(3, range(1)).items()}
+    for free, kept in zip(*(root.fsdp_groups for root in roots), strict=True):
+        for index, (name, spec) in enumerate(zip(free.names, free.specs, strict=True)):
+            both = [cast("Any", group.sharded[index].grad).to_local() for group in (free, kept)]
+            found.append((*both, spec.own_rows(sums[name].round().to(main).mul_(1 / 3))))
+    return found
+
+
+@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("main", [torch.bfloat16, torch.float32])
+def test_a_sum_is_divided_in_the_dtype_of_the_gradient(
+    warm_ranks: RankPool, main: torch.dtype, reduce: torch.dtype
+) -> None:
+    """Three ranks, so that it is rounded: the same in every buffer, and once in float32."""
+    for found in warm_ranks.run(thirds, main, reduce, world_size=3):
+        assert found
+        for free, kept, wanted in found:
+            assert torch.equal(free, kept)
+            assert main is torch.bfloat16 or torch.equal(kept, wanted)
+
+
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_a_unit_that_the_last_pass_skips(
