@@ -46,7 +46,8 @@ from fsdp_core.fsdp.layout import (
 from fsdp_core.fsdp.pool import GATHER, GRAD, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, watch
 
-NUMBERS, _Rows = itertools.count(), dict[int, torch.Tensor]
+NUMBERS = itertools.count()
+_Rows = dict[int, torch.Tensor]
 
 
 class GroupDtypes(NamedTuple):
@@ -607,8 +608,7 @@ class Gradients:
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
     ) -> tuple[_Rows, torch.Tensor | None]:
         """Memory of the reduced gradients, and the buffer that it lies in: the last output, or the
-        kept one if it is free. Else pieces, a parameter each, which find room among activations.
-        """
+        kept one if it is free. Else pieces, a parameter each: they fit between activations."""
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
         home = self.main_grad if all(p.grad is None for p in self.sharded) else None
         if outputs and outputs[-1].dtype == self._group.dtypes.main:
