@@ -51,7 +51,6 @@ from harness.store.streams import aligned
 
 RNG, LOSS, NORM, STEP_COUNT = "rng", "loss", "grad_norm", "step_count"
 REDUCTIONS, GATHERS = ("reduce_scatter", "allreduce", "all_reduce"), ("allgather", "all_gather")
-SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
 
 
 class Tensor(NamedTuple):
@@ -527,10 +526,10 @@ def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:
             told = "all ranks of the reference have one gradient of it, those of the candidate do "
             return found.saying(f"{told}not: it was not reduced", phase="reduce")
         told = "they are recorded after their accumulation, and any reduction over ranks"
-        return found.saying(told, unknown=SUM_HIDES_RANK)
+        return found.saying(told, rank_is_hidden=True)
     found = _reduced(found, tensors, bad)
     asked = _by_givers(found, pair, step, first, REDUCTIONS) if found.near != "after" else found
-    return asked or found.saying(unknown=SUM_HIDES_RANK)
+    return asked or found.saying(rank_is_hidden=True)
 
 
 def _reduced(found: Location, tensors: Sequence[Tensor], bad: Sequence[Tensor]) -> Location:
@@ -608,7 +607,7 @@ def _by_givers(
         unit = ours[0].label
         if [*map(_kind, ours)] != [*map(_kind, theirs)]:
             told = f"rank {rank} entered {_counted(theirs)} for {unit} where the reference entered "
-            return found.saying(told + _counted(ours), unknown=SUM_HIDES_RANK) if is_sum else None
+            return found.saying(told + _counted(ours), rank_is_hidden=True) if is_sum else None
         # Of the first collective only: what later ones are given is made of what came out.
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if _kind(a) == _kind(ours[0])]
         wrong += [rank] if any(a.digest != b.digest for a, b in pairs) else []

@@ -127,6 +127,7 @@ class Location(Json):
         element, operator: first differing ones, once somebody looked.
         evidence, unknown: a sentence for each conclusion, and for each level without one.
         before_is_equal: whether every step before `step` is equal on every rank.
+        rank_is_hidden: whether a sum over ranks hides who added what is wrong.
     """
 
     step: int | None = None
@@ -144,6 +145,13 @@ class Location(Json):
     evidence: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     before_is_equal: bool = False
+    rank_is_hidden: bool = False
+
+    @property
+    def not_known(self) -> tuple[str, ...]:
+        """A sentence for each level that is unknown."""
+        hidden = "rank: the sum over ranks does not show who added what is wrong"
+        return (*[hidden] * self.rank_is_hidden, *self.unknown)
 
     def saying(self, *evidence: str, unknown: str = "", **fields: Any) -> "Location":
         """The place with more evidence, with one more thing that is unknown, and other fields."""

@@ -74,28 +74,54 @@ def why_unseen(spec: OperatorSpec, runs: Sequence[RunResult]) -> str:
     return ""
 
 
+class _Look(NamedTuple):
+    """What the operators of one rank show: the first wrong one, or why none is seen."""
+
+    operator: Operator | None = None
+    why: str = ""
+    num: int = 0
+    is_cut: bool = False
+
+
 def with_operator(found: Location, spec: OperatorSpec, pair: Sequence[RunResult]) -> Location:
-    """The place with its first wrong operator, or with the reason why there is none."""
-    seen = []
+    """The place with its first wrong operator, or with the reason why there is none.
+
+    Where a sum over ranks hides who is wrong, operators of all ranks are looked at, and tell.
+    """
+    is_hidden = found.rank_is_hidden
+    ranks = sorted(rank_table(pair[0])) if is_hidden else [found.rank or 0]
+    looks = {rank: _look(rank, spec, pair) for rank in ranks}
+    seen = [look for look in looks.values() if not look.why]
+    if not seen:
+        why = looks[ranks[0]].why
+        return found.saying(unknown=f"operator: {why}")
+    wrong = {rank: look.operator for rank, look in looks.items() if look.operator is not None}
+    is_whole = len(seen) == len(looks) and not any(look.is_cut for look in seen)
+    if wrong and is_hidden:
+        found = replace(found, rank=min(wrong), ranks=(*wrong,), rank_is_hidden=not is_whole)
+    for operator in wrong.values():
+        return replace(found.saying(operator.told), operator=operator)
+    cut = ", as far as they were written down" if any(look.is_cut for look in seen) else ""
+    if not cut and found.quantity == "grads":
+        cut = ": a gradient that differs was changed after them, by a hook, clipping or the loop"
+    whole = f"all {count(seen[0].num, 'operator')} of the call of {spec.module}"
+    return found.saying(unknown=f"operator: {whole} are equal{cut}")
+
+
+def _look(rank: int, spec: OperatorSpec, pair: Sequence[RunResult]) -> _Look:
+    held = []
     for name, run in zip(("reference", "candidate"), pair, strict=True):
-        records = rank_table(run).get(found.rank or 0)
-        seen.append(held := operators_in(records) if records is not None else OperatorCalls())
-        if not held.calls or held.why:
-            why = held.why or (
+        records = rank_table(run).get(rank)
+        held.append(seen := operators_in(records) if records is not None else OperatorCalls())
+        if not seen.calls or seen.why:
+            why = seen.why or (
                 f"it did not call {spec.module} so in step {spec.step}: compiled code and replays "
                 "of graphs dispatch no operators"
             )
-            return found.saying(unknown=f"operator: of the {name} they cannot be seen: {why}")
-    operator = first_operator(seen[0].calls, seen[1].calls)
-    whole = f"all {count(len(seen[0].calls), 'operator')} of the call of {spec.module}"
-    if operator is None:
-        cut = ", as far as they were written down" if any(each.is_cut for each in seen) else ""
-        if not cut and found.quantity == "grads":
-            cut = (
-                ": a gradient that differs was changed after them, by a hook, clipping or the loop"
-            )
-        return found.saying(unknown=f"operator: {whole} are equal{cut}")
-    return replace(found.saying(operator.told), operator=operator)
+            return _Look(why=f"of the {name} they cannot be seen: {why}")
+    ours, theirs = held
+    is_cut = ours.is_cut or theirs.is_cut
+    return _Look(first_operator(ours.calls, theirs.calls), "", len(ours.calls), is_cut)
 
 
 def keeping(found: Operator, spec: OperatorSpec, runs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -220,7 +220,7 @@ def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str]]]:
     """Title and items of each list."""
     place, found, least = findings.place, findings.causes, findings.least_case
     yield "evidence", place.evidence if place else ()
-    yield "not known", place.unknown if place else ()
+    yield "not known", place.not_known if place else ()
     if found is not None:
         yield "causes", [*([str(found.policy)] if found.policy else []), *found.notes]
     yield "least case", (*least.made, *least.notes) if least else ()

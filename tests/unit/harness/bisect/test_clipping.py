@@ -55,7 +55,7 @@ def test_before_clipping_the_gradient_that_is_wrong_is_alone(wrong: Any, expecte
         taps = plain.ranks[0].steps[2].taps.replace(f"{2:032x}", "e" * DIGEST_HEX_CHARS)
         same = edited(same, {rank: both(digests(grads=WEIGHTS), floats(taps=taps))})
     found = between(plain, same)
-    assert (found.phase, found.tensor, bool(found.unknown)) == ("backward", WEIGHTS[2], True)
+    assert (found.phase, found.tensor, found.rank_is_hidden) == ("backward", WEIGHTS[2], True)
 
 
 def test_a_gradient_that_one_run_alone_clips_is_the_wrong_one() -> None:

@@ -99,6 +99,27 @@ def test_what_is_said_of_operators(ours: Any, theirs: Any, told: str) -> None:
     assert (found.operator is not None) == bool(found.evidence)
 
 
+@pytest.mark.parametrize(("bad", "told"), [((1,), (1, (1,), 0)), ((0, 1), (0, (0, 1), 0)),
+                                           ((), (0, (0, 1), 2))])  # fmt: skip
+def test_operators_tell_who_gave_what_is_wrong_to_a_sum(bad: Any, told: Any) -> None:
+    """A summed gradient differs on all ranks; only those are to blame whose operators do."""
+
+    def run(bad: tuple[int, ...]) -> Any:
+        made = run_of()
+        for rank in (0, 1):
+            outputs = (f"{rank + 2 * (rank in bad)}",)
+            call = OperatorCall(operator="aten.mm", stack=("a.py:1 f",), outputs=outputs)
+            detail = {"calls": [call.to_json()], "num_calls": 1}
+            event = EventRecord(name=OPERATORS, rank=rank, step=2, detail=detail)
+            made = of_rank(made, rank, events=(event,))
+        return made
+
+    hidden = Location(step=2, rank=0, ranks=(0, 1), quantity="grads", rank_is_hidden=True)
+    found = with_operator(hidden, OperatorSpec(step=2, module="head"), (run(()), run(bad)))
+    assert (found.rank, found.ranks, len(found.not_known)) == told
+    assert (found.operator is not None) == bool(bad)
+
+
 def test_a_wrong_result_that_another_operator_has_given_is_found() -> None:
     """Operator by operator, as long as both run the same: a scale of ones gives what it was given.
 
