@@ -162,23 +162,29 @@ def command(program: ProgramSpec) -> list[str]:
 
 def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of one rank over those that the harness gives all ranks."""
-    return recording(program, folder, environ) | {
+    return {
         # What torchrun says to the processes that it starts.
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "deltazero",
         "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": environ.get("RANK", "0"), "ROLE_WORLD_SIZE": environ.get("WORLD_SIZE", "1"),
-        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)), **program.env,
-    }  # fmt: skip
+        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)),
+    } | recording(program, folder, environ)  # fmt: skip
 
 
 def recording(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make every rank which inherits them record into a run's folder."""
-    before = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    """Variables that make every rank which inherits them record into a run's folder.
+
+    The program's own are among them; its PYTHONPATH comes after the recorder's, which would not
+    be found without.
+    """
+    before = {**environ, **program.env}.get("PYTHONPATH", "").split(os.pathsep)
     own = [program.folder] if program.kind == "module" else []
-    paths = dict.fromkeys([str(SITE), str(SITE.parents[2]), *own, *before])
-    variables = {FOLDER_VARIABLE: str(folder.absolute()), "PYTHONPATH": os.pathsep.join(paths)}
-    return variables | (ENFORCED if program.determinism == "enforce" else {})
+    paths = dict.fromkeys([str(SITE), str(SITE.parents[2]), *own, *filter(None, before)])
+    enforced = ENFORCED if program.determinism == "enforce" else {}
+    return enforced | program.env | {
+        FOLDER_VARIABLE: str(folder.absolute()), "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
 
 
 def _call(program: ProgramSpec) -> int:

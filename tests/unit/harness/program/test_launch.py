@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def test_the_environment_is_that_of_torchrun(tmp_path: Path) -> None:
     assert (found["ROLE_RANK"], found["ROLE_WORLD_SIZE"]) == ("1", "2")
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert (found["NCCL_NVLS_ENABLE"], found["MINE"]) == ("1", "2")
+    found = environment(replace(program, env={"PYTHONPATH": "libs"}), tmp_path, {"PYTHONPATH": "x"})
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(SITE), str(SITE.parents[2]), "libs"]
 
 
 def test_a_module_is_found_in_the_scenarios_folder(tmp_path: Path) -> None:
