@@ -12,7 +12,6 @@ and a group counts its collectives whoever calls them. Nothing is paid for that 
 """
 
 import functools
-import gc
 import json
 import mmap
 import os
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from harness.recorder.observer import Observer
 from harness.recorder.session import patch
-from harness.recorder.state import OUTSIDE
+from harness.recorder.state import OUTSIDE, tracked
 
 SIZE_BYTES = 1 << 14
 COLLECTIVES = {
@@ -306,8 +305,7 @@ def _counted(group: Any) -> int | None:
 
 def _is_ddp(group: Any) -> bool:
     """Whether a DDP module reduces in this group; asked once, of a run that is given up."""
-    found = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
-    return any(each.process_group is group for each in found)
+    return any(each.process_group is group for each in tracked(DistributedDataParallel))
 
 
 def _owners(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:

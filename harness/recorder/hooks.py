@@ -41,7 +41,7 @@ from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphCounter, GraphInfo, GraphWatch
 from harness.recorder.observer import OVERFLOW, UNSCALED, Observer, guarded
 from harness.recorder.session import Session, begin, patch
-from harness.recorder.state import cuda_is_used, gradient, parameters, plain
+from harness.recorder.state import cuda_is_used, freeze, gradient, parameters, plain, tracked
 
 if TYPE_CHECKING:
     from harness.recorder.operators import Operators
@@ -59,6 +59,7 @@ def install(session: Session) -> None:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
+    patch("freeze", freeze, gc)
     for hook in (_hook_seeds, _hook_optimizers, _hook_forward, _hook_losses, _hook_norms,
                  _hook_scaler):  # fmt: skip
         hook(observer)
@@ -149,7 +150,7 @@ def recorder_for_script(model: Any, optimizer: Any, taps: tuple[str, ...]) -> Re
         _active.event(TAPS_EVENT, {"patterns": list(taps)})
     optimizers = _each(optimizer)
     if _active.session.is_job and not optimizers:  # made before there was a hook
-        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        optimizers = tracked(Optimizer)
     _active.given(_each(model), optimizers)
     return _active
 

@@ -8,6 +8,7 @@ program put them: later a sharding engine may have replaced them for the time of
 
 import contextlib
 import gc
+import itertools
 import numbers
 import os
 import random
@@ -39,6 +40,21 @@ HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 ORIGINAL, MAIN = "orig_param", "main_param"
 """Attributes: of a parameter trained in another's place, that one (megatron-fsdp), and of one in
 whose place another is trained, the other (megatron-core)."""
+
+
+_frozen: list[weakref.ref[Any]] = []
+
+
+def freeze(original: Any) -> None:
+    """In the place of `gc.freeze`, which hides what there is from `gc.get_objects`."""
+    _frozen[:] = map(weakref.ref, tracked(nn.Module, torch.optim.Optimizer))
+    original()
+
+
+def tracked(*kinds: type) -> list[Any]:
+    """Objects of classes that the garbage collector tracks, or did before `freeze`."""
+    objects = itertools.chain(gc.get_objects(), (ref() for ref in _frozen))
+    return list({id(x): x for x in objects if issubclass(type(x), kinds)}.values())
 
 
 @dataclass
@@ -216,7 +232,7 @@ class Names:
 
 
 def _outermost() -> Iterator[nn.Module]:
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = tracked(nn.Module)
     parts = {id(child) for each in modules for child in vars(each).get("_modules", {}).values()}
     return (each for each in modules if id(each) not in parts and "_modules" in vars(each))
 

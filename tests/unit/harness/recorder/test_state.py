@@ -1,6 +1,7 @@
 """What differs between two programs' weights, gradients, optimizers and buffers, and its names."""
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -369,6 +370,21 @@ def test_modules_that_no_optimizer_trains_are_a_group(tmp_path: Path) -> None:
         assert found
         assert {name.partition(".")[0].partition("#")[0] for name in found} == {"others:Average"}
     assert changed(first, turned, 1) == set()
+
+
+def test_what_is_kept_from_the_collector_is_named(tmp_path: Path) -> None:
+    """`gc.freeze` before the optimizer is made hides no name, buffer or other module."""
+
+    def program(mean: float) -> None:
+        model, twin = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(2, 2)
+        gc.freeze()
+        train(model, Adam(model.parameters()))
+        nn.init.constant_(model.get_buffer("1.running_mean"), mean)
+        nn.init.constant_(twin.bias, mean)
+        train(model, Adam(model.parameters()))
+
+    first, second = pair(program, tmp_path, 1.0, 2.0)
+    assert changed(first, second, 1) == {"buffers:1.running_mean", "others:Linear.bias"}
 
 
 def ending(how: str) -> None:
