@@ -196,6 +196,7 @@ def _call(program: ProgramSpec) -> int:
     if session is None:
         raise RuntimeError(f"the folder of this run holds records already: {json.dumps(sys.argv)}")
     module, _, function = program.target.partition(":")
+    sys.argv = [program.target]  # the forkserver's words are none of its options
     try:
         code = getattr(importlib.import_module(module), function)(**program.args)
     except SystemExit:

@@ -33,6 +33,8 @@ def main(how, steps=2):
         sys.exit(0)
     if how == "exit 3":
         sys.exit(3)
+    if how == "argv":
+        sys.exit(0 if sys.argv == ["entry_program:main"] else 5)
     if how == "raise":
         raise ValueError("by intent")
     return 4 if how == "return 4" else None
@@ -62,7 +64,8 @@ def called(how: str, folder: Path) -> tuple[int, RankRecords]:
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("", 0), ("exit", 0), ("exit 3", 3), ("return 4", 4), ("raise", 99)]
+    ("how", "code"),
+    [("", 0), ("exit", 0), ("exit 3", 3), ("return 4", 4), ("raise", 99), ("argv", 0)],
 )
 def test_how_a_function_may_end(how: str, code: int, tmp_path: Path) -> None:
     """Leaving by sys.exit is an end as returning is; only an exception is an error."""
