@@ -38,9 +38,10 @@ BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
 """Packages named like torch's libraries that hold none."""
 LOCK, LEFT_OUT = "environment.json", "left_out.txt"
 
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._,-]+\])?")
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._,-]+\])?")
 _VERSION = r"[0-9][A-Za-z0-9.+!_-]*"
 _CLAUSES = re.compile(rf"(?:(?:^|,)\s*(?:===?|~=|!=|<=?|>=?)\s*{_VERSION}(?:\.\*)?\s*)+")
+A_VERSION = 'a version as "0.6.1" or a specifier as ">=2,<3"'
 _FINAL = re.compile(r"[0-9.]+(?:\.post[0-9]+)?")
 _PROBE = """
 import importlib.metadata as m, json, platform, sys
@@ -154,14 +155,17 @@ def _default_cache() -> Path:
 
 def _requirement(name: str, version: str) -> str:
     """What pip is asked for; nothing but a name and versions gets through."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(f"packages: expected the name of a package, got {shown(name)}")
-    if re.fullmatch(_VERSION, version):
-        return f"{name}=={version}"
-    if not _CLAUSES.fullmatch(version):
-        expected = 'a version as "0.6.1" or a specifier as ">=2,<3"'
-        raise UsageError(f"packages: {name}: expected {expected}, got {shown(version)}")
-    return name + re.sub(r"\s", "", version)
+    if not is_version(version):
+        raise UsageError(f"packages: {name}: expected {A_VERSION}, got {shown(version)}")
+    given = re.sub(r"\s", "", version)
+    return f"{name}=={given}" if given[0].isalnum() else f"{name}{given}"
+
+
+def is_version(text: str) -> bool:
+    """Whether pip can be asked for it: a version, or bounds on it."""
+    return bool(re.fullmatch(_VERSION, text) or _CLAUSES.fullmatch(text))
 
 
 def _resolve(

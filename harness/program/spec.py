@@ -25,6 +25,8 @@ POSITIONAL = "_"
 """Name in `args` of arguments that stand alone."""
 ENFORCED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 """Variables that `determinism: enforce` sets."""
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which ranks find each other: the same for all, no run would begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

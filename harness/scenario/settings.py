@@ -30,7 +30,8 @@ from fsdp_core import config as training
 from fsdp_core.config import ConfigError, TrainConfig, tap_pattern, to_plain
 from harness.errors import ScenarioError, shown
 from harness.faults.catalogue import CATALOGUE, LEGS, Fault, is_of_any_engine
-from harness.program.spec import ProgramSpec, command_line
+from harness.program.packages import A_VERSION, NAME, is_version
+from harness.program.spec import OF_RANKS, ProgramSpec, command_line
 from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario import yaml_source as take
 from harness.scenario.yaml_source import Node, Origin, Taker, dotted, one_of, unknown_key
@@ -421,19 +422,26 @@ def _argument(node: Node, full: str) -> Any:
     return node.value
 
 
-def _text_only(node: Node, full: str, *, what: str, may_be_empty: bool = True) -> str | None:
+def _text_only(node: Node, full: str, *, what: str, fits: Callable[[str], bool]) -> str | None:
     text = node.raw or str(node.value)  # 2.10 would lose its zero as a number
     is_one = not isinstance(node.value, bool | dict | tuple)
-    if not is_one or not (text or may_be_empty):
+    if not is_one or not (node.value is None or fits(text)):
         raise node.refused(full, what)
     return None if node.value is None else text
 
 
-OPEN: Mapping[str, Taker] = {
-    "args": _argument, "env": partial(_text_only, what="a text or a number"),
-    "packages": partial(_text_only, what="a version", may_be_empty=False),
+def _is_own(variable: str) -> bool:
+    return variable not in ("", *OF_RANKS) and "=" not in variable
+
+
+OPEN: Mapping[str, tuple[Callable[[str], object], str, Taker]] = {
+    "args": (bool, "a name", _argument),
+    "env": (_is_own, f"a variable, none of {', '.join(OF_RANKS)}",
+            partial(_text_only, what="a text or a number", fits=lambda _: True)),
+    "packages": (NAME.fullmatch, "the name of a package",
+                 partial(_text_only, what=A_VERSION, fits=is_version)),
 }  # fmt: skip
-"""Keys that hold names of the program's own."""
+"""Keys that hold names of the program's own: what a name is, in words, too, and its values."""
 PROGRAM: Mapping[str, Taker] = {
     "ranks": partial(take.take_int, least=1, most=MAX_WORLD_SIZE),  # processes; 1
     "steps": take.take_count,  # the optimizer steps that each of them takes
@@ -444,6 +452,13 @@ PROGRAM: Mapping[str, Taker] = {
     "record": one_of("auto", "lines"),  # lines: only what the script itself records; auto
 }
 KEYS = (*KINDS, *OPEN, *PROGRAM, "smaller", "folder")
+
+
+def _counted(node: Node, full: str) -> str:
+    leaf = take.take_str(node, full)
+    if leaf != "ranks" and not leaf.startswith("args."):
+        raise node.refused(full, "ranks, or an argument as args.X")
+    return leaf
 
 
 class ProgramVocabulary:
@@ -465,6 +480,9 @@ class ProgramVocabulary:
         if "folder" in entries:
             inner = take.take_str(entries["folder"], "program.folder")
             self.folder = (self.folder / inner).resolve()
+            if not self.folder.is_dir():
+                expected = "a folder, by its path from the scenario's folder"
+                raise entries["folder"].refused("program.folder", expected)
         named, key = entries[self.kind], f"program.{self.kind}"
         self.target = take.take_str(named, key)
         if self.kind == "script":
@@ -474,7 +492,7 @@ class ProgramVocabulary:
         if self.kind == "entry" and not all(self.target.partition(":")):
             raise named.refused(key, "module:function")
         smaller, key = entries.get("smaller", Node({}, node.origin)), "program.smaller"
-        self.smaller = {name: take.take_str(value, f"{key}.{name}")
+        self.smaller = {name: _counted(value, f"{key}.{name}")
                         for name, value in take.take_mapping(smaller, key).items()}  # fmt: skip
         leaves = [name for name in entries if name in OPEN or name in PROGRAM]
         decoded = (self.decode(n, entries[n], node.keys[n], "program") for n in leaves)
@@ -483,14 +501,18 @@ class ProgramVocabulary:
     def decode(self, key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
         """As `decode_settings`."""
         full = dotted(where, key)
-        head, _, name = key.partition(".")
+        head, dot, name = key.partition(".")
         if key in OPEN:
             return tuple(each for n, value in take.take_mapping(node, full).items()
                          for each in self.decode(f"{key}.{n}", value, written, where))  # fmt: skip
-        if (taker := OPEN.get(head) if name else PROGRAM.get(key)) is None:
-            legal = (*(f"{name}.X" for name in OPEN), *PROGRAM)
-            raise written.error(full, "a known key", shown(key), legal=legal)
-        return (Setting(key, taker(node, full), node.origin),)
+        if dot and head in OPEN:
+            is_name, what, taker = OPEN[head]
+            if not is_name(name):
+                raise written.error(full, what, shown(name))
+            return (Setting(key, taker(node, full), node.origin),)
+        if key not in PROGRAM:
+            raise unknown_key(key, written, where, (*(f"{name}.X" for name in OPEN), *PROGRAM))
+        return (Setting(key, PROGRAM[key](node, full), node.origin),)
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a tap that is no pattern)."""
