@@ -10,6 +10,7 @@ taken where a number is due; but for that and for an integer there, nothing is c
 are `ScenarioError`s.
 """
 
+import codecs
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ MAX_FILE_BYTES, MAX_NODES, MAX_DEPTH = 1_000_000, 20_000, 20
 MAX_SECONDS = 30 * 86400.0
 """Of any time that a scenario states: beyond, deadlines overflow."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_BETWEEN = re.compile(rb"^---[ \t]*\r?\n", re.MULTILINE)
+_BETWEEN = re.compile(rb"^---(?:[ \t]+#.*|[ \t]*)\r?\n", re.MULTILINE)
 _CONTENT = re.compile(rb"^\s*[^\s#%]", re.MULTILINE)
 _NAME = re.compile(rb"^name:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _DECIMAL = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
@@ -104,7 +105,7 @@ def read_bytes(path: Path) -> bytes:
             kind = "a folder" if path.is_dir() else "not a regular file"
             raise origin.error("file", "a scenario file", kind if path.exists() else "no such file")
         with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+            data = stream.read(MAX_FILE_BYTES + 1).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise origin.error("file", "a readable file", shown(error.strerror)) from None
     if len(data) > MAX_FILE_BYTES:
@@ -139,7 +140,7 @@ def documents(path: Path) -> dict[Path, bytes]:
 def parse_bytes(data: bytes, origin: Origin) -> Node:
     """Decode UTF-8 and parse; `origin` names the file, or the option that the text came from."""
     try:
-        return parse_text(data.decode("utf-8-sig"), origin)
+        return parse_text(data.decode(), origin)
     except UnicodeDecodeError as error:
         where, got = origin.at(data.count(b"\n", 0, error.start)), f"byte 0x{data[error.start]:02x}"
         raise where.error("file", "UTF-8 text", got) from None

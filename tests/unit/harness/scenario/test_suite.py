@@ -91,6 +91,15 @@ def test_a_file_may_hold_several_scenarios(folder: Path, engine: FakeEngine, cli
     assert f"both.yaml:{line}: base.stops: " in cli("list", "--check", "both.yaml", code=4).err
 
 
+def test_editors_write_files_of_several_their_own_way(folder: Path, cli: Cli) -> None:
+    """A mark of the byte order at the start, comments beside `---`, line ends of Windows."""
+    wide, one = ((folder / f"{name}.yaml").read_text() for name in ("wide", "one"))
+    text = f"\ufeff{wide}--- # the small one\n{one}".replace("\n", "\r\n")
+    Path("both.yaml").write_bytes(text.encode())
+    counts = cli.json("list", "--count", "both.yaml")
+    assert counts == {"both.yaml::wide": 16, "both.yaml::small": 4}
+
+
 @pytest.mark.usefixtures("folder")
 def test_selections_are_said_and_legs_stay(cli: Cli) -> None:
     """A pairwise choice covers all pairs, keeps every reference, and says what it left out."""
