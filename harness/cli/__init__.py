@@ -11,10 +11,18 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
-from harness.errors import HarnessError, InternalError, Interrupted, UsageError, shown
+from harness.errors import (
+    HarnessError,
+    Infrastructure,
+    InternalError,
+    Interrupted,
+    UsageError,
+    shown,
+)
 from harness.masking import Masker
 from harness.records import ExitCode
 
@@ -123,8 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(error: HarnessError) -> ExitCode:
-    # What is wrong with a value often quotes it.
-    click.echo(f"harness: {Masker(os.environ).text(str(error))}", err=True)
+    with suppress(Infrastructure):  # stderr on a full disk: the exit code says it all the same
+        # What is wrong with a value often quotes it.
+        click.echo(f"harness: {Masker(os.environ).text(str(error))}", err=True)
     return error.exit_code
 
 

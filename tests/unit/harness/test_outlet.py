@@ -51,3 +51,10 @@ def test_the_exit_code_is_that_of_the_command(
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr
     assert path.read_text() == f"{said}True True\n"
+
+
+def test_an_error_that_nobody_can_be_told_keeps_its_exit_code() -> None:
+    """Exit code 1 would be a verdict."""
+    words = f"{sys.executable} -m harness list lost.yaml 2> /dev/full"
+    environ = {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", words], env=environ, check=False).returncode == 4
