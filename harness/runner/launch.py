@@ -144,6 +144,8 @@ def prepare(request: Request) -> Prepared:
     overrides = dataclasses.replace(request.overrides, sets=tuple(sets))
     suite = load_suite(paths, tiers=request.tiers, overrides=overrides)
     slurm = suite.launch.slurm if suite.launch.engine == "slurm" else None
+    if request.slurm and slurm is None:
+        raise UsageError("--slurm: expected --engine slurm with it, got engine local")
     device = _device(request.device or suite.launch.device, slurm, here)
     chosen, selected = suite.cases(
         device, forced=request.device is not None, keyword=request.keyword, how=request.select,

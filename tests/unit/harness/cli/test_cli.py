@@ -264,6 +264,7 @@ MISUSES = [
     ("run small.yaml --ranks-per-gpu 0", "--ranks-per-gpu"),
     ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
     ("run small.yaml --device tpu", "--device"),
+    ("run small.yaml --slurm nodes=2", "--slurm: expected --engine slurm with it"),
     ("run small.yaml --frobnicate", "--frobnicate"),
     ("run small.yaml --mixed", "expected --resume"),
     ("run small.yaml other.yaml", "other.yaml"),
