@@ -13,7 +13,7 @@ from typing import Any, Literal
 import click
 import psutil
 
-from harness.checks import table
+from harness.checks import CHECKS, table
 from harness.checks.evidence import count as counted
 from harness.cli import options
 from harness.cli.options import PATH, print_json
@@ -32,12 +32,6 @@ Listed = dict[str, tuple[int, Sequence[CaseSpec]]]
 """By scenario: the number of its cases, and the cases."""
 
 
-def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
-    if wanted:
-        click.echo("\n".join(table()))
-        context.exit(ExitCode.PASSED)
-
-
 @click.command("list")
 @click.argument("paths", type=PATH, nargs=-1)
 @options.options(options.keyword, options.as_json, options.overrides, options.suite)
@@ -45,7 +39,7 @@ def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> No
     "--shards", type=click.IntRange(1, 1000), metavar="N",
     help="Print what each of N shards would run; with --json, a job matrix for CI.",
 )  # fmt: skip
-@click.option("--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
+@click.option("--checks", is_flag=True,
               help="Print the checks that a scenario may ask for, and their options.")  # fmt: skip
 @click.option(
     "--check", is_flag=True, help="Validate every case of every file and print every error."
@@ -53,7 +47,7 @@ def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> No
 @click.option("--count", is_flag=True, help="Print the number of cases only.")
 def list_command(
     *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
-    sets: tuple[str, ...], axes: tuple[str, ...], shards: int | None, **chosen_by: Any,
+    checks: bool, sets: tuple[str, ...], axes: tuple[str, ...], **chosen_by: Any,
 ) -> int:  # fmt: skip
     """List the cases of a scenario; of several, how many each has.
 
@@ -62,11 +56,18 @@ def list_command(
     three are those of `harness run`. Counts alone do not check that each case is legal: --check
     does.
     """
+    if checks:
+        return _show_checks(as_json=as_json)
     overrides, paths = Overrides(sets, axes), paths or (Path("scenarios"),)
-    tiers, how, shard = (chosen_by[name] for name in ("tiers", "select", "shard"))
+    names = ("tiers", "select", "shard", "shards")
+    tiers, how, shard, shards = (chosen_by[name] for name in names)
     if shards is not None and shard is not None:
         raise UsageError(f"list --shards {shards}: expected no --shard {shard} with it")
     if check:
+        others = {"-k": keyword, "--tier": tiers, "--select": how, "--shard": shard,
+                  "--shards": shards, "--count": count}  # fmt: skip
+        if option := next((option for option, value in others.items() if value), ""):
+            raise UsageError(f"list --check: expected no {option}, as every case is checked")
         return _check(find_scenarios(paths), overrides, as_json=as_json)
     if shards is None and not (tiers or how or shard):
         files = find_scenarios(paths)
@@ -126,6 +127,18 @@ def _show_shards(found: Sequence[dict[str, Any]], *, as_json: bool) -> int:
             f"--shard {part['shard']}: {counted(part['cases'], 'case')}, "
             f"{counted(part['runs'], 'run')}, about {part['expected_slot_s']:.0f} s of one slot"
         )
+    return ExitCode.PASSED
+
+
+def _show_checks(*, as_json: bool) -> int:
+    if as_json:
+        keys = ("expected", "default", "doc")
+        print_json({name: {"doc": check.doc, "always": check.always, "options": {
+                        option: {key: getattr(held, key) for key in keys}
+                        for option, held in check.options.items()}}
+                    for name, check in CHECKS.items()})  # fmt: skip
+    else:
+        click.echo("\n".join(table()))
     return ExitCode.PASSED
 
 

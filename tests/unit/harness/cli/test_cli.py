@@ -245,6 +245,9 @@ def test_list_says_cases_or_how_many_and_checks_every_file(
     assert run_json(capsys, "list", "small.yaml")[1]["small.yaml"][0]["id"] == "dp1-attn"
     checked = run_json(capsys, "list", "--check", "small.yaml")
     assert checked == (0, [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}])
+    code, checks = run_json(capsys, "list", "--checks")
+    assert (code, checks["loss"]["options"]) == (0, {})
+    assert checks["graphs"]["options"]["min_replays"]["expected"] == "an integer >= 0"
 
 
 # --- what the command line does when it is misused, interrupted, or finds a bug ---
@@ -265,6 +268,8 @@ MISUSES = [
     ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
     ("run small.yaml --device tpu", "--device"),
     ("run small.yaml --slurm nodes=2", "--slurm: expected --engine slurm with it"),
+    ("list --check small.yaml -k dp1", "list --check: expected no -k"),
+    ("list --check small.yaml --tier pr", "list --check: expected no --tier"),
     ("run small.yaml --frobnicate", "--frobnicate"),
     ("run small.yaml --mixed", "expected --resume"),
     ("run small.yaml other.yaml", "other.yaml"),
