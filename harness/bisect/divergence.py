@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
 from harness.bisect.found import Location, listed, module_of, stem_of, unit_of
-from harness.checks.bits import quantities
+from harness.checks.bits import left_out_alone, quantities
 from harness.checks.evidence import (
     BEFORE,
     groups_of,
@@ -225,6 +225,7 @@ def first_difference(pair: RunPair) -> Location | None:
         or _calls_part(pair, at, step)
         or _tensors_part(pair, at, step, [SAMPLES], "input")
         or _losses_part(pair, at, step)
+        or _skipped_part(pair, at, step)
         or _gradients_part(pair, at, step)
         or _norm_part(pair, at, step)
         or _tensors_part(pair, at, step, ["buffers"], "forward")
@@ -489,6 +490,22 @@ def _gathered(found: Location, num_same: int, pair: RunPair, step: int) -> Locat
         return found
     found = found.saying("it is wrong on every rank alike")
     return _by_givers(found, pair, step, found.module, GATHERS) or found
+
+
+def _skipped_part(pair: RunPair, at: Location, step: int) -> Location | None:
+    """A step that one run alone left out, of whose gradients there are no other digests."""
+    ranks, told = left_out_alone(pair.ours, pair.theirs, step)
+    is_gradient = any(row.differs and row.is_unclipped for row in pair.rows(step)) or any(
+        t.rank not in ranks or ABSENT not in (t.reference, t.candidate)
+        for t in pair.different(step, "grads")
+    )
+    if not ranks or is_gradient:
+        return None
+    unknown = "tensor: gradients of a step that is left out are not recorded"
+    return at.saying(
+        told, unknown=unknown, phase="optimizer", quantity="skipped",
+        rank=min(ranks), ranks=tuple(sorted(ranks)),
+    )  # fmt: skip
 
 
 def _gradients_part(pair: RunPair, at: Location, step: int) -> Location | None:

@@ -171,10 +171,24 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
     found = Difference(
         step=step, rank=rank, quantity=group, tensor=name, reference=left, candidate=right
     )
-    note = f"; {_of_loss(step_table(reference), step_table(candidate))}"
+    steps = step_table(reference), step_table(candidate)
+    left_out = left_out_alone(*steps, step)[1]
+    note = f"; {left_out}" * bool(left_out) + f"; {_of_loss(*steps)}"
     places = [(at[-1], f"{group}/{name}") for at, group, name, *_ in tensors]
     pairs_of = len(differing), len(pairs)
     return diverged("state", f"{name} ({group})", found, "tensor", places, pairs_of, note)
+
+
+def left_out_alone(ours: StepTable, theirs: StepTable, step: int) -> tuple[set[int], str]:
+    """Ranks whose optimizer step one run alone left out, and a sentence that says why."""
+    both = {rank: (ours[step, rank].skipped, theirs[step, rank].skipped)
+            for at, rank in ours.keys() & theirs.keys() if at == step}  # fmt: skip
+    ranks = {rank for rank, (left, right) in both.items() if bool(left) != bool(right)}
+    if not ranks:
+        return ranks, ""
+    left, right = both[min(ranks)]
+    told = f"the {'reference' if left else 'candidate'} alone left its optimizer step out on "
+    return ranks, f"{told}{show_ranks(ranks)}: {left or right}"
 
 
 def _of_loss(ours: StepTable, theirs: StepTable) -> str:

@@ -1,12 +1,13 @@
 """Where gradients went wrong, in programs that clip them."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 
 from harness.bisect.locate import between
-from harness.records import DIGEST_HEX_CHARS, NEVER_RAN, RunResult
+from harness.records import ABSENT, DIGEST_HEX_CHARS, NEVER_RAN, RunResult, StepRecord
 from tests.support.run_records import edit
 from tests.unit.harness.bisect.small_model import (
     WEIGHTS,
@@ -77,3 +78,22 @@ def test_a_norm_of_one_run_alone_is_a_clipping() -> None:
     edit = both(digests(grads=WEIGHTS), floats(grad_norm=None))
     found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {0: edit})))
     assert (found.phase, found.quantity) == ("optimizer", "grads")
+
+
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_a_step_that_one_run_left_out_is_named(reversed_: bool) -> None:
+    """Not gradients that it has none of, nor a reduction: GradScaler skipped it on one rank."""
+    why = "GradScaler found a gradient that is not finite"
+    none = {"grads": ABSENT * len(WEIGHTS)}
+
+    def left_out(record: StepRecord) -> StepRecord:
+        return dataclasses.replace(record, skipped=why, digests={**record.digests, **none})
+
+    plain = foreign(run_of())
+    runs = plain, edited(plain, {1: left_out})
+    found = between(*(runs[::-1] if reversed_ else runs))
+    assert (found.step, found.phase, found.ranks) == (2, "optimizer", (1,))
+    assert (found.quantity, found.tensor) == ("skipped", "")
+    whose = "reference" if reversed_ else "candidate"
+    told = f"the {whose} alone left its optimizer step out on rank 1: {why}"
+    assert told in found.evidence

@@ -280,6 +280,16 @@ def test_a_norm_that_both_skip_for_is_within_any_tolerance(expect: Any) -> None:
         assert answer.outcome == ("passed" if expect == "bitwise" else outcome)
 
 
+def test_a_step_that_one_run_left_out_is_said() -> None:
+    """Beside the tensor that differs first: gradients that are missing are no cause."""
+    ours, theirs = BOTH
+    found = ask("state", ours, at(1, 2, skipped="overflow")(flip(theirs, 1, 2, W)))
+    assert (
+        "; the candidate alone left its optimizer step out on rank 1: overflow; " in found.message
+    )
+    assert "left its" not in ask("state", ours, flip(theirs, 1, 2, W)).message
+
+
 def test_a_setting_of_an_optimizer_comes_before_the_weights_that_it_decides() -> None:
     """A learning rate is the cause; moments and weights follow, gradients come before it."""
     tensors = dict(TENSORS) | {"optim": ("embed.weight.exp_avg", "group0.lr")}
