@@ -20,8 +20,8 @@ from harness.store.files import link_tree, read_object, told, write_object
 from harness.store.folder import SHARDS_FILE, RunFolder
 
 _OF_ALL = (
-    "scenario", "why", "commit", "device", "slots", "machine", "environment", "tier", "notes",
-    "retries",
+    "scenario", "why", "commit", "code", "programs", "packages", "device", "devices", "slots",
+    "slurm", "machine", "processor", "environment", "tier", "notes", "retries",
 )  # fmt: skip
 """Keys of the manifest that hold for the whole if all folders say the same."""
 

@@ -201,6 +201,21 @@ def test_what_a_killed_job_left_is_a_missing_shard(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_merged_folder_goes_on_with_its_own_code_alone(cli: Cli, monkeypatch: Patch) -> None:
+    """What shards say alike of code, packages and machine still holds for what is made later."""
+    for index in (1, 2):
+        cli("run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}")
+    cli("merge", "s1", "s2", "--out", "m")
+    said, merged = (RunFolder.open(Path(name)).manifest for name in ("s1", "m"))
+    kept = ("code", "programs", "packages", "processor", "devices", "slurm")
+    assert {key: merged[key] for key in kept} == {key: said[key] for key in kept}
+    cli("merge", "s1", "--out", "half", code=6)
+    monkeypatch.setattr("harness.provenance.code", lambda: "another")
+    assert f"code {said['code']} became another" in cli("run", "--resume", "half", code=4).err
+    cli("run", "--resume", "half", "--mixed")
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_shard_of_another_commit_does_not_answer_for_this_one(
     cli: Cli, monkeypatch: Patch
 ) -> None:
