@@ -172,8 +172,8 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
         step=step, rank=rank, quantity=group, tensor=name, reference=left, candidate=right
     )
     steps = step_table(reference), step_table(candidate)
-    left_out = left_out_alone(*steps, step)[1]
-    note = f"; {left_out}" * bool(left_out) + f"; {_of_loss(*steps)}"
+    skipped = left_out_alone(*steps, step)[1]
+    note = f"; {skipped}" * bool(skipped) + f"; {_of_loss(*steps)}"
     places = [(at[-1], f"{group}/{name}") for at, group, name, *_ in tensors]
     pairs_of = len(differing), len(pairs)
     return diverged("state", f"{name} ({group})", found, "tensor", places, pairs_of, note)
