@@ -270,9 +270,17 @@ def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {"code": manifest.get("code")} | _named(manifest, "packages", "variables")
 
 
-def everything(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """All facts but the commit, by name, as text: what answers of a search hold for."""
-    return {name: str(v) for name, v in _named(manifest, *_NOUNS).items()}
+def everything(
+    manifest: Mapping[str, Any], like: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """All facts but the commit, by name, as text: what answers of a search hold for.
+
+    Of programs those of the manifest `like` alone: a run folder may hold other scenarios' as well.
+    """
+    programs = (manifest if like is None else like).get(PROGRAMS_KEY) or {}
+    others = dict(manifest.get(PROGRAMS_KEY) or {}).keys() - dict(programs).keys()
+    named = _named(manifest, *_NOUNS).items()
+    return {name: str(v) for name, v in named if name not in others}
 
 
 # --- differences ------------------------------------------------------------------------------

@@ -234,7 +234,8 @@ class _Stages:
         told = list(self._found.environment)
         if legs := between_environments(runs.reference, runs.candidate):
             told.append(f"the reference and the candidate {other} {'; '.join(legs[:MOST_TOLD])}")
-        if apart := changes(everything(run.manifest), everything(here.manifest), MOST_TOLD):
+        was = everything(run.manifest, like=here.manifest)
+        if apart := changes(was, everything(here.manifest), MOST_TOLD):
             told.append(f"the case and further runs {other} {apart}")
         failed, now = str(run.manifest.get("commit", "")), provenance.describe()
         if failed != now:

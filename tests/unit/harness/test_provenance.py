@@ -66,6 +66,12 @@ def test_another_machine_is_another_search(
     assert changes(before, holds_for(dataclasses.replace(HERE, **changed), environ)) == told
 
 
+def test_programs_of_other_scenarios_of_a_folder_are_no_change() -> None:
+    """A search is of one program; that its code is another one is told all the same."""
+    run, now = ({"programs": dict(each)} for each in ({"a": "1", "b": "1"}, {"a": "2"}))
+    assert changes(everything(run, like=now), everything(now)) == "a 1 became 2"
+
+
 DECIDING = {
     "TORCHDYNAMO_DISABLE": "1", "TORCHINDUCTOR_MAX_AUTOTUNE": "1", "CUDA_LAUNCH_BLOCKING": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_ALGO": "Ring", "MKL_CBWR": "AVX2",
