@@ -12,7 +12,6 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -126,13 +125,13 @@ def begin(folder: Path, spec: RunSpec, *, is_joint: bool) -> None:
     Raises `UsageError` if it holds something else, `Infrastructure` if it cannot be written.
     """
     refused = UsageError(f"--out {folder}: expected a new or empty folder, it holds other files")
-    with suppress(FileNotFoundError):
-        if not is_joint and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise refused
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        held = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
+    if held and not is_joint:
+        raise refused
     if not write_once(folder / SPEC_FILE, dumps(spec) + "\n"):
         same = is_joint and _read_spec(folder).recorded == spec.recorded
         if not same or (folder / OUTCOME_FILE).exists():

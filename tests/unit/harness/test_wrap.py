@@ -187,6 +187,8 @@ def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
     (alone / "notes").mkdir()
     (alone / "notes" / "read.me").write_text("mine")
     assert wrap(alone, "notes", "true") == ExitCode.USAGE
+    (alone / "note").touch()
+    assert wrap(alone, "note", "true") == ExitCode.USAGE
     assert wrap(alone, "other", "no-such-command") == ExitCode.USAGE
     assert not (alone / "other").exists()
 
