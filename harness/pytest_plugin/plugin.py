@@ -26,10 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)  # argparse words it
-    return number
+    from argparse import ArgumentTypeError
+
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

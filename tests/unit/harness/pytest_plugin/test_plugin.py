@@ -159,7 +159,8 @@ def test_selection_is_as_in_pytest(run: Run, args: tuple[str, ...], outcomes: An
          "incomparable: nondeterministic_reference: "),
         ({"fault": "ulp", "step": 1, "legs": ["control"]}, ("--harness-incomparable", "xfail"),
          "xfailed", "incomparable: nondeterministic_reference: "),
-        ({"fault": "illegal_access", "step": 1}, ("--harness-slots", "0"), None, ""),
+        ({"fault": "illegal_access", "step": 1}, ("--harness-slots", "0"), None,
+         "--harness-slots: expected an integer >= 1, got '0'"),
     ],
 )  # fmt: skip
 def test_only_a_pass_is_green(
@@ -170,6 +171,7 @@ def test_only_a_pass_is_green(
     got = run("--harness", "-rA", *args)
     if outcome is None:
         assert got.ret == pytest.ExitCode.USAGE_ERROR
+        assert words in got.stderr.str()
     else:
         got.assert_outcomes(**{outcome: 1})
         assert words in got.stdout.str()
