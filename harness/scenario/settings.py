@@ -77,7 +77,8 @@ class Choice:
         if len(self.settings) == 1 and self.settings[0].leaf.partition(".")[0] != "parallel":
             (setting,) = self.settings
             is_none = setting.leaf in ("stress", "compile") and not setting.value
-            return "none" if is_none else _text(setting.value)
+            text = "none" if is_none else _text(setting.value)
+            return text if text.strip() else repr(text)
         return self.token
 
     @functools.cached_property

@@ -354,6 +354,13 @@ def test_a_case_is_a_pair_of_commands(tmp_path: Path) -> None:
     assert (case.id, case.labels) == ("amp", {"args.amp": "true"})
 
 
+def test_a_blank_value_is_quoted_where_it_is_shown(tmp_path: Path) -> None:
+    """A row of a report would have no name."""
+    axes = {"env.X": ["", " ", "1"], "args.amp": [False, True]}
+    labels = [case.labels["env.X"] for case in cases_of_program(written(tmp_path, axes=axes))]
+    assert labels == ["''", "' '", "1"]
+
+
 def test_what_a_script_says_itself_is_no_mistake_here(tmp_path: Path) -> None:
     """Taps of its own recorder; a mean over all steps, those of the case and not of the file."""
     (case,) = cases_of_program(written(tmp_path, checks={"loss": {}, "taps": {}}))
