@@ -18,6 +18,7 @@ import inspect
 import pickle
 import random
 import re
+import sys
 import traceback
 import warnings
 from collections import deque
@@ -50,6 +51,10 @@ SUMMARY_EVENT = "cuda_graphs"
 TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _SCALES = "_harness_scales"
+_TRIALS = (
+    "_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference",
+)  # fmt: skip
+"""Of torch's `PipelineStage`, by version."""
 MOST_STATES = 256
 """Of random generators, that a program that never seeds may take and restore."""
 _active: Observer | None = None
@@ -208,6 +213,7 @@ def _hook_seeds(observer: Observer) -> None:
 
 def _hook_optimizers(observer: Observer) -> None:
     def made(original: Any, self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        _hook_trials(observer)
         original(self, *args, **kwargs)
         if observer.session.is_mine:
             observer.made(self)
@@ -234,6 +240,22 @@ def _hook_optimizers(observer: Observer) -> None:
     patch("__init__", made, Optimizer)
     torch_optimizer.register_optimizer_step_pre_hook(before)
     torch_optimizer.register_optimizer_step_post_hook(after)
+
+
+def _hook_trials(observer: Observer) -> None:
+    """A pipeline of torch tries its stages on memory that nobody has written, to learn shapes."""
+
+    def trial(original: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.is_in_trial = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            observer.is_in_trial = False
+
+    stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
+    for name in (each for each in _TRIALS if hasattr(stage, each)):
+        if not hasattr(getattr(stage, name), "__wrapped__"):
+            patch(name, trial, stage)
 
 
 def _hook_forward(observer: Observer) -> None:

@@ -124,7 +124,7 @@ class Observer(Recorder):
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.has_trained = self.is_in_backward = False
+        self.has_begun = self.has_trained = self.is_in_backward = self.is_in_trial = False
         self.has_gradients = False  # of `torch.autograd.grad`, which `torch.func` calls, too
         self.num_taken = self._num_states = 0
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -372,7 +372,8 @@ class Observer(Recorder):
 
     @property
     def is_outside(self) -> bool:
-        return self._only_lines and not (self.current is not None and self.current.is_explicit)
+        is_inside = self.current is not None and self.current.is_explicit
+        return self.is_in_trial or (self._only_lines and not is_inside)
 
     def step_of_calls(self) -> Step:
         inside = self._step_in_backward if self.is_in_backward else None

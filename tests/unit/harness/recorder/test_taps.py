@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +17,7 @@ from harness.recorder import record
 from harness.records import KeepSpec
 from harness.store.contents import read_contents
 from tests.support.records import run_spec
-from tests.unit.harness.recorder.recorded import names, pair, recorded, taps
+from tests.unit.harness.recorder.recorded import model_of, names, pair, recorded, taps
 
 
 class Two(nn.Module):
@@ -169,3 +171,22 @@ def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     assert struct.unpack("<d", held["optim:group0.lr", 0].data) == (0.1,)
     assert held["first:input[0]", 1].data == struct.pack("<6f", *[2.0] * 6)
     assert held["first:input[0]", 1].about.shape == (2, 3)
+
+
+def test_what_a_pipeline_tries_its_stages_on_is_no_call(tmp_path: Path) -> None:
+    """torch learns shapes by a pass over memory that nobody has written."""
+
+    def program() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        for _ in range(2):
+            schedule.step(torch.ones(4, 3), target=torch.ones(4, 1))
+            optimizer.step()
+        dist.destroy_process_group()
+
+    records = recorded(program, tmp_path, taps=("**:input",))
+    calls = {f"{name}:input[{number}]" for name in ("(root)", "0", "1") for number in range(2)}
+    assert [taps(records, step).keys() for step in range(2)] == [calls, calls]
