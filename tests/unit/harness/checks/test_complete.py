@@ -317,9 +317,9 @@ NONE = edit(CANDIDATE, 0, end={"replays": 0})
     ("run", "least", "expected", "says"),
     [
         (CANDIDATE, 16, 32, ""), (CANDIDATE, None, 32, ""), (REFERENCE, None, 0, ""),
-        (CANDIDATE, 17, (0, 0, "replays", ""), ""),
+        (CANDIDATE, 17, (0, 0, "replays", ""), "16 times, expected at least 17"),
         (edit(CANDIDATE, 1, end={"replays": 2}), 3, (0, 1, "replays", ""), ""),
-        (edit(CANDIDATE, 1, end=None), 3, (0, 1, "replays", ""), ""),
+        (edit(CANDIDATE, 1, end=None), 3, (0, 1, "replays", ""), "captured none"),
         (NONE, 1, (0, 0, "replays", ""), "captured none"),
         (lab.told(NONE, 0, ("cuda_graphs", {"graphs": [{}, {}]})), 1, (0, 0, "replays", ""),
          "captured 2 graphs"),
@@ -331,6 +331,7 @@ def test_graphs_of_a_program(run: RunResult, least: int | None, expected: Any, s
     """Each rank replays at least so often; memory in use is a failure, asked for or not."""
     answer = lab.ask("graphs", REFERENCE, run, **({} if least is None else {"min_replays": least}))
     assert says in answer.message
+    assert ("captured" in answer.message) == ("captured" in says)
     if isinstance(expected, int):
         assert (answer.outcome, answer.figures["replays"]) == ("passed", expected)
     else:
