@@ -445,9 +445,11 @@ def _output(found: Location, first: Row, pair: RunPair, step: int) -> Location:
     """What went in is equal, so is every part of it that was looked into."""
     told = [f"what went into {first.module} is equal"]
     if step and pair.has_weights(first.module):
+        what = "it read a copy of them that was not (stale, overwritten, of another unit)"
+        if not pair.has_layouts:
+            what = "they were written after that step"
         told.append(
-            f"its main weights were equal after step {step - 1}: it read a copy of them that was "
-            "not (stale, overwritten, of another unit), or computed otherwise"
+            f"its main weights were equal after step {step - 1}: {what}, or it computed otherwise"
         )
     elif not pair.has_weights(first.module) and pair.different(step, RNG):
         told.append("the random state differs at the end of the step, too: it drew other numbers")

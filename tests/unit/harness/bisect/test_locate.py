@@ -659,3 +659,18 @@ def test_another_environment_comes_before_any_difference() -> None:
     assert "part (step 2, forward, microbatch 0, norm" in found.evidence[-1]
     found = locate(case_of(wrong, moved(run_of(replica=1))))
     assert "the control ran in another environment" in found.evidence[0]
+
+
+def test_weights_of_a_program_may_be_written_between_steps() -> None:
+    """It has them as they are, and no copy: a rollback, say, that one run alone makes."""
+    told = [
+        " ".join(
+            between(
+                leg(run_of()),
+                leg(edited(run_of(), {1: calls_from("layers.0.attn.attention.wq:output")})),
+            ).evidence
+        )
+        for leg in (lambda run: run, foreign)
+    ]
+    assert ["they were written after that step" in each for each in told] == [False, True]
+    assert ["a copy of them" in each for each in told] == [True, False]
