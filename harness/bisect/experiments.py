@@ -22,7 +22,7 @@ from harness.checks.complete import find_flaw
 from harness.engine.base import Engine
 from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
-from harness.repeats import FIRST_REPEAT, runs_of
+from harness.repeats import CONFIRMING, FIRST_REPEAT, runs_of
 from harness.runner.run import Judge, View, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
 from harness.store.files import link_tree, make_folder, read_object, write_object
@@ -315,6 +315,15 @@ def question_of(
         case, reference=reference, control=control or reference, candidate=candidate,
         skip_reason="", **named,
     )  # fmt: skip
+
+
+def made_anew(case: CaseSpec) -> CaseSpec:
+    """The case over runs that no folder holds yet: to compare with what is run from now on."""
+    legs: dict[str, Any] = {
+        leg: dataclasses.replace(getattr(case, leg), replica=CONFIRMING - number)
+        for number, leg in enumerate(LEGS, 1)
+    }
+    return dataclasses.replace(case, **legs)
 
 
 def again(spec: RunSpec, number: int) -> RunSpec:

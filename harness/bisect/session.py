@@ -21,7 +21,7 @@ from harness import provenance
 from harness.bisect import commits as halving
 from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.differences import between_environments
-from harness.bisect.experiments import Asked, Asker, Questions, runs_key
+from harness.bisect.experiments import Asked, Asker, Questions, made_anew, runs_key
 from harness.bisect.hardware import follow
 from harness.bisect.layouts import LayoutAnswer, first_apart, verdict_of
 from harness.bisect.locate import locate_case
@@ -152,6 +152,8 @@ class _Stages:
     """Stages over one folder, what is known kept after each, and however it ends."""
 
     _asked: Asked
+    _here: CaseSpec
+    _is_elsewhere: bool
 
     def __init__(
         self, search: Search, asker: Asker, before: Findings | None, notes: Sequence[str],
@@ -234,8 +236,9 @@ class _Stages:
         told = list(self._found.environment)
         if legs := between_environments(runs.reference, runs.candidate):
             told.append(f"the reference and the candidate {other} {'; '.join(legs[:MOST_TOLD])}")
-        was = everything(run.manifest, like=here.manifest)
-        if apart := changes(was, everything(here.manifest), MOST_TOLD):
+        was, is_now = everything(run.manifest, like=here.manifest), everything(here.manifest)
+        self._is_elsewhere = (run.manifest.get("code"), was) != (here.manifest.get("code"), is_now)
+        if apart := changes(was, is_now, MOST_TOLD):
             told.append(f"the case and further runs {other} {apart}")
         failed, now = str(run.manifest.get("commit", "")), provenance.describe()
         if failed != now:
@@ -252,12 +255,16 @@ class _Stages:
 
     def _causes(self) -> FoundCauses | None:
         """Which of the differences of the configurations make it fail; None if none explains it."""
-        runs = self._asked.runs
+        runs, verdict = self._asked.runs, self._asked.verdict
         if between_environments(runs.reference, runs.candidate):
             return None  # no configuration is to blame
         if find_flaw(runs.reference) is not None or find_flaw(runs.control) is not None:
             return None
-        return find_causes(runs.case, self._asked.verdict, self._asker)
+        self._here = runs.case
+        if self._is_elsewhere:  # no run of here is to be compared with one of there
+            self._here, words = made_anew(runs.case), "does the case fail as it is run now?"
+            verdict = self._asker.ask(self._here, words).verdict
+        return find_causes(self._here, verdict, self._asker)
 
     def _least(self) -> MinimalCase | None:
         """A scenario that fails alone, in the least ranks, layers and steps."""
@@ -267,7 +274,7 @@ class _Stages:
         if kept is not None and kept.path and Path(kept.path).is_file():
             return kept  # written by an earlier call
         return write_minimal_case(
-            self._case, self._found.causes, self._asker, folder=self._search.repro,
+            self._here, self._found.causes, self._asker, folder=self._search.repro,
             place=str(self._found.place or ""),
         )  # fmt: skip
 

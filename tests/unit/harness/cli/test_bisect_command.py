@@ -125,6 +125,18 @@ def test_other_environments_are_said_first(
     assert ": name another" in capsys.readouterr().err
 
 
+def test_causes_are_sought_among_runs_of_one_environment(
+    engine: FakeEngine, bisect: Bisect, monkeypatch: Patch
+) -> None:
+    """Where it was recorded is told of the case's own runs, and why it fails of new ones."""
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    engine.environment = {"fingerprint": {"torch": "x", "NCCL_ALGO": "Tree"}}
+    code, found = bisect(*FOUND)
+    assert (code, found["place"]["tensor"]) == (1, "w")
+    assert [cause["changes"] for cause in found["causes"]["causes"]] == [["graph: attn"]]
+    assert found["least_case"]["path"]
+
+
 @pytest.mark.parametrize("fault", ["device", "rank"])
 def test_hardware_says_what_the_failure_follows(
     engine: FakeEngine, capsys: Capsys, monkeypatch: Patch, fault: str
