@@ -2,10 +2,12 @@
 
 import ast
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from tests import pace
 from tests.arch.tree import PACKAGES, ROOT, code_files, settings, syntax, text_files
 
 MAX_FILE_LINES = 700
@@ -101,3 +103,38 @@ def test_the_packages_are_all_installed() -> None:
     find = settings()["tool"]["setuptools"]["packages"]["find"]
     assert find["include"] == [f"{name}*" for name in PACKAGES]
     assert list((ROOT / "reports" / "templates").iterdir())
+
+
+# --- clocks that somebody sets are for stamps; durations are taken by the one that only runs ------
+
+
+def test_the_wall_clock_is_for_stamps() -> None:
+    """`time.time()` is read for values that are named after the epoch, and for nothing else."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in code_files()
+        if path.relative_to(ROOT).parts[0] in ("harness", "fsdp_core", "reports")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if "time.time(" in line and "unix_s" not in line
+    ]
+    assert found == []
+
+
+# --- the ruler of time limits ---------------------------------------------------------------------
+
+
+def test_paces_are_work_over_the_pace_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that slows down slows the ruler too; the least of several runs counts."""
+    clock = 0.0
+    speed = iter([1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 1.0, 9.0, 1.0])  # of each piece, in order
+
+    def take(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds * next(speed)
+
+    monkeypatch.setattr(time, "process_time", lambda: clock)
+    monkeypatch.setattr(pace, "one_pace", lambda: take(0.1))
+    ratios = [pace.in_paces(lambda: take(0.5), times=1) for _ in range(3)]
+    assert ratios == pytest.approx([5.0, 5.0, 45.0])
+    speed = iter([1.0, 9.0, 1.0, 1.0, 1.0, 1.0])
+    assert pace.in_paces(lambda: take(0.5), times=2) == pytest.approx(5.0)

@@ -7,10 +7,10 @@ import pytest
 HERE = Path(__file__).parent
 QUICK = {
     "test_capture_session",
-    "test_fused_experts",
-    "test_gradients::test_gradients_show_before_the_last_pass_only_where_fully_reduced",
-    "test_graph_collectives",
     "test_moe",
+    "test_gradients::test_gradients_show_before_the_last_pass_only_where_fully_reduced",
+    "test_gradients::test_a_sum_is_divided_in_the_dtype_of_the_gradient",
+    "test_graph_collectives",
     "test_parallel_collectives",
 }
 """Files, and tests in them; together some seconds on two cores; the others take many minutes."""

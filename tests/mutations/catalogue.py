@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "bisect/divergence.py",
-        "bisect/test_clipping bisect/test_locate",
+        "bisect/test_differences bisect/test_locate",
         ("gradients_before_clipping_left_out", "_in_backward_order(wrong or ",
          "_in_backward_order([] and "),
         ("clipping_is_the_backward", "not wrong and (before or", "not wrong and (not before and"),
@@ -53,7 +53,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "bisect/operators.py",
-        "bisect/test_elements",
+        "bisect/test_operators",
         ("values_of_rank_0", "in kept.ranks[rank]}", "in kept.ranks[0]}"),
         ("values_of_two_shapes", "== (theirs.about.dtype, theirs.about.shape):", "!= ():"),
     ),
@@ -341,7 +341,7 @@ MUTATIONS = [
         ("taps_as_sets", "others[rank].taps != start.taps:",
          "set(others[rank].taps) != set(start.taps):"),
         ("gradient_that_one_run_clips_left_out", "(spec, module) and not clips", "(spec, module)",
-         "bisect/test_clipping"),
+         "bisect/test_differences"),
         ("first_pattern_only", "for text in patterns:", "for text in patterns[:1]:"),
         ("one_leg_is_enough", "if not any(len(sides) == 2 for", "if not any(sides for"),
         ("taps_of_candidate_ignored", "in rank_table(run).items() if records.start}",
@@ -560,7 +560,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "scenario/matrix.py",
-        "scenario/test_matrix scenario/test_schema scenario/test_malformed",
+        "scenario/test_matrix scenario/test_schema",
         ("reference_is_a_case", "[c for c in axis.choices if c is not reference]",
          "list(axis.choices)"),
         ("exclude_matches_any_value", "set.intersection(*sorted", "set.union(*sorted"),
@@ -577,7 +577,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "scenario/schema.py",
-        "scenario/test_schema scenario/test_malformed",
+        "scenario/test_schema",
         ("setting_twice", "if (other := owners.setdefault(leaf, owner)) != owner:",
          "if (other := owners.setdefault(leaf, owner)) is None:"),
         ("option_that_changes_nothing", "if leaf in owners:  # it would change nothing",
@@ -586,7 +586,7 @@ MUTATIONS = [
     ),
     *slips_of(
         "scenario/yaml_source.py",
-        "scenario/test_schema scenario/test_malformed",
+        "scenario/test_schema",
         ("key_twice", "            if name in keys:", "            if name in ():"),
         ("depth_without_end", "if level > MAX_DEPTH:", "if level > MAX_NODES:"),
         ("bool_is_an_integer", "if isinstance(value, bool) or not isinstance(value, int):",

@@ -107,7 +107,7 @@ RUNNING = [
     ),
     *slips_of(
         "recorder/hooks.py",
-        "recorder/test_taps",
+        "recorder/test_operators",
         ("order_of_tensors_lost", "(rows * weights).sum(0,", "rows.sum(0,"),
         ("first_tensor_of_many", "OUTPUT), _tensors(result))", "OUTPUT), _tensors(result)[:1])"),
         ("calls_numbered_over_steps", "self._step, self._calls = step, {}", "self._step = step"),
@@ -260,9 +260,9 @@ RUNNING = [
         ("start_goes_with_its_segments", "for start in self._starts[1:]:",
          "for start in self._starts[:]:"),
         ("full_disk_is_not_said", "                self._leave_word(held[0], error)\n", "",
-         "recorder/test_job"),
+         "recorder/test_session"),
         ("queue_without_end", "> MOST_BEHIND_BYTES:", "> 1000 * MOST_BEHIND_BYTES:",
-         "recorder/test_job"),
+         "recorder/test_session"),
     ),
     *slips_of(
         "store/streams.py",
