@@ -21,6 +21,7 @@ import harness
 
 GATE_VARIABLE = "HARNESS_GATE"
 """In the environment of a rank that was started early: the descriptor on which to wait for "go"."""
+MOST_LOOKS, LOOK_S = 20, 0.05
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -104,18 +105,27 @@ def kill_children(spare: Collection[int] = ()) -> None:
 
 def kill_marked(mark: str) -> None:
     """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
-    for _ in range(10):  # what is killed may have forked meanwhile
-        found = [pid for pid in psutil.pids() if pid != os.getpid() and has_mark(pid, mark)]
-        if sum(signal_quietly(pid, signal.SIGKILL) for pid in found) == 0:
-            return
+    for _ in range(MOST_LOOKS):  # what is killed may have forked meanwhile
+        marks = {pid: has_mark(pid, mark) for pid in psutil.pids() if pid != os.getpid()}
+        marked = [pid for pid, is_marked in marks.items() if is_marked]
+        if sum(signal_quietly(pid, signal.SIGKILL) for pid in marked) == 0:
+            if None not in marks.values():
+                return
+            time.sleep(LOOK_S)
 
 
-def has_mark(pid: int, mark: str) -> bool:
-    """Whether a process of ours has `mark`, NAME=VALUE, in its first environment."""
+def has_mark(pid: int, mark: str) -> bool | None:
+    """Whether a process of ours has `mark`, NAME=VALUE, in its first environment.
+
+    None where there is nothing to read: in the middle of an exec it has memory, and no environment.
+    """
     try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        if not environ and not Path(f"/proc/{pid}/statm").read_text().startswith("0 "):
+            return None
     except OSError:
         return False
+    return mark.encode() in environ.split(b"\0")
 
 
 class ChildWakeup:

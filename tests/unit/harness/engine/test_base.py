@@ -1,5 +1,7 @@
-"""Slots and GPUs: nobody shares one unasked, nothing that cannot fit is started."""
+"""Slots, GPUs, processes: none is shared unasked, nothing is started that cannot fit, or left."""
 
+import signal
+import subprocess
 from dataclasses import replace
 from random import Random
 
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.engine import process
 from harness.engine.base import Slots
 from harness.engine.machine import core_set, cores_in, shared
 from harness.errors import UsageError
@@ -86,3 +89,26 @@ def test_what_makes_no_sense_is_refused() -> None:
             Slots(*counts)
     with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
         shared(("0",), 0)
+
+
+def test_a_marked_process_in_the_middle_of_an_exec_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no environment to read yet: it is looked at again; one that has none is left alone."""
+    mark = "A_MARK_OF_THIS_TEST=1"
+    with (
+        subprocess.Popen(["sleep", "60"], env=dict([mark.split("=")])) as marked,
+        subprocess.Popen(["sleep", "60"], env={}) as bare,
+    ):
+        real, looks = process.has_mark, list[int]()
+
+        def has_mark(pid: int, text: str) -> bool | None:
+            looks.append(pid)
+            return None if pid == marked.pid and looks.count(pid) == 1 else real(pid, text)
+
+        monkeypatch.setattr(process, "has_mark", has_mark)
+        assert real(bare.pid, mark) is None
+        process.kill_marked(mark)
+        assert marked.wait(10) == -signal.SIGKILL
+        assert bare.poll() is None
+        bare.kill()
