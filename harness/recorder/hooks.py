@@ -52,9 +52,12 @@ TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _SCALES = "_harness_scales"
 _TRIALS = (
-    "_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference",
+    ("torch.distributed.pipelining.stage", "PipelineStage",
+     ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")),
+    ("torch.distributed.checkpoint.state_dict", "", ("_init_optim_state",)),
 )  # fmt: skip
-"""Of torch's `PipelineStage`, by version."""
+"""Functions of torch, by version, that train nothing: a pipeline tries its stages on memory that
+nobody has written, to learn shapes; loading steps by zero, to make an optimizer's state."""
 MOST_STATES = 256
 """Of random generators, that a program that never seeds may take and restore."""
 _active: Observer | None = None
@@ -243,7 +246,7 @@ def _hook_optimizers(observer: Observer) -> None:
 
 
 def _hook_trials(observer: Observer) -> None:
-    """A pipeline of torch tries its stages on memory that nobody has written, to learn shapes."""
+    """Leave out what `_TRIALS` call; an optimizer is made after their modules are imported."""
 
     def trial(original: Any, *args: Any, **kwargs: Any) -> Any:
         observer.is_in_trial = True
@@ -252,10 +255,13 @@ def _hook_trials(observer: Observer) -> None:
         finally:
             observer.is_in_trial = False
 
-    stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
-    for name in (each for each in _TRIALS if hasattr(stage, each)):
-        if not hasattr(getattr(stage, name), "__wrapped__"):
-            patch(name, trial, stage)
+    for module, owner, names in _TRIALS:
+        place = sys.modules.get(module)
+        place = getattr(place, owner, None) if owner else place
+        for name in names:
+            function = getattr(place, name, None)
+            if function is not None and not hasattr(function, "__wrapped__"):
+                patch(name, trial, place)
 
 
 def _hook_forward(observer: Observer) -> None:

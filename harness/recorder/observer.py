@@ -118,7 +118,7 @@ class Observer(Recorder):
     """Collects one rank's steps and writes their records; what a script's own lines speak to."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.names = session, Names()
+        self.session, self.names = session, Names(lambda: self.optimizers)
         self.every = int(session.program.get("every", 1))
         self.taps_every = self.every if session.is_job else 1
         self.own: dict[str, Callable[[], Named]] = {}

@@ -15,7 +15,7 @@ import random
 import resource
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,13 @@ class Root:
     """An outermost module, without its wrappers.
 
     `prefix` is that of its names; None of one that was made in mid-training and not asked for yet.
+    `had_optimizer`: whether an optimizer trained a part of it.
     """
 
     module: weakref.ref[nn.Module]
     kind: str
     prefix: str | None = ""
+    had_optimizer: bool = False
 
 
 class Names:
@@ -74,9 +76,11 @@ class Names:
 
     Until recording begins a name may change, as further modules are made; then it stays. A module
     that is made anew, to be loaded from a checkpoint, has the names of the one that it replaces.
+    `optimizers`: those that there are when it is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Callable[[], Iterable[Any]]) -> None:
+        self._optimizers = optimizers
         self._known: dict[int, tuple[weakref.ref[Any], Root | None, str]] = {}
         self._roots: list[Root] = []
         self._others: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -92,16 +96,20 @@ class Names:
             held = _holding(places)
         found = self.roots
         compiled: list[tuple[nn.Module, nn.Module]] = []
+        trained: set[int] = set()
         for outer in (*roots, *held):
             *around, module = _around(outer)
             compiled += [(part, module) for part in around if WRAPPED[0] in part._modules]
             if not any(module is each for each in found):
                 found.append(module)
+            trained |= {id(module)} if any(outer is each for each in held) else set()
         inside = {id(part) for module in found for part in module.modules() if part is not module}
         learned: set[int] = set()
         for module in found:
             if id(module) not in inside:
-                self._learn(self._root(module), module, learned)
+                root = self._root(module)
+                root.had_optimizer |= id(module) in trained
+                self._learn(root, module, learned)
         for outer, module in compiled:
             if (known := self._known.get(id(module))) is not None:
                 self._known[id(outer)] = (weakref.ref(outer), *known[1:])
@@ -165,17 +173,28 @@ class Names:
         return path if root is None else _join(self._prefix(root), path)
 
     def _prefix(self, root: Root) -> str:
-        """That of the root's names. One made in mid-training takes over from one that is gone."""
+        """That of the root's names. One made in mid-training takes over from one that is gone, or
+        whose optimizer is: its last loss may hold it.
+        """
         if root.prefix is None:
             gc.collect()  # what it replaces may be in a cycle, as DDP's reducer is
             named = [x for x in self._roots if x.kind == root.kind and x.prefix is not None]
-            if gone := next((each for each in named if each.module() is None), None):
+            if gone := next(filter(self._is_replaced, named), None):
                 root.prefix = gone.prefix
                 self._roots.remove(gone)
+                # Who is still held is one of the others: a teacher of the one in its place.
+                self._known = {i: each for i, each in self._known.items() if each[1] is not gone}
             else:
                 root.prefix = root.kind + (str(len(named)) if named else "")
         assert root.prefix is not None
         return root.prefix
+
+    def _is_replaced(self, root: Root) -> bool:
+        if (module := root.module()) is None or not root.had_optimizer:
+            return module is None
+        trained = (param for each in self._optimizers() for param in parameters(each))
+        seen = {id(each) for param in trained for each in (param, _original(param))}
+        return seen.isdisjoint(map(id, module.parameters()))
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -193,7 +212,7 @@ class Names:
 
     def frozen(self, trained: Iterable[Tensor]) -> Named:
         """Parameters of all roots that no optimizer has, nor another in their place."""
-        seen = {id(each) for param in trained for each in (param, getattr(param, ORIGINAL, param))}
+        seen = {id(each) for param in trained for each in (param, _original(param))}
         return [
             each
             for root in self.roots
@@ -229,6 +248,10 @@ class Names:
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
             for each in plain(_join(prefix, name), tensor)
         ]
+
+
+def _original(param: Tensor) -> Any:
+    return getattr(param, ORIGINAL, param)
 
 
 def _outermost() -> Iterator[nn.Module]:

@@ -104,6 +104,13 @@ RUNNING = [
          "if id(param) in seen and self.knows(param)"),
         ("other_modules_never_found", "not isinstance(each, fx.GraphModule)", "not each"),
         ("traces_are_modules", "not isinstance(each, fx.GraphModule)", "each is not None"),
+        ("a_held_model_is_no_former_one", "return seen.isdisjoint(map(id, module.parameters()))",
+         "return False"),
+    ),
+    *slips_of(
+        "recorder/hooks.py",
+        "recorder/test_steps",
+        ("loading_is_a_step", '("_init_optim_state",)', '("",)'),
     ),
     *slips_of(
         "recorder/hooks.py",

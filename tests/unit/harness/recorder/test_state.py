@@ -456,8 +456,11 @@ def exchange_the_optimizer(*, kept: bool) -> None:
     train(model, second, steps=2)
 
 
-def exchange_all(*, late: bool) -> None:
-    """As a program does that goes on from a checkpoint, before it drops what it had or after."""
+def exchange_all(*, late: bool = False, kept: bool = False) -> None:
+    """As a program does that goes on from a checkpoint, before it drops what it had or after.
+
+    `kept`: somebody holds the model, as the graph of a loss holds one that FSDP2 shards.
+    """
 
     def made() -> tuple[nn.Module, Adam]:
         model = model_of()
@@ -466,15 +469,18 @@ def exchange_all(*, late: bool) -> None:
 
     model, optimizer = made()
     train(model, optimizer)
+    held = [model] * kept
     if not late:
         del model, optimizer
     model, optimizer = made()
     train(model, optimizer, steps=2)
+    assert len(held) == kept
 
 
 @pytest.mark.parametrize(
     "program",
     [exchange_a_layer, lambda: exchange_all(late=False), lambda: exchange_all(late=True),
+     lambda: exchange_all(kept=True),
      lambda: exchange_the_optimizer(kept=True), lambda: exchange_the_optimizer(kept=False)],
 )  # fmt: skip
 def test_what_takes_over_keeps_the_names(program: Callable[[], None], tmp_path: Path) -> None:
@@ -487,6 +493,26 @@ def test_what_takes_over_keeps_the_names(program: Callable[[], None], tmp_path: 
         assert digests(records, "grads", step).keys() == set(PARAMS)
         assert digests(records, "frozen", step) == {}
     assert digests(records, "weights", 1) != digests(records, "weights", 2)
+
+
+def test_who_is_replaced_and_held_is_compared_as_others_are(tmp_path: Path) -> None:
+    """The teacher of a student of its class, once its own training is over."""
+
+    def program(is_written: bool) -> None:
+        teacher = model_of()
+        train(teacher, Adam(teacher.parameters()))
+        student = model_of()
+        optimizer = Adam(student.parameters())
+        for step in range(4):
+            if is_written and step == 3:
+                with torch.no_grad():
+                    teacher.get_parameter("1.weight")[0, 0] += 1.0
+            train(student, optimizer)
+
+    first, second = pair(program, tmp_path, False, True)
+    assert digests(first, "weights", 4) == digests(second, "weights", 4)
+    ours, theirs = (digests(each, "others", 4) for each in (first, second))
+    assert [name for name in ours if ours[name] != theirs[name]] == ["Sequential.1.weight"]
 
 
 def test_the_initial_state_is_that_before_the_first_forward_pass(tmp_path: Path) -> None:

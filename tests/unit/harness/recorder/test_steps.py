@@ -1,5 +1,6 @@
 """What a step is, and its losses and norms: with hooks alone, and with a script's own lines."""
 
+import copy
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, Adam
 
 from harness.recorder import record
@@ -19,6 +21,7 @@ from tests.unit.harness.recorder.recorded import (
     losses,
     model_of,
     names,
+    pair,
     recorded,
     step_of,
     train,
@@ -431,3 +434,24 @@ def test_tensors_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
     assert step.nonfinite["grads"] == ("weight",)
     assert step.loss is not None
     assert not step.loss.finite
+
+
+def test_a_resume_by_torchs_checkpoints_is_no_step(tmp_path: Path) -> None:
+    """Loading steps a new optimizer by zero, to make its state: no part of the step before."""
+
+    def program(resumes: bool) -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters())
+        train(model, optimizer)
+        if resumes:
+            saved = copy.deepcopy(get_state_dict(model, optimizer))
+            model = model_of()
+            optimizer = Adam(model.parameters())
+            set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        train(model, optimizer)
+
+    straight, resumed = pair(program, tmp_path, False, True)
+    assert len(straight.steps) == len(resumed.steps) == 2
+    for group in ("grads", "weights", "optim"):
+        for step in (0, 1):
+            assert digests(straight, group, step) == digests(resumed, group, step) != {}
