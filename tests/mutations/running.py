@@ -298,6 +298,16 @@ RUNNING = [
         ("last_difference_is_first", "or order < first[0]:", "or order > first[0]:"),
     ),
     *slips_of(
+        "engine/process.py",
+        "engine/test_base",
+        ("who_has_no_environment_yet_is_left", "if None not in marks.values():", "if True:"),
+    ),
+    *slips_of(
+        "bisect/session.py",
+        "cli/test_bisect_command",
+        ("causes_among_runs_of_two_environments", "if self._is_elsewhere:", "if False:"),
+    ),
+    *slips_of(
         "engine/outcome.py",
         "engine/test_reports",
         ("cancelled_by_the_order_of_lines", "(slurm[0] == ends[0] or not is_anyone_heard)",

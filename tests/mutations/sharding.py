@@ -97,6 +97,10 @@ SHARDING = [
         # The learning rate is multiplied by the number of ranks.
         ("sum_in_place_of_the_mean", "        if self.scale != 1.0:",
          "        if False:", "dist/test_gradients.py::test_every_way_to_accumulate_gives_the_sum"),
+        # A quotient of a sum in bf16 is rounded to bf16.
+        ("quotient_in_the_dtype_of_the_sum",
+         "self.scale if same else home.new_full((1,), self.scale)", "self.scale",
+         "dist/test_gradients.py::test_a_sum_is_divided_in_the_dtype_of_the_gradient"),
     ),
     *bugs_of(
         "row_sharded.py",
