@@ -3,7 +3,7 @@
     fork the ranks -> host the rendezvous store -> watch -> a report -> outcome.json, of a local run
                                                                         node<K>.json, of one of many
 
-    running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
+    running --a rank fails--> grace --grace_s--> asked --answers_s--> stacks --stacks_s--> killed
        '----- timeout_s is up, or told to stop ------^
        '----- no rank recorded anything for stall_s -'
 
@@ -72,8 +72,8 @@ START_STALLS = 6
 """Times its patience that a soak may take to its first record."""
 LOOK_S = 2.0
 """Between looks at whether a program's ranks have all come to their end."""
-ASKING_S, PRINTING_S = 0.1, 0.5
-"""Between looks at whether ranks have answered, and left after that for stacks to arrive."""
+ASKING_S = 0.1
+"""Between looks at whether ranks have answered."""
 NOT_RUN = 75
 """Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
 NO_PROCESS = 76
@@ -90,6 +90,7 @@ class Limits(Json):
     """How patient a leader is, and how much it stores of what a rank prints."""
 
     grace_s: float = 3.0  # with the others, once a rank has failed
+    answers_s: float = 0.0  # with ranks that say where they are
     stacks_s: float = 1.0  # with ranks that print their stacks
     leave_s: float = 30.0  # with ranks that have only to exit
     output_cap_bytes: int = CAP_BYTES
@@ -119,7 +120,7 @@ class Job:
 class Phase(IntEnum):
     """Where a run is; it only moves forward."""
 
-    RUNNING, GRACE, STACKS, KILLED = range(4)
+    RUNNING, GRACE, ASKED, STACKS, KILLED = range(5)
 
 
 @dataclass
@@ -198,21 +199,25 @@ class Watch:
         """Move on if the time is up; the signal to send to every running rank now, if any."""
         if now_s < self.deadline_s or not self.running:
             return None
+        if self.phase < Phase.ASKED:
+            if now_s >= self.started_s + self.timeout_s:
+                self.waited = f"time was up after {self.timeout_s:g} s"
+            elif self.phase is Phase.RUNNING and not self.leaving:
+                self.waited = f"no rank recorded anything for {self.patience_s:g} s"
+            self.phase, self.deadline_s = Phase.ASKED, now_s + self.limits.answers_s
+            if self.limits.answers_s:
+                return None
         self.deadline_s = now_s + self.limits.stacks_s
         if self.phase >= Phase.STACKS:
             self.phase = Phase.KILLED
             return signal.SIGKILL
-        if now_s >= self.started_s + self.timeout_s:
-            self.waited = f"time was up after {self.timeout_s:g} s"
-        elif self.phase is Phase.RUNNING and not self.leaving:
-            self.waited = f"no rank recorded anything for {self.patience_s:g} s"
         self.phase = Phase.STACKS
         return signal.SIGUSR1
 
     def stop(self, now_s: float) -> None:
         """End every rank left now, stacks first, whatever time there was."""
         if self.phase < Phase.STACKS:
-            self.phase, self.deadline_s = Phase.GRACE, now_s
+            self.phase, self.deadline_s = max(self.phase, Phase.GRACE), now_s
 
 
 # --- what ranks print and record ------------------------------------------------------------------
@@ -333,10 +338,10 @@ class Crew:
         """Fork the ranks of `job`; the caller is the only thread of its process."""
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
-        stacks_s, soak = max(limits.stacks_s, evidence.dumps_take_s(job.spec)), job.spec.soak
+        answers_s, soak = evidence.dumps_take_s(job.spec), job.spec.soak
         self.watch = Watch(
             ranks=job.ranks, timeout_s=job.spec.timeout_s,
-            limits=replace(limits, stacks_s=stacks_s),
+            limits=replace(limits, answers_s=answers_s),
             started_s=time.monotonic() if job.gate_fd is None else math.inf,
             stall_s=(job.spec.stall_s or math.inf) if soak is None else soak.stall_s,
         )  # fmt: skip
@@ -411,7 +416,7 @@ class Crew:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
         watch = self.watch
         while watch.running:
-            look_s = min(self._look_s, ASKING_S if watch.phase is Phase.STACKS else math.inf)
+            look_s = min(self._look_s, ASKING_S if watch.phase is Phase.ASKED else math.inf)
             patience_s = max(min(watch.deadline_s - time.monotonic(), look_s), 0.0)
             for key, _ in self._selector.select(patience_s if patience_s < math.inf else None):
                 if key.fd == self._wakeup.fd:
@@ -435,13 +440,12 @@ class Crew:
             self._advance()
 
     def _advance(self) -> None:
-        """Ask and signal ranks whose time is up, those that have answered a little later."""
-        watch, now_s = self.watch, time.monotonic()
-        asked = watch.phase is Phase.STACKS
-        if asked and evidence.have_answered(self._job.spec, Path(), watch.running):
-            watch.deadline_s = min(watch.deadline_s, now_s + PRINTING_S)
+        """Ask ranks whose time is up, and signal them: printing its stacks may end a rank."""
+        watch, now_s, before = self.watch, time.monotonic(), self.watch.phase
+        if before is Phase.ASKED and evidence.have_answered(self._job.spec, Path(), watch.running):
+            watch.deadline_s = now_s
         number = watch.advance(now_s)
-        if number == signal.SIGUSR1:
+        if before < Phase.ASKED <= watch.phase:
             evidence.ask_for_dumps(Path(), watch.running)
         for pid in self._pids if number is not None else ():
             signal_quietly(pid, number or 0)

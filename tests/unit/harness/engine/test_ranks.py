@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,23 @@ def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
         act(clock)
     assert {at_s: clock.advance(at_s) for at_s in signals} == signals
     assert (clock.waited.partition(" for ")[0].partition(" after ")[0]) == why
+
+
+def test_ranks_say_where_they_are_before_stacks_may_end_them() -> None:
+    """They have so long to answer; a rank that ends meanwhile has ended by itself."""
+    clock = watch()
+    clock.limits = replace(LIMITS, answers_s=2.0)
+    times = {9.9: None, 10.0: None, 11.9: None, 12.0: STACKS, 12.9: None, 13.0: signal.SIGKILL}
+    phases = []
+    for at_s, number in times.items():
+        assert clock.advance(at_s) == number
+        phases.append(clock.phase.name)
+    assert phases == ["RUNNING", "ASKED", "ASKED", "STACKS", "STACKS", "KILLED"]
+    clock = watch()
+    clock.limits = replace(LIMITS, answers_s=2.0)
+    clock.advance(10.0)
+    clock.ended(0, -signal.SIGSEGV, 10.5)
+    assert not clock.exits[0].killed_by_harness
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_a_graphed_entry_and_its_faults(tmp_path: Path) -> None:
 
 
 SILENT = """
-import argparse, os, sys, time
+import argparse, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -267,10 +267,12 @@ def main(mode="plain"):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     model = nn.Sequential(Summing()) if mode == "functional" else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
+    if mode.endswith("dies"):  # when it is to print its stacks
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     for step in range(3):
         odd = (step, rank) == (1, 1)
         batch = torch.ones(2, 4)
-        if mode == "stays_away" and (step, rank) == (2, 1):
+        if mode.startswith("stays_away") and (step, rank) == (2, 1):
             time.sleep(1000)
         used = model[0].inner if mode == "functional" and odd else model
         used(batch).square().mean().backward()
@@ -350,12 +352,14 @@ MISSING = {
         f"rank 1 in step 2 at {line('stays_away', 1)} in main",
         f"rank 0 in step 2, backward at {line('        used(batch)')} in main",
     ),
+    # A rank that printing its stacks ends has said before that where it is.
+    "stays_away_and_dies": (f"{SUMMED} in step 2", "no rank recorded anything for 5 s"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MISSING)
 def test_a_collective_that_a_rank_never_enters(mode: str, silent_run: Run) -> None:
-    outcome, folder = silent_run("script" if mode == "stays_away" else "entry", mode)
+    outcome, folder = silent_run("script" if mode.startswith("stays_away") else "entry", mode)
     assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
     entered, *others = MISSING[mode]
     for words in (f"rank 1 never entered {entered}", *others):
