@@ -47,7 +47,6 @@ from fsdp_core.fsdp.pool import GATHER, GRAD, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, watch
 
 NUMBERS = itertools.count()
-_Rows = dict[int, torch.Tensor]
 
 
 class GroupDtypes(NamedTuple):
@@ -572,7 +571,7 @@ class Gradients:
         sizes = [nest.numel(self.layout.total_numel, k + 1) for k in range(first, levels)]
         outputs = [like.new_empty(size) for size in sizes]
         written = self._copied | self._carried_from
-        rows, home = self._make_rows(like, outputs, written) if final else ({}, None)
+        rows = self._make_rows(like, outputs, written) if final else {}
         self._is_reducing = True
         with self._group.device.on(stream), torch.no_grad():
             partial = self._own_sum(full, outputs[: nest.grad_level - first])
@@ -587,7 +586,7 @@ class Gradients:
                 all_reduce(partial, group)
             if self.sum_hook is not None:
                 self.sum_hook(partial)
-            self._fill_rows(rows, home, partial)
+            self._fill_rows(rows, partial)
             self._deposit(rows)
         return [*outputs, *rows.values()]
 
@@ -606,30 +605,30 @@ class Gradients:
 
     def _make_rows(
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
-    ) -> tuple[_Rows, torch.Tensor | None]:
-        """Memory of the reduced gradients, and the buffer that it lies in: the last output, or the
-        kept one if it is free. Else pieces, a parameter each: they fit between activations."""
+    ) -> dict[int, torch.Tensor]:
+        """Memory of the reduced gradients: in the last output, or in the kept buffer if it is free.
+        Else in pieces, a parameter each, which find room between activations.
+        """
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
         home = self.main_grad if all(p.grad is None for p in self.sharded) else None
         if outputs and outputs[-1].dtype == self._group.dtypes.main:
             home = outputs[-1] = outputs[-1] if home is None else home
         if home is not None:
-            return {i: self._group.local_rows(home, i) for i in wanted}, home
+            return {i: self._group.local_rows(home, i) for i in wanted}
         dtype = self._group.dtypes.main
-        return {i: like.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}, None
+        return {i: like.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
 
-    def _fill_rows(self, rows: _Rows, home: torch.Tensor | None, reduced: torch.Tensor) -> None:
-        """Bring the sum over the ranks into `rows`, or all of it into `home`, divided."""
-        if home is not None and torch.promote_types(home.dtype, reduced.dtype) == home.dtype:
-            # One pass. A number would be multiplied with, and rounded, in the dtype of the sum.
-            same = home.dtype == reduced.dtype
-            torch.mul(reduced, self.scale if same else home.new_full((1,), self.scale), out=home)
+    def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
+        """Bring the sum over the ranks into `rows`, divided."""
+        here = [i for i in rows if self.specs[i].local_numel]
+        if not here:
             return
-        if here := [i for i in rows if self.specs[i].local_numel]:
-            targets = [rows[i] for i in here]
-            torch._foreach_copy_(targets, [self._group.local_rows(reduced, i) for i in here])
-            if self.scale != 1.0:
-                torch._foreach_mul_(targets, self.scale)
+        sources = [self._group.local_rows(reduced, i) for i in here]
+        targets = [rows[i] for i in here]
+        if targets[0].data_ptr() != sources[0].data_ptr():
+            torch._foreach_copy_(targets, sources)
+        if self.scale != 1.0:
+            torch._foreach_mul_(targets, self.scale)
 
     def _zero_unwritten(self, full: torch.Tensor) -> None:
         """Padding and absent gradients hold what the last user left; the sum must add zeros."""
@@ -639,9 +638,10 @@ class Gradients:
             self._views[index].zero_()
         self._copied = set()
 
-    def _deposit(self, rows: _Rows) -> None:
-        """Add the reduced gradients to `grad` of the parameters that had one in compute; then run
-        hooks of `register_post_accumulate_grad_hook`, as autograd accumulates elsewhere."""
+    def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
+        """Add the reduced gradients to `grad` of the parameters that had one in compute. Then hooks
+        of `register_post_accumulate_grad_hook` run: autograd accumulates elsewhere.
+        """
         old = [i for i in rows if self.sharded[i].grad is not None]
         if old:
             grads = [self.sharded[i].grad.to_local() for i in old]  # type: ignore[union-attr]

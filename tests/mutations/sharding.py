@@ -99,7 +99,9 @@ SHARDING = [
          "        if False:", "dist/test_gradients.py::test_every_way_to_accumulate_gives_the_sum"),
         # A quotient of a sum in bf16 is rounded to bf16.
         ("quotient_in_the_dtype_of_the_sum",
-         "self.scale if same else home.new_full((1,), self.scale)", "self.scale",
+         "            torch._foreach_copy_(targets, sources)\n",
+         "            torch._foreach_mul_(sources, self.scale)\n"
+         "            return torch._foreach_copy_(targets, sources)\n",
          "dist/test_gradients.py::test_a_sum_is_divided_in_the_dtype_of_the_gradient"),
     ),
     *bugs_of(
