@@ -318,7 +318,7 @@ def question_of(
 
 
 def made_anew(case: CaseSpec) -> CaseSpec:
-    """The case over runs that no folder holds yet: to compare with what is run from now on."""
+    """The case with new replica numbers, so that all three of its runs are made again."""
     legs: dict[str, Any] = {
         leg: dataclasses.replace(getattr(case, leg), replica=CONFIRMING - number)
         for number, leg in enumerate(LEGS, 1)

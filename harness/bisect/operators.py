@@ -93,13 +93,13 @@ def with_operator(found: Location, spec: OperatorSpec, pair: Sequence[RunResult]
     looks = {rank: _look(rank, spec, pair) for rank in ranks}
     seen = [look for look in looks.values() if not look.why]
     if not seen:
-        why = looks[ranks[0]].why
-        return found.saying(unknown=f"operator: {why}")
+        return found.saying(unknown=f"operator: {looks[ranks[0]].why}")
     wrong = {rank: look.operator for rank, look in looks.items() if look.operator is not None}
     is_whole = len(seen) == len(looks) and not any(look.is_cut for look in seen)
-    if wrong and is_hidden:
-        found = replace(found, rank=min(wrong), ranks=(*wrong,), rank_is_hidden=not is_whole)
-    for operator in wrong.values():
+    if wrong:
+        if is_hidden:
+            found = replace(found, rank=min(wrong), ranks=(*wrong,), rank_is_hidden=not is_whole)
+        operator, *_ = wrong.values()
         return replace(found.saying(operator.told), operator=operator)
     cut = ", as far as they were written down" if any(look.is_cut for look in seen) else ""
     if not cut and found.quantity == "grads":

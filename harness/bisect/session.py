@@ -261,7 +261,7 @@ class _Stages:
         if find_flaw(runs.reference) is not None or find_flaw(runs.control) is not None:
             return None
         self._here = runs.case
-        if self._is_elsewhere:  # no run of here is to be compared with one of there
+        if self._is_elsewhere:  # runs of two environments cannot be compared
             self._here, words = made_anew(runs.case), "does the case fail as it is run now?"
             verdict = self._asker.ask(self._here, words).verdict
         return find_causes(self._here, verdict, self._asker)

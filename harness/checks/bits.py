@@ -180,14 +180,14 @@ def state(reference: RunResult, candidate: RunResult) -> CheckResult:
 
 
 def left_out_alone(ours: StepTable, theirs: StepTable, step: int) -> tuple[set[int], str]:
-    """Ranks whose optimizer step one run alone left out, and a sentence that says why."""
+    """Ranks on which only one of the runs skipped its optimizer step, and a sentence with why."""
     both = {rank: (ours[step, rank].skipped, theirs[step, rank].skipped)
             for at, rank in ours.keys() & theirs.keys() if at == step}  # fmt: skip
     ranks = {rank for rank, (left, right) in both.items() if bool(left) != bool(right)}
     if not ranks:
         return ranks, ""
     left, right = both[min(ranks)]
-    told = f"the {'reference' if left else 'candidate'} alone left its optimizer step out on "
+    told = f"only the {'reference' if left else 'candidate'} skipped its optimizer step on "
     return ranks, f"{told}{show_ranks(ranks)}: {left or right}"
 
 

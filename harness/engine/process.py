@@ -117,7 +117,7 @@ def kill_marked(mark: str) -> None:
 def has_mark(pid: int, mark: str) -> bool | None:
     """Whether a process of ours has `mark`, NAME=VALUE, in its first environment.
 
-    None where there is nothing to read: in the middle of an exec it has memory, and no environment.
+    None during an exec, when the environment cannot be read yet.
     """
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()

@@ -440,7 +440,7 @@ class Crew:
             self._advance()
 
     def _advance(self) -> None:
-        """Ask ranks whose time is up, and signal them: printing its stacks may end a rank."""
+        """Ask ranks whose time is up where they are; then for stacks, which may kill them."""
         watch, now_s, before = self.watch, time.monotonic(), self.watch.phase
         if before is Phase.ASKED and evidence.have_answered(self._job.spec, Path(), watch.running):
             watch.deadline_s = now_s

@@ -246,7 +246,7 @@ def _hook_optimizers(observer: Observer) -> None:
 
 
 def _hook_trials(observer: Observer) -> None:
-    """Leave out what `_TRIALS` call; an optimizer is made after their modules are imported."""
+    """Record nothing inside of the functions of `_TRIALS`, as far as they are imported by now."""
 
     def trial(original: Any, *args: Any, **kwargs: Any) -> Any:
         observer.is_in_trial = True

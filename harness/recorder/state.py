@@ -102,7 +102,8 @@ class Names:
             compiled += [(part, module) for part in around if WRAPPED[0] in part._modules]
             if not any(module is each for each in found):
                 found.append(module)
-            trained |= {id(module)} if any(outer is each for each in held) else set()
+            if any(outer is each for each in held):
+                trained.add(id(module))
         inside = {id(part) for module in found for part in module.modules() if part is not module}
         learned: set[int] = set()
         for module in found:
@@ -173,8 +174,8 @@ class Names:
         return path if root is None else _join(self._prefix(root), path)
 
     def _prefix(self, root: Root) -> str:
-        """That of the root's names. One made in mid-training takes over from one that is gone, or
-        whose optimizer is: its last loss may hold it.
+        """Prefix of the root's names. A module made in mid-training takes that of a module of its
+        class which is freed, or not trained any more: the graph of the last loss may hold it.
         """
         if root.prefix is None:
             gc.collect()  # what it replaces may be in a cycle, as DDP's reducer is
@@ -182,7 +183,7 @@ class Names:
             if gone := next(filter(self._is_replaced, named), None):
                 root.prefix = gone.prefix
                 self._roots.remove(gone)
-                # Who is still held is one of the others: a teacher of the one in its place.
+                # If it is still alive, as a teacher is, it is compared as the other modules are.
                 self._known = {i: each for i, each in self._known.items() if each[1] is not gone}
             else:
                 root.prefix = root.kind + (str(len(named)) if named else "")
@@ -192,9 +193,8 @@ class Names:
     def _is_replaced(self, root: Root) -> bool:
         if (module := root.module()) is None or not root.had_optimizer:
             return module is None
-        trained = (param for each in self._optimizers() for param in parameters(each))
-        seen = {id(each) for param in trained for each in (param, _original(param))}
-        return seen.isdisjoint(map(id, module.parameters()))
+        trained = _ids(param for each in self._optimizers() for param in parameters(each))
+        return trained.isdisjoint(map(id, module.parameters()))
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -212,7 +212,7 @@ class Names:
 
     def frozen(self, trained: Iterable[Tensor]) -> Named:
         """Parameters of all roots that no optimizer has, nor another in their place."""
-        seen = {id(each) for param in trained for each in (param, _original(param))}
+        seen = _ids(trained)
         return [
             each
             for root in self.roots
@@ -250,8 +250,9 @@ class Names:
         ]
 
 
-def _original(param: Tensor) -> Any:
-    return getattr(param, ORIGINAL, param)
+def _ids(params: Iterable[Tensor]) -> set[int]:
+    """Of parameters, and of the originals of those that stand for another."""
+    return {id(each) for param in params for each in (param, getattr(param, ORIGINAL, param))}
 
 
 def _outermost() -> Iterator[nn.Module]:

@@ -104,7 +104,7 @@ RUNNING = [
          "if id(param) in seen and self.knows(param)"),
         ("other_modules_never_found", "not isinstance(each, fx.GraphModule)", "not each"),
         ("traces_are_modules", "not isinstance(each, fx.GraphModule)", "each is not None"),
-        ("a_held_model_is_no_former_one", "return seen.isdisjoint(map(id, module.parameters()))",
+        ("a_held_model_is_no_former_one", "return trained.isdisjoint(map(id, module.parameters()))",
          "return False"),
     ),
     *slips_of(

@@ -250,5 +250,5 @@ def test_a_step_that_one_run_left_out_is_named(reversed_: bool) -> None:
     assert (found.step, found.phase, found.ranks) == (2, "optimizer", (1,))
     assert (found.quantity, found.tensor) == ("skipped", "")
     whose = "reference" if reversed_ else "candidate"
-    told = f"the {whose} alone left its optimizer step out on rank 1: {why}"
+    told = f"only the {whose} skipped its optimizer step on rank 1: {why}"
     assert told in found.evidence
