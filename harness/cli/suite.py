@@ -151,7 +151,8 @@ def _check(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int
             click.echo(item.error, err=True)
         elif not as_json:
             click.echo(f"{item.file}: {counted(item.num_cases, 'case')}")
-    return max((item.exit_code for item in checked), default=ExitCode.NOTHING_RAN)
+    codes = {item.exit_code for item in checked}
+    return min(codes - {ExitCode.PASSED} or codes or {ExitCode.NOTHING_RAN})
 
 
 State = Literal["ok", "warn", "missing"]

@@ -27,6 +27,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdp_core.config import ParallelConfig
 from harness.checks.speed import TIMED_STEPS
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
@@ -306,6 +307,13 @@ class _Maker:
         if "taps" in checks and scenario.program is None:  # a script may give its recorder some
             expected = "taps in base, of the modules to compare"
             need(candidate.taps and reference.taps, "checks.taps", expected, "none")
+        configs = [leg.config for leg in (candidate, reference) if leg.config]
+        elsewhere = any(c.resume_from != ParallelConfig() for c in configs)
+        expected = "1 or more in one run, as resume_from is another layout"
+        need(
+            not elsewhere or any(c.resume_at for c in configs),
+            "resume_at", expected, 0, at="compare",
+        )  # fmt: skip
         if "state" in checks:
             expected = "no state, as ranks of two engines hold other parts of each tensor"
             got = f"{candidate.engine} against {reference.engine}"
@@ -313,8 +321,8 @@ class _Maker:
         if timed := checks.get("throughput"):
             # Times of warm-up and capture say nothing of the steps that come after.
             skipped = timed["skip_steps"]
-            graphed = [leg.config for leg in (candidate, reference) if leg.config and leg.graph]
-            captured = max((c.resume_at + c.graph_warmup_steps + 1 for c in graphed), default=0)
+            graphed = [c.resume_at + c.graph_warmup_steps + 1 for c in configs if c.graph]
+            captured = max(graphed, default=0)
             expected = f"{captured} or more, as graphs are captured in the step before"
             need(skipped >= captured, "checks.throughput.skip_steps", expected, skipped)
             least = skipped + TIMED_STEPS

@@ -180,6 +180,8 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
         {"taps": ("layers.*.attn:output",)}),
     "taps_differ": ("taps", {"taps": ("norm", "norm:output")}, {"taps": ("norm", "norm:input")}),
     "goes_on_after_it_resumed": ("resume_at", {"resume_at": 4, "steps": 4}, {"resume_at": 3}),
+    "evaluates_once_at_least": ("evaluate_every",
+        {"evaluate_every": 5, "steps": 4}, {"evaluate_every": 4}),
     "samples_are_numbered_by_rows": ("data.ranks",
         {"data": {"ranks": 2}, "parallel": {"dp": 2, "dynamic_cp": (1, 2)}},
         {"parallel": {"dynamic_cp": ()}}),

@@ -231,13 +231,14 @@ def test_list_says_cases_or_how_many_and_checks_every_file(
         return capsys.readouterr().out
 
     assert said("small.yaml -k dp1").split()[-2:] == ["dp1-attn", "dp1-full_iteration"]
-    assert said("--check more", 5) == "more/b.yml: 3 cases\n"
+    assert said("--check more", 4) == "more/b.yml: 3 cases\n"
     for args in ("small.yaml more/b.yml", "--count small.yaml more/b.yml"):
         told = "small.yaml: 4 cases\nmore/b.yml: 3 cases\n7 cases in 2 scenarios\n"
         assert said(args) == told
     assert said("small.yaml more/b.yml -k dp2").count("dp2-full_iteration") == 2
     for args, code in (
         ("--check more/a.yaml more/b.yml", 4), ("more", 4), ("--check none", 5),
+        ("--check more/b.yml more/c.yaml", 5),
         ("small.yaml -k zzz", 5), ("--count none.yaml", 4),
     ):  # fmt: skip
         said(args, code)
