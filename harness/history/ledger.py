@@ -124,6 +124,7 @@ class FolderEntry(Json):
     fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)  # of ranks, by name
     cases: tuple[CaseEntry, ...] = ()
     runs: tuple[RunEntry, ...] = ()
+    merged: tuple[str, ...] = ()  # ids of the run folders that this one was merged of
 
     @property
     def environment_id(self) -> str:
@@ -287,6 +288,7 @@ def gather(folder: store.RunFolder) -> FolderEntry:
         **said, num_cases=len(folder.cases), machine=machine_kind(machine), cases=tuple(answers),
         slots=manifest.get("slots", 0), environment=environment if machine else {},
         fingerprints=fingerprints, runs=tuple(run for found in runs.values() for run, _ in found),
+        merged=tuple(_text(part.get("id")) for part in manifest.get("merged", ())),
     )  # fmt: skip
 
 

@@ -118,8 +118,12 @@ def trends(
         asked = {case.candidate for case in folder.cases}
         runs = {run.key: run for run in folder.runs if not run.what and run.key in asked}
         seen.append((replace(folder, cases=(), runs=()), folder.cases, runs))
+    # A shard answers once, be it recorded by itself, in what was merged of it, or in both.
+    merged = {(part, folder.scenario) for folder, _, _ in seen for part in folder.merged}
     found: dict[tuple[str, str], list[_Answered]] = {}
     for folder, cases, runs in reversed(seen):
+        if (folder.id, folder.scenario) in merged:
+            continue
         last = {case.case_id: case.attempt for case in cases}
         for case in sorted(cases, key=lambda case: case.attempt):
             # Runs of a folder are those of its last answer.

@@ -55,6 +55,18 @@ def test_first_bad_and_last_good(answers: str, bad: Any, good: Any, history: His
     assert found.num_runs == len(answers)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_shard_and_what_was_merged_of_it_answer_once(order: Any, history: History) -> None:
+    """Whichever was recorded first; a merge of several scenarios is a scenario of its own."""
+    shards = [answered("p", 0), answered("f", 1)]
+    ids = tuple(shard.id for shard in shards)
+    merged = answered("f", 2, merged=ids)
+    found = trend_of(history, [[*shards, merged][n] for n in order])
+    assert [answer.folder for answer in found.answers] == [merged.id]
+    history.record(answered("p", 3, scenario="other", merged=(merged.id,)))
+    assert found in trends(history)
+
+
 def test_values_are_those_of_the_last_candidate_if_it_ended_well(history: History) -> None:
     """Step time, peak and start-up; a crashed run measured nothing; each answer is shown."""
     entry = night(2)

@@ -178,6 +178,10 @@ def test_merged_shards_are_one_report(engine: FakeEngine, cli: Cli) -> None:
     assert names[0] == names[1]
     cli("show", cases_of("m")[0], "m")
     assert RunFolder.open(Path("m")).manifest["merged"][0]["shard"] == "2/2"
+    cli("history", "--history", "history", "--add", "m")  # runs recorded themselves: whole, s1, s2
+    answered = [{a["folder"] for a in trend["answers"]} for trend in
+                cli.json("history", "--history", "history")]  # fmt: skip
+    assert {len(folders) for folders in answered} == {2}
 
 
 @pytest.mark.usefixtures("folder")
