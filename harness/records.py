@@ -18,7 +18,7 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -193,9 +193,11 @@ class RunSpec(Json):
     def key(self) -> str:
         """File-name-safe identity: equal keys mean equal work."""
         # Without defaults: a field that is added leaves the keys of runs without it as they are.
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        silent = {f.name for f in fields(self) if plain[f.name] == f.default}
-        text = dumps({name: value for name, value in self.to_json().items() if name not in silent})
+        held = (
+            (name, getattr(self, name), f.default) for name, f in self.__dataclass_fields__.items()
+        )
+        said = {name: value for name, value, default in held if value != default}
+        text = dumps({k: v.to_json() if isinstance(v, Json) else v for k, v in said.items()})
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{self._short_name}-r{self.replica}-{digest}"
 

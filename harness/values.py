@@ -30,8 +30,9 @@ class Json:
 
     def __post_init__(self) -> None:
         """Hold the defaults of keys that were left out: msgspec leaves them to the class."""
-        if len(self.__dict__) < len(fields := dataclasses.fields(self)):
-            self.__dict__.update({f.name: getattr(self, f.name) for f in fields})
+        if len(self.__dict__) < len(self.__dataclass_fields__):
+            held = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            self.__dict__.update(held)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""

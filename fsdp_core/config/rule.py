@@ -65,14 +65,6 @@ class Rule(Generic[T]):
     legal: tuple[object, ...] = ()
     alone: tuple[str, ...] = ()
 
-    def check(self, subject: T) -> None:
-        try:
-            if self.breaks(subject):
-                refuse(subject, self.key, self.expected.format(subject), self.legal)
-        except ConfigError as error:
-            error.rule = self.name
-            raise
-
 
 def broken(rules: Iterable[Rule[T]], subject: T) -> ConfigError | None:
     """The error of the first rule that `subject` breaks, or None."""
@@ -86,7 +78,12 @@ def broken(rules: Iterable[Rule[T]], subject: T) -> ConfigError | None:
 def obey(rules: Iterable[Rule[T]], subject: T) -> None:
     """Check all rules (`ConfigError`: of the first rule that `subject` breaks)."""
     for each in rules:
-        each.check(subject)
+        try:
+            if each.breaks(subject):
+                refuse(subject, each.key, each.expected.format(subject), each.legal)
+        except ConfigError as error:
+            error.rule = each.name
+            raise
 
 
 def refuse(subject: object, key: str, expected: str, legal: tuple[object, ...] = ()) -> NoReturn:
