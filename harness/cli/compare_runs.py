@@ -77,7 +77,7 @@ def compare_runs_command(
     code, console = exit_code([verdict]), make_console(stderr=as_json)
     print_outcome(console, [verdict], 1)
     print_line(console, f"; run folder {folder.path}")
-    reports = report_again(console, folder.path)
+    reports, code = report_again(console, folder.path, code)
     if as_json:
         options.print_json({
             "exit_code": int(code), "folder": str(folder.path), "verdict": verdict.to_json(),

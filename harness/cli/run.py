@@ -13,7 +13,7 @@ from harness.checks import exit_code, judge
 from harness.checks.evidence import count
 from harness.cli import options
 from harness.cli.options import PATH, print_json
-from harness.errors import UsageError, one_line
+from harness.errors import HarnessError, UsageError, one_line
 from harness.history import HISTORY_FOLDER, remember
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
@@ -21,7 +21,7 @@ from harness.repeats import past_legs, runs_of
 from harness.runner import launch
 from harness.runner.run import held_against_attempts, set_killed_aside
 from harness.scenario.schema import ENGINES, Overrides
-from harness.store import LEGS, VERDICT_FILE, RunFolder, load_case, load_run_folder
+from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.folder import (
     DEFAULT_OUT,
     Inspection,
@@ -60,12 +60,21 @@ def build_reports(folder: Path, database: Path | None = None) -> Reports:
     return reports.build(folder, history=database, step=Path(step) if step else None)
 
 
-def report_again(console: Console, folder: Path, database: Path | None = None) -> Reports:
-    """`build_reports`, and say where the page is."""
-    reports = build_reports(folder, database)
+def report_again(
+    console: Console, folder: Path, code: int, database: Path | None = None
+) -> tuple[Reports, int]:
+    """`build_reports`, say where the page is, and what a command then ends with, so far `code`.
+
+    Reports that cannot be written take no verdict away: only a pass is none without them.
+    """
+    try:
+        reports = build_reports(folder, database)
+    except HarnessError as error:
+        click.echo(f"harness: no report: {Masker(os.environ).text(str(error))}", err=True)
+        return {}, code or ExitCode.NO_VERDICT
     if "html" in reports:
         print_line(console, f"report: {reports['html']}")
-    return reports
+    return reports, code
 
 
 def as_text(reports: Reports) -> dict[str, str]:
@@ -134,14 +143,14 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
     """
     place = out or unused(DEFAULT_OUT / "merged")
     with merge(folders, place, options.command_line()) as merged:
-        reports = build_reports(merged.path)
-    found = judged_again(place)
-    code, console = code_of(found), make_console(stderr=as_json)
+        found = judged_again(place)
+    console = make_console(stderr=as_json)
     for note in merged.manifest["notes"]:
         print_line(console, note)
     console.print(counts_line(found.verdicts, found.num_cases), end="")
     print_line(console, f"; run folder {merged.path}")
     show_damage(found)
+    reports, code = report_again(console, merged.path, code_of(found))
     if as_json:
         print_json({"exit_code": int(code), "folder": str(merged.path),
                     "reports": as_text(reports)})  # fmt: skip
@@ -163,8 +172,8 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
         print_json({"case": spec.to_json(), "folder": str(place), "why": why,
                     "verdict": verdict.to_json() if verdict else None})  # fmt: skip
     else:
-        held = load_case(place) if (place / "case.json").is_file() else None
-        runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
+        runs = {role: (place / role, load_run_folder(place / role, getattr(spec, role)))
+                for role in LEGS if (place / role).is_dir()}  # fmt: skip
         print_case(make_console(), spec, verdict, runs, why=why)
     return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT
 
@@ -295,11 +304,12 @@ def run(
     )  # fmt: skip
     if wanted.mixed and wanted.resume is None:
         raise UsageError("--mixed: expected --resume RUN with it")
-    if again_killed:
-        if wanted.resume is None or dry_run:
-            raise UsageError("--again-killed: expected --resume RUN with it, and no --dry-run")
-        set_killed_aside(wanted.resume)
+    if again_killed and (wanted.resume is None or dry_run):
+        raise UsageError("--again-killed: expected --resume RUN with it, and no --dry-run")
     prepared = launch.prepare(wanted)
+    if again_killed and wanted.resume is not None:  # only now is it known that they can be made
+        set_killed_aside(wanted.resume)
+        prepared = launch.prepare(wanted)
     if not dry_run:
         return _carry_out(
             prepared, out=wanted.out, exit_first=wanted.exit_first, as_json=as_json,
@@ -359,8 +369,7 @@ def _carry_out(
     history = database or done.folder.parent / HISTORY_FOLDER
     if not no_history and (warning := remember(done.folder, history)):
         click.echo(f"harness: {warning}", err=True)
-    # After the verdicts: a report that cannot be written must not swallow them.
-    reports = report_again(console, done.folder, database)
+    reports, code = report_again(console, done.folder, code, database)
     if as_json:
         print_json(_result(done, reports, code))
     if opens:
@@ -383,7 +392,7 @@ def _show_cut_short(
         if done.verdicts:
             # Of hundreds of cases it takes a while, which must not look like a harness that hangs.
             console.print("interrupted: writing the report, one more Ctrl-C leaves it out")
-            reports = report_again(console, done.folder, database)
+            reports, _ = report_again(console, done.folder, cut.exit_code, database)
     except KeyboardInterrupt:
         raise cut from None
     except Exception as error:  # noqa: BLE001 - it does not change why the run ended

@@ -13,13 +13,23 @@ import click
 import pytest
 
 from harness.cli import COMMANDS, main
+from harness.cli import run as report_commands
 from harness.cli.options import for_git
 from harness.engine import machine
 from harness.engine.machine import Gpu
+from harness.errors import Infrastructure
 from harness.records import ExitCode, RunSpec, Verdict, What
 from harness.runner import launch
 from harness.store import RunFolder
-from tests.support.fake_engine import SCENARIO, Capsys, FakeEngine, Patch, run_json, unequal
+from tests.support.fake_engine import (
+    SCENARIO,
+    Capsys,
+    FakeEngine,
+    Patch,
+    failed_run,
+    run_json,
+    unequal,
+)
 
 
 def test_a_matrix_that_agrees_passes(engine: FakeEngine, capsys: Capsys) -> None:
@@ -358,6 +368,39 @@ def test_an_interrupted_run_shows_and_reports_what_is_done(
     assert err == f"harness: interrupted: 2 of 4 cases are done; go on with --resume {where}\n"
     engine.on_start = lambda spec: None
     assert main(["run", "--resume", "r"]) == 1
+
+
+@pytest.mark.parametrize(("spoil", "code"), [(unequal, 1), (lambda spec, record: record, 6)])
+def test_a_report_that_cannot_be_written_takes_no_verdict_away(
+    spoil: Any, code: int, engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+) -> None:
+    """A failure ends with 1 all the same, a pass with 6; JSON has the verdicts; so does a merge."""
+
+    def refuse(*_: object) -> None:
+        raise Infrastructure("cannot write report: no room")
+
+    monkeypatch.setattr(report_commands, "build_reports", refuse)
+    engine.spoil = spoil
+    found, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
+    assert found == answer["exit_code"] == code
+    assert (len(answer["verdicts"]), answer["reports"]) == (4, {})
+    found, answer = run_json(capsys, "merge", "r", "--out", "m")
+    assert found == answer["exit_code"] == code
+    assert (Path("m") / "manifest.json").exists()
+
+
+def test_a_case_is_shown_by_its_verdict_if_its_own_file_is_damaged(
+    engine: FakeEngine, capsys: Capsys
+) -> None:
+    """The plan says what the case is: as text as in JSON."""
+    failed_run(engine)
+    place = Path("r/cases/dp2-attn/case.json")
+    place.unlink()
+    place.write_text("{")
+    code, answer = run_json(capsys, "show", "dp2-attn", "r")
+    assert (code, answer["verdict"]["outcome"]) == (0, "failed")
+    assert main(["show", "dp2-attn", "r"]) == 0
+    assert "step 2, rank 1" in capsys.readouterr().out
 
 
 def test_every_exit_code_has_a_meaning_for_git() -> None:

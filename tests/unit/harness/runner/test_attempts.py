@@ -280,6 +280,9 @@ def test_a_run_that_was_killed(failing: FailingEngine, cli: Cli, *, from_outside
     else:
         assert main([*RESUME]) == 1
         assert (failing.made[made:], keys) == ([], [])
+        assert main([*RESUME, "--again-killed", "--device", "cpu"]) == 4
+        # What was refused has set nothing aside.
+        assert cli.json("check", "run", code=1)["damage"] == []
         assert main([*RESUME, "--again-killed"]) == 0
         assert len(failing.made) == made + 1
         assert words() == {FAILING: "passed on attempt 2 (candidate: killed)"}
