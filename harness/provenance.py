@@ -16,7 +16,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -198,12 +198,20 @@ def code(root: Path | None = None) -> str:
 
 
 def code_of_scripts(folder: Path) -> str:
-    """A hash of the scripts in a folder."""
+    """A hash of the scripts in a folder, and of the packages next to them."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in _scripts(folder):
         with suppress(OSError):
-            digest.update(path.name.encode() + path.read_bytes())
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _scripts(folder: Path) -> Iterator[Path]:
+    # Packages only: copies of its code that a program leaves with its results are none.
+    yield from sorted(folder.glob("*.py"))
+    for package in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        if not package.is_symlink():
+            yield from _scripts(package)
 
 
 def code_of_program(folder: Path) -> str:
@@ -220,12 +228,13 @@ def code_of_program(folder: Path) -> str:
 
 def record(
     machine: Mapping[str, Any], programs: Mapping[str, str] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] = os.environ, commit: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """What a manifest says of the environment: `machine` as JSON, the code of programs by name."""
+    """What a manifest says of the environment: `machine` as JSON, the code of programs by name,
+    and the `commit` under test, by default that of this package."""
     return {
         "machine": machine, "processor": processor(), "packages": installed_packages(),
-        "commit": describe(), "code": code(), PROGRAMS_KEY: dict(programs or {}),
+        "commit": commit or describe(), "code": code(), PROGRAMS_KEY: dict(programs or {}),
         "environment": {"python": platform.python_version(), "variables": variables(environ)},
     }  # fmt: skip
 
@@ -322,32 +331,38 @@ def describe(root: Path | None = None) -> str:
     """The code under `root`, by default where this package lies; never an exception."""
     root = root or Path(__file__).parents[1]
     folders = [name for name in PACKAGES if (root / name).is_dir()]
-    changes = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", *folders)
-    try:
-        commit = git(root, "rev-parse", "--verify", "HEAD").decode().strip()
-        # A package in site-packages may lie inside somebody's repository without being part of it.
-        if not folders or not git(root, "ls-files", "--", *folders):
-            return ""
-        changed = git(root, *changes)
-        added = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
-        if not changed and not added:
-            return commit
-        digest = hashlib.sha256(changed)
-        for name in sorted(filter(None, added.split(b"\0"))):
-            digest.update(name + b"\0" + (root / name.decode()).read_bytes())
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-    return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}"
+    return _commit(root, folders, folders, folders) if folders else ""
 
 
 def commit_of(folder: Path) -> str:
     """The commit of the repository that a program lies in, with a hash of changes; "" without."""
-    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        commit = git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
-        changed = git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
-        suffix = f"+{hashlib.sha256(changed).hexdigest()[:HASH_CHARS]}" if changed else ""
-        return f"{commit}{suffix}"
-    return ""
+    return _commit(folder, ["."], [":/"], ["*.py"])
+
+
+def commit_of_program(folder: Path) -> str:
+    """The same, but of a program that is in no repository what there is: a hash of its code."""
+    return commit_of(folder) or f"+{code_of_scripts(folder)[:HASH_CHARS]}"
+
+
+def _commit(
+    root: Path, parts: Sequence[str], changing: Sequence[str], adding: Sequence[str]
+) -> str:  # fmt: skip
+    """The commit of which `parts` are a part, with a hash of changes of `changing` and of new files
+    that fit `adding`; "" if there is none."""
+    new = ("ls-files", "--others", "--exclude-standard", "-z", "--", *adding)
+    try:
+        commit = git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+        # A package in site-packages may lie inside somebody's repository without being part of it.
+        if not git(root, "ls-files", "--", *parts):
+            return ""
+        changed = git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--",
+                      *changing)  # fmt: skip
+        digest, added = hashlib.sha256(changed), git(root, *new)
+        for name in sorted(filter(None, added.split(b"\0"))):
+            digest.update(name + b"\0" + (root / name.decode()).read_bytes())
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}" if changed or added else commit
 
 
 def git(root: Path, *arguments: str) -> bytes:

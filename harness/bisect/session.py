@@ -36,7 +36,13 @@ from harness.bisect.repro import FOLDER, MinimalCase, write_minimal_case
 from harness.checks.complete import find_flaw
 from harness.engine.slurm import stored_options
 from harness.errors import Interrupted, UsageError, shown
-from harness.program.spec import capabilities_of, folder_of, make_environments, program_of
+from harness.program.spec import (
+    capabilities_of,
+    commit_of_configs,
+    folder_of,
+    make_environments,
+    program_of,
+)
 from harness.provenance import changes, everything
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
@@ -240,8 +246,9 @@ class _Stages:
         self._is_elsewhere = (run.manifest.get("code"), was) != (here.manifest.get("code"), is_now)
         if apart := changes(was, is_now, MOST_TOLD):
             told.append(f"the case and further runs {other} {apart}")
-        failed, now = str(run.manifest.get("commit", "")), provenance.describe()
-        if failed != now:
+        configs = [spec.config for spec in (runs.reference.spec, runs.candidate.spec)]
+        failed, now = str(run.manifest.get("commit", "")), commit_of_configs(configs)
+        if now not in failed.split(", "):
             failed, now = _code(failed), _code(now)
             told.append(f"the case failed as {failed}; further runs are made as {now}")
         return tuple(told)

@@ -61,8 +61,8 @@ def build_reports(folder: Path, database: Path | None = None) -> Reports:
 
 
 def report_again(
-    console: Console, folder: Path, code: int, database: Path | None = None
-) -> tuple[Reports, int]:
+    console: Console, folder: Path, code: ExitCode, database: Path | None = None
+) -> tuple[Reports, ExitCode]:
     """`build_reports`, say where the page is, and what a command then ends with, so far `code`.
 
     Reports that cannot be written take no verdict away: only a pass is none without them.

@@ -235,6 +235,8 @@ def _plain(text: str) -> str:
 HISTORY_FOLDER = "history"
 NOT_WRITTEN_FILE = "history_not_written.txt"
 MAX_TEXT_CHARS = 500
+CODE = ("code", "program")
+"""Of an environment: the code of the built-in trainer, and that of a program."""
 
 
 def remember(folder: Path, database: Path) -> str:
@@ -320,7 +322,7 @@ def _attempts(
         name = ""
         if found and len(found) == spec.world_size:
             # Each once, but for their code: values of two commits are compared all the same.
-            plain = ({k: v for k, v in fingerprint(e).items() if k != "code"} for e in found)
+            plain = ({k: v for k, v in fingerprint(e).items() if k not in CODE} for e in found)
             texts = sorted({json.dumps(each, sort_keys=True) for each in plain})
             ranks = {"ranks": [json.loads(text) for text in texts]}
             name = name_of(ranks)

@@ -294,9 +294,9 @@ def when(answer: Answer | None) -> str:
 
 
 def short(commit: str) -> str:
-    """'3f1c0a9d', with '+5d0e' if there were changes on top."""
+    """'3f1c0a9d', with '+5d0e' if there were changes on top, or by which alone code is known."""
     base, _, changes = commit.partition("+")
-    return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" if base else "unknown"
+    return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" or "unknown"
 
 
 def value(metric: str, number: float | None) -> str:

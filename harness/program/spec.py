@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import harness
+from harness import provenance
 from harness.program.packages import Say, prepare
-from harness.provenance import PROGRAM_VARIABLE, code_of_program, code_of_scripts
+from harness.provenance import (
+    COMMIT_VARIABLE,
+    PROGRAM_VARIABLE,
+    code_of_program,
+    code_of_scripts,
+    commit_of_program,
+)
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.values import Json, RecordError
 
@@ -126,6 +133,14 @@ def codes_of(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {f"program {p.target}": code_of_program(folder_of(p)) for p in programs}
 
 
+def commit_of_configs(configs: Iterable[Mapping[str, Any]]) -> str:
+    """The commit of what configurations train, of several all."""
+    programs = {program and folder_of(program) for program in map(program_of, configs)}
+    return ", ".join(
+        sorted({commit_of_program(f) if f else provenance.describe() for f in programs} - {""})
+    )
+
+
 # --- one rank of a program, with the recorder in it ---------------------------------------------
 
 # script, module   the rank's process becomes a fresh interpreter that runs the program, in the
@@ -170,7 +185,8 @@ def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) 
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "deltazero",
         "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": environ.get("RANK", "0"), "ROLE_WORLD_SIZE": environ.get("WORLD_SIZE", "1"),
-        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)),
+        # The harness' own commit, which all ranks inherit, is not that of the program.
+        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)), COMMIT_VARIABLE: "",
     } | recording(program, folder, environ)  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from harness.errors import (
     one_line,
 )  # fmt: skip
 from harness.masking import Masker
-from harness.program.spec import codes_of, make_environments, program_of
+from harness.program.spec import codes_of, commit_of_configs, make_environments, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps, each_of
 from harness.repeats import unique_runs
@@ -409,5 +409,5 @@ def create_folder(
 
 def provenance_of(here: Machine, cases: Sequence[CaseSpec]) -> Mapping[str, Any]:
     """What a manifest says of the environment in which the runs of cases are made now."""
-    configs = {spec.key: spec.config for spec in unique_runs(cases).values()}
-    return record(json.loads(dumps(here)), codes_of(configs.values()))
+    configs = [spec.config for spec in unique_runs(cases).values()]
+    return record(json.loads(dumps(here)), codes_of(configs), commit=commit_of_configs(configs))

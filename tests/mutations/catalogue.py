@@ -600,7 +600,7 @@ MUTATIONS = [
         "provenance.py",
         "test_provenance",
         ("flags_of_the_cpu_count_for_nothing", "sha256(features.encode())", "sha256(bytes())"),
-        ("changes_on_top_unseen", "if not changed and not added:", "if not added:"),
+        ("changes_on_top_unseen", "if changed or added else commit", "if added else commit"),
         ("variables_are_no_fact", "for name, v in stored.items() if _decides(str(name))}",
          "for name, v in stored.items() if not name}"),
     ),

@@ -24,6 +24,7 @@ from harness.provenance import (
     record,
     variables,
 )
+from harness.runner.launch import Request, prepare, provenance_of
 from harness.values import dumps
 
 GPU = Gpu(id="GPU-1", name="H100", memory_bytes=80)
@@ -281,6 +282,51 @@ def test_changes_on_top_have_a_name(root: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / "index"))
     assert describe(root) == seen[-1]
+
+
+PROGRAM = """\
+{name: p, why: A program., program: {script: train.py, ranks: 1, steps: 2},
+ axes: {args.mode: [a, b]}, compare: {axis: args.mode, reference: a, expect: bitwise},
+ checks: {loss: {}, state: {}}, launch: {device: cpu}}
+"""
+
+
+def planned(folder: Path) -> tuple[str, str]:
+    """The commit of a program under test, and a hash of its code, as a manifest says them."""
+    (folder / "p.yaml").write_text(PROGRAM)
+    prepared = prepare(Request(paths=(folder / "p.yaml",)))
+    manifest = provenance_of(prepared.machine, prepared.plan.cases)
+    (code,) = manifest["programs"].values()
+    return str(manifest["commit"]), str(code)
+
+
+def test_a_program_has_the_commit_of_its_own_repository(root: Path) -> None:
+    """With what lies on top, new scripts too."""
+    (root / "train.py").write_text("pass\n")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "Train")
+    head = git(root, "rev-parse", "HEAD")
+    seen = [planned(root)[0]]
+    for path in ("README.md", "train.py", "helper.py"):
+        (root / path).write_text("changed = 1\n")
+        seen.append(planned(root)[0])
+    assert (seen[0], len(set(seen))) == (head, 4)
+    assert all(each.startswith(f"{head}+") for each in seen[1:])
+
+
+def test_a_program_in_no_repository_is_named_by_its_code(tmp_path: Path) -> None:
+    """Packages next to it are a part of it, what it leaves with its results is none."""
+    for path in ("train.py", "parts/__init__.py", "parts/deep/__init__.py", "parts/deep/a.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("pass\n")
+    (tmp_path / "parts/again").symlink_to(tmp_path / "parts")
+    seen = [planned(tmp_path)]
+    for path in ("results/train.py", "train.py", "parts/deep/a.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("changed = 1\n")
+        seen.append(planned(tmp_path))
+    assert seen[0] == seen[1]
+    assert [len(set(each)) for each in zip(*seen, strict=True)] == [3, 3]
 
 
 def test_no_repository_is_no_commit(tmp_path: Path, root: Path) -> None:

@@ -317,6 +317,19 @@ def test_earlier_attempts_are_kept(folder: Path) -> None:
     assert attempts == [(0, "interrupted"), (1, "")]
 
 
+@pytest.mark.parametrize("key", ["code", "program"])
+def test_runs_of_two_commits_are_compared(tmp_path: Path, key: str) -> None:
+    """The code that ran, of the trainer or of a program, is no part of the environment."""
+    folders = []
+    for code in ("0216", "1c0e"):
+        writer = Writer(tmp_path / code)
+        writer.add("a", 1, "attn", **{leg: {"environment": {key: code}} for leg in LEGS})
+        folders.append(writer.write())
+    before, after = ({run.key: run.fingerprint for run in gathered(f).runs} for f in folders)
+    assert before == after
+    assert all(before.values())
+
+
 def test_every_rank_and_bit_is_looked_at(tmp_path: Path) -> None:
     """A step takes as long as its slowest rank, their first half is warm-up."""
 
