@@ -3,7 +3,8 @@
     interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
 
 Only the first process that a rank starts records: its children inherit the variables, but not the
-file. `harness.records` describes what is written, and is not imported.
+file. One that replaces itself by `exec` before it trains begins anew. `harness.records` describes
+what is written, and is not imported.
 """
 
 import atexit
@@ -91,8 +92,11 @@ class Session:
         self.rounding = int(spec.get("rounding", 0))
         self.sketch = str(spec.get("sketch", "none"))
         self.pid, self.step, self.is_over = os.getpid(), -1, False
+        path = folder / f"rank{rank}.jsonl"
+        if ring is None and _is_replaced(path):
+            path.unlink()
         self._file = (
-            RecordFile(folder / f"rank{rank}.jsonl", is_new=True)
+            RecordFile(path, is_new=True)
             if ring is None else Ring(folder / f"rank{rank}", ring, self._stop)
         )  # fmt: skip
         self.at_work: Callable[[BaseException], dict[str, str]] = lambda error: {}
@@ -200,6 +204,15 @@ class Session:
             wall_s = time.monotonic() - self.started_s
             self.write("end", steps=self.step + 1, startup_s=self.startup_s, wall_s=wall_s, **facts)
         self.is_over = True
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether what this process was before an `exec` has written there, and no step."""
+    try:
+        kinds = {(record := json.loads(line))["kind"]: record for line in path.open()}
+        return bool(kinds["start"]["pid"] == os.getpid() and "step" not in kinds)
+    except (OSError, ValueError, LookupError):
+        return False
 
 
 def _first(error: BaseException) -> BaseException:

@@ -261,6 +261,8 @@ class Stays:
 
 
 def main(mode="plain"):
+    if mode == "again" and "AGAIN" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "AGAIN": "1"})
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -405,3 +407,10 @@ def test_a_program_that_stays_before_its_end_is_a_hang(silent_run: Run) -> None:
     assert outcome.what == "hang"
     at = line('"late"', 1)
     assert f"at {at} in main" in outcome.message
+
+
+def test_a_program_that_starts_itself_again_is_recorded(silent_run: Run) -> None:
+    """With torch imported before, as programs do that set variables for themselves."""
+    outcome, out = silent_run("script", "again")
+    assert outcome.what == "", outcome.message
+    assert [len(read_rank(rank_path(out, rank), rank).steps) for rank in range(2)] == [3, 3]
