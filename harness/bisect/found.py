@@ -106,7 +106,9 @@ class Operator(Json):
         """The evidence in a sentence."""
         if self.candidate is None:
             return f"the candidate has nothing that gives what {self.reference} gives"
-        what = "" if self.outside else ": it was given the same and returned something else"
+        is_known = all((*self.candidate.inputs, *(self.reference.inputs if self.reference else ())))
+        same = "it was given the same" if is_known else "not all that it was given has a digest"
+        what = "" if self.outside else f": {same}, and it returned something else"
         return (
             f"operator {self.candidate.number} of the call is the first that differs, {self}{what}"
         )

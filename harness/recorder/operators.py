@@ -29,7 +29,8 @@ UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 UNDER_WAY, INTO_BUFFER, WAITED = ("c10d", "_c10d"), "all_gather_copy_in", "wait_tensor"
 """Begin namespaces of collectives, which write on after they return; FSDP2's, which writes its own
 part of what a gather fills; the one that waits."""
-FILLS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_")
+FILLS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "cauchy_",
+         "exponential_", "geometric_", "log_normal_")  # fmt: skip
 """Operators that write all of a tensor whatever it held."""
 
 

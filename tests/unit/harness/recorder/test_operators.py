@@ -58,6 +58,9 @@ class Block(nn.Module):
             y = y + late.view(2, 2).fill_(1).sum()
             room[:4] = y[0].detach()
             y = y + room.mul_(1)[:4].sum()
+        if self.how.isdigit():
+            torch.manual_seed(int(self.how))
+            y = nn.functional.dropout(y, 0.5)  # drawn
         if self.how == "scaled":
             y = y.clone().mul_(3)  # scaled
         if self.how == "copy":
@@ -167,6 +170,15 @@ def test_of_a_wrong_input_it_is_said_where_it_came_from(tmp_path: Path) -> None:
     found = first("weight", tmp_path / "two", step=1, call=0, module="1.up")
     assert found is not None
     assert found.outside == ("weight",)
+
+
+def test_other_random_numbers_are_of_the_operator_that_drew_them(tmp_path: Path) -> None:
+    """Not of the one that took them."""
+    found = first_operator(*(seen(how, tmp_path / how).calls for how in ("1", "2")))
+    assert found is not None
+    assert found.candidate is not None
+    assert found.candidate.line == line_of("drawn")
+    assert (found.candidate.operator, found.outside) == ("aten.bernoulli_.float", ())
 
 
 def test_a_backward_pass_has_the_lines_of_its_forward_pass(tmp_path: Path) -> None:
