@@ -40,6 +40,7 @@ from harness.records import (
     COPIES,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
+    OTHERS,
     SAMPLES,
     FloatBits,
     GivenCall,
@@ -329,8 +330,11 @@ def _losses_part(pair: RunPair, at: Location, step: int) -> Location | None:
         told = "every rank's own losses are equal: it is their mean over the ranks"
         return found.saying(told, phase="reduce", near="in", collective="all-reduce of the loss")
     outputs = [r.module for r in pair.rows(step) if r.kind == OUTPUT and r.microbatch is not None]
+    apart = [t.name for group in ("frozen", OTHERS) for t in pair.different(step, group)]
+    more = [f"{name} differs, too, as the step ends: no optimizer trains it" for name in apart[:1]]
     return found.saying(
         "what every module returned is equal: the loss was given other labels or other weights",
+        *more,
         unknown="phase: labels have no digest, so the loss itself may have computed otherwise",
         phase="input", module=outputs[-1] if outputs else "",
     )  # fmt: skip

@@ -82,16 +82,16 @@ def run_of(
     return model.run(model.spec(replica, graph, **more))
 
 
-def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
+def foreign(run: RunResult, *, extra: bool = False, group: str = "ema") -> RunResult:
     """The run as one of somebody's program, with a group of its own, or one tensor more."""
     program = {"kind": "script", "target": "x.py", "folder": "/x", "record": "auto"}
     config = {"program": program, "steps": STEPS, "taps": []}
     run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
-    names = {g if g != "buffers" else "ema": held for g, held in TENSORS.items()}
+    names = {g if g != "buffers" else group: held for g, held in TENSORS.items()}
     names["weights"] += ("extra",) if extra else ()
 
     def renamed(record: Any) -> Any:
-        held = {g if g != "buffers" else "ema": text for g, text in record.digests.items()}
+        held = {g if g != "buffers" else group: text for g, text in record.digests.items()}
         held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
         return dataclasses.replace(record, digests=held)
 

@@ -15,6 +15,7 @@ from harness.records import (
     DIGEST_HEX_CHARS,
     GIVEN,
     NEVER_RAN,
+    OTHERS,
     SAMPLES,
     TAP_HEX_CHARS,
     UNFINISHED,
@@ -502,6 +503,16 @@ def test_of_a_program_no_collective_is_named(edit: Edit, expected: Brief) -> Non
     found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {1: edit})))
     assert (found.phase, found.quantity, found.tensor) == expected
     assert (found.step, found.ranks, found.near, found.collective) == (2, (1,), "", "")
+
+
+def test_a_teacher_that_differs_is_told_beside_the_loss() -> None:
+    """Calls without gradients are not looked into: what it returned is unknown."""
+    name = "layers.0.mlp.router.balance_loss"
+    edit = both(LOSSES, digests(grads=WEIGHTS, buffers=(name,)))
+    candidate = foreign(edited(run_of(), {1: edit}), group=OTHERS)
+    found = between(foreign(run_of(), group=OTHERS), candidate)
+    assert (found.phase, found.quantity) == ("input", "microbatch_losses[0]")
+    assert any(name in told for told in found.evidence)
 
 
 def test_a_gradient_comes_before_the_loss_of_a_later_microbatch() -> None:
