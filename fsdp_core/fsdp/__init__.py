@@ -9,8 +9,8 @@ from fsdp_core.fsdp.api import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp_core.fsdp.dtypes import MixedPrecisionPolicy
 from fsdp_core.fsdp.norms import clip_grad_norm_
-from fsdp_core.fsdp.param_group import MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

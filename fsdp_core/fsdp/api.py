@@ -21,15 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.device import Device
 from fsdp_core.dispatch import opens_itself
+from fsdp_core.fsdp.dtypes import GroupDtypes, MixedPrecisionPolicy, dtypes_of
 from fsdp_core.fsdp.extension import ExtendedGroup, is_extended
 from fsdp_core.fsdp.layout import Nest, joined_mesh, placements_of
-from fsdp_core.fsdp.param_group import (
-    GroupDtypes,
-    MixedPrecisionPolicy,
-    Owned,
-    ParamGroup,
-    dtypes_of,
-)
+from fsdp_core.fsdp.param_group import Owned, ParamGroup
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.fsdp.unit import Schedule, Unit
@@ -396,9 +391,10 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None
     ) -> None:
-        """Call `hook` with this unit's flat sum of gradients [n], cut, before it is divided. It
-        runs on `stream`, or the reduce stream, after the reduction over the mesh, and may write to
-        the sum (`ValueError`: a `stream` on a mesh whose outer axis is reduced over anyway).
+        """Call `hook` with this unit's flat mean of gradients [n], cut, or their sum, see
+        `set_force_sum_reduction_for_comms`. It runs on `stream`, or the reduce stream, after the
+        reduction over the mesh, and may write to the mean (`ValueError`: a `stream` on a mesh whose
+        outer axis is reduced over anyway).
         """
         for group in self._fsdp_unit.groups:
             if stream is not None and group.nest.replica_groups:
@@ -410,7 +406,9 @@ class FSDPModule:
         self.fsdp_schedule.gather_stream.wait_event(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing to do: collectives always sum, and gradients are divided afterwards."""
+        """Collectives always sum; with this an all-reduce hook gets sums, as in float16 always."""
+        for group in self._fsdp_unit.groups:
+            group.gradients.gives_sum = enable
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -20,16 +20,16 @@ Levels are those of `layout`: level k is cut over the first k axes of the nest.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
 from fsdp_core.dispatch import opens_itself
+from fsdp_core.fsdp.dtypes import dtypes_of
 from fsdp_core.fsdp.layout import (
     FlatLayout,
     GatherStep,
@@ -47,40 +47,6 @@ from fsdp_core.fsdp.pool import GATHER, GRAD, Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, watch
 
 NUMBERS = itertools.count()
-
-
-class GroupDtypes(NamedTuple):
-    """Dtypes of a group of parameters: at rest, in compute, in the reduction."""
-
-    main: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
-    """torch's, and `main_dtype`: that of parameters at rest, their gradients and what the optimizer
-    sees; None: the dtype that the parameters had.
-    """
-
-    main_dtype: torch.dtype | None = None
-
-
-def dtypes_of(policy: torch_fsdp.MixedPrecisionPolicy, dtype: torch.dtype) -> GroupDtypes:
-    """Dtypes of parameters that had `dtype`; complex numbers and integers keep it."""
-    if not dtype.is_floating_point:
-        return GroupDtypes(dtype, dtype, dtype)
-    compute, main = policy.param_dtype or dtype, getattr(policy, "main_dtype", None)
-    return GroupDtypes(main or dtype, compute, policy.reduce_dtype or compute)
-
-
-def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """`tree` with its floating-point tensors in `dtype`; the same object if nothing changes."""
-    if dtype is None:
-        return tree
-    if isinstance(tree, torch.Tensor):  # the usual case, without walking a tree
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 @dataclass(frozen=True)
@@ -438,7 +404,8 @@ class Gradients:
     pooled: the full buffer that the pool gave last, also while it has it back.
     divide_factor: what sums are divided by; None: the number of ranks.
     fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
-    sum_hook: called with the sum over the ranks before it is divided; may write to it.
+    sum_hook: called with the sum over the ranks, divided; may write to it.
+    gives_sum: the hook is called before the sum is divided, as in float16 always.
     reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
@@ -447,7 +414,7 @@ class Gradients:
         self.sharded, self.unsharded = group.sharded, group.unsharded
         self.layout, self.specs, self.nest = group.layout, group.specs, group.nest
         self.divide_factor: float | None = None
-        self.reduce_unused = False
+        self.reduce_unused = self.gives_sum = False
         self.sum_hook: Callable[[torch.Tensor], Any] | None = None
         self.main_grad: torch.Tensor | None = None
         self.pooled: torch.Tensor | None = None
@@ -572,9 +539,10 @@ class Gradients:
         outputs = [like.new_empty(size) for size in sizes]
         written = self._copied | self._carried_from
         rows = self._make_rows(like, outputs, written) if final else {}
+        before, after = self._divisors
         self._is_reducing = True
         with self._group.device.on(stream), torch.no_grad():
-            partial = self._own_sum(full, outputs[: nest.grad_level - first])
+            partial = self._own_sum(full, outputs[: nest.grad_level - first], before)
             if self._carried is not None:
                 outputs.append(self._carried)
             self._carried, self._carried_from = (None, set()) if final else (partial, written)
@@ -585,23 +553,37 @@ class Gradients:
             for group in nest.replica_groups:
                 all_reduce(partial, group)
             if self.sum_hook is not None:
+                if not (self.gives_sum or partial.dtype == torch.float16):
+                    partial.mul_(1.0 / after)
+                    after = 1.0
                 self.sum_hook(partial)
-            self._fill_rows(rows, partial)
+            self._fill_rows(rows, partial, 1.0 / after)
             self._deposit(rows)
         return [*outputs, *rows.values()]
 
-    def _own_sum(self, full: torch.Tensor | None, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """The sum at the gradient's level: of the full buffer, and what was carried."""
+    def _own_sum(
+        self, full: torch.Tensor | None, outputs: list[torch.Tensor], divisor: float
+    ) -> torch.Tensor:
+        """The sum at the gradient's level: of the full buffer, divided, and what was carried."""
         if full is None:
             assert self._carried is not None
             return self._carried
         self._zero_unwritten(full)
+        if divisor != 1.0:
+            full.div_(divisor)
         partial = self.nest.reduce(full, outputs, 0)
         return partial if self._carried is None else partial.add_(self._carried)
 
     @property
-    def scale(self) -> float:
-        return 1.0 / (self.divide_factor or self.nest.mesh.size())
+    def _divisors(self) -> tuple[float, float]:
+        """Of each rank's gradients, and of their sum. In float16 sums overflow: as in torch, about
+        the root of the whole comes before.
+        """
+        whole, before = float(self.divide_factor or self.nest.mesh.size()), 1.0
+        if self._group.dtypes.reduce == torch.float16:
+            while whole % before == 0 and whole / before > before:
+                before *= 2
+        return before, whole / before
 
     def _make_rows(
         self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
@@ -618,8 +600,10 @@ class Gradients:
         dtype = self._group.dtypes.main
         return {i: like.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
 
-    def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
-        """Bring the sum over the ranks into `rows`, divided."""
+    def _fill_rows(
+        self, rows: dict[int, torch.Tensor], reduced: torch.Tensor, scale: float
+    ) -> None:
+        """Bring the sum over the ranks into `rows`, scaled."""
         here = [i for i in rows if self.specs[i].local_numel]
         if not here:
             return
@@ -627,8 +611,8 @@ class Gradients:
         targets = [rows[i] for i in here]
         if targets[0].data_ptr() != sources[0].data_ptr():
             torch._foreach_copy_(targets, sources)
-        if self.scale != 1.0:
-            torch._foreach_mul_(targets, self.scale)
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
 
     def _zero_unwritten(self, full: torch.Tensor) -> None:
         """Padding and absent gradients hold what the last user left; the sum must add zeros."""

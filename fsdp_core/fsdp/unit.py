@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_core.device import Device
 from fsdp_core.dispatch import TensorError
-from fsdp_core.fsdp.param_group import Gradients, ParamGroup, cast_floats
+from fsdp_core.fsdp.dtypes import cast_floats
+from fsdp_core.fsdp.param_group import Gradients, ParamGroup
 from fsdp_core.fsdp.pool import Pool
 
 _NOT_COMPILED = "FSDP gathers or releases here: compile the modules of units, or without fullgraph"
@@ -123,25 +124,22 @@ class Unit:
         self.name = ""
         self.modules, self.groups, self.policy = modules, groups, policy
         self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
+        self.reshard_after_backward = self.unshard_in_backward = True
+        self.requires_gradient_sync = self.requires_all_reduce = True
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.gathered_event: Any = None
-        self.is_prefetched = self.is_open = False
+        self.is_prefetched = self.is_open = self._boundary_ahead = self._awaits_all = False
         self._stream: Any = None  # that of the backward pass, while it is open
         # Forwards that have begun and not ended: where the backward pass leaves each.
         self._forwards: list[list[GradientEdge]] = []
         self._is_recomputed = False  # the last one that began
         self._modules_to_run: set[int] = set()
         self._awaited: set[Place] = set()
-        self._awaits_all = True
         self._parameters: dict[Place, nn.Parameter] = {}
         # By number of the backward pass: others may run inside of it, and bring gradients too.
         self._seen: dict[int, set[Place]] = {}
-        self._boundary_ahead = False
+        self._planned: int | None = None  # the last pass that was asked for its gradients
         for module in modules:
             module.register_forward_pre_hook(self._on_pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._on_post_forward, with_kwargs=True)
@@ -362,10 +360,13 @@ class Unit:
         schedule.begin_backward()
         if not self.is_open:
             self.is_open, self._stream = True, schedule.device.current_stream()
+        if self._planned != task:
             trained = ((place, p) for place, p in self._parameters.items() if p.requires_grad)
             planned = {place for place, p in trained if _will_run(get_gradient_edge(p))}
-            self._awaited = planned - self._seen.get(task, set())
-            self._awaits_all = len(planned) == len(self._parameters)
+            self._awaited |= planned - self._seen.get(task, set())
+            if self._planned is None:
+                self._awaits_all = len(planned) == len(self._parameters)
+            self._planned = task
         self._boundary_ahead |= any(_will_run(edge, captured=True) for edge in inputs)
         self.is_prefetched = False
         if self.unshard_in_backward:
@@ -433,7 +434,7 @@ class Unit:
 
     def close(self) -> None:
         if self.is_open and not self._awaited:
-            self.is_open = False
+            self.is_open, self._planned = False, None
             self.reduce()
             if self.reshard_after_backward:
                 self.reshard()  # last, so that the next gather finds this memory whole
@@ -479,7 +480,8 @@ class Unit:
         if raised or self._awaited:
             for group in self.groups:
                 group.gradients.forget(self.schedule.device.current_stream())
-        self.is_open, self._boundary_ahead, self._awaited, self._seen = False, False, set(), {}
+        self.is_open, self._boundary_ahead, self._planned = False, False, None
+        self._awaited, self._seen = set(), {}
         self._forget_forwards()
         if raised or self.reshard_after_backward:
             self.reshard()

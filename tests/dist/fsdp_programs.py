@@ -12,7 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.fsdp_sides import Api, average, gradients, loss_of, net, rows, shard, weights
+from tests.dist.fsdp_sides import (
+    WIDTH,
+    Api,
+    average,
+    gradients,
+    loss_of,
+    net,
+    rows,
+    shard,
+    weights,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -155,6 +165,29 @@ def divide_factor(api: Api, mesh: DeviceMesh, factor: float) -> dict[str, Any]:
     return {"losses": training.losses, "grads": gradients(training.model, mesh)}
 
 
+def hooked(api: Api, mesh: DeviceMesh, summed: bool, reduce: str) -> dict[str, Any]:
+    """An all-reduce hook that is not linear, of means or of sums."""
+    policy = api.MixedPrecisionPolicy(reduce_dtype=getattr(torch, reduce))
+    training = Training(api, shard(api, net(), mesh, mp_policy=policy), mesh)
+    for module in training.model.modules():
+        if isinstance(module, api.FSDPModule):
+            module = cast("Any", module)
+            module.set_all_reduce_hook(lambda reduced: reduced.clamp_(-0.01, 0.01))
+            module.set_force_sum_reduction_for_comms(summed)
+    training.step(0)
+    return training.result()
+
+
+def large(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """Gradients whose mean is a number in float16 and whose sum is none."""
+    policy = api.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = api.fully_shard(nn.Linear(WIDTH, 2), mesh=mesh, mp_policy=policy)
+    model(torch.full((1, WIDTH), 2.0**15)).sum().backward()
+    if api.name == "plain":
+        return {"grads": {name: p.grad for name, p in model.named_parameters()}}
+    return {"grads": gradients(model, mesh)}
+
+
 def by_hand(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
     """`unshard` and `reshard` called by the user, waiting or by handle, around training steps."""
     training = Training(api, shard(api, net(), mesh), mesh)
@@ -216,6 +249,17 @@ def checkpointed(api: Api, mesh: DeviceMesh, where: str, reentrant: bool) -> dic
         training.losses.append(loss.detach().clone())
         training.backward(loss)
         training.update()
+    return training.result()
+
+
+def recomputed_twice(api: Api, mesh: DeviceMesh, frozen: bool) -> dict[str, Any]:
+    """A unit that runs twice, each time in a reentrant checkpoint: two passes inside the pass."""
+    model = net(3)
+    model.checkpointed, model.times = True, {1: 2}
+    cast("Any", model.blocks[1]).up.bias.requires_grad_(not frozen)
+    training = Training(api, shard(api, model, mesh), mesh)
+    for step in range(2):
+        training.step(step)
     return training.result()
 
 

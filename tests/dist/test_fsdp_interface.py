@@ -35,10 +35,8 @@ def _grads(model: Any) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
-def hooks_see_sums() -> None:
-    """Each unit's hook gets its whole sum, before it is divided, and may change it; on the stream
-    that was asked for.
-    """
+def hooks_change_gradients() -> None:
+    """Each unit's hook may change its whole gradient; on the stream that was asked for."""
     expected = [grad * 3 for grad in _grads(_wrapped())]
     for stream in (None, torch.cpu.Stream()):
         model: Any = _wrapped()
@@ -405,7 +403,7 @@ def refuses_second_derivatives() -> None:
         a_parameter_is_set_on_meta,
         gathers_under_a_transform,
         refuses_cuts,
-        hooks_see_sums,
+        hooks_change_gradients,
         frozen_numbers_travel,
         numbers_of_ranks,
         stages_share_streams,

@@ -247,6 +247,29 @@ def test_precision(warm_ranks: RankPool, policy: dict[str, Any], on_block: bool)
         assert all(line.endswith(f"weight torch.{computed}") for line in ours["seen"])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recomputed_twice(warm_ranks: RankPool, frozen: bool) -> None:
+    """Each pass inside the pass brings its gradients, which add up in another order; torch 2.13
+    has others.
+    """
+    bound = within(8 * EPS)
+    check(warm_ranks, "recomputed_twice", sides=("plain", "ours"), same=bound, frozen=frozen)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "reduce"), [((2,), "float32"), ((2,), "float16"), ((2, 2), "float32")]
+)
+def test_hooked(warm_ranks: RankPool, shape: tuple[int, ...], summed: bool, reduce: str) -> None:
+    """An all-reduce hook sees what torch's sees."""
+    check(warm_ranks, "hooked", shape, sides=("torch", "ours"), summed=summed, reduce=reduce)
+
+
+def test_large(warm_ranks: RankPool) -> None:
+    """A sum in float16 does not overflow where torch's does not."""
+    check(warm_ranks, "large")
+
+
 def test_loss_is_a_number_that_falls(warm_ranks: RankPool) -> None:
     """The programs train: a loss that stood still would make agreement cheap."""
     seen = answers(warm_ranks, "steps", (2,), ("plain",), num_steps=5)[0]["plain"]["losses"]

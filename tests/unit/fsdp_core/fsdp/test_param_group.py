@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.param_group import Gradients, ParamGroup, cast_floats
+from fsdp_core.fsdp.dtypes import cast_floats
+from fsdp_core.fsdp.param_group import Gradients, ParamGroup
 from tests.support.operators import Seeing
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, batch, local, run
 
