@@ -263,9 +263,9 @@ def remember(folder: Path, database: Path) -> str:
 
 def record_folder(folder: Path, database: Path) -> Counter[str]:
     """Record a run folder, as `History.record` (`HarnessError`: it is none, or as there)."""
+    # Locked to the end: who has read an earlier state of it must not write last.
     with store.RunFolder.open(folder) as opened:
-        entry = gather(opened)
-    return History.open(database, create=True).record(entry)
+        return History.open(database, create=True).record(gather(opened))
 
 
 def gather(folder: store.RunFolder) -> FolderEntry:

@@ -192,6 +192,24 @@ def test_a_run_is_recorded_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     assert remember(folder, database)
 
 
+def test_a_folder_is_recorded_by_one_at_a_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who read an earlier state of it would take back what a later one has written."""
+    record, second = History.record, list[str]()
+
+    def while_another_comes(self: History, entry: FolderEntry) -> Counter[str]:
+        monkeypatch.setattr(History, "record", record)
+        second.append(remember(folder, self.path))
+        return record(self, entry)
+
+    monkeypatch.setattr(History, "record", while_another_comes)
+    assert remember(folder, tmp_path / "history") == ""
+    assert "in use" in second[0]
+    assert remember(folder, tmp_path / "history") == ""
+    assert len(read(tmp_path / "history")) == 1
+
+
 # --- contracts of gathering: what a run folder holds is told as it is, and damage never as a pass -
 
 
