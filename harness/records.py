@@ -468,6 +468,7 @@ class Entered(Json):
     in_capture: bool = False
     sizes: str = ""
     called_at: str = ""
+    group: tuple[int, ...] = ()  # of global ranks, if it is not the fault's
 
     def __str__(self) -> str:
         """For people: `all_reduce of layers.1`, `all_reduce in a capture`."""

@@ -33,6 +33,7 @@ from harness.bisect.operators import (
 )
 from harness.checks.complete import find_flaw, has_lost_its_groups
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
+from harness.engine.evidence import rank_names
 from harness.errors import cut, one_line
 from harness.faults.catalogue import Phase
 from harness.records import (
@@ -238,7 +239,7 @@ def _waiting(found: Location, fault: CollectiveFault) -> Location:
     phase, mine = found.phase, fault.entered or fault.expected
     told = "the others wait in it; the ranks that are missing wait in no collective at all"
     if fault.entered is not None:
-        told = f"ranks {', '.join(map(str, fault.others))} are in {fault.expected}"
+        told = f"{fault.expected} is what {rank_names(fault.others)} entered"
         phase = "reduce" if "reduce" in fault.expected.operator else "forward"
     if fault.expected.in_capture or mine.in_capture:
         phase = "capture"

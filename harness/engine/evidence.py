@@ -13,6 +13,7 @@
 Of two ranks of one group the one that entered fewer collectives is the one that the other waits
 for; at fault are those that wait in no other collective themselves. Ranks that have entered equally
 many, but are in different ones, wait in vain: one has called another collective, or left one out.
+So do ranks of several groups that wait for each other in a circle.
 """
 
 import ast
@@ -353,6 +354,40 @@ def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
     return None
 
 
+def find_circle(places: Mapping[int, Place]) -> CollectiveFault | None:
+    """Ranks that wait for each other in collectives of several groups; None if none do.
+
+    `others` are those that had the same choice: of the group that some are in and they are not, or
+    as far as these in a group of the same size.
+    """
+    calls = {rank: place.last for rank, place in places.items() if place.is_inside and place.group}
+
+    def late(call: Recorded) -> list[int]:
+        return [r for r in call.group
+                if r in calls and places[r].entered.get(call.key, 0) < call.number]  # fmt: skip
+
+    def chose(due: Recorded, other: Recorded) -> list[int]:
+        there = (r for r in calls if (calls[r].key, calls[r].number) == (due.key, due.number))
+        size, before = len(other.group), other.number - 1
+        return [r for r in sorted(there) if r in other.group or any(
+                    number == before and key.partition(" ")[0].count(",") + 1 == size
+                    for key, number in places[r].entered.items())]  # fmt: skip
+
+    for start in sorted(calls):
+        path, at = list[int](), start
+        while at not in path and late(calls[at]):
+            path.append(at)
+            at = late(calls[at])[0]
+        if at in path:
+            circle = path[path.index(at) :]
+            pairs = [(calls[rank], calls[late(calls[rank])[0]]) for rank in circle]
+            due, mine = max(pairs, key=lambda pair: len(chose(*pair)))
+            odd = [rank for rank in circle if rank in late(due) and calls[rank] == mine]
+            found = _fault(odd, chose(due, mine), due, mine)
+            return replace(found, entered=replace(mine.as_entered, group=mine.group))
+    return None
+
+
 def _mismatch(calls: Mapping[int, Recorded]) -> CollectiveFault | None:
     """Of ranks that are in the collective of one number of one group."""
     # Whose a collective is, and its sizes, may be unknown: that is no difference.
@@ -393,11 +428,12 @@ def fault_words(fault: CollectiveFault) -> str:
     words = f"{due}{when} (collective {fault.number} of ranks {group_key(fault.group)}{called})"
     if mine is None:
         return f"{rank_names(fault.ranks)} never entered {words}"
-    differs = str(mine) == str(due) and mine.sizes != due.sizes
+    differs = str(mine) == str(due) and mine.sizes != due.sizes and not mine.group
     more = f" of sizes {mine.sizes}, not {due.sizes}" if differs else ""
+    whose = f" (of ranks {group_key(mine.group)})" if mine.group else ""
     more += f", called at {mine.called_at}" if mine.called_at else ""
     others = f"{',' if more else ''} where {rank_names(fault.others)} entered {words}"
-    return f"{rank_names(fault.ranks)} entered {mine}{more}{others}"
+    return f"{rank_names(fault.ranks)} entered {mine}{whose}{more}{others}"
 
 
 def rank_names(ranks: Iterable[int]) -> str:

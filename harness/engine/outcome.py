@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, get_args
 from harness.engine.evidence import (
     Place,
     fault_words,
+    find_circle,
     find_mismatch,
     find_missing,
     kernel_words,
@@ -342,7 +343,8 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
         message += f"; rank {victims[0].rank} waited and gave up: {_line(error.message, 0)}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
-    if (fault := find_missing(places) or find_mismatch(places)) is not None:
+    fault = find_missing(places) or find_mismatch(places) or find_circle(places)
+    if fault is not None:
         return _in_vain("hang", fault, message, None)
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:

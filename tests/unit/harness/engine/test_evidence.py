@@ -15,6 +15,7 @@ from harness.engine.evidence import (
     answer_path,
     evidence_environment,
     fault_words,
+    find_circle,
     find_mismatch,
     find_missing,
     last_place,
@@ -107,6 +108,51 @@ MISMATCH: dict[str, Row] = {
     "another group": ({0: WAITING, 1: replace(REDUCES, group=(1, 3))}, "", None),
     "no group": ({0: REDUCES, 1: replace(WAITING, group=())}, "", None),
 }  # fmt: skip
+
+
+def of_pair(number: int) -> str:
+    return f"(collective {number} of ranks 0,1)"
+
+
+CIRCLE: dict[str, Row] = {
+    "one gathers where the others capture": (
+        {0: place({"0,2": 7, "0,1,2,3": 1}), 1: place({"1,3": 7, "0,1,2,3": 1}),
+         2: place({"0,2": 7, "0,1,2,3": 1}),
+         3: replace(place({"2,3": 9, "1,3": 8}, (1, 3)), label="root", called_at="train.py:7")},
+        "rank 3 entered allgather_base of root (of ranks 1,3), called at train.py:7, where ranks "
+        "0, 1, 2 entered allgather_base of layers.1 in step 7 (collective 1 of ranks 0,1,2,3)", 3,
+    ),
+    "a third that is in one of two groups saw no choice": (
+        {0: place({"0,1": 5}, (0, 1)), 1: place({"0,1": 4, "0,1,2,3": 2}),
+         2: place({"2,3": 9, "0,1,2,3": 2})},
+        "rank 1 entered allgather_base of layers.1 (of ranks 0,1,2,3) where rank 0 entered "
+        f"allgather_base of layers.1 in step 7 {of_pair(5)}", None,
+    ),
+    "behind a circle": (
+        {2: place({"2,3": 3}, (2, 3)), 3: place({"2,3": 2, "0,1,3": 4, "0,3": 1}, (0, 1, 3)),
+         0: place({"0,1,3": 3, "0,3": 2}, (0, 3)), 1: place({"0,1,3": 4}, (0, 1, 3))},
+        "rank 3 entered allgather_base of layers.1 (of ranks 0,1,3) where rank 0 entered "
+        "allgather_base of layers.1 in step 7 (collective 2 of ranks 0,3)", None,
+    ),
+    "one is on its way": (
+        {0: place({"0,1": 5, "1,2": 0}, (0, 1)), 1: place({"0,1": 4, "1,2": 3}, (1, 2)),
+         2: place({"1,2": 3}, (1, 2))}, "", None,
+    ),
+    "all inside": ({0: WAITING, 1: WAITING}, "", None),
+    "one is back": (
+        {0: place({"0,1": 5, "0,1,2,3": 1}, (0, 1)),
+         1: place({"0,1": 4, "0,1,2,3": 2}, inside=False)}, "", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CIRCLE)
+def test_who_is_in_a_circle(row: str) -> None:
+    """Ranks that wait for each other in several groups: who is where fewer are, by name."""
+    places, told, at_fault = CIRCLE[row]
+    fault = find_circle(places)
+    assert ("" if fault is None else fault_words(fault)) == told
+    assert (None if fault is None else odd_one(fault)) == at_fault
 
 
 @pytest.mark.parametrize("row", [*MISSING, *MISMATCH])
