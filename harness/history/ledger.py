@@ -13,6 +13,7 @@ the time, the id and the scenario, so that what is not asked for is not read:
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,9 +139,14 @@ def name_of(value: object) -> str:
 
 
 def work_of(spec: RunSpec) -> str:
-    """Names the work that a run does: its key without time limit and replica."""
+    """Names the work that a run does: its key without time limit, replica and place on a disk."""
     plant = spec.plant.to_json() if spec.plant is not None else None
-    return name_of([spec.config, spec.device, spec.world_size, plant, spec.rounding])
+    config = spec.config
+    if (program := config.get("program")) is not None:
+        target, folder = program["target"], program["folder"]
+        target = os.path.relpath(target, folder) if Path(target).is_absolute() else target
+        config = config | {"program": program | {"target": target, "folder": ""}}
+    return name_of([config, spec.device, spec.world_size, plant, spec.rounding])
 
 
 # --- the files --------------------------------------------------------------------------------

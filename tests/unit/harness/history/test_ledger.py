@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from harness.errors import HarnessError, UsageError
 from harness.history import NOT_WRITTEN_FILE, History, gather, machine_kind, remember
-from harness.history.ledger import Damaged, FolderEntry
-from harness.records import Difference, StepRecord, dumps
+from harness.history.ledger import Damaged, FolderEntry, work_of
+from harness.program.spec import ProgramSpec
+from harness.records import Difference, RunSpec, StepRecord, dumps
 from harness.store import RunFolder
 from harness.store.files import read_object, with_checksum, write_atomic
 from reports.reading import summarise
@@ -346,6 +347,21 @@ def test_runs_of_two_commits_are_compared(tmp_path: Path, key: str) -> None:
     before, after = ({run.key: run.fingerprint for run in gathered(f).runs} for f in folders)
     assert before == after
     assert all(before.values())
+
+
+def test_a_program_does_the_same_work_wherever_it_is_checked_out() -> None:
+    """Its script within the folder counts, and its module by its name."""
+
+    def work(kind: Any, target: str, folder: str) -> str:
+        program = ProgramSpec(kind=kind, target=target, folder=folder).to_json()
+        config = {"program": program, "steps": 4, "taps": []}
+        return work_of(RunSpec(config=config, device="cpu", world_size=2, timeout_s=9.0))
+
+    here = work("script", "/a/ci/train.py", "/a/ci")
+    assert here == work("script", "/b/train.py", "/b")
+    others = [work("script", "/b/src/train.py", "/b"), work("module", "train.py", "/b")]
+    assert len({here, *others}) == 3
+    assert work("module", "own.train", "/a") == work("module", "own.train", "/b")
 
 
 def test_every_rank_and_bit_is_looked_at(tmp_path: Path) -> None:
