@@ -210,11 +210,18 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 def lock(path: Path) -> int:
     """Open a file and lock it for this process alone, until it is closed or the process dies.
 
+    One that may only be read, as on a medium that is, is locked all the same.
+
     Raises:
         UsageError: another harness holds it (`Infrastructure`: the file system cannot lock).
     """
     with refusals("lock", path), ExitStack() as unless_locked:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES) or not path.exists():
+                raise
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         unless_locked.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

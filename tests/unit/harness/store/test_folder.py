@@ -1,5 +1,6 @@
 """The run folder: atomic writes, the lock, resume, sealed cases, and reading whatever is there."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -138,6 +139,28 @@ def test_a_second_harness_is_refused_and_readers_are_not(folder: RunFolder) -> N
     folder.release()
     granted = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert granted.stdout.splitlines() == ["one"]
+
+
+def test_a_folder_that_may_only_be_read_is_locked_too(
+    folder: RunFolder, monkeypatch: Patch
+) -> None:
+    """As results on a medium that is mounted so: for a merge, by one at a time."""
+    folder.release()
+    given = os.open
+
+    def read_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return given(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    first, second = RunFolder.open(folder.path), RunFolder.open(folder.path)
+    first.acquire()
+    with pytest.raises(UsageError, match="in use by another harness"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
