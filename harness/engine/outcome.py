@@ -156,8 +156,9 @@ class RankEvidence:
 
     @property
     def inside(self) -> str:
-        """The innermost frame of its stack in words, without the folder."""
-        return next((f" in {name} ({PurePath(p).name}:{n})" for p, n, name in self.stack), "")
+        """The innermost frame of its stack in words, without the folder; none of the recorder."""
+        frames = (each for each in self.stack if "/harness/recorder/" not in each[0])
+        return next((f" in {name} ({PurePath(p).name}:{n})" for p, n, name in frames), "")
 
     @property
     def where(self) -> str:
