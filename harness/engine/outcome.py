@@ -169,16 +169,19 @@ class RankEvidence:
 
     @property
     def where_now(self) -> str:
-        """Where a rank was that still ran: by its answer, if it gave one; its innermost frame."""
-        place, where = self.place, self.where
+        """Where a rank was that still ran: by its answer, if it gave one; its innermost frame, or
+        the collective in which it waited."""
+        place, where, inside = self.place, self.where, self.inside
+        if place is not None and place.is_inside and place.operator:
+            inside = f" in {place.last.as_entered}"
         if place is not None and (place.phase or place.at):
             where = f"in step {place.step}" if place.step >= 0 else "before its first step"
             where += f", {place.phase}" if place.phase else ""
             where += f" of {place.module}" if place.phase and place.module else ""
             where += f" at {place.at}" if place.at else ""
-            if place.at and place.at.partition(" ")[0] in self.inside:
+            if place.at and place.at.partition(" ")[0] in inside:
                 return where  # both say the same line
-        return f"{where}{self.inside}"
+        return f"{where}{inside}"
 
     @property
     def left(self) -> str:

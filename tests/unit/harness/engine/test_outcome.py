@@ -200,7 +200,8 @@ MISMATCH = "Received data size doesn't match expected size. Is there a collectiv
 IN_VAIN: dict[str, tuple[list[RankEvidence], What, Entered | None, int | None, str]] = {
     "stalled, one lacks": (
         [at(ended(0, WAITING)), absent(ended(1, SLEEPING))], "hang", None, 1,
-        NEVER.format(1) + "no rank recorded anything for 2 s; still running: rank 0 "),
+        NEVER.format(1) + "no rank recorded anything for 2 s; still running: rank 0 "
+        "after step 2 in allgather_base of root, rank 1 after step 2 in _hang (plant.py:114)"),
     "stalled, another call": ([at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")], "hang",
                              REDUCE, 2, "rank 2 entered allreduce of root where ranks 0, 1 "),
     "one ended well, and should not have": (
