@@ -73,39 +73,44 @@ def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class PendingNorm(torch.Tensor):
-    """A norm [], or a stack of norms [n], of which each rank holds its `parts`.
+    """A norm [], or a stack of norms [n], of which each rank holds its `parts`, by the axes that
+    cut them, coarsest first.
 
     torch's `clip_grad_norm_` and `get_total_norm` work on them: a stack may be of different length
-    on each rank, and its norm of the same order is one collective of one scalar an axis. Any other
-    operator on a 0-d one reduces it first. A rank without any gradient takes no part, and the
-    others would wait for it in vain: `fsdp_core.fsdp.clip_grad_norm_` has no such limit.
-    `kind` is the order (p > 0, inf, or 0 for counts), and mesh and axes that cut, coarsest first.
+    on each rank, and its norm of the same order is, for each way to cut, one collective of one
+    scalar an axis. Any other operator on a 0-d one reduces it first. A rank without any gradient
+    takes no part, and the others would wait for it in vain: `fsdp_core.fsdp.clip_grad_norm_` has no
+    such limit. `kind` is the order (p > 0, inf, or 0 for counts), and the mesh.
     """
 
-    kind: tuple[float, DeviceMesh, tuple[int, ...]]
-    parts: list[torch.Tensor]
+    kind: tuple[float, DeviceMesh]
+    parts: dict[tuple[int, ...], list[torch.Tensor]]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def make(parts: list[torch.Tensor], kind: Any, shape: tuple[int, ...] = ()) -> "PendingNorm":
-        """One norm whose part here is `parts[0]`, or a stack of all of them."""
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    def make(
+        parts: dict[tuple[int, ...], list[torch.Tensor]], kind: Any, shape: tuple[int, ...] = ()
+    ) -> "PendingNorm":
+        """One norm, whose part here is the only one, or a stack of all of them."""
+        each = [part for alike in parts.values() for part in alike]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in each))
         self = torch.Tensor._make_wrapper_subclass(
-            PendingNorm, shape, dtype=dtype, device=parts[0].device
+            PendingNorm, shape, dtype=dtype, device=each[0].device
         )
         self.parts, self.kind = parts, kind
         return self
 
     def reduced(self) -> DTensor:
-        """The norm of all, replicated on every axis of the mesh: a collective over `axes`."""
-        order, mesh, axes = self.kind
-        total = norm_of(total_power(self.parts, order, mesh, axes), order)
+        """The norm of all, replicated on all axes of the mesh: collectives over those that cut."""
+        order, mesh = self.kind
+        powers = [total_power(self.parts[axes], order, mesh, axes) for axes in sorted(self.parts)]
+        total = norm_of(combine_powers(torch.stack(powers), order), order)
         return replicated(total.to(self.dtype), mesh)
 
     @torch.compiler.disable
     def full_tensor(self) -> torch.Tensor:
-        """The norm of all, plain: a collective over `axes`."""
+        """The norm of all, plain: see `reduced`."""
         return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -118,16 +123,20 @@ class PendingNorm(torch.Tensor):
         norms: list[Any] = [n for n in tree_leaves((args, kwargs)) if isinstance(n, torch.Tensor)]
         alike = {n.kind if type(n) is cls and not n.ndim else None for n in norms}
         if name == "aten::stack" and len(alike) == 1 and alike != {None}:
-            return cls.make([n.parts[0] for n in norms], norms[0].kind, (len(norms),))
+            parts: dict[tuple[int, ...], list[torch.Tensor]] = {}
+            for axes, (part,) in (item for norm in norms for item in norm.parts.items()):
+                parts.setdefault(axes, []).append(part)
+            return cls.make(parts, norms[0].kind, (len(norms),))
         if name == "aten::_to_copy" and not args[0].ndim:
-            return cls.make([func(args[0].parts[0], **kwargs)], args[0].kind)
+            ((axes, (part,)),) = args[0].parts.items()
+            return cls.make({axes: [func(part, **kwargs)]}, args[0].kind)
         if name == "aten::linalg_vector_norm" and args[0].ndim and not (args[2:] or kwargs):
             order = args[1] if len(args) > 1 else 2
             if order == args[0].kind[0] != 0:
                 return args[0].reduced()
         if name == "aten::stack" or any(type(n) is cls and n.ndim for n in norms):
             raise NotImplementedError(
-                "Expected norms of sharded gradients of one order, mesh and cut to meet in "
+                "Expected norms of sharded gradients of one order and mesh to meet in "
                 f"torch.stack, and in its norm of that order, not 0, got {func} of {norms}: use "
                 "fsdp_core.fsdp.clip_grad_norm_, which takes gradients on any meshes."
             )

@@ -478,8 +478,8 @@ def _norm(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     norms: list[Any] = list(torch._foreach_norm(some, order, dtype=given.get("dtype")))
     for at, tensor in enumerate(tensors):
         if type(tensor) is RowSharded:
-            kind = (order, tensor.row_spec.mesh, tensor.row_spec.cut_axes)
-            norms[at] = PendingNorm.make([norms[at]], kind)
+            spec = tensor.row_spec
+            norms[at] = PendingNorm.make({spec.cut_axes: [norms[at]]}, (order, spec.mesh))
     return norms if is_list else norms[0]
 
 
