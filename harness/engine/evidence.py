@@ -351,7 +351,25 @@ def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
         for at in sorted(met):
             if (mismatch := _mismatch(met[at])) is not None:
                 return mismatch
-    return None
+    return _circle(places, [call for _, call in waiting])
+
+
+def _circle(places: Mapping[int, Place], waiting: list[Recorded]) -> CollectiveFault | None:
+    """Ranks that wait for each other in collectives of different groups: those whom most of the
+    others wait for; None if they are not fewer than these.
+    """
+    found: list[tuple[list[int], list[int], Recorded]] = []
+    for call in waiting:
+        known = [rank for rank in call.group if rank in places]
+        late = [r for r in known if places[r].entered.get(call.key, 0) < call.number]
+        here = [r for r in known if places[r].is_inside and places[r].last.key == call.key]
+        here = [r for r in here if r not in late]
+        if late and len(late) < len(here):
+            found.append((late, here, call))
+    if not found:
+        return None
+    late, here, call = max(found, key=lambda each: len(each[1]) - len(each[0]))
+    return _fault(late, here, call, places[late[0]].last)
 
 
 def find_circle(places: Mapping[int, Place]) -> CollectiveFault | None:

@@ -106,6 +106,15 @@ MISMATCH: dict[str, Row] = {
     "came back": ({0: WAITING, 1: replace(REDUCES, is_inside=False)}, "", None),
     "another number": ({0: WAITING, 1: replace(REDUCES, entered={"0,1,2,3": 13})}, "", None),
     "another group": ({0: WAITING, 1: replace(REDUCES, group=(1, 3))}, "", None),
+    "one went on where the others meet, and one of these is due there": (
+        {0: place({"0,2": 98}, (0, 2)), 1: place({"0,1,2,3": 1}),
+         2: place({"0,1,2,3": 1, "0,2": 97}), 3: place({"0,1,2,3": 1})},
+        "rank 0 entered allgather_base of layers.1 where ranks 1, 2, 3 entered allgather_base of "
+        "layers.1 in step 7 (collective 1 of ranks 0,1,2,3)", 0,
+    ),
+    "a circle of two": (
+        {0: place({"0,1": 5, "0,1,2,3": 1}, (0, 1)), 1: place({"0,1": 4, "0,1,2,3": 2})}, "", None,
+    ),
     "no group": ({0: REDUCES, 1: replace(WAITING, group=())}, "", None),
 }  # fmt: skip
 
