@@ -459,9 +459,8 @@ def _second_first(site: Site) -> None:
 
 def _lose_first(site: Site, *args: Any) -> None:
     """Of the experts' gradients the first expert's of the first parameter."""
-    group = unit_named(site.trainer, "layers.1.mlp.moe.experts").groups[0]
     with torch.no_grad():
-        group.layout.views(site.owner.pooled)[0][0].zero_()
+        site.owner._views[0][0].zero_()
 
 
 def _update_alone(site: Site, rate: float) -> None:
@@ -522,13 +521,13 @@ def _deposit_twice(site: Site, rows: Any, every: int) -> None:
     site.call(rows)
 
 
-def _double_last(site: Site, full: torch.Tensor | None, outputs: Any) -> Any:
+def _double_last(site: Site, full: torch.Tensor | None, *others: Any) -> Any:
     """What a rank adds to the sum over ranks is, in the last microbatch, twice its own."""
     gradients = site.owner
     site.kept = (site.kept or 0) + (full is not None)
     if full is not None and site.kept % site.trainer.config.microbatches == 0:
         torch._foreach_mul_([gradients._views[i] for i in sorted(gradients._copied)], 2)
-    return site.call(full, outputs)
+    return site.call(full, *others)
 
 
 def _update_neighbour(trainer: Trainer) -> None:

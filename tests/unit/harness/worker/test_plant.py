@@ -111,6 +111,7 @@ def test_every_entry_names_injectors_that_there_are() -> None:
         ("decayed_norms", "weights", [f"layers.{i}.{x}.norm.weight" for i in (0, 1)
                                       for x in ("attn", "mlp")]),
         ("repeated_masks", "grads", None),
+        ("microbatch_counted_twice", "grads", None),
     ],
 )  # fmt: skip
 def test_a_quiet_fault_shows_first_in_its_step_and_tensor(
