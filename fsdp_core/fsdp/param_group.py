@@ -405,7 +405,7 @@ class Gradients:
     divide_factor: what sums are divided by; None: the number of ranks.
     fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
     sum_hook: called with the sum over the ranks, divided; may write to it.
-    gives_sum: the hook is called before the sum is divided, as in float16 always.
+    gives_sum: the hook is called before the sum is divided, as always where sums are divided twice.
     reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
@@ -490,6 +490,11 @@ class Gradients:
         grad = self.unsharded[index].grad
         if grad is None:
             raise RuntimeError("Expected the gradient that has arrived, got None: who took it?")
+        if grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"Expected a dense gradient of {self._group.names[index]}, got {grad.layout}: "
+                "leave out sparse=True."
+            )
         if isinstance(grad, DTensor):
             return grad.to_local()
         if opens_itself(type(grad)):  # it would be added once for each tensor that it holds
@@ -553,7 +558,7 @@ class Gradients:
             for group in nest.replica_groups:
                 all_reduce(partial, group)
             if self.sum_hook is not None:
-                if not (self.gives_sum or partial.dtype == torch.float16):
+                if not (self.gives_sum or self._is_divided_twice):
                     partial.mul_(1.0 / after)
                     after = 1.0
                 self.sum_hook(partial)
@@ -575,12 +580,16 @@ class Gradients:
         return partial if self._carried is None else partial.add_(self._carried)
 
     @property
+    def _is_divided_twice(self) -> bool:
+        return self._group.dtypes.reduce not in (torch.float32, torch.bfloat16)
+
+    @property
     def _divisors(self) -> tuple[float, float]:
         """Of each rank's gradients, and of their sum. In float16 sums overflow: as in torch, about
-        the root of the whole comes before.
+        the root of the whole comes before, in every dtype but two.
         """
         whole, before = float(self.divide_factor or self.nest.mesh.size()), 1.0
-        if self._group.dtypes.reduce == torch.float16:
+        if self._is_divided_twice:
             while whole % before == 0 and whole / before > before:
                 before *= 2
         return before, whole / before

@@ -394,10 +394,18 @@ def refuses_second_derivatives() -> None:
     assert len(_grads(model)) == len([*model.parameters()])
 
 
+def refuses_sparse_gradients() -> None:
+    """By the name of the parameter."""
+    model: Any = fully_shard(nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(NotImplementedError, match=r"dense gradient of weight, .* sparse=True"):
+        model(torch.tensor([1])).sum().backward()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         refuses_replaced_parameters,
+        refuses_sparse_gradients,
         tied_parameters_are_assigned,
         refuses_second_derivatives,
         a_parameter_is_set_on_meta,

@@ -258,7 +258,8 @@ def test_recomputed_twice(warm_ranks: RankPool, frozen: bool) -> None:
 
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "reduce"), [((2,), "float32"), ((2,), "float16"), ((2, 2), "float32")]
+    ("shape", "reduce"),
+    [((2,), "float32"), ((2,), "float16"), ((2, 2), "float32"), ((2, 2), "float64")],
 )
 def test_hooked(warm_ranks: RankPool, shape: tuple[int, ...], summed: bool, reduce: str) -> None:
     """An all-reduce hook sees what torch's sees."""
