@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.records import CollectiveFault, Entered, RunSpec
 from harness.store.files import read_plain, read_tail
@@ -81,6 +81,7 @@ class Recorded(Json):
     sizes: str = ""  # of tensors, where all ranks must have the same
     called_at: str = ""  # train.py:7 in main
     label: str = ""  # whose it is
+    how: str = ""  # what follows the sizes: its root, where it has one
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -92,8 +93,8 @@ class Recorded(Json):
         in_capture = self.label == IN_CAPTURE
         return Entered(
             operator=self.operator.rpartition("::")[2].strip("_"),
-            label="" if in_capture else self.label, in_capture=in_capture, sizes=self.sizes,
-            called_at=self.called_at,
+            label="" if in_capture else self.label, in_capture=in_capture,
+            sizes=self.sizes + self.how, called_at=self.called_at,
         )  # fmt: skip
 
 
@@ -113,6 +114,9 @@ class Place(Json):
     called_at: str = ""
     phase: str = ""  # forward, ...
     at: str = ""  # the line of the program
+    message: str = ""  # between two ranks, that it waits for; then it is in no collective
+    peer: int = -1  # whose, or to whom
+    how: str = ""  # as in `Recorded`
     recent: tuple[Recorded, ...] = ()  # the last ones by torch's flight recorder
 
     @property
@@ -121,7 +125,27 @@ class Place(Json):
         return Recorded(
             key=key, number=self.entered.get(key, 0), operator=self.operator, step=self.step,
             sizes=self.sizes, called_at=self.called_at, label=self.label,
+            how=self.how,
         )  # fmt: skip
+
+    @property
+    def waits_in(self) -> Entered:
+        if self.message:
+            return Entered(operator=self.message, called_at=self.at)
+        return self.last.as_entered
+
+    @property
+    def wait(self) -> str:
+        """What it waits in, in words."""
+        here, step = self.waits_in, f" in step {self.step}" if self.step >= 0 else ""
+        ranks, at = group_key(self.group), here.called_at and f"called at {here.called_at}"
+        of = "" if self.message else f"collective {self.last.number} of ranks {ranks}"
+        told = ", ".join(filter(None, (of, at)))
+        return f"{here}{step}" + (f" ({told})" if told else "")
+
+    def lacks(self, call: Recorded) -> bool:
+        """Whether it has not entered that collective."""
+        return self.entered.get(call.key, 0) < call.number
 
 
 def group_key(ranks: tuple[int, ...], name: str = "") -> str:
@@ -321,37 +345,31 @@ def find_missing(places: Mapping[int, Place]) -> CollectiveFault | None:
     lacking: dict[int, list[Recorded]] = {}
     for call in (place.last for place in places.values() if place.is_inside):
         for rank in call.group:
-            if rank in places and places[rank].entered.get(call.key, 0) < call.number:
+            if rank in places and places[rank].lacks(call):
                 lacking.setdefault(rank, []).append(call)
-    at_fault = [rank for rank in lacking if not places[rank].is_inside]
+    at_fault = [r for r in lacking if not (places[r].is_inside or places[r].message)]
     if not at_fault:
         return None
     # The earliest that is lacking: what comes after it in the same group only follows.
     first = min(lacking[at_fault[0]], key=lambda call: (call.step, call.number))
-    late = sorted(
-        r for r in at_fault
-        if r in first.group and places[r].entered.get(first.key, 0) < first.number
-    )  # fmt: skip
+    late = sorted(r for r in at_fault if r in first.group and places[r].lacks(first))
     return _fault(late, [rank for rank in first.group if rank not in late], first)
 
 
 def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
     """Which ranks of a group entered different collectives as their n-th; None if all agree.
 
-    NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
-    one. So the first that ranks recorded differently counts before those they wait in.
+    NCCL enqueues, and gloo takes less than was sent: a rank goes on after a collective that is
+    wrong, and is found in a later one. So all that ranks recorded counts with what they wait in.
     """
-    ranked = sorted(places.items())
-    recorded = [(rank, call) for rank, place in ranked for call in place.recent]
-    waiting = [(rank, place.last) for rank, place in ranked if place.is_inside and place.group]
-    for calls in (recorded, waiting):
-        met: dict[tuple[int, str], dict[int, Recorded]] = {}
-        for rank, call in calls:
+    met: dict[tuple[int, str], dict[int, Recorded]] = {}
+    for rank, place in sorted(places.items()):
+        last = (place.last,) if place.is_inside and place.group else ()
+        for call in (*place.recent, *last):
             met.setdefault((call.number, call.key), {})[rank] = call
-        for at in sorted(met):
-            if (mismatch := _mismatch(met[at])) is not None:
-                return mismatch
-    return _circle(places, [call for _, call in waiting])
+    found = next(filter(None, (_mismatch(met[at]) for at in sorted(met))), None)
+    waiting = [place.last for _, place in sorted(places.items()) if place.is_inside and place.group]
+    return found or _circle(places, waiting)
 
 
 def _circle(places: Mapping[int, Place], waiting: list[Recorded]) -> CollectiveFault | None:
@@ -361,15 +379,60 @@ def _circle(places: Mapping[int, Place], waiting: list[Recorded]) -> CollectiveF
     found: list[tuple[list[int], list[int], Recorded]] = []
     for call in waiting:
         known = [rank for rank in call.group if rank in places]
-        late = [r for r in known if places[r].entered.get(call.key, 0) < call.number]
+        late = [r for r in known if places[r].lacks(call)]
         here = [r for r in known if places[r].is_inside and places[r].last.key == call.key]
         here = [r for r in here if r not in late]
-        if late and len(late) < len(here):
+        if late and len(late) < len(here) and all(places[r].is_inside for r in late):
             found.append((late, here, call))
     if not found:
         return None
     late, here, call = max(found, key=lambda each: len(each[1]) - len(each[0]))
     return _fault(late, here, call, places[late[0]].last)
+
+
+class Chain(NamedTuple):
+    """Ranks of which each waits for the next one, in words, and the first wait of them.
+
+    The last one waits for one before it, else it is at fault: `end`.
+    """
+
+    words: str
+    fault: CollectiveFault
+    end: int | None
+
+
+def find_chain(places: Mapping[int, Place]) -> Chain | None:
+    """Who waits for whom, of ranks that all wait, or for messages of the one that does not."""
+    waits: dict[int, int] = {}
+    for rank, place in places.items():
+        lacking = (r for r in place.last.group if r in places and places[r].lacks(place.last))
+        whom = next(lacking, -1) if place.is_inside else place.peer if place.message else -1
+        if whom in places:
+            waits[rank] = whom
+    chains = [chain for start in sorted(waits) if (chain := _chain(start, waits))]
+    if not chains:
+        return None
+    chain = max(chains, key=lambda ranks: (ranks[-1] not in waits, len(ranks)))
+    first, second = chain[:2]
+    due, mine = places[first], places[second]
+    due_here = due.last if due.is_inside else None
+    fault = CollectiveFault(
+        ranks=(second,), entered=mine.waits_in if second in waits else None, others=(first,),
+        expected=due.waits_in, group=tuple(sorted(chain[:2])) if due_here is None else due.group,
+        number=0 if due_here is None else due_here.number, step=due.step if due.step >= 0 else None,
+    )  # fmt: skip
+    end = None if chain[-1] in waits else chain[-1]
+    links = (f"rank {r} for rank {waits[r]} in {places[r].wait}" for r in chain if r in waits)
+    how = "in a circle" if end is None else f"for rank {end}"
+    return Chain(f"ranks wait {how}: {'; '.join(links)}", fault, end)
+
+
+def _chain(rank: int, waits: Mapping[int, int]) -> list[int]:
+    """From that rank on, each the one that the rank before it waits for; of a circle that alone."""
+    chain = [rank]
+    while (rank := waits.get(rank, -1)) >= 0 and rank not in chain:
+        chain.append(rank)
+    return chain[chain.index(rank) :] if rank in chain else chain
 
 
 def find_circle(places: Mapping[int, Place]) -> CollectiveFault | None:
@@ -410,11 +473,11 @@ def _mismatch(calls: Mapping[int, Recorded]) -> CollectiveFault | None:
     """Of ranks that are in the collective of one number of one group."""
     # Whose a collective is, and its sizes, may be unknown: that is no difference.
     known = all(call.label for call in calls.values())
-    sized = all(call.sizes for call in calls.values())
-    sides: dict[tuple[str, str, str], list[int]] = {}
+    sized, rooted = (all(getattr(c, n) for c in calls.values()) for n in ("sizes", "how"))
+    sides: dict[tuple[str, ...], list[int]] = {}
     for rank, call in calls.items():
-        what = (call.operator, call.label if known else "", call.sizes if sized else "")
-        sides.setdefault(what, []).append(rank)
+        about = (call.label if known else "", call.sizes if sized else "")
+        sides.setdefault((call.operator, *about, call.how if rooted else ""), []).append(rank)
     if len(sides) < 2:
         return None
     most = max(sides.values(), key=len)
@@ -446,7 +509,8 @@ def fault_words(fault: CollectiveFault) -> str:
     words = f"{due}{when} (collective {fault.number} of ranks {group_key(fault.group)}{called})"
     if mine is None:
         return f"{rank_names(fault.ranks)} never entered {words}"
-    differs = str(mine) == str(due) and mine.sizes != due.sizes and not mine.group
+    is_same = mine.operator == due.operator and not mine.group
+    differs = is_same and mine.sizes != due.sizes
     more = f" of sizes {mine.sizes}, not {due.sizes}" if differs else ""
     whose = f" (of ranks {group_key(mine.group)})" if mine.group else ""
     more += f", called at {mine.called_at}" if mine.called_at else ""

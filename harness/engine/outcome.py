@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, get_args
 from harness.engine.evidence import (
     Place,
     fault_words,
+    find_chain,
     find_circle,
     find_mismatch,
     find_missing,
@@ -295,10 +296,12 @@ def culprit_of(ranks: Ranks) -> RankEvidence | None:
 
 def _blame(culprit: RankEvidence, ranks: Ranks) -> Answer:
     what, how = _how(culprit)
-    mismatch = find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
-    if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
-        # Whose process gloo ends says nothing of who was wrong.
-        return _in_vain(what, mismatch, how, culprit.rank)
+    if culprit.failures & {"mismatched", "peer_lost"}:
+        # Whose process gloo ends, or who gave up first, says nothing of who was wrong.
+        places = _places(ranks)
+        fault = find_missing(places) or find_mismatch(places)
+        if fault is not None and culprit.rank in (*fault.ranks, *fault.others):
+            return _in_vain(what, fault, how, culprit.rank)
     others = [r for r in ranks if r.rank != culprit.rank]
     if lost := [r for r in others if r.records.error is not None or r.silent]:
         how += f"; then {_names(lost)} failed too"
@@ -350,6 +353,8 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
     fault = find_missing(places) or find_mismatch(places) or find_circle(places)
     if fault is not None:
         return _in_vain("hang", fault, message, None)
+    if (chain := find_chain(places)) is not None:
+        return Answer("hang", f"{chain.words}; {message}", chain.end, chain.fault)
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         message = f"the others waited for rank {hung.rank}, {hung.where_now}; {message}"
@@ -382,7 +387,8 @@ def _places(ranks: Ranks) -> dict[int, Place]:
         place = r.place
         if place is None or not (place.operator or place.entered or place.phase or place.at):
             continue  # it has noted a module at most
-        gave_up = r.records.error is not None and "peer_lost" in r.failures
+        lost = r.records.error is not None and "peer_lost" in r.failures
+        gave_up = lost and not place.message
         found[r.rank] = replace(place, is_inside=bool(place.operator)) if gave_up else place
     return found
 

@@ -18,6 +18,7 @@ import os
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -48,7 +49,7 @@ COLLECTIVES = {
     "all_to_all_base": "all_to_all_single", "barrier": "barrier", "all_reduce_barrier": "barrier",
 }  # fmt: skip
 """Methods of `ProcessGroup` and names in torch's flight recorder, as `torch.distributed` says."""
-BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
+BETWEEN_TWO = ("send", "recv", "recv_anysource")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
 MOST_MARKS = 4096
 MOST_RECENT = 32
@@ -72,7 +73,10 @@ class Notes:
         )
         self._entered: dict[str, int] = {}
         self._between_two: dict[str, int] = {}
-        self._marks: dict[tuple[str, int], tuple[str, int]] = {}
+        self._marks: dict[tuple[str, int], tuple[str, int, str]] = {}
+        self._messages = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
+        self._message: dict[str, Any] = {}  # the one that is waited for
+        self._uncounted = ""  # key of a group whose own count does not hold
         self._last: dict[str, Any] = {"operator": "", "label": "", "group": [], "name": ""}
         self._is_inside = False
         self._kept: set[Any] = set()
@@ -86,8 +90,9 @@ class Notes:
             if hasattr(dist.ProcessGroup, method):
                 patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
         for method in BETWEEN_TWO:
-            patch(method, self._between, dist.ProcessGroup)
-        patch("wait", self._inside, dist.Work)
+            patch(method, functools.partial(self._between, method), dist.ProcessGroup)
+        patch("monitored_barrier", self._monitored, dist.ProcessGroup)
+        patch("wait", self._wait, dist.Work)
         modules = (dist, dist.distributed_c10d, dist.device_mesh)
         patch("destroy_process_group", self._end, *modules)
         # Not earlier: torch has threads of its own from here on.
@@ -116,7 +121,8 @@ class Notes:
         """Count what each group has entered, collectives that C++ called included."""
         for group in _groups():
             _, key, _ = _named(group)
-            if (number := self._number(group, key)) is not None:
+            number = None if key == self._uncounted else self._number(group, key)
+            if number is not None:
                 self._entered[key] = number
 
     def _number(self, group: Any, key: str) -> int | None:
@@ -132,21 +138,51 @@ class Notes:
         # The innermost module at work, by the stack: a hook a call would cost every program.
         label, step = self._module(sys._getframe(1)), self._observer.under_way()
         self._entered[key] = number
-        self._marks[key, number] = label, step
+        how = _root(args, ranks)
+        self._marks[key, number] = label, step, how
         if len(self._marks) > MOST_MARKS:
             del self._marks[next(iter(self._marks))]
         sizes = _sizes(args) if name in SIZED else ""
         self._last = {
             "operator": name, "label": label, "group": ranks, "name": group_name, "sizes": sizes,
+            "how": how,
         }  # fmt: skip
         return self._inside(original, group, *args, **kwargs)
 
-    def _between(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    def _between(self, name: str, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         before = _counted(group)
         result = original(group, *args, **kwargs)
+        ranks, key, _ = _named(group)
         if before is not None and (after := _counted(group)) is not None:
-            _, key, _ = _named(group)
             self._between_two[key] = self._between_two.get(key, 0) + after - before
+        if isinstance(result, dist.Work):
+            *peer, tag = (*args, *kwargs.values())[1:]
+            self._messages[result] = {
+                "message": f"{name} of tag {tag}" if tag else name,
+                "peer": ranks[peer[0]] if peer else -1,
+            }  # fmt: skip
+        return result
+
+    def _monitored(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        """A barrier, which gloo counts as several collectives and does not record: it has the next
+        number as long as a rank is in it."""
+        (_, key, _), before = _named(group), _counted(group)
+        self._uncounted = key
+        result = self._enter("monitored_barrier", original, group, *args, **kwargs)
+        self._uncounted = ""
+        if before is not None and (after := _counted(group)) is not None:
+            self._between_two[key] = self._between_two.get(key, 0) + after - before
+        return result
+
+    def _wait(self, original: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wait for a collective, or for a message: who does that is in no collective."""
+        if (message := self._messages.get(work)) is None:
+            return self._inside(original, work, *args, **kwargs)
+        self._message = message
+        self._write(is_inside=False)
+        result = original(work, *args, **kwargs)
+        self._message = {}
+        self._write(is_inside=False)
         return result
 
     def _inside(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +205,7 @@ class Notes:
     def _facts(self) -> dict[str, Any]:
         return {
             "step": self._observer.under_way(), "is_inside": self._is_inside,
-            "entered": dict(self._entered),
+            "entered": dict(self._entered), **self._message,
         }  # fmt: skip
 
     # --- once it is asked ----------------------------------------------------------------------
@@ -217,13 +253,13 @@ class Notes:
         held = (entry for dump in dumps for entry in pickle.loads(dump()).get("entries", ()))
         entries: list[Entry] = [entry for entry in held if not entry["is_p2p"]]
         entries.sort(key=lambda entry: int(entry["time_created_ns"]))
-        kept = ("key", "number", "operator", "step", "sizes", "called_at")
+        kept = ("key", "number", "operator", "step", "sizes", "how", "called_at")
         latest = [self._described(entry, entries, place) for entry in entries[-MOST_RECENT:]]
         recent = {"recent": [{name: each[name] for name in kept} for each in latest]}
         still_open = (e for e in entries if not e.get("retired") and e["state"] != "completed")
         entry = next(still_open, None)
         is_open = entry is not None
-        if entry is None and entries and (or_last or self._is_inside):
+        if entry is None and entries and (or_last or self._is_inside) and not self._message:
             entry = entries[-1]
         is_other = entry is not None and _operator(entry) != place["operator"]
         if entry is None or (self._is_inside and not is_open and is_other):
@@ -244,20 +280,22 @@ class Notes:
         ranks, key, group_name = _named(group)
         own = (int(e["collective_seq_id"]) for e in entries if str(e["process_group"][0]) == name)
         number = place["entered"].get(key, at) - len({other for other in own if other > at})
+        number -= key == self._uncounted
         operator = _operator(entry)
-        label, step = self._marks.get((key, number), ("", place["step"]))
+        label, step, how = self._marks.get((key, number), ("", place["step"], ""))
         frames = entry.get("frames") or []
         lines = (_line(frame["filename"], frame["line"], frame["name"]) for frame in frames)
         # Nothing of Python lies between a backward pass and what C++ calls in it.
         is_of_engine = place.get("phase") == "backward"
         if frames:
             is_of_engine = frames[0]["name"] == "_engine_run_backward"
+        sizes = _sized(entry["input_sizes"], entry["input_dtypes"]) if operator in SIZED else ""
         if not label and is_of_engine and _is_ddp(group):
             label = REDUCER
         return {
             "operator": operator, "label": label, "group": ranks, "name": group_name, "step": step,
             "key": key, "number": number, "called_at": next(filter(None, lines), ""),
-            "sizes": str(entry["input_sizes"]) if operator in SIZED else "",
+            "sizes": sizes, "how": how,
         }  # fmt: skip
 
 
@@ -293,7 +331,19 @@ def _named(group: Any) -> tuple[list[int], str, str]:
 def _sizes(args: tuple[Any, ...]) -> str:
     """Sizes of the inputs, which come after an output if there is one, as torch records them."""
     held = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
-    return str([list(each.shape) for each in ((held,) if isinstance(held, torch.Tensor) else held)])
+    inputs = (held,) if isinstance(held, torch.Tensor) else held
+    types = [each.type().rpartition(".")[2].removesuffix("Tensor") for each in inputs]
+    return _sized([list(each.shape) for each in inputs], types)
+
+
+def _sized(sizes: list[Any], types: list[str]) -> str:
+    return " ".join(map(str, [sizes, *dict.fromkeys(types)]))
+
+
+def _root(args: tuple[Any, ...], ranks: list[int]) -> str:
+    """Of a collective that has one, as a rank of all."""
+    roots = (each.rootRank for each in args if hasattr(each, "rootRank"))
+    return next((f", root {ranks[root]}" for root in roots if root < len(ranks)), "")
 
 
 def _counted(group: Any) -> int | None:

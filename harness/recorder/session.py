@@ -394,6 +394,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         "connection refused", "connection was likely closed", "remote process exited",
         "socket timeout", "timed out waiting", "wait timeout after",
         "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
+        "monitoredbarrier",
     )),
     "mismatched": ("any", (), ("collective mismatch", "match expected size")),
     "illegal_access": ("any", (), ("illegal memory access", "cuda_error_illegal_address")),

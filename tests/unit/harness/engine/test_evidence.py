@@ -15,6 +15,7 @@ from harness.engine.evidence import (
     answer_path,
     evidence_environment,
     fault_words,
+    find_chain,
     find_circle,
     find_mismatch,
     find_missing,
@@ -97,6 +98,13 @@ MISMATCH: dict[str, Row] = {
         "rank 1 entered all_reduce where ranks 0, 2 entered broadcast in step 5 "
         "(collective 11 of ranks 0,1,2,3)", 1,
     ),
+    "gloo took less than was sent, and ended a rank that recorded nothing": (
+        {0: replace(WAITING, operator="all_reduce", sizes="[[8]]"),
+         1: replace(ABSENT, recent=recent("all_reduce", first=12, sizes="[[4]]")),
+         2: replace(ABSENT, recent=recent("all_reduce", first=12, sizes="[[8]]"))},
+        "rank 1 entered all_reduce of sizes [[4]], not [[8]], where ranks 0, 2 entered all_reduce "
+        "of layers.1 in step 7 (collective 12 of ranks 0,1,2,3)", 1,
+    ),
     "buffers that begin elsewhere, sizes that one did not record": (
         {0: replace(ABSENT, recent=recent("all_gather", "broadcast", sizes="[[8]]")),
          1: replace(ABSENT, recent=recent("broadcast", "all_reduce", first=11))}, "", None,
@@ -172,6 +180,31 @@ def test_who_kept_whom_waiting(row: str) -> None:
     fault = find(places)
     assert ("" if fault is None else fault_words(fault)) == told
     assert (None if fault is None else odd_one(fault)) == at_fault
+
+
+INSIDE, FROM_0 = place({"0,1": 5}, (0, 1)), replace(ABSENT, message="recv", peer=0)
+CHAINS: dict[str, tuple[dict[int, Place], tuple[int, ...], int | None]] = {
+    "groups in a circle": (
+        {0: INSIDE, 1: place({"0,1": 4, "1,3": 9}, (1, 3)), 3: place({"0,3": 2}, (0, 3)),
+         2: WAITING}, (0, 1), None),
+    "a message that never comes": ({0: INSIDE, 1: FROM_0}, (0, 1), None),
+    "messages, of one that waits in nothing": (
+        {0: ABSENT, 1: FROM_0, 2: replace(FROM_0, peer=1)}, (1, 2), 0),
+    "of one that is gone": ({1: FROM_0}, (), None),
+    "one is outside": ({0: ABSENT, 1: ABSENT}, (), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CHAINS)
+def test_who_waits_for_whom(row: str) -> None:
+    """A circle blames nobody, a chain the one at its end."""
+    places, first, end = CHAINS[row]
+    chain = find_chain(places)
+    if chain is None:
+        assert not first
+    else:
+        assert tuple(sorted((*chain.fault.others, *chain.fault.ranks))) == first
+        assert chain.end == end
 
 
 def test_a_place_is_there_whatever_becomes_of_the_writer(tmp_path: Path) -> None:

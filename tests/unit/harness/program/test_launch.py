@@ -286,6 +286,18 @@ def main(mode="plain"):
                 call()
         if mode == "sized" and step == 1 and not odd:
             dist.all_reduce(torch.ones(3))
+        if mode == "received" and odd:
+            dist.recv(batch, 0)
+        if mode == "rooted" and step == 1:
+            dist.broadcast(batch, rank)
+        if mode == "typed" and step == 1:
+            dist.all_reduce(batch.double() if odd else batch)
+        if mode == "monitored" and odd:
+            dist.monitored_barrier()
+        if mode == "crossed" and step == 1:
+            groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+            for group in reversed(groups) if odd else groups:
+                dist.all_reduce(batch, group=group)
         optimizer.step()
     if mode == "more" and rank == 0:
         model(batch).square().mean().backward()
@@ -389,6 +401,32 @@ def test_tensors_of_other_sizes_disagree(silent_run: Run) -> None:
     assert outcome.what == "crashed"
     assert "entered all_reduce" in outcome.message
     assert SUMMED in outcome.message
+
+
+WAYS = {
+    "received": ("hang", {SUMMED, "recv"}, set()),
+    "crossed": ("hang", {"all_reduce"}, {"[[2, 4]] Float"}),
+    "rooted": ("hang", {"broadcast"}, {"[[2, 4]] Float, root 0", "[[2, 4]] Float, root 1"}),
+    "typed": ("crashed", {"all_reduce"}, {"[[2, 4]] Float", "[[2, 4]] Double"}),
+    "monitored": ("hang", {SUMMED, "monitored_barrier"}, set()),
+}  # fmt: skip
+"""What happened; what ranks entered of what sizes, where both have some."""
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_each_of_two_ranks_waits_for_the_other(mode: str, silent_run: Run) -> None:
+    """In a message, another group, with another root or type: of both sides it is told where."""
+    what, calls, sizes = WAYS[mode]
+    outcome, _ = silent_run("entry", mode)
+    fault = None if outcome.ending is None else outcome.ending.collective
+    assert fault is not None, outcome.message
+    assert fault.entered is not None
+    assert (outcome.what, {*fault.ranks, *fault.others}) == (what, {0, 1})
+    assert {str(fault.entered), str(fault.expected)} == calls
+    assert fault.step in ((2,) if SUMMED in calls and fault.others == (0,) else (1,))
+    assert not sizes or {fault.entered.sizes, fault.expected.sizes} == sizes
+    if what == "hang":
+        assert outcome.culprit_rank is None
 
 
 @KINDS
