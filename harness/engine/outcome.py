@@ -74,6 +74,7 @@ OUTSIDE_SIGNALS = frozenset(
 )
 """Signals that come from outside of the program: a person, a scheduler, the kernel."""
 MESSAGE_CHARS = 500
+STARTED = "processes that it started itself, in which nothing is recorded"
 LOG_FILE = "job.log"
 """What srun and the agents print."""
 NOT_THE_KERNEL = (
@@ -182,7 +183,8 @@ class RankEvidence:
             where += f" at {place.at}" if place.at else ""
             if place.at and place.at.partition(" ")[0] in inside:
                 return where  # both say the same line
-        return f"{where}{inside}"
+        joins = any("/multiprocessing/" in path and name == "join" for path, _, name in self.stack)
+        return f"{where}{inside}" + (f", waiting for {STARTED}" if joins else "")
 
     @property
     def left(self) -> str:

@@ -178,6 +178,12 @@ def test_stacks_single_out_the_rank_that_the_others_wait_for(tails: Any, culprit
     assert classify(ranks, waited=WAITED).culprit == culprit
 
 
+def test_a_rank_that_waits_for_its_own_processes_is_told() -> None:
+    spawned = stack(("/a/selectors.py", 415, "select"), ("/a/multiprocessing/spawn.py", 1, "join"))
+    answers = [classify([ended(0, tail)], waited=WAITED) for tail in (spawned, WAITING)]
+    assert [outcomes.STARTED in answer.message for answer in answers] == [True, False]
+
+
 def at(
     evidence: RankEvidence, operator: str = "_allgather_base_", label: str = "root", *,
     number: int = 142, inside: bool = True,
