@@ -367,33 +367,14 @@ def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
         last = (place.last,) if place.is_inside and place.group else ()
         for call in (*place.recent, *last):
             met.setdefault((call.number, call.key), {})[rank] = call
-    found = next(filter(None, (_mismatch(met[at]) for at in sorted(met))), None)
-    waiting = [place.last for _, place in sorted(places.items()) if place.is_inside and place.group]
-    return found or _circle(places, waiting)
-
-
-def _circle(places: Mapping[int, Place], waiting: list[Recorded]) -> CollectiveFault | None:
-    """Ranks that wait for each other in collectives of different groups: those whom most of the
-    others wait for; None if they are not fewer than these.
-    """
-    found: list[tuple[list[int], list[int], Recorded]] = []
-    for call in waiting:
-        known = [rank for rank in call.group if rank in places]
-        late = [r for r in known if places[r].lacks(call)]
-        here = [r for r in known if places[r].is_inside and places[r].last.key == call.key]
-        here = [r for r in here if r not in late]
-        if late and len(late) < len(here) and all(places[r].is_inside for r in late):
-            found.append((late, here, call))
-    if not found:
-        return None
-    late, here, call = max(found, key=lambda each: len(each[1]) - len(each[0]))
-    return _fault(late, here, call, places[late[0]].last)
+    return next(filter(None, (_mismatch(met[at]) for at in sorted(met))), None)
 
 
 class Chain(NamedTuple):
     """Ranks of which each waits for the next one, in words, and the first wait of them.
 
-    The last one waits for one before it, else it is at fault: `end`.
+    The last one waits for one before it, in a circle, else it is at fault: `end`. So is the smaller
+    side of a circle over several groups, if there is one.
     """
 
     words: str
@@ -409,10 +390,16 @@ def find_chain(places: Mapping[int, Place]) -> Chain | None:
         whom = next(lacking, -1) if place.is_inside else place.peer if place.message else -1
         if whom in places:
             waits[rank] = whom
-    chains = [chain for start in sorted(waits) if (chain := _chain(start, waits))]
+    # Who is in a collective that nobody lacks is on its way out of it.
+    chains = [chain for start in sorted(waits) if (chain := _chain(start, waits))
+              and (chain[-1] in waits or not places[chain[-1]].is_inside)]  # fmt: skip
     if not chains:
         return None
     chain = max(chains, key=lambda ranks: (ranks[-1] not in waits, len(ranks)))
+    end = None if chain[-1] in waits else chain[-1]
+    if end is None and all(places[rank].is_inside for rank in chain):
+        fault = _parted(chain, waits, places)
+        return Chain(fault_words(fault), fault, odd_one(fault))
     first, second = chain[:2]
     due, mine = places[first], places[second]
     due_here = due.last if due.is_inside else None
@@ -421,7 +408,6 @@ def find_chain(places: Mapping[int, Place]) -> Chain | None:
         expected=due.waits_in, group=tuple(sorted(chain[:2])) if due_here is None else due.group,
         number=0 if due_here is None else due_here.number, step=due.step if due.step >= 0 else None,
     )  # fmt: skip
-    end = None if chain[-1] in waits else chain[-1]
     links = (f"rank {r} for rank {waits[r]} in {places[r].wait}" for r in chain if r in waits)
     how = "in a circle" if end is None else f"for rank {end}"
     return Chain(f"ranks wait {how}: {'; '.join(links)}", fault, end)
@@ -435,38 +421,29 @@ def _chain(rank: int, waits: Mapping[int, int]) -> list[int]:
     return chain[chain.index(rank) :] if rank in chain else chain
 
 
-def find_circle(places: Mapping[int, Place]) -> CollectiveFault | None:
-    """Ranks that wait for each other in collectives of several groups; None if none do.
+def _parted(
+    circle: list[int], waits: Mapping[int, int], places: Mapping[int, Place]
+) -> CollectiveFault:
+    """Of ranks that wait for each other in collectives of several groups: who is where fewer are.
 
     `others` are those that had the same choice: of the group that some are in and they are not, or
     as far as these in a group of the same size.
     """
-    calls = {rank: place.last for rank, place in places.items() if place.is_inside and place.group}
 
-    def late(call: Recorded) -> list[int]:
-        return [r for r in call.group
-                if r in calls and places[r].entered.get(call.key, 0) < call.number]  # fmt: skip
-
-    def chose(due: Recorded, other: Recorded) -> list[int]:
-        there = (r for r in calls if (calls[r].key, calls[r].number) == (due.key, due.number))
+    def chose(rank: int) -> list[int]:
+        due, other = places[rank].last, places[waits[rank]].last
         size, before = len(other.group), other.number - 1
-        return [r for r in sorted(there) if r in other.group or any(
+        there = (r for r, place in places.items() if place.is_inside
+                 and (place.last.key, place.last.number) == (due.key, due.number))  # fmt: skip
+        return [r for r in sorted(there) if r == rank or r in other.group or any(
                     number == before and key.partition(" ")[0].count(",") + 1 == size
                     for key, number in places[r].entered.items())]  # fmt: skip
 
-    for start in sorted(calls):
-        path, at = list[int](), start
-        while at not in path and late(calls[at]):
-            path.append(at)
-            at = late(calls[at])[0]
-        if at in path:
-            circle = path[path.index(at) :]
-            pairs = [(calls[rank], calls[late(calls[rank])[0]]) for rank in circle]
-            due, mine = max(pairs, key=lambda pair: len(chose(*pair)))
-            odd = [rank for rank in circle if rank in late(due) and calls[rank] == mine]
-            found = _fault(odd, chose(due, mine), due, mine)
-            return replace(found, entered=replace(mine.as_entered, group=mine.group))
-    return None
+    first = max(circle, key=lambda rank: len(chose(rank)))
+    due, mine = places[first].last, places[waits[first]].last
+    odd = [rank for rank in circle if places[rank].lacks(due) and places[rank].last == mine]
+    found = _fault(odd, chose(first), due, mine)
+    return replace(found, entered=replace(mine.as_entered, group=mine.group))
 
 
 def _mismatch(calls: Mapping[int, Recorded]) -> CollectiveFault | None:

@@ -41,7 +41,6 @@ from harness.engine.evidence import (
     Place,
     fault_words,
     find_chain,
-    find_circle,
     find_mismatch,
     find_missing,
     kernel_words,
@@ -352,7 +351,7 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
         message += f"; rank {victims[0].rank} waited and gave up: {_line(error.message, 0)}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
-    fault = find_missing(places) or find_mismatch(places) or find_circle(places)
+    fault = find_missing(places) or find_mismatch(places)
     if fault is not None:
         return _in_vain("hang", fault, message, None)
     if (chain := find_chain(places)) is not None:
