@@ -73,7 +73,7 @@ class Notes:
         )
         self._entered: dict[str, int] = {}
         self._between_two: dict[str, int] = {}
-        self._marks: dict[tuple[str, int], tuple[str, int, str]] = {}
+        self._marks: dict[tuple[str, int], dict[str, Any]] = {}
         self._messages = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
         self._message: dict[str, Any] = {}  # the one that is waited for
         self._uncounted = ""  # key of a group whose own count does not hold
@@ -139,14 +139,12 @@ class Notes:
         label, step = self._module(sys._getframe(1)), self._observer.under_way()
         self._entered[key] = number
         how = _root(args, ranks)
-        self._marks[key, number] = label, step, how
+        sizes = _sizes(args) if name in SIZED else ""
+        about = {"operator": name, "label": label, "sizes": sizes, "how": how}
+        self._marks[key, number] = about | {"step": step}
         if len(self._marks) > MOST_MARKS:
             del self._marks[next(iter(self._marks))]
-        sizes = _sizes(args) if name in SIZED else ""
-        self._last = {
-            "operator": name, "label": label, "group": ranks, "name": group_name, "sizes": sizes,
-            "how": how,
-        }  # fmt: skip
+        self._last = about | {"group": ranks, "name": group_name}
         return self._inside(original, group, *args, **kwargs)
 
     def _between(self, name: str, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +280,8 @@ class Notes:
         number = place["entered"].get(key, at) - len({other for other in own if other > at})
         number -= key == self._uncounted
         operator = _operator(entry)
-        label, step, how = self._marks.get((key, number), ("", place["step"], ""))
+        mark = self._marks.get((key, number), {})  # as a rank says it that is in this one
+        label = mark.get("label", "")
         frames = entry.get("frames") or []
         lines = (_line(frame["filename"], frame["line"], frame["name"]) for frame in frames)
         # Nothing of Python lies between a backward pass and what C++ calls in it.
@@ -292,10 +291,10 @@ class Notes:
         sizes = _sized(entry["input_sizes"], entry["input_dtypes"]) if operator in SIZED else ""
         if not label and is_of_engine and _is_ddp(group):
             label = REDUCER
-        return {
-            "operator": operator, "label": label, "group": ranks, "name": group_name, "step": step,
-            "key": key, "number": number, "called_at": next(filter(None, lines), ""),
-            "sizes": sizes, "how": how,
+        known = {"operator": operator, "step": place["step"], "sizes": sizes, "how": ""} | mark
+        return known | {
+            "label": label, "group": ranks, "name": group_name, "key": key, "number": number,
+            "called_at": next(filter(None, lines), ""),
         }  # fmt: skip
 
 

@@ -104,6 +104,9 @@ MISMATCH: dict[str, Row] = {
         "rank 1 entered all_reduce of sizes [[4]], not [[8]], where ranks 0, 2 entered all_reduce "
         "of layers.1 in step 7 (collective 12 of ranks 0,1,2,3)", 1,
     ),
+    "gloo let two go on": (
+        {0: replace(WAITING, entered={"0,1,2,3": 11}), 1: WAITING, 2: WAITING}, "", None,
+    ),
     "buffers that begin elsewhere, sizes that one did not record": (
         {0: replace(ABSENT, recent=recent("all_gather", "broadcast", sizes="[[8]]")),
          1: replace(ABSENT, recent=recent("broadcast", "all_reduce", first=11))}, "", None,
