@@ -340,7 +340,7 @@ def commit_of(folder: Path) -> str:
 
 
 def commit_of_program(folder: Path) -> str:
-    """The same, but of a program that is in no repository what there is: a hash of its code."""
+    """As `commit_of`; a hash of the program's code if it is in no repository."""
     return commit_of(folder) or f"+{code_of_scripts(folder)[:HASH_CHARS]}"
 
 

@@ -406,8 +406,8 @@ class FSDPModule:
         self.fsdp_schedule.gather_stream.wait_event(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Collectives always sum; with this an all-reduce hook gets sums, as always in other
-        dtypes than float32 and bfloat16: there a part of the division comes before.
+        """All-reduce hooks get the sum, not the mean; collectives sum in any case. In dtypes other
+        than float32 and bfloat16 hooks always get the sum, of gradients divided in part.
         """
         for group in self._fsdp_unit.groups:
             group.gradients.gives_sum = enable

@@ -405,7 +405,7 @@ class Gradients:
     divide_factor: what sums are divided by; None: the number of ranks.
     fused: numbers of parameters whose backward kernels write into `main_grad` themselves.
     sum_hook: called with the sum over the ranks, divided; may write to it.
-    gives_sum: the hook is called before the sum is divided, as always where sums are divided twice.
+    gives_sum: the hook is called before the sum is divided, as always if it `_is_divided_twice`.
     reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 

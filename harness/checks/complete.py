@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fsdp_core.config import (
-    ParallelConfig,
+    SAME_LAYOUT,
     TrainConfig,
     captured_layers,
     layers_with,
@@ -272,7 +272,7 @@ def _first_missing(records: RankRecords, due: range) -> int:
 
 def first_step(run: RunResult) -> int:
     """The first step that ranks record: those in another layout, before a run resumes, are not."""
-    config, same = run.spec.config, to_plain(ParallelConfig())
+    config, same = run.spec.config, to_plain(SAME_LAYOUT)
     resumed = config.get("resume_at", 0) if config.get("resume_from", same) != same else 0
     return resumed if type(resumed) is int else 0
 

@@ -63,9 +63,9 @@ def build_reports(folder: Path, database: Path | None = None) -> Reports:
 def report_again(
     console: Console, folder: Path, code: ExitCode, database: Path | None = None
 ) -> tuple[Reports, ExitCode]:
-    """`build_reports`, say where the page is, and what a command then ends with, so far `code`.
+    """`build_reports`, print where the page is, and return the exit code, which was `code`.
 
-    Reports that cannot be written take no verdict away: only a pass is none without them.
+    A report that cannot be written changes no exit code but that of a pass, to `NO_VERDICT`.
     """
     try:
         reports = build_reports(folder, database)

@@ -144,7 +144,7 @@ class Place(Json):
         return f"{here}{step}" + (f" ({told})" if told else "")
 
     def lacks(self, call: Recorded) -> bool:
-        """Whether it has not entered that collective."""
+        """Whether the rank has not entered `call`."""
         return self.entered.get(call.key, 0) < call.number
 
 
@@ -371,10 +371,11 @@ def find_mismatch(places: Mapping[int, Place]) -> CollectiveFault | None:
 
 
 class Chain(NamedTuple):
-    """Ranks of which each waits for the next one, in words, and the first wait of them.
+    """A chain of ranks, each waiting for the next one.
 
-    The last one waits for one before it, in a circle, else it is at fault: `end`. So is the smaller
-    side of a circle over several groups, if there is one.
+    words: for the message. fault: the first wait of the chain. end: the rank at fault, None if that
+    cannot be told: the last one, if it waits for nobody; of a circle over several groups the
+    smaller side.
     """
 
     words: str
@@ -383,14 +384,14 @@ class Chain(NamedTuple):
 
 
 def find_chain(places: Mapping[int, Place]) -> Chain | None:
-    """Who waits for whom, of ranks that all wait, or for messages of the one that does not."""
+    """Which rank each rank waits for, in a collective or for a message; None if it is unknown."""
     waits: dict[int, int] = {}
     for rank, place in places.items():
         lacking = (r for r in place.last.group if r in places and places[r].lacks(place.last))
         whom = next(lacking, -1) if place.is_inside else place.peer if place.message else -1
         if whom in places:
             waits[rank] = whom
-    # Who is in a collective that nobody lacks is on its way out of it.
+    # A rank inside a collective that all ranks have entered is about to leave it.
     chains = [chain for start in sorted(waits) if (chain := _chain(start, waits))
               and (chain[-1] in waits or not places[chain[-1]].is_inside)]  # fmt: skip
     if not chains:
@@ -414,7 +415,7 @@ def find_chain(places: Mapping[int, Place]) -> Chain | None:
 
 
 def _chain(rank: int, waits: Mapping[int, int]) -> list[int]:
-    """From that rank on, each the one that the rank before it waits for; of a circle that alone."""
+    """The ranks from `rank` on, each waiting for the next; if they end in a circle, the circle."""
     chain = [rank]
     while (rank := waits.get(rank, -1)) >= 0 and rank not in chain:
         chain.append(rank)
@@ -424,10 +425,10 @@ def _chain(rank: int, waits: Mapping[int, int]) -> list[int]:
 def _parted(
     circle: list[int], waits: Mapping[int, int], places: Mapping[int, Place]
 ) -> CollectiveFault:
-    """Of ranks that wait for each other in collectives of several groups: who is where fewer are.
+    """The smaller side of ranks that wait for each other in collectives of several groups.
 
-    `others` are those that had the same choice: of the group that some are in and they are not, or
-    as far as these in a group of the same size.
+    A rank counts only if it could have entered the other side's collective: it is in that group, or
+    its own group of the same size has reached the same number.
     """
 
     def chose(rank: int) -> list[int]:

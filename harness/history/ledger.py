@@ -269,7 +269,7 @@ def remember(folder: Path, database: Path) -> str:
 
 def record_folder(folder: Path, database: Path) -> Counter[str]:
     """Record a run folder, as `History.record` (`HarnessError`: it is none, or as there)."""
-    # Locked to the end: who has read an earlier state of it must not write last.
+    # Locked until it is written: a process that read an earlier state must not write last.
     with store.RunFolder.open(folder) as opened:
         return History.open(database, create=True).record(gather(opened))
 

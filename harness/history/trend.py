@@ -118,7 +118,7 @@ def trends(
         asked = {case.candidate for case in folder.cases}
         runs = {run.key: run for run in folder.runs if not run.what and run.key in asked}
         seen.append((replace(folder, cases=(), runs=()), folder.cases, runs))
-    # A shard answers once, be it recorded by itself, in what was merged of it, or in both.
+    # A shard that was merged is in the merged run folder, too: it counts once.
     merged = {(part, folder.scenario) for folder, _, _ in seen for part in folder.merged}
     found: dict[tuple[str, str], list[_Answered]] = {}
     for folder, cases, runs in reversed(seen):
@@ -294,7 +294,7 @@ def when(answer: Answer | None) -> str:
 
 
 def short(commit: str) -> str:
-    """'3f1c0a9d', with '+5d0e' if there were changes on top, or by which alone code is known."""
+    """'3f1c0a9d', with '+5d0e' for uncommitted changes; '+5d0e' alone for code in no repository."""
     base, _, changes = commit.partition("+")
     return f"{base[:8]}{'+' if changes else ''}{changes[:4]}" or "unknown"
 

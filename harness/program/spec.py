@@ -134,7 +134,7 @@ def codes_of(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def commit_of_configs(configs: Iterable[Mapping[str, Any]]) -> str:
-    """The commit of what configurations train, of several all."""
+    """The commits of the code that configurations run, joined by commas."""
     programs = {program and folder_of(program) for program in map(program_of, configs)}
     return ", ".join(
         sorted({commit_of_program(f) if f else provenance.describe() for f in programs} - {""})

@@ -173,7 +173,7 @@ class Notes:
         return result
 
     def _wait(self, original: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for a collective, or for a message: who does that is in no collective."""
+        """Wait for a collective, or for a message: then the rank is in no collective."""
         if (message := self._messages.get(work)) is None:
             return self._inside(original, work, *args, **kwargs)
         self._message = message

@@ -207,7 +207,7 @@ class Session:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether what this process was before an `exec` has written there, and no step."""
+    """Whether this process wrote there before an `exec`, and has recorded no step yet."""
     try:
         kinds = {(record := json.loads(line))["kind"]: record for line in path.open()}
         return bool(kinds["start"]["pid"] == os.getpid() and "step" not in kinds)

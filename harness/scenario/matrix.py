@@ -27,7 +27,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp_core.config import ParallelConfig
+from fsdp_core.config import SAME_LAYOUT
 from harness.checks.speed import TIMED_STEPS
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
@@ -39,8 +39,6 @@ from harness.scenario.yaml_source import Origin, dotted
 from harness.values import LEAST_STEPS, ROUNDING, Close, LossGap, tolerance_of
 
 MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
-_SAME = ParallelConfig()
-"""What `resume_from` holds where a run resumes in its own layout."""
 Device = Literal["cpu", "cuda"]
 Assignment = dict[str, Choice]
 """What a case says beyond the scenario's base: key to choice."""
@@ -310,7 +308,7 @@ class _Maker:
             expected = "taps in base, of the modules to compare"
             need(candidate.taps and reference.taps, "checks.taps", expected, "none")
         configs = [leg.config for leg in (candidate, reference) if leg.config]
-        elsewhere = any(c.resume_from != _SAME for c in configs)
+        elsewhere = any(c.resume_from != SAME_LAYOUT for c in configs)
         expected = "1 or more in one run, as resume_from is another layout"
         need(
             not elsewhere or any(c.resume_at for c in configs),

@@ -210,7 +210,7 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 def lock(path: Path) -> int:
     """Open a file and lock it for this process alone, until it is closed or the process dies.
 
-    One that may only be read, as on a medium that is, is locked all the same.
+    A file on a read-only file system is opened for reading, and locked all the same.
 
     Raises:
         UsageError: another harness holds it (`Infrastructure`: the file system cannot lock).
