@@ -6,6 +6,7 @@ command goes on; a full disk ends it with exit code 6, as half an answer must no
 """
 
 import errno
+import gc
 import io
 import os
 import sys
@@ -57,6 +58,7 @@ def main() -> int:
     """Run one command; the exit code. Ctrl-C while modules are still read is an answer too."""
     try:
         secure_streams()
+        gc.set_threshold(100_000)  # plans and records are many objects, and few are in cycles
         from harness.cli import main as run_command
     except KeyboardInterrupt:
         sys.stderr.write("harness: interrupted\n")

@@ -129,7 +129,7 @@ def _graphs_cut_no_compiled_part(run: "TrainConfig") -> None:
 
 
 def _fp8_takes_widths(run: "TrainConfig") -> None:
-    for name, width, axis in _widths(run.model):
+    for name, width, axis in _widths(run.model) if run.fp8 != "none" else ():
         ranks = getattr(run.parallel, axis) if axis else 1
         _fits_fp8(
             run, width, ranks, f"{name} = {width}" + (f" over {axis}={ranks}" if axis else "")

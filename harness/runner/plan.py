@@ -148,7 +148,7 @@ def make_plan(
         repeats: by case, runs that are left of a confirmation which was cut short.
     """
     if finished is None:
-        cases = (_with_reason(case, slots, memory_bytes) for case in cases)
+        cases = _with_reasons(cases, slots, memory_bytes)
     cases, expected, again = tuple(cases), expected or Estimates(by_size()), repeats or {}
     seconds = expected.seconds
 
@@ -252,10 +252,17 @@ def makespan_s(order: Sequence[Job], *, slots: int, jobs: int | None = None) -> 
 # ---- what cannot run here
 
 
-def _with_reason(case: CaseSpec, slots: int, memory_bytes: int | None) -> CaseSpec:
-    specs = () if case.skip_reason else (case.reference, case.control, case.candidate)
-    reason = next((why for spec in specs for why in _lacks(spec, slots, memory_bytes)), "")
-    return dataclasses.replace(case, skip_reason=reason) if reason else case
+def _with_reasons(
+    cases: Iterable[CaseSpec], slots: int, memory_bytes: int | None
+) -> Iterator[CaseSpec]:
+    known: dict[int, str] = {}  # by identity: cases share specifications, and keys take longer
+    for case in cases:
+        specs = () if case.skip_reason else (case.reference, case.control, case.candidate)
+        for spec in specs:
+            if id(spec) not in known:
+                known[id(spec)] = next(_lacks(spec, slots, memory_bytes), "")
+        reason = next(filter(None, (known[id(spec)] for spec in specs)), "")
+        yield dataclasses.replace(case, skip_reason=reason) if reason else case
 
 
 def _lacks(spec: RunSpec, slots: int, memory_bytes: int | None) -> Iterator[str]:

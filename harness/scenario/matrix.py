@@ -17,7 +17,6 @@ this part makes.
 """
 
 import dataclasses
-import gc
 import hashlib
 import itertools
 import json
@@ -61,16 +60,12 @@ def expand_marked(
     scenario: Scenario, device: Device
 ) -> tuple[tuple[CaseSpec, ...], tuple[str, ...]]:
     """As `expand`, and the ids of the cases that include entries added: somebody wants these."""
-    gc.disable()  # it would walk tens of thousands of objects, none in a cycle, again and again
-    try:
-        ids, assignments, num_left = _identified(scenario)
-        if not assignments:
-            raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
-        maker = _Maker(scenario, device)
-        cases = [maker.case(name, held) for name, held in zip(ids, assignments, strict=True)]
-        return tuple(cases), tuple(ids[num_left:])
-    finally:
-        gc.enable()
+    ids, assignments, num_left = _identified(scenario)
+    if not assignments:
+        raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
+    maker = _Maker(scenario, device)
+    cases = [maker.case(name, held) for name, held in zip(ids, assignments, strict=True)]
+    return tuple(cases), tuple(ids[num_left:])
 
 
 def count(scenario: Scenario) -> int:

@@ -321,11 +321,11 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
 
 def plain_config(config: TrainConfig) -> dict[str, Any]:
     """`config.to_dict()`, faster where thousands of configurations share their parts."""
-    plain: dict[str, Any] = {}
-    for name in _FIELDS:
-        value = getattr(config, name)
-        plain[name] = dict(_plain_part(value)) if name in parts() else value
-    plain |= {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
+    plain: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(config).items()
+    }
+    plain |= {name: dict(_plain_part(plain[name])) for name in parts()}
     plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
     return plain
 
