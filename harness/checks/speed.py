@@ -9,6 +9,7 @@ pass, and above it to fail. How often that errs: benchmarks/README.md, "Statisti
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
@@ -177,32 +178,36 @@ class Speed(NamedTuple):
 def judge(ours: Times, theirs: Times, tolerance: float) -> Speed:
     """Whether the runs `theirs` are slower than `ours`, pair by pair, by more than a fraction."""
     limit = math.log1p(tolerance)
-    of: tuple[Callable[[Sequence[float]], float], ...] = (median, mean_step, _growth)
-    typical, mean, trend = (
-        interval_of([math.log(one(b) / one(a)) for a, b in zip(ours, theirs, strict=True)])
-        for one in of
-    )
-    sides = [side_of(typical, limit), side_of(mean, limit)]
-    by, mean_by, high = (
-        f"{100 * abs(math.expm1(log)):.2g} %" for log in (trend.estimate, mean.estimate, mean.high)
-    )
+
+    def slowdown(one: Callable[[Sequence[float]], float]) -> Interval:
+        return interval_of([math.log(one(b) / one(a)) for a, b in zip(ours, theirs, strict=True)])
+
+    typical, mean, whole = slowdown(median), slowdown(mean_step), slowdown(fmean)
+    trend, whole_trend = (slowdown(partial(_growth, one)) for one in (mean_step, fmean))
+    for found, grows, why in (
+        (typical, trend, ""), (mean, trend, "; the mean step is slower by {}"),
+        (whole, whole_trend, "; with its longest steps the mean is slower by {}"),
+    ):  # fmt: skip
+        if side_of(found, limit) == "failed":
+            if grows.high < -limit:
+                faster = f"the candidate gets faster by {_percent(grows.estimate)} as it runs"
+                return Speed("incomparable", typical, mean, f"{faster}, skip more steps")
+            return Speed("failed", typical, mean, why.format(_percent(found.estimate)))
     is_wide = (typical.high - typical.low) / 2 > limit
-    rules: tuple[tuple[bool, Outcome, str], ...] = (
-        ("failed" in sides and trend.high < -limit, "incomparable",
-         f"the candidate gets faster by {by} as it runs, skip more steps"),
-        (sides[0] == "failed", "failed", ""),
-        (sides[1] == "failed", "failed", f"; the mean step is slower by {mean_by}"),
-        (sides[0] == "incomparable" and is_wide, "incomparable",
-         "the noise is larger than the tolerance"),
-        (sides[0] == "incomparable", "incomparable", "the interval holds the tolerance"),
-        (sides[1] == "incomparable", "incomparable",
-         f"long steps leave open whether the mean step is slower, by {high}"),
-        (trend.low > limit, "incomparable",
-         f"the candidate gets slower by {by} than the reference as it runs, take longer runs"),
-        (True, "passed", ""),
+    rules = (
+        (side_of(typical, limit) != "passed", "the noise is larger than the tolerance" if is_wide
+         else "the interval holds the tolerance"),
+        (side_of(mean, limit) != "passed",
+         f"long steps leave open whether the mean step is slower, by {_percent(mean.high)}"),
+        (trend.low > limit, f"the candidate gets slower by {_percent(trend.estimate)} than the "
+         "reference as it runs, take longer runs"),
     )  # fmt: skip
-    outcome, why = next(rule[1:] for rule in rules if rule[0])
-    return Speed(outcome, typical, mean, why)
+    why = next((why for is_open, why in rules if is_open), "")
+    return Speed("incomparable" if why else "passed", typical, mean, why)
+
+
+def _percent(log: float) -> str:
+    return f"{100 * abs(math.expm1(log)):.2g} %"
 
 
 def side_of(found: Interval, limit: float) -> Outcome:
@@ -215,15 +220,15 @@ def side_of(found: Interval, limit: float) -> Outcome:
 
 
 def mean_step(seconds: Sequence[float]) -> float:
-    """Mean over steps but the longest: one disturbed step is no property of the program."""
+    """Mean over steps but the longest: a disturbance of some runs does not widen its interval."""
     kept = sorted(seconds)[: len(seconds) - math.ceil(len(seconds) / LEFT_OUT)]
     return fmean(kept or seconds)
 
 
-def _growth(seconds: Sequence[float]) -> float:
-    """How much longer the last third of the steps takes than the first."""
+def _growth(one: Callable[[Sequence[float]], float], seconds: Sequence[float]) -> float:
+    """How much longer one step of the last third takes than of the first."""
     third = max(1, len(seconds) // 3)
-    return mean_step(seconds[-third:]) / mean_step(seconds[:third])
+    return one(seconds[-third:]) / one(seconds[:third])
 
 
 def interval_of(values: Sequence[float]) -> Interval:
