@@ -18,6 +18,7 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -199,14 +200,17 @@ class RunSpec(Json):
             (name, getattr(self, name), f.default) for name, f in self.__dataclass_fields__.items()
         )
         said = {name: value for name, value, default in held if value != default}
-        if self.is_builtin:
-            # In a quarter of the time; NaN would be null, but no rule of a configuration allows it.
-            text = msgspec.json.encode(said, order="deterministic")
-        else:
-            plain = {k: v.to_json() if isinstance(v, Json) else v for k, v in said.items()}
-            text = dumps(plain).encode()
-        digest = hashlib.sha256(text).hexdigest()[:12]
+        digest = hashlib.sha256(self._hashed(said)).hexdigest()[:12]
         return f"w{self.world_size}-{self._short_name}-r{self.replica}-{digest}"
+
+    def _hashed(self, said: dict[str, Any]) -> bytes:
+        """JSON with sorted keys."""
+        with suppress(UnicodeEncodeError):  # of half a surrogate pair
+            if self.is_builtin:
+                # In a quarter of the time; NaN would be null: no rule of a configuration allows it.
+                return msgspec.json.encode(said, order="deterministic")
+        plain = {k: v.to_json() if isinstance(v, Json) else v for k, v in said.items()}
+        return dumps(plain).encode()
 
     @property
     def is_builtin(self) -> bool:

@@ -1,6 +1,7 @@
 """Records go through JSON and back, floats as bits; errors are one line."""
 
 import dataclasses
+import math
 import struct
 from typing import Any
 
@@ -73,6 +74,14 @@ def test_faults_are_joined_and_taken_apart() -> None:
     both = PlantSpec(fault="a", beside=(ULP,))
     assert joined([both, HANG]) == PlantSpec(fault="a", beside=(ULP, HANG))
     assert len({spec(plant).key for plant in PLANTS}) == len(PLANTS)
+
+
+def test_keys_know_every_value() -> None:
+    """Half a surrogate pair is a text that a file may hold; NaN of a program is none."""
+    texts = ("", "\ud800", "\ud801")
+    assert len({dataclasses.replace(spec(), config={"taps": [t]}).key for t in texts}) == 3
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        _ = dataclasses.replace(spec(), config={"program": {"args": {"lr": math.nan}}}).key
 
 
 # --- floats as bits ---
