@@ -467,6 +467,7 @@ class RankExit(Json):
     code: int | None  # negative for a signal, None if it never started
     killed_by_harness: bool = False
     errno: int = 0  # with which starting it failed
+    is_stopped: bool = False  # SIGSTOP or a debugger held it when its time was up
     failed_at: float | None = None  # by itself, if seen; only the order among ranks counts
 
 

@@ -349,14 +349,17 @@ def _hang(running: Ranks, victims: Ranks, waited: str) -> Answer:
         message = f"{waited}; {message}"
     elif (error := victims[0].records.error) is not None:
         message += f"; rank {victims[0].rank} waited and gave up: {_line(error.message, 0)}"
+    stopped = [r for r in by_rank if r.exit.is_stopped]
+    if stopped:
+        message = f"SIGSTOP or a debugger holds {_names(stopped)}; {message}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
     fault = find_missing(places) or find_mismatch(places)
     if fault is not None:
-        return _in_vain("hang", fault, message, None)
-    if (chain := find_chain(places)) is not None:
+        return _in_vain("hang", fault, message, stopped[0].rank if stopped else None)
+    if not stopped and (chain := find_chain(places)) is not None:
         return Answer("hang", f"{chain.words}; {message}", chain.end, chain.fault)
-    hung = _hung(running)
+    hung = stopped[0] if stopped else _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         message = f"the others waited for rank {hung.rank}, {hung.where_now}; {message}"
     return Answer("hang", message, None if hung is None else hung.rank)

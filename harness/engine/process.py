@@ -87,6 +87,11 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds a process."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
 def code_of_zombie(pid: int) -> int | None:
     """Exit code (negative: signal) of a process that has ended and was not yet waited for."""
     fields = _stat(pid)

@@ -51,6 +51,7 @@ from harness.engine.process import (
     ChildWakeup,
     adopt_orphans,
     die_with_parent,
+    is_stopped,
     kill_children,
     no_process,
     signal_quietly,
@@ -136,6 +137,7 @@ class Watch:
     waited: str = ""  # why ranks that still ran were ended, in words
     leaving: bool = False
     exits: dict[int, RankExit] = field(default_factory=dict)
+    stopped: frozenset[int] = frozenset()  # by somebody, when time was up
     epoch_unix_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     deadline_s: float = field(init=False)
     patience_s: float = field(init=False)  # what `stall_s` is now
@@ -190,6 +192,7 @@ class Watch:
         self.exits[rank] = RankExit(
             rank=rank, code=code, killed_by_harness=ours, errno=number,
             failed_at=self.epoch_unix_s + now_s if failed else None,
+            is_stopped=rank in self.stopped,
         )  # fmt: skip
         if (failed or left_early) and self.phase is Phase.RUNNING:
             self.phase = Phase.GRACE
@@ -446,6 +449,7 @@ class Crew:
             watch.deadline_s = now_s
         number = watch.advance(now_s)
         if before < Phase.ASKED <= watch.phase:
+            watch.stopped = frozenset(r for pid, r in self._pids.items() if is_stopped(pid))
             evidence.ask_for_dumps(Path(), watch.running)
         for pid in self._pids if number is not None else ():
             signal_quietly(pid, number or 0)

@@ -101,6 +101,7 @@ def test_a_hanging_rank_is_ended_at_the_timeout(
     assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
     assert "rank 1 after step 1" in outcome.message
     assert [r.killed_by_harness for r in outcome.ranks] == [False, True, False, False]
+    assert [r.is_stopped for r in outcome.ranks] == [False, how == "stop_self", False, False]
     wait_gone(*rank_pids(tmp_path))
 
 

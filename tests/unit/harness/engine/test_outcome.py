@@ -54,6 +54,12 @@ def ended(number: int, tail: str = "", steps: int = 3) -> RankEvidence:
     return rank(number, -9, ours=True, steps=steps, tail=tail)
 
 
+def held(number: int) -> RankEvidence:
+    """A rank that somebody had stopped."""
+    rank = ended(number)
+    return replace(rank, exit=replace(rank.exit, is_stopped=True))
+
+
 def own(number: int, what: What, code: int = 1, **error: Any) -> RankEvidence:
     return rank(number, code, what=what, **error)
 
@@ -117,6 +123,7 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
     "another disk full, recorded": ([own(0, "crashed", message=NO_SPACE)], [0], "crashed", 0),
     "another disk full, printed": ([died(0, -11, f"OSError: {NO_SPACE}")], [0], "crashed", 0),
     "time up: all hang": ([ended(0), ended(1)], [], "hang", None),
+    "time up: one is stopped": ([ended(0), held(1)], [], "hang", 1),
     "time up: one behind hangs": ([ended(0), ended(1, steps=1)], [], "hang", 1),
     "time up: one hangs, others done": ([good(0), ended(1)], [], "hang", 1),
     "time up: but one had failed": ([died(0, -11), ended(1)], [0], "crashed", 0),
