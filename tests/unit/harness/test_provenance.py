@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -256,7 +257,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_changes_on_top_have_a_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed, staged, deleted and new files of code each make another code, others do not;
-    neither a hook's variables nor a converter that makes all files look alike hides one."""
+    neither a hook's variables nor a converter that makes all files look alike hides one, and
+    neither a link that leads nowhere, a name that is not UTF-8 nor another owner hides all."""
     head, code = git(root, "rev-parse", "HEAD"), root / "harness"
     (root / "README.md").write_text("changed\n")
     (root / ".git" / "info" / "attributes").write_text("*.py diff=same\n")
@@ -282,6 +284,13 @@ def test_changes_on_top_have_a_name(root: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / "index"))
     assert describe(root) == seen[-1]
+    (code / ".#a.py").symlink_to("user@host.1234")  # an editor's lock
+    os.link(root / "README.md", os.fsencode(code) + b"/\xff.py")
+    with_latin_name = describe(root)
+    assert with_latin_name.startswith(f"{head}+")
+    assert with_latin_name != seen[-1]
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert describe(root) == with_latin_name
 
 
 PROGRAM = """\
