@@ -148,7 +148,10 @@ def _look_at(run: RunResult) -> None:
     for group in PROVING_GROUPS if is_builtin else PROVING_GROUPS[:2]:  # theirs may keep no state
         message = f"no rank digests a tensor of {group}: empty digests prove nothing"
         if group == "grads" and not is_builtin:
-            message += "; with lines in the script, clear gradients as the next step begins"
+            message += (
+                "; the optimizer must hold the parameters that are trained and, with lines in the "
+                "script, gradients are cleared as the next step begins"
+            )
         texts = (step.digests[group] for records in run.ranks for step in records.steps)
         _need(any(text.replace(ABSENT, "") for text in texts), "empty_run", message)
     codes = {state.rank: state.code for state in outcome.ranks}
