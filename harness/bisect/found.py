@@ -106,9 +106,12 @@ class Operator(Json):
         """The evidence in a sentence."""
         if self.candidate is None:
             return f"the candidate has nothing that gives what {self.reference} gives"
-        is_known = all((*self.candidate.inputs, *(self.reference.inputs if self.reference else ())))
-        same = "it was given the same" if is_known else "not all that it was given has a digest"
-        what = "" if self.outside else f": {same}, and it returned something else"
+        what, ours, theirs = "", self.reference, self.candidate
+        if ours is not None and ours.operator == theirs.operator and not self.outside:
+            if not all((*ours.inputs, *theirs.inputs)):
+                what = ": not all that it was given has a digest, and it returned something else"
+            elif ours.inputs == theirs.inputs:
+                what = ": it was given the same, and it returned something else"
         return (
             f"operator {self.candidate.number} of the call is the first that differs, {self}{what}"
         )

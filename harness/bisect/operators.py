@@ -103,7 +103,10 @@ def with_operator(found: Location, spec: OperatorSpec, pair: Sequence[RunResult]
         return replace(found.saying(operator.told), operator=operator)
     cut = ", as far as they were written down" if any(look.is_cut for look in seen) else ""
     if not cut and found.quantity == "grads":
-        cut = ": a gradient that differs was changed after them, by a hook, clipping or the loop"
+        cut = (
+            ": a gradient that differs was not cleared before them, or changed after them by a "
+            "hook, clipping or the loop"
+        )
     whole = f"all {count(seen[0].num, 'operator')} of the call of {spec.module}"
     return found.saying(unknown=f"operator: {whole} are equal{cut}")
 

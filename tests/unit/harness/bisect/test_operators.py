@@ -86,7 +86,7 @@ def test_a_replay_shows_no_operators(step: int, settings: dict[str, Any], is_see
         (
             {"quantity": "grads"},
             {},
-            "differs was changed after them, by a hook, clipping or the loop",
+            "was not cleared before them, or changed after them by a hook, clipping or the loop",
         ),
         ({}, None, "of the candidate they cannot be seen: it did not call head"),
         ({}, {"calls": [], "num_calls": 0}, "it did not call head"),
@@ -155,13 +155,14 @@ def test_a_wrong_result_that_another_operator_has_given_is_found() -> None:
 
 def test_an_operator_is_held_against_the_one_in_its_place() -> None:
     """Where all before it did the same, whatever the reference's gave: a factor of 1 makes no new
-    value. Values of a look in which another one is the first are not told."""
+    value. Values of a look in which another one is the first are not told. Only the same operator
+    of the same tensors was given the same."""
 
-    def run(factor: float, first: str = "a") -> Any:
+    def run(factor: float, first: str = "a", name: str = "mul") -> Any:
         scaled, last = (first, "c") if factor == 1 else ("b", "d")
         made = (
             ("neg", "", "x", first),
-            ("mul", f"{factor}", first, scaled),
+            (name, f"{factor}", first, scaled),
             ("exp", "", scaled, last),
         )
         calls = [OperatorCall(operator=o, settings=s, inputs=(i,), outputs=(r,), number=n)
@@ -181,6 +182,10 @@ def test_an_operator_is_held_against_the_one_in_its_place() -> None:
     none: Any = None
     again = with_values(found, spec, (run(1.0), run(2.0, first="e")), none)
     assert (again.operator, len(again.unknown)) == (operator, len(found.unknown) + 1)
+    divided = with_operator(Location(step=2, rank=0), spec, (run(1.0), run(2.0, name="div")))
+    assert divided.operator is not None
+    others = (divided.operator, dataclasses.replace(operator, reference=None))
+    assert ["given the same" in each.told for each in (operator, *others)] == [True, False, False]
 
 
 def test_a_spec_is_part_of_the_key() -> None:
