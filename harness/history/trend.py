@@ -191,13 +191,21 @@ def _shifts(answers: Sequence[Answer]) -> Iterator[Shift]:
     for metric in METRIC_NAMES:
         own = [a for a in answers if a.series == latest and getattr(a, metric) is not None]
         values = [float(getattr(answer, metric)) for answer in own]
-        if (at := find_change(values)) is not None:
-            before = median(values[:at])
+        ends = [0, *find_changes(values), len(values)]
+        for start, at, end in zip(ends, ends[1:], ends[2:], strict=False):
+            before = median(values[start:at])
             yield Shift(
-                metric=metric, series=own[at].series, before=before, after=median(values[at:]),
-                noise=deviation(values) / before if before else math.inf,
+                metric=metric, series=own[at].series, before=before, after=median(values[at:end]),
+                noise=deviation(values[start:end]) / before if before else math.inf,
                 last_before=own[at - 1], first=own[at],
             )  # fmt: skip
+
+
+def find_changes(values: Sequence[float]) -> list[int]:
+    """Where values left a level, oldest first: no change hides one before it or after it."""
+    if (at := find_change(values)) is None:
+        return []
+    return [*find_changes(values[:at]), at, *(at + later for later in find_changes(values[at:]))]
 
 
 def find_change(values: Sequence[float]) -> int | None:

@@ -117,6 +117,18 @@ def test_a_lasting_change_is_found_with_its_runs(history: History) -> None:
 
 
 @pytest.mark.parametrize(
+    ("levels", "starts"),
+    [((40, 20, 22), [20, 40]), ((20, 21, 42), [20, 40]), ((20, 26, 20, 22), [60])],
+)
+def test_no_change_hides_another(levels: Any, starts: list[int], history: History) -> None:
+    """Whichever is the larger, and whether it was for the better; but for what went away."""
+    nights = [only("candidate", step_s=level / 1000) for level in levels for _ in range(20)]
+    found = trend_of(history, [night(n, values=values) for n, values in enumerate(nights)])
+    assert [shift.first for shift in found.shifts] == [found.answers[at] for at in starts]
+    assert [round(1000 * each.after) for each in found.shifts] == list(levels[-len(starts) :])
+
+
+@pytest.mark.parametrize(
     ("values", "at"),
     [
         ([1.0] * 20, None),
