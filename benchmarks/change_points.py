@@ -47,6 +47,11 @@ def two_hosts(source: random.Random, count: int) -> list[float]:
     return [100 + source.choice((0, 3)) + source.gauss(0, 1) for _ in range(count)]
 
 
+def two_levels(source: random.Random, count: int) -> list[float]:
+    """One of two values without noise, as peaks of memory have; three runs of ten the higher."""
+    return [100 + 10.0 * (source.random() < 0.3) for _ in range(count)]
+
+
 def false_alarms(noise: Series, series: int, source: random.Random) -> tuple[float, float]:
     """Shares of series with a false alarm at the last run, and at any run."""
     last = ever = 0
@@ -87,7 +92,7 @@ def compare_alarms(noise: Series, cases: int, trials: int, source: random.Random
 def main(series: int = 200) -> None:
     """Print the shares."""
     print(f"{series} series each, seed 1\n\nnoise    false alarm: last   ever")
-    for noise in (normal, laplace, odd, alike, two_hosts):
+    for noise in (normal, laplace, odd, alike, two_hosts, two_levels):
         last, ever = false_alarms(noise, series, random.Random(1))
         print(f"{noise.__name__:<20} {last:7.2%} {ever:7.2%}", flush=True)
     print("\nruns before   found within 5   10 runs")

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 from harness.checks.bits import quantile
@@ -33,10 +33,12 @@ METRIC_NAMES = {"step_s": "step time", "peak_bytes": "peak memory", "startup_s":
 MIN_HISTORY, MIN_VALUES = 12, 3
 """Values needed before a lasting change is looked for, and on either side of it."""
 Z_LIMIT = 5.5  # deviations of two medians from which they differ
+MOST_MIXED = 1 / 3  # of the values of one side may be nearer to the median of the other
 FLOOR = 0.0005  # least noise, as a part of the value: equal values have none to measure
-SIGMA_OF_MAD, SIGMA_OF_MEDIAN = 1.4826, 1.2533
-"""Of normal values: their deviation over the median of their distances from their median, and
-the deviation of their median over that of their mean."""
+USUAL = 0.8  # of the distances of neighbours: the others may be steps and outliers
+SIGMA_OF_USUAL, SIGMA_OF_MEDIAN = 1.7902, 1.2533
+"""Of normal values: their deviation over the mean of the least `USUAL` of their distances from 0,
+and the deviation of their median over that of their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ def find_change(values: Sequence[float]) -> int | None:
     """Where the latest values, oldest first, left the level of those before; None if they did not.
 
     The border that leaves the least sum of distances from the medians of both sides; it counts if
-    the medians are `Z_LIMIT` of their deviations apart.
+    the medians are `Z_LIMIT` of their deviations apart, and most values on their own side nearer.
     """
     if len(values) < MIN_HISTORY:
         return None
@@ -224,14 +226,19 @@ def find_change(values: Sequence[float]) -> int | None:
     at = min(range(MIN_VALUES, len(values) - MIN_VALUES + 1), key=cost)
     before, after = median(values[:at]), median(values[at:])
     far = SIGMA_OF_MEDIAN * deviation(values) * math.sqrt(1 / at + 1 / (len(values) - at))
-    belongs = abs(values[at] - after) < abs(values[at] - before)
+    # Of values that have one of two levels by chance a median may be either.
+    nearer = [abs(v - after) < abs(v - before) for v in values]
+    mixed = max(fmean(nearer[:at]), 1 - fmean(nearer[at:]))
+    belongs = nearer[at] and mixed <= MOST_MIXED
     return at if belongs and abs(after - before) >= Z_LIMIT * far else None
 
 
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation of one value from the next, blind to steps and to a few outliers."""
-    gaps = [abs(right - left) for left, right in pairwise(values)]
-    measured = SIGMA_OF_MAD * median(gaps) / math.sqrt(2) if gaps else 0.0
+    gaps = sorted(abs(right - left) for left, right in pairwise(values))
+    # Their median would be 0 where most values equal the one before.
+    usual = gaps[: math.ceil(USUAL * len(gaps))]
+    measured = SIGMA_OF_USUAL * fmean(usual) / math.sqrt(2) if usual else 0.0
     return max(measured, FLOOR * abs(median(values)), math.ulp(0.0))
 
 

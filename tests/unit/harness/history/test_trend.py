@@ -137,9 +137,12 @@ def test_no_change_hides_another(levels: Any, starts: list[int], history: Histor
         ([1.0] * (MIN_HISTORY - 3) + [2.0] * 3, MIN_HISTORY - 3),
         ([1.0] * 20 + [2.0] * 2, None),
         ([2.0] * 20 + [1.0] * 5, 20),
+        ([1.0, 1.0, 2.0] * 9 + [2.0] * 3, None),
+        ([1.0, 1.0, 1.0, 2.0, 2.0] * 3 + [2.0, 2.0, 2.0, 1.0, 1.0] * 3, None),
     ],
-    ids=["equal", "zeros", "too short", "just long enough", "two are odd ones", "fell"],
-)
+    ids=["equal", "zeros", "too short", "just long enough", "two are odd ones", "fell",
+         "three in a row by chance", "either of two levels"],
+)  # fmt: skip
 def test_the_smallest_change(values: list[float], at: int | None) -> None:
     """From the third value on, in twelve or more."""
     assert find_change(values) == at
