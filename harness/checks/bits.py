@@ -13,7 +13,7 @@ Student's distribution, u the unit roundoff:
     bound(value) = t sqrt(2) s + FLOOR_ROUNDINGS u |reference|
 
 A reference outside of its own samples did not do what they did, as where a program draws other
-numbers: there is no bound, which is an error. Where no sample rounds anything, bits are due.
+numbers: there is no bound, which is an error. Where no sample rounds a value, bits of all are due.
 """
 
 import functools
@@ -400,11 +400,13 @@ def within(runs: Runs, _: Options) -> CheckResult:
         return error("loss", why.what, str(why))
     if excess is None:
         result = loss(reference, candidate)
-        message = f"no sample has rounded anything, so bits are due: {result.message}"
-        return replace(result, message=message)
-    result = _compare(
-        reference, candidate, str(tolerance), lambda at, a, b: excess(at, _number(a), _number(b))
-    )
+        message = f"no sample has rounded any of them, so bits are due: {result.message}"
+        result = replace(result, message=message)
+    else:
+        result = _compare(
+            reference, candidate, str(tolerance),
+            lambda at, a, b: excess(at, _number(a), _number(b)),
+        )  # fmt: skip
     return with_gradients(result, reference, candidate, _of_gradients(runs, tolerance))
 
 

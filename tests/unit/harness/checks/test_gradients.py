@@ -115,9 +115,13 @@ def test_by_bits_sketches_say_nothing() -> None:
     assert asked(drawn(), drawn(3), "bitwise").outcome == "passed"
 
 
+@pytest.mark.parametrize("of_losses", [1, 0])
 @pytest.mark.parametrize(("share", "outcome"), [(1e-6, "passed"), (1e-2, "failed")])
-def test_within_rounding_samples_are_the_measure(share: float, outcome: str) -> None:
-    """Samples are a millionth away; a direction that is a hundredth off in a later step fails."""
+def test_within_rounding_samples_are_the_measure(
+    share: float, outcome: str, of_losses: int
+) -> None:
+    """Samples are a millionth away; a direction that is a hundredth off in a later step fails, of
+    losses, too, that no sample rounds, as of those that are 0 by design."""
     case = LAB.case(expect="rounding")
     runs = [configured(run) for run in (REFERENCE, CANDIDATE)]
     near = [rounded(drawn(), 1e-6, seed) for seed in range(10, 10 + NUM_SAMPLES)]
@@ -131,8 +135,8 @@ def test_within_rounding_samples_are_the_measure(share: float, outcome: str) -> 
         assert loss is not None
         for step in (0, 2):
             run = holding(run, gradients, step)
-        # Samples that round nothing would ask for bits.
-        run = edit(run, 0, 1, loss=type(loss).from_bits(int(loss.bits, 16) + 1 - 2 * (number % 2)))
+        ulps = of_losses * (1 - 2 * (number % 2))
+        run = edit(run, 0, 1, loss=type(loss).from_bits(int(loss.bits, 16) + ulps))
         samples.append(run)
     answer = ask("loss", *runs, case, samples=samples)
     assert answer.outcome == outcome
