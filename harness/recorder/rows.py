@@ -175,7 +175,8 @@ def sketch(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     A tensor is read as rows of `_WIDTH`; the sign of an element is that of its row times that of
     its column. In float64, which no setting of float32 products changes.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     columns = _signs(0, _WIDTH, 1, flat.device)
     total = torch.zeros(1 + NUM_SIGNS, dtype=torch.float64, device=flat.device)
     for number, chunk in enumerate(flat.split(_CHUNK)):

@@ -18,11 +18,11 @@ CLOSE = {"rtol": 1e-3}
 
 
 def drawn(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A matrix, a vector, a scalar, and a bias whose gradient is only rounding."""
+    """A matrix, two vectors, one complex, a scalar, and a bias whose gradient is only rounding."""
     torch.manual_seed(seed)
     return {
         "a.weight": torch.randn(64, 80), "b.weight": torch.randn(50), "scale": torch.randn(()),
-        "k.bias": 1e-6 * torch.randn(8),
+        "k.bias": 1e-6 * torch.randn(8), "phase": torch.randn(9, dtype=torch.complex64),
     }  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def turned(g: dict[str, torch.Tensor]) -> None:
         (lambda g: g["a.weight"].mul_(2), "a.weight"),
         (lambda g: g["b.weight"].neg_(), "b.weight"),
         (lambda g: g["b.weight"].zero_(), "b.weight"),
+        (lambda g: g["phase"].imag.neg_(), "phase"),
         (lambda g: g.pop("b.weight"), "b.weight"),
         (lambda g: g["b.weight"].fill_(float("nan")), "b.weight"),
         (lambda g: g["a.weight"][:32].zero_(), "a.weight"),
