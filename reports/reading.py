@@ -396,7 +396,7 @@ class _Reading:
             spec=spec, verdict=verdict, message=one_line(verdict.message),
             # Recorded runs of other programs are recorded again.
             command=_command_line(self.folder.manifest) if spec.reference.recorded else command,
-            bisect=bisect_line(spec, place) if verdict.outcome == "failed" else "",
+            bisect=bisect_line(spec, verdict, place),
             curve=loss_curve(left, right, rank),
             state=None if green else state_map(runs["reference"], runs[other], other),
             peaks={role: {r.rank: peak for r in run.ranks if (peak := peak_bytes(r)) > 0}

@@ -361,9 +361,9 @@ def _carry_out(
     if code == ExitCode.PASSED and len(done.verdicts) < done.num_cases:
         code = ExitCode.NO_VERDICT  # a case without a verdict is not a pass
     _show_outcome(console, done)
-    failed = {verdict.case_id for verdict in done.verdicts if verdict.outcome == "failed"}
-    searches = (bisect_line(case, done.folder / "cases" / case.id)
-                for case in prepared.plan.cases if case.id in failed)  # fmt: skip
+    cases = {case.id: case for case in prepared.plan.cases}
+    searches = (bisect_line(cases[each.case_id], each, done.folder / "cases" / each.case_id)
+                for each in sorted(done.verdicts, key=lambda v: v.outcome != "failed"))  # fmt: skip
     if command := next(filter(None, searches), ""):
         print_line(console, f"find the cause: {typed(command)}")
     history = database or done.folder.parent / HISTORY_FOLDER

@@ -4,7 +4,7 @@
       -> the item whose turn it is goes on with them until its case has a verdict
 
     passed        passed
-    failed        failed, with the verdict's words and the command that repeats the case
+    failed        failed, with the verdict's words and the commands that look for its cause
     error         failed: no verdict is no pass
     incomparable  failed, or xfailed with --harness-incomparable=xfail
     skipped       skipped, with the reason
@@ -19,7 +19,7 @@ its tier among them, leaves no case is left out as a whole.
 import os
 import re
 import shlex
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,14 +30,14 @@ import pytest
 from harness.checks.judge import confirmation_words
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.history import remember
-from harness.records import ExitCode, Verdict
+from harness.records import CaseSpec, ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import View, advance
 from harness.scenario.matrix import expand_marked
 from harness.scenario.schema import TIERS, Scenario, load_scenario
 from harness.scenario.suite import SUFFIXES, find_scenarios, joined, pairwise, read_expression
 from harness.store import MANIFEST_FILE
-from harness.store.folder import DEFAULT_OUT, unused
+from harness.store.folder import DEFAULT_OUT, bisect_line, unused
 
 EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
 """Of `axis=value` as typed for `harness run -k`: in pytest's expressions no word has a `=`."""
@@ -83,7 +83,7 @@ class ScenarioNode(pytest.Collector):
         if self.scenario.select == "pairwise":
             cases = pairwise(cases, keep=included)
         for case in cases:
-            yield CaseItem.from_parent(self, name=case.id, labels=case.labels)
+            yield CaseItem.from_parent(self, name=case.id, case=case)
 
     def _is_left_out(self) -> bool:
         marks = {mark.name for mark in self.iter_markers()}
@@ -117,9 +117,10 @@ class CaseItem(pytest.Item):
 
     parent: ScenarioNode
 
-    def __init__(self, *, labels: Mapping[str, str], **kwargs: object) -> None:
+    def __init__(self, *, case: CaseSpec, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
-        self.extra_keyword_matches.update(f"{axis}:{value}" for axis, value in labels.items())
+        self.case = case
+        self.extra_keyword_matches.update(f"{axis}:{value}" for axis, value in case.labels.items())
 
     def runtest(self) -> None:
         """Ask for the case's verdict, and say it as pytest does."""
@@ -131,7 +132,7 @@ class CaseItem(pytest.Item):
         self.user_properties += properties.items()
         if verdict.outcome == "skipped":
             raise pytest.skip.Exception(verdict.message, _use_item_location=True)
-        lines = list(_words(verdict, folder))
+        lines = list(_words(self.case, verdict, folder))
         may_be = self.config.getoption("harness_incomparable") == "xfail"
         if verdict.outcome == "incomparable" and may_be:
             pytest.xfail(lines[0])
@@ -157,16 +158,19 @@ class CaseItem(pytest.Item):
         return self.path, 0, self.name
 
 
-def _words(verdict: Verdict, folder: Path) -> Iterator[str]:
+def _words(spec: CaseSpec, verdict: Verdict, folder: Path) -> Iterator[str]:
     yield ": ".join(filter(None, (verdict.outcome, verdict.what, verdict.message)))
     for check in verdict.checks:
         if check.outcome != "passed" and check.message != verdict.message:
             yield f"{check.check}: {check.outcome}: {check.message}"
     if verdict.confirmation is not None:
         yield confirmation_words(verdict.confirmation)
-    case = shlex.quote(os.path.relpath(folder))
+    folder = Path(os.path.relpath(folder))
+    case = shlex.quote(str(folder))
     yield f"look at it: harness show {case}"
     yield f"repeat it:  harness rerun {case}"
+    if command := bisect_line(spec, verdict, folder):
+        yield f"find the cause: {command}"
 
 
 class HarnessSession(View):

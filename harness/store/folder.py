@@ -644,6 +644,8 @@ def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | 
     return place, case, verified_alone(place, case, stored), ""
 
 
-def bisect_line(case: CaseSpec, place: Path) -> str:
-    """The command that finds where a failing case, whose folder is `place`, fails; "" if none."""
-    return f"harness bisect {shlex.quote(str(place))}" if case.expect == "bitwise" else ""
+def bisect_line(case: CaseSpec, verdict: Verdict, place: Path) -> str:
+    """The command that finds where bits of a case, whose folder is `place`, part; "" if none."""
+    parts = verdict.outcome == "failed" or verdict.what == "nondeterministic_reference"
+    is_found = parts and case.expect == "bitwise"
+    return f"harness bisect {shlex.quote(str(place))}" if is_found else ""

@@ -27,6 +27,7 @@ from tests.support.fake_engine import (
     FakeEngine,
     Patch,
     failed_run,
+    other_bits,
     run_json,
     unequal,
 )
@@ -108,7 +109,11 @@ def test_every_end_has_its_exit_code(
 def test_a_difference_fails_is_named_and_led_to_its_cause(
     engine: FakeEngine, capsys: Capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`run`, `show`, the command that it prints, and `rerun` of a case folder that was moved."""
+    """`run`, `show`, the command that it prints, and `rerun` of a case folder that was moved.
+    A reference that differs from its control has a cause, too, after that of what failed."""
+    engine.spoil = lambda spec, record: other_bits(record) if spec.replica else record
+    assert main(["run", "small.yaml", "-k", "dp2", "--out", "varies"]) == 6
+    assert "\nfind the cause: harness bisect " in capsys.readouterr().out
     engine.spoil = unequal
     code, answer = run_json(capsys, "run", "small.yaml", "--out", "out/a red run")
     assert code == answer["exit_code"] == 1

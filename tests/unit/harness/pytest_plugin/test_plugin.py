@@ -154,6 +154,9 @@ def test_selection_is_as_in_pytest(run: Run, args: tuple[str, ...], outcomes: An
     ("fault", "args", "outcome", "words"),
     [
         ({"fault": "sigkill", "step": 1}, (), "failed", "failed: killed: "),
+        ({"fault": "ulp", "step": 1}, (), "failed", "find the cause: harness bisect kept/cases/"),
+        ({"fault": "ulp", "step": 1, "legs": ["control"]}, (), "failed",
+         "find the cause: harness bisect kept/cases/"),
         ({"fault": "sigkill", "step": 1, "legs": ["reference"]}, (), "failed", "error: "),
         ({"fault": "ulp", "step": 1, "legs": ["control"]}, (), "failed",
          "incomparable: nondeterministic_reference: "),
