@@ -316,10 +316,15 @@ def rounds(
     `out` is the run folder to make, None for a new one under `out/`; `argv` is for its manifest.
 
     Raises:
+        UsageError: a run needs more than the engine has; nothing was made.
         CutShort: it was interrupted.
         HarnessError: the machine or our own code failed.
     """
     started_s, plan = time.monotonic(), prepared.plan
+    engine = make_engine(prepared)
+    if prepared.resumed is None:  # what can never start leaves no folder
+        for run in plan.runs:
+            engine.check(run.spec)
     folder = prepared.resumed or make_folder(prepared, out, argv)
     interrupted = None
     with folder, view:
@@ -328,7 +333,6 @@ def rounds(
         view.planned(plan)
         programs = filter(None, (program_of(run.spec.config) for run in plan.runs))
         make_environments(programs, lambda text: print(text, file=sys.stderr))
-        engine = make_engine(prepared)
         known = {run.key: run.estimate_s for run in plan.runs}
         try:
             verdicts = yield from execution(

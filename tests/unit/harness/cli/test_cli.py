@@ -284,6 +284,7 @@ MISUSES = [
     ("run small.yaml --ranks-per-gpu 2", "--ranks-per-gpu 2: expected a run on GPUs"),
     ("run small.yaml --device tpu", "--device"),
     ("run small.yaml --slurm nodes=2", "--slurm: expected --engine slurm with it"),
+    ("run small.yaml --engine slurm --out new", "expected to be started in an allocation"),
     ("list --check small.yaml -k dp1", "list --check: expected no -k"),
     ("list --check small.yaml --tier pr", "list --check: expected no --tier"),
     ("run small.yaml --frobnicate", "--frobnicate"),
@@ -303,8 +304,11 @@ MISUSES = [
 ]
 
 
-def test_misuse_is_one_line_and_exit_4(engine: FakeEngine, capsys: Capsys) -> None:
-    """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing runs."""
+def test_misuse_is_one_line_and_exit_4(
+    engine: FakeEngine, capsys: Capsys, monkeypatch: Patch
+) -> None:
+    """Every misuse costs one line on stderr and exit 4, never click's 2, and nothing is made."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
     Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
     made = len(engine.made)
@@ -313,7 +317,7 @@ def test_misuse_is_one_line_and_exit_4(engine: FakeEngine, capsys: Capsys) -> No
         assert main(args.split()) == 4, args
         out, err = capsys.readouterr()
         assert (out, err.count("\n"), said in err) == ("", 1, True), (args, err)
-    assert len(engine.made) == made
+    assert (len(engine.made), Path("new").exists()) == (made, False)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
