@@ -132,6 +132,8 @@ def recompute_with(streams: RandomStreams | None, *, reentrant: bool) -> Recompu
         return result
 
     def recompute_reentrant(run: Run, x: torch.Tensor, part: Part) -> torch.Tensor:
+        if not torch.is_grad_enabled():  # torch would warn that nothing has a gradient
+            return run(x, part)
         first, again = contexts()
 
         def run_in_context(x: torch.Tensor, part: Part) -> torch.Tensor:
