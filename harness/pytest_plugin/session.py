@@ -132,7 +132,9 @@ class CaseItem(pytest.Item):
         self.user_properties += properties.items()
         if verdict.outcome == "skipped":
             raise pytest.skip.Exception(verdict.message, _use_item_location=True)
-        lines = list(_words(self.case, verdict, folder))
+        # Where the commands will be typed: a test may have left for another folder.
+        typed_in = self.config.invocation_params.dir
+        lines = list(_words(self.case, verdict, Path(os.path.relpath(folder, typed_in))))
         may_be = self.config.getoption("harness_incomparable") == "xfail"
         if verdict.outcome == "incomparable" and may_be:
             pytest.xfail(lines[0])
@@ -165,7 +167,6 @@ def _words(spec: CaseSpec, verdict: Verdict, folder: Path) -> Iterator[str]:
             yield f"{check.check}: {check.outcome}: {check.message}"
     if verdict.confirmation is not None:
         yield confirmation_words(verdict.confirmation)
-    folder = Path(os.path.relpath(folder))
     case = shlex.quote(str(folder))
     yield f"look at it: harness show {case}"
     yield f"repeat it:  harness rerun {case}"

@@ -253,13 +253,18 @@ def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
     assert len(PlantingEngine.MADE) == 7  # the one that was under way is made again
 
 
-def test_files_are_carried_out_together(run: Run) -> None:
-    """One run folder, work that two scenarios share made once; each item has its own verdict."""
+def test_files_are_carried_out_together(run: Run, pytester: pytest.Pytester) -> None:
+    """One run folder, work that two scenarios share made once; each item has its own verdict, and
+    commands for the folder that pytest was started in, whatever a test before it does."""
+    Path("scenarios/0_test.py").write_text(
+        "import os\n\ndef test_it(tmp_path):\n    os.chdir(tmp_path)\n"
+    )
     Path("scenarios/b.yaml").write_text(
         scenario(name="b", launch=SCENARIO["launch"] | {"slots": 9})
     )
-    got = run("--harness", "-v", "--harness-history", "history.db")
-    got.assert_outcomes(passed=4, failed=4)
+    got = run("--harness", "-v", "--harness-history", str(pytester.path / "history.db"))
+    got.assert_outcomes(passed=5, failed=4)
+    os.chdir(pytester.path)
     assert len(PlantingEngine.MADE) == 6
     history = History.open(Path("history.db"))
     assert len(list(history.entries())) == 1
