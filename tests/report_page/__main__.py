@@ -5,7 +5,7 @@
 Writes a nightly with its history into FOLDER, makes the report, and opens the page in a headless
 Chromium if there is one: filters, chips, facets, and the way from a failing cell to the command are
 timed; pictures of the page are left in FOLDER. Exits with 1 if the page is 3 MB or more, if a
-filter takes a second or more, or if that way does not end at the command.
+filter takes a second or more, if that way does not end at the command, or if a width cuts it off.
 """
 
 import argparse
@@ -63,9 +63,15 @@ def look(page: Path, folder: Path) -> bool:
             browser.open(address + place, width=width, height=height)
             browser.run("new Promise((done) => setTimeout(done, 300))")
             browser.picture(folder / f"{name}.png")
+        too_wide = list[int]()
+        for width in (320, 500, 800, 1000, 1400):
+            browser.open(address, width=width, height=900)
+            if browser.run("document.documentElement.scrollWidth > innerWidth"):
+                too_wide.append(width)
+        say(f"cut off at widths: {too_wide}")
     times = [ms for ms, _ in [*told["filters"].values(), told["chip"], told["facet"]]]
     arrived = told["opened"][1:] == [True, True, True] and told["copied"] in ("Copied", "Selected")
-    works = arrived and told["unpacked"] and not told["errors"]
+    works = arrived and told["unpacked"] and not (told["errors"] or too_wide)
     return max(times) >= MAX_FILTER_MS or not works
 
 
