@@ -40,7 +40,7 @@ from harness.values import (
 
 __all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of values
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")

@@ -11,6 +11,7 @@ from harness.checks import CHECKS, judge
 from harness.checks.complete import Flaw, find_flaw, launches, owed
 from harness.checks.evidence import BEFORE, Runs
 from harness.records import (
+    SCHEMA_VERSION,
     CaseSpec,
     CheckResult,
     EndRecord,
@@ -118,8 +119,8 @@ class Lab:
         return RankRecords(
             rank=rank, events=(), error=None, problems=(),
             start=StartRecord(
-                schema=1, rank=rank, world_size=self.world_size, pid=100 + rank, device="cpu",
-                tensors=dict(self.tensors), taps=tuple(self.taps),
+                schema=SCHEMA_VERSION, rank=rank, world_size=self.world_size, pid=100 + rank,
+                device="cpu", tensors=dict(self.tensors), taps=tuple(self.taps),
                 tap_stages=tuple(stage for stage, _ in self.taps.values()),
                 environment={"fingerprint": {"torch": "2.12", "threads": 1}, "host": "a"},
             ),
