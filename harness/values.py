@@ -172,7 +172,7 @@ def _finite(bits: str) -> float | None:
 # By replays and by duration a run takes `steps` of its configuration at least, and as many as one
 # turn of every stressor has; it ends on all ranks at the same step, a multiple of `flush_every`.
 DEFAULT_STALL_S = 300.0
-LEAST_STEPS = 64
+LEAST_STEPS, LEAST_QUARTERED = 64, 8
 """Of a run whose memory can be tested for growth (`harness.checks.memory`)."""
 ALWAYS_ON = ("races",)
 """Stressors that take no turns: who watches the order of accesses must not look away."""

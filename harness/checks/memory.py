@@ -27,10 +27,9 @@ from harness.checks.bits import finite
 from harness.checks.complete import shares_gpus
 from harness.checks.evidence import Option, Options, Runs, check, error, failed, passed, rank_table
 from harness.records import CheckResult, RankRecords, RunResult
-from harness.values import LEAST_STEPS, taking_turns
+from harness.values import LEAST_QUARTERED, LEAST_STEPS, taking_turns
 
 PEAK = "peak_memory"
-LEAST_QUARTERED = 8  # steps of a run whose growth is looked at
 _AT_REST = ("parameters", "gradients", "optimizer", "largest_unit")
 _OF_MODEL = ("layers", "hidden", "vocab_size", "seq")
 _OF_RUN = ("microbatches", "micro_batch_size")

@@ -128,7 +128,7 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
         engine.cancel()
         raise Interrupted(
             f"interrupted: {len(matrix.verdicts)} of {len(cases)} cases are done; "
-            f"go on with --resume {folder.path}",
+            f"go on with: harness run --resume {folder.path}",
             matrix.in_order(),
         ) from None
     except BaseException:

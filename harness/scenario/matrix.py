@@ -35,7 +35,7 @@ from harness.repeats import refusal
 from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Choice, Leg, check_has_part, overlay
 from harness.scenario.yaml_source import Origin, dotted
-from harness.values import LEAST_STEPS, ROUNDING, Close, LossGap, tolerance_of
+from harness.values import LEAST_QUARTERED, LEAST_STEPS, ROUNDING, Close, LossGap, tolerance_of
 
 MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
 Device = Literal["cpu", "cuda"]
@@ -323,6 +323,10 @@ class _Maker:
             least = skipped + TIMED_STEPS
             expected = f"skip_steps + {TIMED_STEPS} = {least} or more to time"
             need(steps >= least, "steps", expected, steps)
+        if "max_growth_bytes" in checks.get("peak_memory", {}):
+            expected = f"{LEAST_QUARTERED} steps or more, as quarters of the run are compared"
+            key = "checks.peak_memory.max_growth_bytes"
+            need(steps >= LEAST_QUARTERED, key, expected, f"steps {steps}")
         tolerance = tolerance_of(scenario.compare.expect)
         if isinstance(tolerance, LossGap):
             over, expected = tolerance.over, f"at most the number of steps, {steps}"

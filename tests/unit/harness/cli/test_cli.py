@@ -374,7 +374,8 @@ def test_an_interrupted_run_shows_and_reports_what_is_done(
     assert ends.startswith("interrupted: ")
     assert report.startswith("report: ")
     where = Path("r").absolute()
-    assert err == f"harness: interrupted: 2 of 4 cases are done; go on with --resume {where}\n"
+    told = f"2 of 4 cases are done; go on with: harness run --resume {where}"
+    assert err == f"harness: interrupted: {told}\n"
     engine.on_start = lambda spec: None
     assert main(["run", "--resume", "r"]) == 1
 

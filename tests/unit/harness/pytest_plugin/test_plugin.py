@@ -242,7 +242,7 @@ def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
         got = run("--harness", "--harness-slots", "1")
         assert got.ret == pytest.ExitCode.INTERRUPTED
         got.stdout.fnmatch_lines(
-            ["*interrupted: 1 of 4 cases are done; go on with --resume *kept*"]
+            ["*interrupted: 1 of 4 cases are done; go on with: harness run --resume *kept*"]
         )
     assert closed == [True]
     monkeypatch.setattr(launch, "make_engine", PlantingEngine)

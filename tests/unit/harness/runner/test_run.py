@@ -174,7 +174,8 @@ def test_a_signal_kills_the_runs_and_keeps_what_is_done(tmp_path: Path, number: 
     engine.on_wait = lambda: (
         os.kill(os.getpid(), number) if "judged a passed" in notes.lines else None
     )
-    with pytest.raises(Interrupted, match=r"1 of 2 cases are done; go on with --resume") as caught:
+    told = "1 of 2 cases are done; go on with: harness run --resume"
+    with pytest.raises(Interrupted, match=told) as caught:
         go(folder, engine, notes=notes)
     assert caught.value.exit_code == ExitCode.INTERRUPTED
     assert (signal.getsignal(number), engine.cancelled) == (before, 1)
