@@ -229,11 +229,15 @@ def _first(error: BaseException) -> BaseException:
 
 
 def raised_at(error: BaseException, but: tuple[str, ...] = ("torch", "harness")) -> str:
-    """`file.py:line function` of the innermost frame outside of some packages; "" without one."""
+    """`file.py:line function` of the innermost frame of the program; "" without one.
+
+    Neither some packages nor Python's library are that, nor is generated code, of no module.
+    """
+    others = {"", *but, *sys.stdlib_module_names}
     places = [
         f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in but
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in others
     ]
     return places[-1] if places else ""
 

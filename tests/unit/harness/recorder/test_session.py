@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,20 @@ def test_an_error_is_the_first_one_and_not_that_of_the_cleaning_up(tmp_path: Pat
     assert found.raised_at.split() == [ANY, "in_capture"]
     assert "failed due to a previous error" in found.traceback
     assert error_of(handled, tmp_path / "handled").type == "KeyError"
+
+
+def test_an_error_is_at_the_line_of_the_program_and_not_of_what_it_called(tmp_path: Path) -> None:
+    """A file of Python's library, or one that torch generated, is not the program's."""
+
+    def samples() -> None:
+        random.sample([1], 2)
+
+    def generated() -> None:
+        torch.fx.symbolic_trace(model_of())(torch.ones(2, 7))
+
+    for program in (samples, generated):
+        found = error_of(program, tmp_path / program.__name__)
+        assert found.raised_at.split() == [ANY, program.__name__]
 
 
 def raising(error: BaseException) -> None:
