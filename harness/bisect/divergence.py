@@ -5,7 +5,7 @@ before it are equal, so what is found was computed from equal things by somethin
 
     state before step 0 -> digests of the step before -> calls of modules in program order
       -> data that was read -> losses -> gradients -> norm -> buffers -> moments, weights
-      -> compute copies -> a program's own groups -> random states
+      -> compute copies -> a program's own groups -> evaluation -> random states
 
 An input was made by whoever handed it on, an output by the module itself, a gradient by the
 backward of whoever consumed the output that it belongs to. Gradients are digested after their
@@ -50,7 +50,8 @@ from harness.records import (
 )
 from harness.store.streams import aligned
 
-RNG, LOSS, NORM, STEP_COUNT = "rng", "loss", "grad_norm", "step_count"
+RNG, LOSS, NORM, EVALUATION = "rng", "loss", "grad_norm", "evaluation"
+STEP_COUNT = "step_count"
 REDUCTIONS, GATHERS = ("reduce_scatter", "allreduce", "all_reduce"), ("allgather", "all_gather")
 
 
@@ -133,8 +134,8 @@ class RunPair:
         return [each for each in found if each[2].bits != each[3].bits]
 
     def losses(self, step: int) -> list[str]:
-        """Those that differ, by name."""
-        return [name for name, *_ in self.floats(step) if name != NORM]
+        """Those that were trained on and differ, by name."""
+        return [name for name, *_ in self.floats(step) if name not in (NORM, EVALUATION)]
 
     def tensors(self, step: int, group: str) -> list[Tensor]:
         """Every digest of a group, in the order of the reference, then ranks."""
@@ -233,6 +234,7 @@ def first_difference(pair: RunPair) -> Location | None:
         or _tensors_part(pair, at, step, ["optim", "weights"], "optimizer", "gradients are equal")
         or _tensors_part(pair, at, step, [COPIES], "optimizer")
         or _tensors_part(pair, at, step, further, "state")
+        or _evaluation_part(pair, at, step)
         or _tensors_part(pair, at, step, [RNG], "input")
         or at.saying(unknown="what differs has no name in the records")
     )
@@ -312,8 +314,7 @@ def _losses_part(pair: RunPair, at: Location, step: int) -> Location | None:
     names = pair.losses(step)
     if not names:
         return None
-    # The mean over ranks comes last, though it is named first.
-    own = [name for name in names if name != LOSS]
+    own = [name for name in names if name != LOSS]  # their mean comes last
     found = _floats_part(pair, at, step, own or names)
     number = found.quantity.removeprefix("microbatch_losses[").removesuffix("]")
     found = found.saying(microbatch=int(number) if number.isdigit() else None)
@@ -356,6 +357,15 @@ def _norm_part(pair: RunPair, at: Location, step: int) -> Location | None:
     at = _floats_part(pair, at.saying("the gradients of every rank are equal"), step, [NORM])
     near = "after" if len(ranks) < len(pair.ranks(step)) else "in"
     return at.saying(phase="reduce", near=near, collective="all-reduce of the gradient norm")
+
+
+def _evaluation_part(pair: RunPair, at: Location, step: int) -> Location | None:
+    """Nothing that the step left behind differs, but the loss of the evaluation after it."""
+    if all(name != EVALUATION for name, *_ in pair.floats(step)):
+        return None
+    told = "what the step computed and left behind is equal: the evaluation after it went wrong"
+    at = at.saying(told, unknown="module: calls of an evaluation are not recorded")
+    return _floats_part(pair, replace(at, rank_is_hidden=pair.world_size > 1), step, [EVALUATION])
 
 
 # --- calls ------------------------------------------------------------------------------------

@@ -266,14 +266,14 @@ def _tensors(
 # --- NaN and infinity -------------------------------------------------------------------------
 
 _Bad = tuple[
-    tuple[int, int], int, str, str, str
+    tuple[float, int], int, str, str, str
 ]  # order in the step, rank, quantity, tensor, words
 
 
 @check("finite", "no NaN and no infinity in losses, gradient norm and tensors", always="case")
 def finite(runs: Runs, _: Options) -> CheckResult:
-    """Look for the candidate's first non-finite quantity: losses, gradients, gradient norm, then
-    what the optimizer wrote.
+    """Look for the candidate's first non-finite quantity: losses, gradients, gradient norm, what
+    the optimizer wrote, then the evaluation after it.
 
     A reference that is non-finite in the same place excuses only what is not trained, as a buffer
     that masks with infinities. A step that is skipped may have such gradients and such a norm.
@@ -312,7 +312,7 @@ def _nonfinite(record: StepRecord, reference: StepRecord | None) -> list[_Bad]:
     for index, (name, value) in enumerate(quantities(record)):
         if not value.finite and not (record.skipped and name == "grad_norm"):
             # The norm is computed from the gradients, so a bad gradient is named before it.
-            at = (2, index) if name in ("grad_norm", "evaluation") else (0, index)
+            at = ({"grad_norm": 2, "evaluation": math.inf}.get(name, 0), index)
             found.append((at, rank, name, "", show_float(value)))
     for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
         if record.skipped and group == "grads":

@@ -79,7 +79,7 @@ def run_of(
     model = MODEL if taps else dataclasses.replace(MODEL, taps={})
     more: dict[str, Any] = {"taps": ["**:input", "**:output", "**:gradient"] if taps else []}
     more |= {"graph_warmup_steps": captured_in} if captured_in else {}
-    return model.run(model.spec(replica, graph, **more))
+    return edit_all(model.run(model.spec(replica, graph, **more)), evaluation=records.ONE)
 
 
 def foreign(run: RunResult, *, extra: bool = False, group: str = "ema") -> RunResult:

@@ -419,6 +419,7 @@ def test_what_a_stage_begins_with_came_by_a_transfer(first: str, phase: str, tra
 
 
 LOSSES = floats(microbatch_losses=(OTHER, OTHER), loss=OTHER)
+EVALUATED, DRAWN = floats(evaluation=OTHER), digests(rng=("cpu",))
 
 
 @pytest.mark.parametrize(
@@ -443,6 +444,10 @@ LOSSES = floats(microbatch_losses=(OTHER, OTHER), loss=OTHER)
         (digests(weights=("norm.weight",)), ("optimizer", "norm", "norm.weight")),
         (digests(weights=WEIGHTS), ("optimizer", "embedding", "embedding.weight")),
         (digests(rng=("cpu",)), ("input", "", "cpu")),
+        # An evaluation comes after the update, and tells of the weights before it nothing new.
+        (both(EVALUATED, digests(grads=WEIGHTS)), ("reduce", "", "head.weight")),
+        (both(EVALUATED, digests(weights=WEIGHTS)), ("optimizer", "embedding", "embedding.weight")),
+        (both(EVALUATED, DRAWN), ("forward", "", "evaluation")),
         (digests(buffers=("layers.0.mlp.router.balance_loss",)),
          ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
         (digests(**{COPIES: ("norm.weight",)}), ("optimizer", "norm", "norm.weight")),
@@ -573,7 +578,6 @@ def test_what_each_rank_gave_tells_the_origin(edit: Edit, given: Any, expected: 
 # --- what captures leave behind
 
 
-DRAWN = digests(rng=("cpu",))
 REPEATED = both(LOSSES, digests(grads=WEIGHTS, weights=WEIGHTS, optim=("step_count",)))
 
 

@@ -114,6 +114,7 @@ NOT_FINITE: list[tuple[dict[str, Any], str, str]] = [
     *(({"nonfinite": {g: ("x",)}}, g, "x") for g in (*DIGEST_GROUPS, "buffers")),
     ({"grad_norm": NAN, "nonfinite": {W: ("w",), "grads": ("x",)}}, "grads", "x"),
     ({"grad_norm": NAN, "nonfinite": {"optim": ("w",)}}, "grad_norm", ""),
+    ({"evaluation": NAN, "nonfinite": {"optim": ("w",)}}, "optim", "w"),
 ]
 """Changes, and what is named: where it was computed first; the norm is made of the gradients."""
 FAULTS: list[tuple[str, Edit, Edit, tuple[Any, ...]]] = [
