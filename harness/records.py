@@ -40,7 +40,10 @@ from harness.values import (
 
 __all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of values
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
+"""Of a rank's records, which `harness.recorder` writes as well."""
+FOLDER_VERSION = 2
+"""Of run folders, whose runs are found by their keys."""
 
 Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")

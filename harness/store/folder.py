@@ -27,7 +27,7 @@ from harness.errors import Infrastructure, UsageError, shown
 from harness.masking import Masker
 from harness.provenance import variables
 from harness.records import (
-    SCHEMA_VERSION,
+    FOLDER_VERSION,
     CaseSpec,
     Json,
     RankRecords,
@@ -128,7 +128,7 @@ class RunFolder:
             raise UsageError("two cases share an id")
         make_folder(path)
         masker = Masker(os.environ)
-        said = {"schema": SCHEMA_VERSION} | _without_secrets(manifest, masker)
+        said = {"schema": FOLDER_VERSION} | _without_secrets(manifest, masker)
         kept: dict[str, Any] = json.loads(json.dumps(said))  # as `open` gives it: no tuples
         folder = cls(path, kept, masker.text(scenario_text), cases)
         folder.acquire()
@@ -163,9 +163,9 @@ class RunFolder:
                     raise RecordError(f"{name} is a link: what is written there is somebody else's")
             manifest, sums = read_sealed(path / MANIFEST_FILE)
             schema = manifest.get("schema")
-            if repr(schema) != str(SCHEMA_VERSION):
+            if repr(schema) != str(FOLDER_VERSION):
                 raise UsageError(f"{path} was written by another harness (schema {schema!r}, "
-                                 f"this one reads {SCHEMA_VERSION})")  # fmt: skip
+                                 f"this one reads {FOLDER_VERSION})")  # fmt: skip
             data = {name: read_plain(path / name) for name in (SCENARIO_FILE, CASES_FILE)}
             for name, content in data.items():
                 if sums.get(name) != sha256(content).hexdigest():

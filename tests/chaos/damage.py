@@ -156,7 +156,7 @@ LINES: dict[str, Damage] = {
     "carriage_returns": of_lines(lambda ls, rng: [line[:-1] + b"\r\n" for line in ls]),
     "two_files_in_one": of_lines(lambda ls, rng: ls * 2),
     "other_version": of_lines(
-        lambda ls, rng: [ls[0].replace(b'"schema":2', b'"schema":3'), *ls[1:]]),
+        lambda ls, rng: [ls[0].replace(b'"schema":1', b'"schema":2'), *ls[1:]]),
     "twice_the_key": of_lines(lambda ls, rng: [*ls[:2], b'{"step":9,' + ls[2][1:], *ls[3:]]),
     "peak_smaller": in_step(peak_bytes=1), "slower": in_step(step_s=9.0),
     "infinite": in_step(step_s=float("inf")), "a_bool": in_step(live_bytes=True),
@@ -292,7 +292,7 @@ RECORDS: dict[str, Callable[[Plain], object]] = {
     "last_step_cut": lambda plain: (plain.pop(4), plain[-1].update(steps=3)),
     "reordered": lambda plain: plain.insert(2, plain.pop(3)),
     "other_rank": lambda plain: [values.update(rank=0) for values in plain],
-    "other_run": start(run=ELSEWHERE), "other_schema": start(schema=3),
+    "other_run": start(run=ELSEWHERE), "other_schema": start(schema=2),
     "smaller_world": start(world_size=1), "other_environment": start(
         environment={"fingerprint": {}}),
     "no_tensors": lambda plain: plain[0]["tensors"].update(weights=[]),

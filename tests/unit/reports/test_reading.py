@@ -16,8 +16,8 @@ from harness.errors import UsageError
 from harness.history import History
 from harness.records import (
     DIGEST_HEX_CHARS,
+    FOLDER_VERSION,
     NEVER_RAN,
-    SCHEMA_VERSION,
     TAP_HEX_CHARS,
     CollectiveFault,
     Difference,
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_an_error_not_a_pass(writer: Writer, tmp_path: Pa
     assert (report.exit_code, report.scenario) == (6, "fsdp_cudagraph_alignment")
     with pytest.raises(UsageError, match="not a run folder"):
         summarise(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"schema": SCHEMA_VERSION}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema": FOLDER_VERSION}))
     with pytest.raises(UsageError, match="damaged"):
         summarise(tmp_path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.errors import Infrastructure, UsageError
-from harness.records import SCHEMA_VERSION, CaseSpec, RunSpec, dumps
+from harness.records import FOLDER_VERSION, CaseSpec, RunSpec, dumps
 from harness.store import RunFolder, begin_run, kept_folders, load_case, save_outcome
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
@@ -52,7 +52,7 @@ def test_open_gives_back_what_create_was_given(tmp_path: Path) -> None:
     assert again.scenario_text == "name: s\r\n"
     assert again.cases == (case(),)
     machine = {"gpus": [{"id": "GPU-1"}], "cores": 2}
-    due = {"scenario": "s", "schema": SCHEMA_VERSION, "machine": machine}
+    due = {"scenario": "s", "schema": FOLDER_VERSION, "machine": machine}
     assert made.manifest == again.manifest == due
 
 
@@ -98,10 +98,10 @@ def test_a_folder_is_one_once_all_of_it_is_written(tmp_path: Path, monkeypatch: 
         ("manifest.json", "{", "damaged"),
         ("manifest.json", "[]", "damaged"),
         ("manifest.json", "{}", "its checksum is gone"),
-        ("manifest.json", sealed({"schema": SCHEMA_VERSION}), "files: its checksum is gone"),
+        ("manifest.json", sealed({"schema": FOLDER_VERSION}), "files: its checksum is gone"),
         ("manifest.json", sealed({"files": {}}), "by another harness"),
-        ("manifest.json", sealed({"schema": SCHEMA_VERSION + 1, "files": {}}), "another harness"),
-        ("manifest.json", sealed({"schema": SCHEMA_VERSION, "files": {}}), "yaml: changed"),
+        ("manifest.json", sealed({"schema": FOLDER_VERSION + 1, "files": {}}), "another harness"),
+        ("manifest.json", sealed({"schema": FOLDER_VERSION, "files": {}}), "yaml: changed"),
         ("cases.json", None, "damaged"),
         ("cases.json", "\x00", "damaged"),
         ("cases.json", "[" * 100_000, "damaged"),

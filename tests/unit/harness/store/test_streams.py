@@ -51,7 +51,7 @@ def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
         ((start(), step(0, rank=1)), b"", "line 2: step record of rank 1 in the file of rank 0"),
         ((start(), end(rank=1)), b"", "line 2: end record of rank 1 in the file of rank 0"),
         ((start(rank=1),), b"", "line 1: start record of rank 1 in the file of rank 0"),
-        ((start(schema=99),), b"", "line 1: schema 99, expected 2"),
+        ((start(schema=99),), b"", "line 1: schema 99, expected 1"),
         ((start(), start()), b"", "line 2: start record is not the first line"),
         ((start(), start()), b"", "line 2: a second start record"),
         ((step(0), start()), b"", "line 1: step 0 before a start record"),
