@@ -49,11 +49,8 @@ SYMBOLS: dict[Outcome, str] = {
     "passed": "✓", "failed": "✗", "error": "!", "incomparable": "≠", "skipped": "–",
 }  # fmt: skip
 GREEN: tuple[Outcome, ...] = ("passed", "skipped")
-MAX_CAUSE_CHARS = 160
 NOT_RECORDED = "not recorded"
-MAX_SCENARIO_CHARS = 1_000_000
-MOST_NAMES = 4
-_NUMBER = re.compile(r"\d+")
+MAX_CAUSE_CHARS, MAX_SCENARIO_CHARS, MOST_NAMES = 160, 1_000_000, 4
 _SEPARATORS = re.compile(r"[-_.]+")  # all the same in the name of a package
 
 
@@ -190,8 +187,7 @@ class CaseReport:
         if (place := self.verdict.difference) is None:
             return []
         when = f"step {place.step}" if place.step >= 0 else "before step 0"
-        of = f" of {place.tensor}" if place.tensor else ""
-        at = f"{when}, rank {place.rank}, {place.quantity}{of}"
+        at = f"{when}, rank {place.rank}, {place.quantity}{place.tensor and ' of ' + place.tensor}"
         told = [at, f"reference {place.reference}", f"candidate {place.candidate}"]
         return [*told, *[f"distance  {place.ulps} ulp"] * (place.ulps is not None)]
 
@@ -206,19 +202,23 @@ class CaseReport:
 
         `layers.3.attn` and `layers.7.attn` that both differ are one cause until somebody looked.
         """
+        own = self.reason
+        return own if own == one_line(self.message, MAX_CAUSE_CHARS) else re.sub(r"\d+", "N", own)
+
+    @property
+    def reason(self) -> str:
+        """The same with its numbers."""
         place, ended = self.verdict.difference, self.verdict.ending
         if ended is not None and (ended.exception or ended.signal or ended.collective):
-            who = ended.exception or ended.signal
-            if ended.collective is not None:
-                who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
-            phase = f"in {ended.phase}" if ended.phase else ""
-            at = f"at {ended.raised_at}" if ended.raised_at else ""
-            text = " ".join(filter(None, (who, phase, ended.module, at)))
+            due = "" if ended.collective is None else f"in {ended.collective.expected}"
+            told = (ended.exception or ended.signal, due, ended.phase and f"in {ended.phase}")
+            at = ended.raised_at and f"at {ended.raised_at}"
+            text = " ".join(filter(None, (*told, ended.module, at))).removeprefix("in ")
         elif ended is None and place is not None:
             text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
         else:
-            return one_line(self.message, MAX_CAUSE_CHARS)
-        return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
+            text = self.message
+        return one_line(text, MAX_CAUSE_CHARS)
 
 
 class Cause(NamedTuple):
@@ -275,12 +275,12 @@ class Report:
     @property
     def causes(self) -> tuple[Cause, ...]:
         """What did not pass, by cause: those of failures first, then by how many cases have it."""
-        found: dict[tuple[Outcome, str, str], list[CaseReport]] = {}
-        for case in self.cases:
-            if case.outcome not in GREEN:
-                key = (case.outcome, case.verdict.what, case.cause)
-                found.setdefault(key, []).append(case)
-        causes = (Cause(*key, tuple(cases)) for key, cases in found.items())
+        causes, found = list[Cause](), dict[tuple[Outcome, str, str], list[CaseReport]]()
+        for case in (case for case in self.cases if case.outcome not in GREEN):
+            found.setdefault((case.outcome, case.verdict.what, case.cause), []).append(case)
+        for (outcome, what, words), cases in found.items():
+            same = all(case.reason == cases[0].reason for case in cases)
+            causes.append(Cause(outcome, what, cases[0].reason if same else words, tuple(cases)))
         return tuple(sorted(causes, key=lambda c: (OUTCOME_ORDER.index(c.outcome), -len(c.cases))))
 
     @property

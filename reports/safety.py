@@ -106,7 +106,7 @@ def _finding(case: CaseReport, report: Report) -> Finding:
     wrong: Answer = "crashes" if verdict.what in CRASHES else "wrong"
     answers: dict[Outcome, Answer] = {"passed": "safe", "failed": wrong}
     answer = answers.get(verdict.outcome, "not run")
-    words = {"safe": "", "not run": verdict.what or verdict.outcome, "crashes": case.cause}
+    words = {"safe": "", "not run": verdict.what or verdict.outcome, "crashes": case.reason}
     return Finding(
         answer=answer, scenario=case.spec.scenario, case_id=case.spec.id, machine=report.machine,
         folder=str(report.folder), words=one_line(words.get(answer, case.where or verdict.what)),

@@ -127,7 +127,7 @@
       chip.textContent = past.marks[place] + " " + chosen.counts[place] + " " + index.outcomes[place];
       chip.setAttribute("aria-pressed", String(wish.outcomes.includes(place)));
     });
-    at("told").textContent = seen.size === rows.length ? rows.length + " cases" : seen.size + " of " + rows.length + " cases";
+    at("told").textContent = (seen.size === rows.length ? "" : seen.size + " of ") + rows.length + (rows.length === 1 ? " case" : " cases");
   };
 
   const wanted = () => {
