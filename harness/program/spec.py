@@ -4,11 +4,13 @@
 that the built-in trainer's configuration has, too, mean the same in it.
 """
 
+import atexit
 import importlib
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,11 +219,11 @@ def _call(program: ProgramSpec) -> int:
     sys.argv = [program.target]  # the forkserver's words are none of its options
     try:
         code = getattr(importlib.import_module(module), function)(**program.args)
-    except SystemExit:
-        session.end()
-        raise
     except BaseException as error:
         session.fail(error)
         raise
-    session.end()
+    finally:
+        # As an interpreter ends. The session's own end was registered before all of the program's.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     return code if isinstance(code, int) else 0

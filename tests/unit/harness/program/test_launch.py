@@ -24,7 +24,8 @@ from tests.support.entry_graph import verdicts_of_modes
 from tests.unit.harness.recorder.recorded import record_folder
 
 ENTRY = """
-import sys
+import atexit, sys, threading
+from pathlib import Path
 import torch
 
 def main(how, steps=2):
@@ -39,6 +40,10 @@ def main(how, steps=2):
         sys.exit(3)
     if how == "argv":
         sys.exit(0 if sys.argv == ["entry_program:main"] else 5)
+    if how in ("thread", "raise"):
+        here, after = Path(__file__), threading.main_thread().join
+        atexit.register(here.with_name("tidied").touch)
+        threading.Thread(target=lambda: (after(), here.with_name("joined").touch())).start()
     if how == "raise":
         raise ValueError("by intent")
     return 4 if how == "return 4" else None
@@ -69,16 +74,29 @@ def called(how: str, folder: Path) -> tuple[int, RankRecords]:
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("", 0), ("exit", 0), ("exit 3", 3), ("return 4", 4), ("raise", 99), ("argv", 0)],
+    [
+        ("", 0),
+        ("exit", 0),
+        ("exit 3", 3),
+        ("return 4", 4),
+        ("raise", 99),
+        ("argv", 0),
+        ("thread", 0),
+    ],
 )
 def test_how_a_function_may_end(how: str, code: int, tmp_path: Path) -> None:
-    """Leaving by sys.exit is an end as returning is; only an exception is an error."""
+    """Leaving by sys.exit is an end as returning is; only an exception is an error.
+
+    Threads are waited for, and what was registered is called, as where an interpreter ends.
+    """
     found, records = called(how, tmp_path)
     assert found == code
     assert len(records.steps) == 2
     assert (records.end is None) == (how == "raise")
     assert (records.error is not None) == (how == "raise")
     assert not records.problems
+    tidy = {path.name for path in tmp_path.iterdir()} >= {"tidied", "joined"}
+    assert tidy == (how in ("thread", "raise"))
 
 
 def test_the_environment_is_that_of_torchrun(tmp_path: Path) -> None:
