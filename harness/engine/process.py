@@ -22,6 +22,8 @@ import harness
 GATE_VARIABLE = "HARNESS_GATE"
 """In the environment of a rank that was started early: the descriptor on which to wait for "go"."""
 MOST_LOOKS, LOOK_S = 20, 0.05
+ORPHANS_S = 2.0
+"""Given to what ranks leave behind: trackers of shared memory unlink what nobody else would."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -96,6 +98,16 @@ def code_of_zombie(pid: int) -> int | None:
     """Exit code (negative: signal) of a process that has ended and was not yet waited for."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
+
+
+def await_children() -> None:
+    """Wait, not for ever, until children have ended by themselves; they are not to be waited for
+    any more."""
+    until_s = time.monotonic() + ORPHANS_S
+    while children() and time.monotonic() < until_s:
+        with suppress(ChildProcessError):
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(LOOK_S)
 
 
 def kill_children(spare: Collection[int] = ()) -> None:

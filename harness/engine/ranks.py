@@ -50,6 +50,7 @@ from harness.engine.process import (
     GATE_VARIABLE,
     ChildWakeup,
     adopt_orphans,
+    await_children,
     die_with_parent,
     is_stopped,
     kill_children,
@@ -575,6 +576,7 @@ def _lead(job: Job, rank_main: RankMain, open_store: OpenStore, limits: Limits) 
         crew.store = open_store(job.listener) if job.listener is not None else None
         crew.watch_to_the_end()
         crew.store = None
+        await_children()
     finally:
         kill_children()
     for output in crew.outputs:

@@ -40,8 +40,10 @@ from harness.engine.outcome import look_again
 from harness.engine.process import (
     ChildWakeup,
     adopt_orphans,
+    await_children,
     kill_children,
     kill_group,
+    signal_quietly,
     wake_as_parent_dies,
 )
 from harness.engine.ranks import (
@@ -154,7 +156,8 @@ class _Server:
             return
         finally:
             for pid in self._leaders:
-                kill_group(pid)
+                signal_quietly(pid, signal.SIGKILL)  # its ranks die with it
+            await_children()
             kill_children()
 
     def _receive(self) -> bool:

@@ -195,6 +195,22 @@ def _children(then: Behaviour) -> Behaviour:
     return act
 
 
+def _tidies(then: Behaviour) -> Behaviour:
+    """With a child that takes a moment, once the rank is gone, to do what has to be done then."""
+
+    def act(stub: Stub) -> int | None:
+        read_fd, write_fd = os.pipe()
+        if os.fork() == 0:
+            os.close(write_fd)
+            os.read(read_fd, 1)
+            time.sleep(0.2)
+            stub.touch("tidied")
+            os._exit(0)
+        return then(stub)
+
+    return act
+
+
 def _kill_leader(stub: Stub) -> int:
     os.kill(os.getppid(), signal.SIGKILL)
     return sleep_for_ever()
@@ -237,6 +253,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "children_then_hang": _children(hang),
     "children_then_die": _children(lambda stub: _kill(signal.SIGKILL)),
     "children_then_kill_leader": _children(_kill_leader),
+    "tidies": _tidies(lambda stub: None),
+    "tidies_then_dies": _tidies(lambda stub: _kill(signal.SIGKILL)),
+    "tidies_then_hangs": _tidies(hang),
     "half_line": _half_line,
     "illegal_access": _illegal_access,
     "stop_self": lambda stub: (stub.touch("hanging"), _kill(signal.SIGSTOP))[1],

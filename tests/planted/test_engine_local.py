@@ -162,6 +162,18 @@ def test_children_of_ranks_are_not_left_behind(
     wait_gone(*strays)
 
 
+@pytest.mark.parametrize("how", ["tidies", "tidies_then_dies", "tidies_then_hangs"])
+def test_children_may_tidy_up(engine: LocalEngine, tmp_path: Path, how: str) -> None:
+    """As trackers of shared memory do, which nobody else would unlink; of a cancelled run, too."""
+    engine.start(spec({"1": how}), tmp_path)
+    if how == "tidies_then_hangs":
+        wait_for(tmp_path / "hanging1")
+        engine.cancel()
+    else:
+        engine.wait(PATIENCE_S)
+    assert (tmp_path / "tidied1").exists()
+
+
 def test_a_helper_lives_as_long_as_its_run(engine: LocalEngine, tmp_path: Path) -> None:
     """A daemon that a rank started is not swept away by the end of another run, only by its own."""
     run, folder = spec({"0": "orphan_helper"}, 2, name="helped"), tmp_path / "helped"
