@@ -526,7 +526,7 @@ def redirect(write_fd: int) -> None:
 
 def flush_output() -> None:
     """Write out what Python holds back; called before `os._exit`."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a program may have none
         with suppress(OSError, ValueError):
             stream.flush()
 

@@ -207,6 +207,11 @@ def _text(record: Mapping[str, Any]) -> str:
 
 def say_once(why: str) -> None:
     """The one line on stderr that a job gets of a recorder that has stopped."""
-    with suppress(OSError, ValueError):
-        sys.stderr.write(f"recorder: stopped, the job goes on: {why}\n")
+    say(f"stopped, the job goes on: {why}")
+
+
+def say(what: str) -> None:
+    """A line on stderr, which the program may have closed or taken away."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"recorder: {what}\n")
         sys.stderr.flush()

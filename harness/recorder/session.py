@@ -34,7 +34,7 @@ from harness.recorder import (
     RecordFile,
     RecordsUnwritable,
 )
-from harness.recorder.ring import JOB, Ring, say_once
+from harness.recorder.ring import JOB, Ring, say, say_once
 
 SCHEMA = 1
 PATIENCE_S = 30.0
@@ -117,8 +117,7 @@ class Session:
             self._file.write({"rank": self.rank, **record, "kind": kind})
         except RecordsUnwritable as error:
             # Whatever is raised in a hook becomes the program's: a full disk is not.
-            sys.stderr.write(f"recorder: {error}\n")
-            sys.stderr.flush()
+            say(str(error))
             os._exit(UNRECORDED)
 
     def start(self, torch: Any) -> None:
@@ -163,12 +162,13 @@ class Session:
             self.leaving(has_failed=True)
             self.finish()
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
-            sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
+            say(f"the last steps are lost: {late}")
         first = _first(error)
         about = {"step": step, "what": classify(first), "raised_at": raised_at(first)}
         about |= self.at_work(first)
-        tensors = getattr(first, "names", ()) if hasattr(first, "deltazero_what") else ()
-        self._error(first, str(first), **about, tensors=tensors, whole=error)
+        # Of its type: an exception of the program's may have any attribute.
+        tensors = getattr(first, "names", ()) if hasattr(type(first), "deltazero_what") else ()
+        self._error(first, _words(first), **about, tensors=tensors, whole=error)
 
     def broken(self, error: Exception) -> None:
         """The recorder itself failed: the program goes on, and its run is not judged."""
@@ -226,6 +226,14 @@ def _first(error: BaseException) -> BaseException:
             break
         error = first
     return error
+
+
+def _words(error: BaseException) -> str:
+    """Its message; "" where the program's own class cannot say it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever it is
+        return ""
 
 
 def raised_at(error: BaseException, but: tuple[str, ...] = ("torch", "harness")) -> str:
@@ -444,9 +452,9 @@ def failures_of(kind: str, message: str) -> frozenset[str]:
 
 def classify(error: BaseException) -> str:
     """What an exception means, by its type; by CUDA's own words where the type says nothing."""
-    if what := getattr(error, "deltazero_what", ""):
+    if what := getattr(type(error), "deltazero_what", ""):
         return str(what)
-    meant = failures_of(type(error).__name__, str(error))
+    meant = failures_of(type(error).__name__, _words(error))
     if "out_of_memory" in meant or isinstance(error, MemoryError):
         return "oom"
     return "illegal_access" if "illegal_access" in meant else "crashed"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.ranks import CappedOutput, Job, Limits, Records, Watch
+from harness.engine.ranks import CappedOutput, Job, Limits, Records, Watch, flush_output
 from harness.store.streams import has_begun, has_end_record, rank_path
 from harness.values import SoakSpec
 from tests.planted.local_runs import wait_gone
@@ -230,3 +230,9 @@ def test_a_server_that_still_imports_ends_with_a_killed_harness(tmp_path: Path) 
         assert (tmp_path / "importing").read_text() == "importing"
         parent.kill()
         wait_gone(server)
+
+
+def test_a_rank_may_have_nothing_to_print_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon takes its streams away; what is done last in its process does not fail by that."""
+    monkeypatch.setattr(sys, "stdout", None)
+    flush_output()

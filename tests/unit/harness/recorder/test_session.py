@@ -151,6 +151,16 @@ def test_an_error_is_at_the_line_of_the_program_and_not_of_what_it_called(tmp_pa
         assert found.raised_at.split() == [ANY, program.__name__]
 
 
+class Strange(Exception):
+    """Has any attribute, and no words."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 def raising(error: BaseException) -> None:
     raise error
 
@@ -193,6 +203,7 @@ def test_an_error_is_recorded_whoever_prints_it(tmp_path: Path) -> None:
         (MemoryError(), "oom"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal_access"),
         (ValueError("no"), "crashed"),
+        (Strange("no"), "crashed"),
     ],
 )
 def test_what_an_error_means(error: Exception, what: str, tmp_path: Path) -> None:
@@ -253,7 +264,8 @@ def test_a_recorder_that_fails_gives_no_whole_run(
 
 
 def on_a_full_disk() -> None:
-    """Train with the file of records on a disk without space."""
+    """Train with the file of records on a disk without space, and with nothing to print to."""
+    sys.stderr = None
     links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
     (fd,) = (int(each.name) for each in links if each.readlink().name == "rank0.jsonl")
     os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
