@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
-from harness.bisect.found import Location, listed, module_of, stem_of, unit_of
+from harness.bisect.found import Location, is_in, listed, module_of, parent_of, stem_of, unit_of
 from harness.checks.bits import left_out_alone, quantities
 from harness.checks.evidence import (
     BEFORE,
@@ -175,14 +175,6 @@ def bits(record: StepRecord) -> list[tuple[str, str]]:
 # --- names ------------------------------------------------------------------------------------
 
 
-def parent_of(module: str, known: Collection[str]) -> str:
-    """The closest module around it that was looked into; "" if there is none."""
-    while module := module.rpartition(".")[0]:
-        if module in known:
-            return module
-    return ""
-
-
 def _common(modules: Sequence[str], known: Collection[str]) -> str:
     """The module itself, or of several the closest known one that holds all of them."""
     module = modules[0]
@@ -198,13 +190,14 @@ def _consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
     given = next((r.reference for r in rows if (r.module, r.kind, r.number, r.rank) == output), "")
     same = [r for r in rows if given and (r.rank, r.microbatch) == (row.rank, row.microbatch)]
     same = [r for r in same if r.reference == given]
-    around = [r.module for r in same if r.kind == OUTPUT and own.startswith(f"{r.module}.")]
+    around = [r.module for r in same if r.kind == OUTPUT and is_in(own, r.module)]
     users = dict.fromkeys(
         r.module for r in same if r.kind == INPUT
-        and not f"{own}.".startswith(f"{r.module}.") and not r.module.startswith(f"{own}.")
+        and own != r.module and not is_in(own, r.module) and not is_in(r.module, own)
     )  # fmt: skip
-    innermost = [name for name in users if not any(u.startswith(f"{name}.") for u in users)]
-    return min(around, key=len, default=own), innermost
+    innermost = [name for name in users if not any(is_in(u, name) for u in users)]
+    outermost = (name for name in around if not any(is_in(name, other) for other in around))
+    return next(outermost, own), innermost
 
 
 # --- the first difference ---------------------------------------------------------------------
@@ -430,7 +423,7 @@ def _missing(row: Row) -> str:
 def _input(found: Location, first: Row, own: Sequence[Row], pair: RunPair, step: int) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     at = found.saying(phase="forward", module=first.module)
-    around = parent_of(first.module, {row.module for row in pair.rows(step)})
+    around = parent_of(first.module, {r.module for r in pair.rows(step) if r.kind == INPUT})
     same = [row for row in own if row.reference == first.reference]
     makers = [row.module for row in same if row.kind == OUTPUT]
     begins = next((row for row in own if row.stage == first.stage), None) is first

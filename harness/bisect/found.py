@@ -1,6 +1,6 @@
 """What a search for a cause has found: a place, level by level, and names of places."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,6 +10,8 @@ from harness.records import OperatorCall
 from harness.values import Json
 
 MOST_NAMES = 3
+ROOT = "(root)"
+"""As `harness.recorder.hooks` names a module that is part of no other."""
 Near = Literal["", "before", "in", "after"]
 """Where an origin lies about a collective: before it on the ranks named, in it, or after it."""
 
@@ -206,3 +208,17 @@ def listed(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     shown, more = ", ".join(names[:MOST_NAMES]), len(names) - MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def parent_of(module: str, known: Collection[str]) -> str:
+    """The closest module around it that was looked into; "" if there is none."""
+    around = module
+    while around := around.rpartition(".")[0]:
+        if around in known:
+            return around
+    return ROOT if ROOT in known and module != ROOT else ""
+
+
+def is_in(module: str, outer: str) -> bool:
+    """Whether a module is a part of another one, at any depth."""
+    return module.startswith(f"{outer}.") or (outer == ROOT != module)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.bisect.found import Element, Location, Numbers, Operator, Value
+from harness.bisect.found import ROOT, Element, Location, Numbers, Operator, Value
 from harness.checks.evidence import count, rank_table
 from harness.checks.taps import INPUT
 from harness.program.spec import capabilities_of
@@ -36,9 +36,6 @@ from harness.records import (
 )
 from harness.store import RunFolder
 from harness.store.contents import ITEM_BYTES, Contents, Loaded, read_contents
-
-ROOT = "(root)"
-"""As `harness.recorder.hooks` names a module that is part of no other."""
 
 
 def operators_for(found: Location, run: RunResult) -> OperatorSpec | None:

@@ -252,3 +252,26 @@ def test_a_step_that_one_run_left_out_is_named(reversed_: bool) -> None:
     whose = "reference" if reversed_ else "candidate"
     told = f"only the {whose} skipped its optimizer step on rank 1: {why}"
     assert told in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("first", "phase", "module"),
+    [
+        ("(root):input[0]", "input", "(root)"), ("a:input[0]", "forward", "(root)"),
+        ("b:input[0]", "forward", "(root)"), ("b:output[0]", "forward", "b"),
+        ("(root):gradient[0]", "backward", "(root)"), ("a:gradient[0]", "backward", "(root)"),
+    ],
+)  # fmt: skip
+def test_the_outermost_module_works_between_its_parts(first: str, phase: str, module: str) -> None:
+    """What a part is given is not given to the model; its gradient comes from no loss."""
+    names = [f"{of}:{kind}[0]" for of, kind in (
+        ("(root)", "input"), ("a", "input"), ("a", "output"), ("b", "input"), ("b", "output"),
+        ("(root)", "output"), ("(root)", "gradient"), ("b", "gradient"), ("a", "gradient"),
+    )]  # fmt: skip
+
+    def leg(bad: int) -> RunResult:
+        digest = {n: at + 100 * (at >= bad) for at, n in enumerate(names)}
+        return tapped(run_of(), 1, {n: f"{digest[n]:032x}{at:08x}" for at, n in enumerate(names)})
+
+    found = between(leg(len(names)), leg(names.index(first)))
+    assert (found.phase, found.module) == (phase, module)
