@@ -20,7 +20,7 @@ Levels are those of `layout`: level k is cut over the first k axes of the nest.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,7 +82,6 @@ class ParamGroup:
 
     gathered: the buffer of the last gather; None if there was none.
     num_moved: parameters that a gather put elsewhere than the gather before, so far.
-    has_moved: a parameter at rest was given other memory, by `Module.to` for one.
     is_unsharded: a gather of the parameters has been issued, and not been given back.
     is_registered: the current stream has waited for it, and the modules hold them.
     is_watched: the unit's hooks are on the unsharded parameters.
@@ -111,9 +110,10 @@ class ParamGroup:
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
-        self.is_unsharded = self.is_registered = self.is_watched = self.has_moved = False
+        self.is_unsharded = self.is_registered = self.is_watched = False
         self.main_weight = self._main_of(self._own_rows(sources))
-        self.sharded = [_like(p, self.at_rest(self.main_weight, i)) for i, p in enumerate(sources)]
+        rows = (self.at_rest(self.main_weight, index) for index in range(len(sources)))
+        self.sharded: list[Any] = list(map(_like, sources, rows))
         empty = torch.empty(0, dtype=self.dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
         self.unsharded = [
@@ -192,6 +192,7 @@ class ParamGroup:
 
     def _make_other_buffers(self) -> None:
         """Make the copy of the weight that is kept at rest, if there must be one, and main_grad."""
+        self._rows_made = [p._local_tensor for p in self.sharded]
         self.model_weight, self._fresh_version = None, None
         if self.main_weight.is_meta:
             return
@@ -225,6 +226,12 @@ class ParamGroup:
         for owned, parameter in zip(self.owned, parameters, strict=True):
             owned.register(parameter)
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether a parameter at rest has other memory, or was swapped, as by `Module.to`."""
+        made = zip(self.sharded, self._rows_made, strict=True)
+        return any(p._local_tensor is not rows or p.tie is None for p, rows in made)
+
     def readopt(self) -> None:
         """Copy what the modules' parameters hold now into the flat buffer.
 
@@ -234,6 +241,7 @@ class ParamGroup:
 
         Raises RuntimeError: the parameters have other dtypes than one that the policy leaves open.
         """
+        watch(self)
         current = [o.other_than(p) for o, p in zip(self.owned, self.sharded, strict=True)]
         moved = self.main_weight.is_meta or self.has_moved
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
@@ -264,12 +272,11 @@ class ParamGroup:
         for index, old in enumerate(self.sharded):
             new = self.at_rest(self.main_weight, index)
             if not old.is_meta:
-                cast("RowSharded", old).rebind(new)
+                old.rebind(new)
                 continue
             # In place: the gradients share the list. A meta parameter cannot be given memory.
             self.sharded[index] = _like(old, new)
             self.sharded[index]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-        self.has_moved = False
         watch(self)
         self._make_other_buffers()
 
@@ -637,7 +644,7 @@ class Gradients:
         """
         old = [i for i in rows if self.sharded[i].grad is not None]
         if old:
-            grads = [self.sharded[i].grad.to_local() for i in old]  # type: ignore[union-attr]
+            grads = [self.sharded[i].grad.to_local() for i in old]
             torch._foreach_add_(grads, [rows[i] for i in old])
         for index in rows:
             if self.sharded[index].grad is None:

@@ -156,9 +156,6 @@ class RowSharded(_Base):
             )
         if (value.dtype, value.device) != (self.dtype, self.device):
             self.rebind(value)
-            group = self.tie.group() if self.tie is not None else None
-            if group is not None:
-                group.has_moved = True
         elif value._local_tensor is not self._local_tensor:
             with torch.no_grad():
                 self.copy_(value)

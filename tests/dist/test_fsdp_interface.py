@@ -1,7 +1,8 @@
 """What torch FSDP2's interface has beside wrapping, on two ranks; docs/ARCHITECTURE.md has the
 differences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
-from fsdp_core.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from tests.dist.fsdp_sides import WIDTH, Api, api_of, loss_of, net, rows, shard
 from tests.dist.rank_pool import RankPool
 from tests.dist.test_fsdp_regressions import whole_mesh
@@ -152,6 +153,22 @@ def converts(api: Api) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [*model.parameters()]
+
+
+@contextmanager
+def _swapping() -> Iterator[None]:
+    """Within, `Module.to` and `load_state_dict` swap parameters instead of setting their data."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def converts_by_swaps(api: Api) -> list[torch.Tensor]:
+    """As `converts`."""
+    with _swapping():
+        return converts(api)
 
 
 def differentiates_inputs(api: Api) -> list[torch.Tensor]:
@@ -337,6 +354,7 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
     [
         clips_rows,
         converts,
+        converts_by_swaps,
         cuts_other_dims,
         differentiates_inputs,
         gathers_in_its_own_form,
@@ -384,6 +402,19 @@ def tied_parameters_are_assigned() -> None:
     assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), 12.0))
 
 
+def trains_after_a_load_by_swaps() -> None:
+    """An optimizer's step is seen that raises no version counter, as kernels given addresses do."""
+    lowered = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(nn.Linear(2, 2, bias=False), strategy="optim", mp_policy=lowered)
+    optimizer, weight = torch.optim.SGD(model.parameters()), model.weight
+    with _swapping():
+        model.load_state_dict({"weight": torch.ones_like(weight)})
+    assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
+    weight.to_local().detach().data.fill_(2.0)
+    optimizer.step()
+    assert model(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]
+
+
 def refuses_second_derivatives() -> None:
     """They would need weights that are released, and gradients that are not reduced."""
     model, x = cast("Any", _wrapped()), rows(1).requires_grad_()
@@ -407,6 +438,7 @@ def refuses_sparse_gradients() -> None:
         refuses_replaced_parameters,
         refuses_sparse_gradients,
         tied_parameters_are_assigned,
+        trains_after_a_load_by_swaps,
         refuses_second_derivatives,
         a_parameter_is_set_on_meta,
         gathers_under_a_transform,

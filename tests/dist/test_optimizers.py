@@ -233,7 +233,7 @@ def _wrong_rows(cls: Any, options: Any, model: nn.Module, optimizer: Any) -> lis
 def row_counts() -> list[list[int]]:
     """Rows of each parameter on this rank, by unit."""
     _, root = sharded_net()
-    return [[int(p.to_local().numel()) for p in g.sharded] for g in root.fsdp_groups]  # type: ignore[attr-defined]
+    return [[int(p.to_local().numel()) for p in g.sharded] for g in root.fsdp_groups]
 
 
 def what_whole_tensors_say(name: str) -> str:
