@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
 from harness.bisect.found import Location, is_in, listed, module_of, parent_of, stem_of, unit_of
-from harness.checks.bits import left_out_alone, quantities
+from harness.checks.bits import cut_otherwise, left_out_alone, quantities
 from harness.checks.evidence import (
     BEFORE,
     groups_of,
@@ -72,17 +72,15 @@ class Tensor(NamedTuple):
 class RunPair:
     """What both runs hold, on ranks where both name the same tensors and taps.
 
-    `has_layouts`: it is known how the program distributes its work over ranks. `shares_state`:
-    ranks hold the same parts of tensors. Of two engines, random states alone are compared.
-    """
+    Without `has_layouts` nobody knows how the program distributes its work; without `shares_state`
+    ranks hold other parts of tensors, and of the state random states alone are compared."""
 
     def __init__(self, reference: RunResult, candidate: RunResult) -> None:
         self.has_layouts = capabilities_of(reference.spec.config).layouts
         if not self.has_layouts:
             reference, candidate = aligned(reference, candidate)
         self.reference, self.candidate = reference, candidate
-        engines = {run.spec.config.get("engine") for run in (reference, candidate)}
-        self.shares_state = len(engines) == 1
+        self.shares_state = not cut_otherwise(reference, candidate)
         if not self.shares_state:
             reference, candidate = _random_states_of(reference), _random_states_of(candidate)
         reference, candidate = with_same_groups(reference, candidate)
@@ -347,6 +345,9 @@ def _norm_part(pair: RunPair, at: Location, step: int) -> Location | None:
     ranks = [rank for name, rank, *_ in pair.floats(step) if name == NORM]
     if not ranks or any(t.name == STEP_COUNT for t in pair.different(step, "optim")):
         return None
+    if not pair.shares_state:
+        at = at.saying(unknown="phase: gradients are cut otherwise in each run, and not compared")
+        return _floats_part(pair, at, step, [NORM]).saying(phase="backward")
     at = _floats_part(pair, at.saying("the gradients of every rank are equal"), step, [NORM])
     near = "after" if len(ranks) < len(pair.ranks(step)) else "in"
     return at.saying(phase="reduce", near=near, collective="all-reduce of the gradient norm")
@@ -432,8 +433,7 @@ def _input(found: Location, first: Row, own: Sequence[Row], pair: RunPair, step:
         return at.saying(f"it is what the microbatch begins with: {what}", phase="input")
     if begins and first.stage > 0:
         what = f"transfer of activations to stage {first.stage} of the pipeline"
-        told = "what the stage before it returned is equal"
-        return at.saying(told, near="in", collective=what)
+        return at.saying("what the stage before it returned is equal", near="in", collective=what)
     if around in [row.module for row in same if row.kind == INPUT]:
         told = f"{around} was given it as it should be and handed on something else: its own work"
         config = pair.candidate.spec.config

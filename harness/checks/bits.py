@@ -110,12 +110,16 @@ def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
 )  # fmt: skip
 def _state(runs: Runs, _: Options) -> CheckResult:
     """Ranks of other layouts hold other parts of the state, which then says nothing."""
-    ours, theirs = (_cut_by(run.spec.config) for run in (runs.reference, runs.candidate))
-    keys = sorted(different(ours, theirs))
-    if not keys or not runs.reference.spec.is_builtin:
+    if not (keys := cut_otherwise(runs.reference, runs.candidate)):
         return state(runs.reference, runs.candidate)
     why = f"{', '.join(keys)} differ, so that ranks hold other parts of the state"
     return replace(not_run("state", why), what=OTHER_PARTS)
+
+
+def cut_otherwise(*runs: RunResult) -> list[str]:
+    """The keys by which ranks of two runs hold other parts of the state; none of a program."""
+    ours, theirs = (_cut_by(run.spec.config) for run in runs)
+    return sorted(different(ours, theirs)) if runs[0].spec.is_builtin else []
 
 
 def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:

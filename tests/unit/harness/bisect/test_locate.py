@@ -479,14 +479,20 @@ def test_what_one_rank_alone_has_wrong() -> None:
     assert (found.step, found.phase, found.module, bool(found.unknown)) == (None, None, "", True)
 
 
-def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
+@pytest.mark.parametrize("other", [{"engine": "ddp"}, {"fused_experts": True}])
+def test_where_state_is_cut_otherwise_losses_calls_and_random_states_tell(
+    other: dict[str, Any],
+) -> None:
     """Ranks hold other parts of each tensor, by other names: no digest of these is a difference."""
     candidate = run_of()
     for rank, held in enumerate(candidate.ranks):
         assert held.start is not None
         candidate = of_rank(candidate, rank, tensors=held.start.tensors | {"weights": ("x",)})
-    spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | {"engine": "ddp"})
+    spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | other)
     candidate = dataclasses.replace(candidate, spec=spec)
+    norm = between(run_of(), edited(candidate, dict.fromkeys((0, 1), floats(grad_norm=OTHER))))
+    assert (norm.step, norm.phase, norm.near) == (2, "backward", "")
+    assert norm.unknown[0].startswith("phase:")  # gradients may differ
     candidate = edited(candidate, {0: digests(grads=WEIGHTS), 1: calls_from("embedding:input")})
     found = between(run_of(), candidate)
     assert (found.step, *brief(found)) == (2, "input", "embedding", "embedding:input")
