@@ -228,9 +228,9 @@ class ParamGroup:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a parameter at rest has other memory, or was swapped, as by `Module.to`."""
+        """Whether a parameter at rest was given other memory, by `Module.to` for one."""
         made = zip(self.sharded, self._rows_made, strict=True)
-        return any(p._local_tensor is not rows or p.tie is None for p, rows in made)
+        return any(p._local_tensor is not rows for p, rows in made)
 
     def readopt(self) -> None:
         """Copy what the modules' parameters hold now into the flat buffer.
@@ -241,7 +241,7 @@ class ParamGroup:
 
         Raises RuntimeError: the parameters have other dtypes than one that the policy leaves open.
         """
-        watch(self)
+        watch(self)  # what was swapped has lost its tie
         current = [o.other_than(p) for o, p in zip(self.owned, self.sharded, strict=True)]
         moved = self.main_weight.is_meta or self.has_moved
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
