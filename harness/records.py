@@ -208,7 +208,7 @@ class RunSpec(Json):
 
     def _hashed(self, said: dict[str, Any]) -> bytes:
         """JSON with sorted keys."""
-        with suppress(UnicodeEncodeError):  # of half a surrogate pair
+        with suppress(UnicodeEncodeError):  # msgspec encodes no lone surrogate; `dumps` does
             if self.is_builtin:
                 # In a quarter of the time; NaN would be null: no rule of a configuration allows it.
                 return msgspec.json.encode(said, order="deterministic")

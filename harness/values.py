@@ -173,7 +173,7 @@ def _finite(bits: str) -> float | None:
 # turn of every stressor has; it ends on all ranks at the same step, a multiple of `flush_every`.
 DEFAULT_STALL_S = 300.0
 LEAST_STEPS, LEAST_QUARTERED = 64, 8
-"""Of a run whose memory can be tested for growth (`harness.checks.memory`)."""
+"""Fewest steps of a soak and of `max_growth_bytes` (`harness.checks.memory`)."""
 ALWAYS_ON = ("races",)
 """Stressors that take no turns: who watches the order of accesses must not look away."""
 SoakBy = Literal["steps", "replays", "duration"]

@@ -207,7 +207,7 @@ class CaseReport:
 
     @property
     def reason(self) -> str:
-        """The same with its numbers."""
+        """`cause` with its numbers: ranks, steps, layers and lines."""
         place, ended = self.verdict.difference, self.verdict.ending
         if ended is not None and (ended.exception or ended.signal or ended.collective):
             due = "" if ended.collective is None else f"in {ended.collective.expected}"

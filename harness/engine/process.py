@@ -101,8 +101,7 @@ def code_of_zombie(pid: int) -> int | None:
 
 
 def await_children() -> None:
-    """Wait, not for ever, until children have ended by themselves; they are not to be waited for
-    any more."""
+    """Reap children as they exit by themselves, for `ORPHANS_S` at most."""
     until_s = time.monotonic() + ORPHANS_S
     while children() and time.monotonic() < until_s:
         with suppress(ChildProcessError):

@@ -166,7 +166,7 @@ class Session:
         first = _first(error)
         about = {"step": step, "what": classify(first), "raised_at": raised_at(first)}
         about |= self.at_work(first)
-        # Of its type: an exception of the program's may have any attribute.
+        # Read from the type: a program's exception may answer to any attribute name.
         tensors = getattr(first, "names", ()) if hasattr(type(first), "deltazero_what") else ()
         self._error(first, _words(first), **about, tensors=tensors, whole=error)
 
@@ -229,7 +229,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _words(error: BaseException) -> str:
-    """Its message; "" where the program's own class cannot say it."""
+    """The message of an exception; "" if its `__str__` raises."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - whatever it is
@@ -239,7 +239,7 @@ def _words(error: BaseException) -> str:
 def raised_at(error: BaseException, but: tuple[str, ...] = ("torch", "harness")) -> str:
     """`file.py:line function` of the innermost frame of the program; "" without one.
 
-    Neither some packages nor Python's library are that, nor is generated code, of no module.
+    Frames in `but`, in the standard library and in generated code are not the program's.
     """
     others = {"", *but, *sys.stdlib_module_names}
     places = [

@@ -645,7 +645,7 @@ def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | 
 
 
 def bisect_line(case: CaseSpec, verdict: Verdict, place: Path) -> str:
-    """The command that finds where bits of a case, whose folder is `place`, part; "" if none."""
+    """The command that finds where the runs of a case in the folder `place` first differ, or ""."""
     parts = verdict.outcome == "failed" or verdict.what == "nondeterministic_reference"
     is_found = parts and case.expect == "bitwise"
     return f"harness bisect {shlex.quote(str(place))}" if is_found else ""
