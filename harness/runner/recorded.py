@@ -267,7 +267,8 @@ class Recording:
         self.read = lru_cache(maxsize=1)(lambda rank: read_parts(path, rank))
         if not self.ranks and (path / SPEC_FILE).is_file():
             run = load(path)
-            whole = {each.rank: (Part(number=0, records=each),) for each in run.ranks if each.start}
+            held = (each for each in run.ranks if each.start or each.problems)
+            whole = {each.rank: (Part(number=0, records=each),) for each in held}
             self.ranks = sorted(whole)
             self.read = lru_cache(maxsize=1)(lambda rank: whole[rank])
             self.notes += [f"{name} ended as {run.outcome.what}"] if run.outcome.what else []

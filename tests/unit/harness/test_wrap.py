@@ -144,6 +144,18 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
 
 
+@pytest.mark.parametrize("kept", [0, 40])
+def test_a_rank_whose_start_is_damaged_is_not_left_out(
+    lab: Path, tmp_path: Path, kept: int
+) -> None:
+    """Its steps are not compared, so `diff` has no verdict."""
+    path = shutil.copytree(lab / "a", tmp_path / "b") / "rank1.jsonl"
+    first, *others = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in (first[:kept], *others)))
+    done = compare(lab / "a", tmp_path / "b")
+    assert (done.exit_code, done.compared["rank"]) == (ExitCode.NO_VERDICT, 1)
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
