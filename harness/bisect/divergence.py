@@ -22,6 +22,7 @@ from harness.bisect.found import Location, is_in, listed, module_of, parent_of, 
 from harness.checks.bits import cut_otherwise, left_out_alone, quantities
 from harness.checks.evidence import (
     BEFORE,
+    StepTable,
     groups_of,
     rank_table,
     shared_pairs,
@@ -244,18 +245,23 @@ def _record_of_the_step_before(pair: RunPair, at: Location, step: int) -> Locati
     """Digests of the step before, though the next step is right: state cannot go wrong for one."""
     ours, theirs = pair.ours, pair.theirs
     wrong = [r for r in pair.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
-    if not pair.has_layouts or not wrong:
-        return None
-    for rank in wrong:
+
+    def is_old(held: StepTable, right: StepTable, rank: int) -> bool:
         before, here, after = (step - 1, rank), (step, rank), (step + 1, rank)
-        is_known = before in theirs and after in ours and after in theirs
-        if not is_known or theirs[here].digests != theirs[before].digests:
-            return None
-        if (theirs[after].digests, bits(theirs[here])) != (ours[after].digests, bits(ours[here])):
-            return None
-    told = f"the record of step {step} on {show_ranks({*wrong})} holds all digests of step before"
-    right = f"its losses are right, and step {step + 1} is equal: so was the state"
+        if before not in held or after not in held or after not in right:
+            return False
+        follows = (right[after].digests, bits(right[here]))
+        is_right = (held[after].digests, bits(held[here])) == follows
+        return is_right and held[here].digests == held[before].digests
+
+    sides = {"candidate": (theirs, ours), "reference": (ours, theirs)}
+    old = (name for name, side in sides.items() if all(is_old(*side, rank) for rank in wrong))
+    if not pair.has_layouts or not wrong or not (whose := next(old, "")):
+        return None
     ranks = tuple(wrong)
+    told = f"of the {whose} the record of step {step} on {show_ranks({*wrong})} "
+    told += "holds all digests of the step before"
+    right = f"its losses are right, and step {step + 1} is equal: so was the state"
     return at.saying(told, right, phase="outside", quantity="digests", rank=ranks[0], ranks=ranks)
 
 
