@@ -415,7 +415,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "no_host_memory": ("any", (), ("can't allocate memory",)),
     "no_group": ("any", (), (
         "could not resolve the process group", "process group has not been initialized",
-        "invalid process group specified",
+        "invalid process group specified", "is not registered, please create group with",
     )),
     "port_in_use": ("distributed", (), ("address already in use", "eaddrinuse")),
     "rendezvous_timeout": (

@@ -362,6 +362,7 @@ MET = {
 OTHERS = [
     ("RendezvousTimeoutError", "", "rendezvous_timeout"),
     ("MemoryError", "", "out_of_memory"),
+    ("ValueError", "Group <x> is not registered, please create group with torch", "no_group"),
     ("RuntimeError", GLOO + "bind: Address already in use", "port_in_use"),
     ("", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal_access"),
 ]
