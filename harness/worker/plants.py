@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.fsdp.pool import DynamicPool, SlotPool
+from fsdp_core.fsdp.pool import DynamicPool, Key, SlotPool
 from fsdp_core.fsdp.unit import in_backward
 from fsdp_core.parallel.pipeline import Microbatch
 from fsdp_core.stress.stressors import WatchedPool
@@ -29,6 +29,7 @@ from fsdp_core.train import Trainer
 from fsdp_core.train.graphs import CapturedRegion
 from harness.worker.plant import (
     TENSORS,
+    NotHere,
     Site,
     first_unit,
     group_of_layer_1,
@@ -218,10 +219,10 @@ def _share_buffer(trainer: Trainer, role: str) -> None:
     pool = pool.inner if isinstance(pool, WatchedPool) else pool
     assert isinstance(pool, SlotPool)
     owners = [units_in(layer)[0].groups[0].owner for layer in layers(trainer)[:2]]
-    first, second = (
-        next(home for key, home in pool._homes.items() if (key.owner, key.role) == (owner, role))
-        for owner in owners
-    )
+    homes = [pool._homes[key] for owner in owners if (key := Key(owner, role)) in pool._homes]
+    if len(homes) < 2:
+        raise NotHere(f"second {role} buffer")
+    first, second = homes
     with on_its_stream(trainer):
         second.tensor = first.tensor[: second.tensor.numel()]
 
@@ -360,7 +361,10 @@ def _replay_old_gradient(site: Site, graph: Any, grads: Any, pending: Any) -> An
 
 def _slots(trainer: Trainer) -> list[list[CapturedRegion]]:
     """Regions of the first stage in the order in which they run, of each size and slot."""
-    return [list(found.values()) for found in trainer._graphs.parts[0].graphs.values()]
+    found = [list(found.values()) for found in trainer._graphs.parts[0].graphs.values()]
+    if min(map(len, found), default=0) < 2:
+        raise NotHere("second graphed layer")
+    return found
 
 
 def _exchange_graphs(trainer: Trainer) -> None:

@@ -174,6 +174,15 @@ def test_a_fault_acts_where_its_part_is(tmp_path: Path) -> None:
                 plant.before_step(trainer, STEP)
 
 
+@pytest.mark.parametrize("fault", ["gather_buffer_given_twice", "graphs_exchanged"])
+def test_a_fault_of_two_layers_says_that_there_is_one(rank: Rank, fault: str) -> None:
+    """A stage of a pipeline may hold no second one."""
+    one = dataclasses.replace(TINY, layers=1)
+    error = error_of(rank.run(run_spec(PlantSpec(fault=fault, step=STEP), model=one,
+                                       graph=("attn",))))  # fmt: skip
+    assert (error.type, error.step) == ("NotHere", STEP)
+
+
 @pytest.mark.parametrize("draw", [0.29, 0.31])
 @pytest.mark.parametrize("fault", ["ulp", "drop_step"])
 def test_a_chance_decides_for_the_whole_run(
