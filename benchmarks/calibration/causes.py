@@ -21,7 +21,7 @@ from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
 from harness.bisect.causes import find_causes
 from harness.bisect.differences import RunChanges
 from harness.bisect.experiments import Asker
-from harness.engine.base import Engine
+from harness.engine import Engine
 from harness.errors import HarnessError
 from harness.records import CaseSpec, PlantSpec, RunSpec, joined
 from harness.runner import launch

@@ -44,7 +44,7 @@ from harness.bisect.experiments import (
     question_of,
 )
 from harness.checks.evidence import count
-from harness.engine.process import die_with_parent, kill_group
+from harness.engine.machine import die_with_parent, kill_group
 from harness.errors import Interrupted, UsageError, one_line, shown
 from harness.program.packages import releases
 from harness.program.spec import make_environments

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
-from harness.engine.base import Engine
+from harness.engine import Engine
 from harness.errors import HarnessError, Infrastructure
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import CONFIRMING, FIRST_REPEAT, runs_of

@@ -23,7 +23,7 @@ from fsdp_core.config import ConfigError, tap_pattern
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import count
 from harness.cli import options
-from harness.engine.process import code_of_zombie, has_mark, signal_quietly
+from harness.engine.machine import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
 from harness.masking import Masker
 from harness.program.spec import POSITIONAL, ProgramSpec, recording

@@ -28,11 +28,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import ENTRY, ActiveRun, Engine, Slots
+from harness.engine import ENTRY, ActiveRun, Engine, Slots
 from harness.engine.evidence import tail_of
-from harness.engine.machine import mps_runs
+from harness.engine.machine import kill_group, kill_marked, mps_runs, no_process, server_environment
 from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
-from harness.engine.process import kill_group, kill_marked, no_process, server_environment
 from harness.engine.ranks import NO_PROCESS, NOT_RUN, Limits
 from harness.errors import Infrastructure
 from harness.provenance import code_variables

@@ -49,7 +49,7 @@ from harness.engine.evidence import (
     rank_names,
     tail_of,
 )
-from harness.engine.process import no_process
+from harness.engine.machine import no_process
 from harness.errors import cut
 from harness.recorder import UNRECORDED
 from harness.recorder.session import failures_of

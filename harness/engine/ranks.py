@@ -34,7 +34,19 @@ from types import FrameType
 import psutil
 
 from harness.engine import evidence
-from harness.engine.machine import cores_in, gpu_environment
+from harness.engine.machine import (
+    GATE_VARIABLE,
+    ChildWakeup,
+    adopt_orphans,
+    await_children,
+    cores_in,
+    die_with_parent,
+    gpu_environment,
+    is_stopped,
+    kill_children,
+    no_process,
+    signal_quietly,
+)
 from harness.engine.outcome import (
     FirstFailure,
     NodeReport,
@@ -45,17 +57,6 @@ from harness.engine.outcome import (
     report_path,
     signal_name,
     size_of,
-)
-from harness.engine.process import (
-    GATE_VARIABLE,
-    ChildWakeup,
-    adopt_orphans,
-    await_children,
-    die_with_parent,
-    is_stopped,
-    kill_children,
-    no_process,
-    signal_quietly,
 )
 from harness.errors import HarnessError
 from harness.masking import MAX_HELD_BYTES, Masker

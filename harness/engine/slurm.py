@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.engine.base import ENTRY, ActiveRun, Engine
+from harness.engine import ENTRY, ActiveRun, Engine
+from harness.engine.machine import die_with_parent, server_environment
 from harness.engine.outcome import (
     LOG_FILE,
     NO_WORD,
@@ -32,7 +33,6 @@ from harness.engine.outcome import (
     put_together,
     read_reports,
 )
-from harness.engine.process import die_with_parent, server_environment
 from harness.engine.ranks import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.provenance import code_variables

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_core.config import TrainConfig
-from harness.engine import machine
+from harness.engine import Engine, machine
 from harness.engine import slurm as on_slurm
-from harness.engine.base import Engine
 from harness.engine.local import LocalEngine
 from harness.engine.machine import Machine, shared
 from harness.engine.slurm import SlurmOptions

@@ -44,7 +44,7 @@ from harness.checks.judge import (
     unconfirmed,
     unequal,
 )
-from harness.engine.base import Engine
+from harness.engine import Engine
 from harness.errors import Infrastructure, Interrupted
 from harness.masking import Masker
 from harness.provenance import fingerprint

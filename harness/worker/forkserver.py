@@ -11,7 +11,7 @@ The forkserver:
                         {"exited": key, "status": code}   negative: signal; null: never forked
 
 `after` names the run whose devices this one takes over, "" for none: its ranks wait for the end of
-that run before they make a model (`harness.engine.process.wait_for_go`).
+that run before they make a model (`harness.engine.machine.wait_for_go`).
 
 One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
 thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
@@ -36,8 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.outcome import look_again
-from harness.engine.process import (
+from harness.engine.machine import (
     ChildWakeup,
     adopt_orphans,
     await_children,
@@ -46,6 +45,7 @@ from harness.engine.process import (
     signal_quietly,
     wake_as_parent_dies,
 )
+from harness.engine.outcome import look_again
 from harness.engine.ranks import (
     Job,
     Limits,

@@ -49,8 +49,8 @@ from fsdp_core.train.engines import EngineAdamW
 from fsdp_core.train.trainer import Trainer, load_state, mean_loss, save_state
 from harness import provenance
 from harness.engine.evidence import place_path
+from harness.engine.machine import GATE_VARIABLE, die_with_parent, signal_quietly, wait_for_go
 from harness.engine.outcome import FirstFailure, claim, find
-from harness.engine.process import GATE_VARIABLE, die_with_parent, signal_quietly, wait_for_go
 from harness.engine.ranks import flush_output
 from harness.masking import Masker
 from harness.program.spec import program_of, run_program

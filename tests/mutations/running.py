@@ -298,7 +298,7 @@ RUNNING = [
         ("last_difference_is_first", "or order < first[0]:", "or order > first[0]:"),
     ),
     *slips_of(
-        "engine/process.py",
+        "engine/machine.py",
         "engine/test_base",
         ("who_has_no_environment_yet_is_left", "if None not in marks.values():", "if True:"),
     ),

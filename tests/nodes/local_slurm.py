@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from harness.engine.process import die_with_parent
+from harness.engine.machine import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "squeue", "scontrol", "scancel")
 PACKAGE = "slurm-wlm"

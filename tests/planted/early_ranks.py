@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from harness.engine.process import wait_for_go
+from harness.engine.machine import wait_for_go
 from harness.records import RunSpec
 from tests.planted import clocked_ranks
 

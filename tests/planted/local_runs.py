@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from harness.engine.local import LocalEngine
-from harness.engine.process import parent_of
+from harness.engine.machine import parent_of
 from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from tests.planted.leader_clock import put_ahead

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.engine.local import EARLY_VARIABLE, LocalEngine
-from harness.engine.process import parent_of
+from harness.engine.machine import parent_of
 from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from harness.repeats import FIRST_REPEAT

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine.local import LocalEngine
-from harness.engine.process import parent_of
+from harness.engine.machine import parent_of
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import RunFolder, load_run_folder, read_outcome

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.cli import main
-from harness.engine.base import Engine, Slots
+from harness.engine import Engine, Slots
 from harness.recorder import RecordFile
 from harness.records import (
     DIGEST_GROUPS,

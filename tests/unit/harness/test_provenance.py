@@ -203,7 +203,7 @@ def _nvml(*, init: bool = True, answers: bool = True) -> Any:
 
     return SimpleNamespace(
         NVMLError=_NvmlError, nvmlInit=lambda: answer(init), nvmlShutdown=lambda: None,
-        nvmlSystemGetDriverVersion=lambda: answer(answers, b"580.1"), nvmlDeviceGetCount=lambda: 2,
+        nvmlSystemGetDriverVersion=lambda: answer(answers, "580.1"), nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetUUID=lambda i: f"GPU-{i}",
         nvmlDeviceGetName=lambda i: "H", nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=7),
     )  # fmt: skip

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine import process
-from harness.engine.base import Slots
+from harness.engine import Slots, machine
 from harness.engine.machine import core_set, cores_in, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
@@ -100,15 +99,15 @@ def test_a_marked_process_in_the_middle_of_an_exec_is_killed(
         subprocess.Popen(["sleep", "60"], env=dict([mark.split("=")])) as marked,
         subprocess.Popen(["sleep", "60"], env={}) as bare,
     ):
-        real, looks = process.has_mark, list[int]()
+        real, looks = machine.has_mark, list[int]()
 
         def has_mark(pid: int, text: str) -> bool | None:
             looks.append(pid)
             return None if pid == marked.pid and looks.count(pid) == 1 else real(pid, text)
 
-        monkeypatch.setattr(process, "has_mark", has_mark)
+        monkeypatch.setattr(machine, "has_mark", has_mark)
         assert real(bare.pid, mark) is None
-        process.kill_marked(mark)
+        machine.kill_marked(mark)
         assert marked.wait(10) == -signal.SIGKILL
         assert bare.poll() is None
         bare.kill()
