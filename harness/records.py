@@ -178,7 +178,7 @@ class RunSpec(Json):
     keep: KeepSpec | None = None
     operators: OperatorSpec | None = None
     rounding: int = 0  # seed of a run that rounds at random, 0 for all others
-    # Of which steps a program's gradients are also written as `harness.recorder.rows`.
+    # Of which steps a program's gradients are also written as `harness.recorder.state`.
     sketch: Literal["none", "first", "all"] = "none"
     stall_s: float | None = None  # seconds without a record after which it counts as hung
     placed: tuple[str, ...] = ()  # GPU or CPU cores of each rank; () where the engine has room

@@ -1,4 +1,4 @@
-"""Gradients of a user's program within a tolerance, by their sketches (`harness.recorder.rows`).
+"""Gradients of a user's program within a tolerance, by their sketches (`harness.recorder.state`).
 
 Losses say little of a wrong gradient: Adam takes steps of one length whatever it is given. So the
 gradient of each parameter is compared as a vector, by rank:

@@ -26,33 +26,31 @@ from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
 from harness.provenance import of_gpu
 from harness.recorder import Recorder
 from harness.recorder.graphs import GraphInfo
-from harness.recorder.rows import (
-    Rows,
-    as_tensor,
-    float_bits,
-    found_in,
-    kind_of,
-    mean,
-    names_of_twins,
-    row_of,
-    seconds_between,
-    sketch,
-    write_kept,
-)
 from harness.recorder.session import Session
 from harness.recorder.state import (
     OTHERS,
     ByHand,
     Named,
     Names,
+    Rows,
+    as_tensor,
     cuda_is_used,
+    float_bits,
+    found_in,
     gradient,
     has_gradient,
+    kind_of,
+    mean,
     memory,
+    names_of_twins,
     optimizer_state,
     parameters,
     plain,
     random_states,
+    row_of,
+    seconds_between,
+    sketch,
+    write_kept,
 )
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "losses")

@@ -29,12 +29,15 @@ from typing import Any, cast
 from harness.provenance import about_rank, of_job, of_program, of_rank
 from harness.recorder import (
     FOLDER_VARIABLE,
+    JOB,
     RUN_VARIABLE,
     UNRECORDED,
     RecordFile,
     RecordsUnwritable,
+    Ring,
+    say,
+    say_once,
 )
-from harness.recorder.ring import JOB, Ring, say, say_once
 
 SCHEMA = 1
 PATIENCE_S = 30.0

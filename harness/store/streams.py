@@ -9,7 +9,7 @@ Here every step gets the tensors of all steps, with the digest `ABSENT` for what
 what one run has and another has not differs like any other tensor, at its step, by its name.
 
 A job without a harness has a folder a rank, in it one of each process that recorded (`read_parts`;
-`harness.recorder.ring` writes it). It can be read while the job runs.
+`harness.recorder` writes it). It can be read while the job runs.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.errors import one_line
-from harness.recorder.ring import JOB, SEGMENTS, START_FILE, checksum_in, unsealed
+from harness.recorder import JOB, SEGMENTS, START_FILE, checksum_in, unsealed
 from harness.records import (
     ABSENT,
     AFTER,

@@ -34,7 +34,7 @@ from fsdp_core.train.taps import PLACE_COLUMN, Snapshot, matches
 from harness.engine.evidence import IN_CAPTURE, Place, PlaceFile, group_key
 from harness.recorder import RecordFile
 from harness.recorder.operators import Operators
-from harness.recorder.rows import hashed, seconds_between, write_kept
+from harness.recorder.state import hashed, seconds_between, write_kept
 from harness.records import (
     GIVEN,
     OPERATORS,

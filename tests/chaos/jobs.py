@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-from harness.recorder import record
-from harness.recorder.ring import LEAST_BYTES
+from harness.recorder import LEAST_BYTES, record
 from harness.runner.recorded import Comparison, compare
 from harness.store.streams import read_parts
 

@@ -68,7 +68,7 @@ RUNNING = [
         ("observed_in_a_transform", "_stack() is not None:", "_stack() is Ellipsis:"),
     ),
     *slips_of(
-        "recorder/rows.py",
+        "recorder/state.py",
         "recorder/test_steps",
         ("double_loss_as_float", "is_wide = value.dtype == torch.float64 or not value"
          ".is_floating_point()", "is_wide = False"),
@@ -260,7 +260,7 @@ RUNNING = [
          "if code == ExitCode.PASSED and len(done.verdicts) < done.num_cases:", "if False:"),
     ),
     *slips_of(
-        "recorder/ring.py",
+        "recorder/__init__.py",
         "runner/test_diff",
         ("checksum_of_a_line_alone", "{zlib.crc32(body, before):08x}", "{zlib.crc32(body):08x}"),
         ("ring_of_twice_its_size", "used + room > self._limit", "used + room > 2 * self._limit"),

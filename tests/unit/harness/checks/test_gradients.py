@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.checks.gradients import measured
-from harness.recorder.rows import sketch
+from harness.recorder.state import plain, sketch
 from harness.records import RunResult
 from harness.repeats import NUM_SAMPLES, samples_of
 from tests.support.run_records import CANDIDATE, LAB, REFERENCE, ask, configured, edit, place
@@ -32,7 +32,8 @@ def rounded(gradients: Gradients, share: float, seed: int = 1) -> dict[str, torc
 
 
 def holding(run: RunResult, gradients: Gradients, step: int = 0, rank: int = 1) -> RunResult:
-    numbers = {name: tuple(sketch(g).tolist()) for name, g in gradients.items()}
+    held = (each for name, g in gradients.items() for each in plain(name, g))
+    numbers = {name: tuple(sketch(g).tolist()) for name, g in held}
     return edit(run, rank, step, sketches=numbers)
 
 

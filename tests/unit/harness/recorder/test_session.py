@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from harness import recorder
 from harness.recorder import UNRECORDED, Recorder, observer, record
-from harness.recorder import ring as rings
 from harness.recorder import session as recording
 from harness.recorder.observer import Observer
 from harness.recorder.session import TABLE, failures_of
@@ -320,9 +320,9 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     """A program's environment needs none of the harness' dependencies, but torch."""
     light, whole = (line.split() for line in run(IMPORTS, tmp_path))
     facts = {"harness", "harness.provenance", "harness.masking"}
-    own = {f"harness.recorder{name}" for name in ("", ".ring", ".session")}
+    own = {f"harness.recorder{name}" for name in ("", ".session")}
     assert set(light) == facts | own
-    parts = ["capture", "collectives", "graphs", "hooks", "observer", "ring", "rows", "session",
+    parts = ["capture", "collectives", "graphs", "hooks", "observer", "session",
              "state"]  # fmt: skip
     expected = facts | {
         "harness.recorder",
@@ -472,7 +472,7 @@ def full(step: int) -> None:
         return write(file, data)
 
     if step == 0:
-        rings.os.write = refuses  # type: ignore[attr-defined]
+        recorder.os.write = refuses  # type: ignore[attr-defined]
 
 
 def broken(step: int) -> None:
@@ -516,9 +516,9 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_costs_no_step(tmp_path: Path, monkeypatch: Patch) -> None:
     """Writing is another thread's; what it cannot keep up with ends the recording."""
     stopped: list[str] = []
-    monkeypatch.setattr(rings, "MOST_BEHIND_BYTES", 1 << 16)
-    monkeypatch.setattr(rings, "CLOSING_S", 0.0)
-    ring = rings.Ring(tmp_path / "rank0", 1 << 20, stopped.append)
+    monkeypatch.setattr(recorder, "MOST_BEHIND_BYTES", 1 << 16)
+    monkeypatch.setattr(recorder, "CLOSING_S", 0.0)
+    ring = recorder.Ring(tmp_path / "rank0", 1 << 20, stopped.append)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     ring._fd = os.open(tmp_path / "pipe", os.O_WRONLY)  # full after 64 KiB

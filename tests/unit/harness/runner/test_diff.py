@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.recorder.ring import LEAST_BYTES, Ring, num_bytes
+from harness.recorder import LEAST_BYTES, Ring, num_bytes
 from harness.records import FloatBits
 from harness.runner.recorded import Comparison, compare
 from harness.store.streams import read_parts
