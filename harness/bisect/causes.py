@@ -32,7 +32,7 @@ from harness.bisect.experiments import (
     failure_of,
 )
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import capabilities_of, program_of
+from harness.program.spec import program_of
 from harness.records import CaseSpec, RunSpec, Verdict, each_of, joined
 from harness.scenario.settings import LAST_RANK
 from harness.values import Json
@@ -278,7 +278,7 @@ class LeastCase:
     def _leaves(self) -> dict[str, Any]:
         """Settings of the candidate; the ranks of a program are no part of its configuration."""
         spec = self.candidate
-        ranks = {} if capabilities_of(spec.config).layouts else {RANKS: spec.world_size}
+        ranks = {} if spec.is_builtin else {RANKS: spec.world_size}
         return leaves_of(spec.config) | ranks
 
     def _try(self, **leaves: Any) -> Answer:
@@ -357,7 +357,7 @@ class LeastCase:
 
 
 def _with(spec: RunSpec, leaves: Mapping[str, Any]) -> RunSpec:
-    if not capabilities_of(spec.config).layouts:
+    if not spec.is_builtin:
         spec = with_steps(spec, leaves.get("steps", spec.config["steps"]))
         taken = {leaf: value for leaf, value in leaves.items() if leaf not in ("steps", RANKS)}
         config, ranks = config_of(leaves_of(spec.config) | taken), spec.world_size

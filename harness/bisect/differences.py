@@ -15,7 +15,7 @@ from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig
 from harness.checks.evidence import different_leaves, rank_table, show_ranks, stated_leaves
 from harness.errors import ScenarioError, one_line
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import ProgramSpec, capabilities_of, program_of
+from harness.program.spec import ProgramSpec, program_of
 from harness.provenance import fingerprint
 from harness.records import PlantSpec, RunResult, RunSpec, each_of, joined
 from harness.scenario.settings import OPEN, check_has_part, leaf_types
@@ -92,7 +92,7 @@ class RunChanges:
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:
         self.reference, self.candidate = reference, candidate
         self._before, self._after = leaves_of(reference.config), leaves_of(candidate.config)
-        foreign = not capabilities_of(reference.config).layouts
+        foreign = not reference.is_builtin
         self._gone = [leaf for leaf in self._before if foreign and leaf not in self._after]
         self._plants = _paired_plants(each_of(reference.plant), each_of(candidate.plant))
         self.changes = (*self._settings(), *self._plants)
@@ -171,7 +171,7 @@ def with_steps(spec: RunSpec, steps: int) -> RunSpec:
 
 def world_size_of(config: dict[str, Any], stated: int = 1) -> int:
     """Ranks of a configuration: the product of its dense degrees, or what a program states."""
-    if not capabilities_of(config).layouts:
+    if config.get("program") is not None:
         return stated
     return math.prod(int(config["parallel"].get(axis, 1)) for axis in DENSE_DEGREES)
 

@@ -24,7 +24,6 @@ from harness.bisect.operators import Bits, Floats, bits_of, numbers
 from harness.checks.bits import FLOOR_ROUNDINGS
 from harness.checks.evidence import show_ranks
 from harness.errors import UsageError
-from harness.program.spec import capabilities_of
 from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict
 from harness.repeats import NUM_SAMPLES, SLOWDOWN
 from harness.store.contents import Contents, Loaded, Place, read_contents
@@ -341,7 +340,7 @@ def _order(name: str) -> tuple[Any, ...]:
 def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
     """Whether the candidates of two cases can be compared bit for bit."""
     a, b = one.candidate, other.candidate
-    if all(capabilities_of(spec.config).layouts for spec in (a, b)):
+    if all(spec.is_builtin for spec in (a, b)):
         return all(a.config[key] == b.config[key] for key in ("parallel", "engine"))
     if a.world_size != b.world_size:
         got = f"{a.world_size} and {b.world_size}"

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from harness.bisect.found import ROOT, Element, Location, Numbers, Operator, Value
 from harness.checks.evidence import count, rank_table
 from harness.checks.taps import INPUT
-from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
@@ -52,7 +51,7 @@ def operators_for(found: Location, run: RunResult) -> OperatorSpec | None:
         # It changed on its way, in whatever calls the module.
         module = module.rpartition(".")[0] or ROOT
     call = int(number) if number else found.microbatch
-    if kind != "taps" or (module != own and not capabilities_of(run.spec.config).layouts):
+    if kind != "taps" or (module != own and not run.spec.is_builtin):
         call = None  # modules of a program need not be called equally often
     is_backward = found.phase == "backward"
     return OperatorSpec(step=found.step, module=module, call=call, backward=is_backward)

@@ -22,7 +22,6 @@ from harness.bisect.experiments import Asker, Judged
 from harness.checks.evidence import count
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, PlantSpec, RunSpec, each_of
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
@@ -170,7 +169,7 @@ def scenarios(
     case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, story: str, folder: Path = FOLDER
 ) -> Iterator[str]:
     """Scenarios in `folder` whose one case may be that of two runs, the likeliest first."""
-    is_ours = capabilities_of(candidate.config).layouts
+    is_ours = candidate.is_builtin
     found = (
         _of_model(reference, candidate) if is_ours else _of_program(reference, candidate, folder)
     )

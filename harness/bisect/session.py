@@ -37,7 +37,6 @@ from harness.checks.complete import find_flaw
 from harness.engine.slurm import stored_options
 from harness.errors import Interrupted, UsageError, shown
 from harness.program.spec import (
-    capabilities_of,
     commit_of_configs,
     folder_of,
     make_environments,
@@ -80,14 +79,9 @@ class Search:
     two_layouts: bool = False
     hardware: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether the built-in program is what is run."""
-        return capabilities_of(self.case.candidate.config).layouts
-
     def history(self) -> halving.History:
         """The commits of the code that the program is made of."""
-        if self.is_ours:
+        if self.case.candidate.is_builtin:
             return halving.commits_of(Path.cwd(), self.commits, provenance.PACKAGES)
         (program,) = filter(None, [program_of(self.case.candidate.config)])
         return halving.commits_of(folder_of(program), self.commits)
@@ -109,7 +103,7 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     if search.commits:
         search.history()  # a mistyped range should not cost an hour first
     if search.package is not None:
-        if search.is_ours:
+        if search.case.candidate.is_builtin:
             raise UsageError("--package: expected a scenario with a program, got the built-in one")
         halving.published(*search.package)
     name, why = f"bisect-{case.scenario}", f"Where the failure of {case.id} comes from."
@@ -289,7 +283,7 @@ class _Stages:
         """The first commit on which the case fails, or passes, in a worktree of its own."""
         search, folder, verdict = self._search, self._asker.folder, self._asked.verdict
         history = search.history()
-        if search.is_ours:
+        if search.case.candidate.is_builtin:
             given = {f"--{k.replace('_', '-')}": n for k, n in search.room.items() if n is not None}
             room = [word for option, n in given.items() for word in (option, str(n))]
             place = folder.case_folder(self._case.id)
@@ -316,7 +310,7 @@ class _Stages:
         asker, seconds = self._asker, spent_s + time.monotonic() - self._began_s
         # Of a program, runs of commits are in the folder.
         pattern = f"{REPLIES}/{halving.OF_COMMITS}*.json"
-        replies = self._folder.glob(pattern) if self._search.is_ours else ()
+        replies = self._folder.glob(pattern) if self._case.candidate.is_builtin else ()
         self._found = replace(
             self._found, questions=asker.questions.asked,
             num_runs=asker.num_made + len(LEGS) * len(list(replies)), seconds=round(seconds, 3),

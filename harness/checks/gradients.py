@@ -76,7 +76,8 @@ def with_gradients(
     if not gaps:
         return replace(losses, message=f"{losses.message}; no gradient was compared")
     place, (units, gap) = next(
-        (each for each in gaps.items() if not each[1][0] <= 1), max(gaps.items(), key=_units)
+        (each for each in gaps.items() if not each[1][0] <= 1),
+        max(gaps.items(), key=lambda each: each[1][0]),
     )
     step, rank, name = place
     length = ours[place][1] if place in ours else 0.0
@@ -97,10 +98,6 @@ def with_gradients(
     )  # fmt: skip
     message = f"the gradient of {where}; in that step {beyond} of {len(here)} gradients are beyond"
     return failed("loss", "diverged", message, difference)
-
-
-def _units(each: tuple[Place, tuple[float, float]]) -> float:
-    return each[1][0]
 
 
 def _gaps(

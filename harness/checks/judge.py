@@ -67,7 +67,7 @@ Flaws = Mapping[str, Flaw | None]  # by name of the run in the case
 
 def judge(
     case: CaseSpec, reference: RunResult, control: RunResult, candidate: RunResult, *,
-    samples: Sequence[RunResult] = (), repeats: Sequence[RunResult] = (), wall_s: float = 0.0,
+    samples: Sequence[RunResult] = (), repeats: Sequence[RunResult] = (),
 ) -> Verdict:  # fmt: skip
     """Judge one case from the records of its three runs; `control` is the reference's second run.
 
@@ -76,7 +76,6 @@ def judge(
 
     Args:
         samples, repeats: runs that round at random, and timed ones (`harness.repeats`).
-        wall_s: seconds that the case took, kept in the verdict.
     """
     if case.skip_reason:
         decided = replace(not_run("case", ""), what="unsupported", message=case.skip_reason)
@@ -90,7 +89,7 @@ def judge(
     also = f" (also failed: {', '.join(others)})" if others else ""
     return Verdict(
         case_id=case.id, outcome=decided.outcome, what=decided.what,
-        message=decided.message + also, checks=tuple(results), wall_s=wall_s,
+        message=decided.message + also, checks=tuple(results),
         runs={leg: getattr(case, leg).key for leg in LEGS},
         difference=decided.difference, check=decided.check, ending=decided.ending,
     )  # fmt: skip

@@ -373,7 +373,7 @@ def _answers(
 ) -> Iterator[CaseEntry]:
     current = folder.case_folder(case.id)
     for attempt, place in enumerate([*store.kept_folders(current), current]):
-        answer, last = store.read_verdict(place, case.id), place is current
+        answer, last = store.find_verdict(place, case.id)[0], place is current
         if answer is None:
             if (place / store.VERDICT_FILE).exists():
                 why = f"its {store.VERDICT_FILE} does not decode"

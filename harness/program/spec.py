@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import harness
 from harness import provenance
@@ -82,12 +82,6 @@ def folder_of(program: ProgramSpec) -> Path:
     return Path(program.target).parent if program.kind == "script" else Path(program.folder)
 
 
-class Capabilities(NamedTuple):
-    """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
-
-    layouts: bool
-
-
 def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:
     """The program of a run's configuration; None for the built-in trainer.
 
@@ -96,11 +90,6 @@ def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:
     """
     plain = config.get("program")
     return None if plain is None else ProgramSpec.from_json(plain)
-
-
-def capabilities_of(config: Mapping[str, Any]) -> Capabilities:
-    """What can be asked of the program of a run's configuration."""
-    return Capabilities(layouts=config.get("program") is None)
 
 
 def command_line(args: Mapping[str, Any]) -> list[str]:

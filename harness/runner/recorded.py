@@ -334,7 +334,8 @@ class _Pair:
         self.compared["rank"] += bool(both)
         for step in both:
             sides = [side[step] for side in steps]
-            self.values(step, rank, *(_values(record) for record, _ in sides))
+            values = ({"skipped": _TAKEN, **dict(quantities(record))} for record, _ in sides)
+            self.values(step, rank, *values)
             has = [_has(record) for record, _ in sides]
             if all(has):
                 self.tensors("state", step, rank, *(_held(*side) for side in sides))
@@ -422,10 +423,6 @@ def _initial(parts: Iterable[Part]) -> dict[int, tuple[InitialRecord, Part]]:
     """States before a first step, by that step."""
     return {int(part.job.get("first_step", 0)): (part.records.initial, part)
             for part in parts if part.records.initial is not None}  # fmt: skip
-
-
-def _values(record: StepRecord) -> dict[str, FloatBits]:
-    return {"skipped": _TAKEN, **dict(quantities(record))}
 
 
 @lru_cache(maxsize=64)  # most steps of a job share the texts of one that holds nothing

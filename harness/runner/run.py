@@ -410,13 +410,6 @@ class Attempt(Json):
         return self.signature or ("killed" if self.what == "killed" else "")
 
 
-def says_nothing(outcome: RunOutcome | None) -> bool:
-    """Whether an outcome, if there is one, says nothing of the program: `--resume` asks again."""
-    if outcome is None or outcome.undecided or outcome.what in TO_REPEAT:
-        return True
-    return outcome.what == "killed" and outcome.from_outside
-
-
 def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
     """The failure for which a run that has ended is repeated at once; "" if it is final."""
     outcome = folder.finished(spec.key)
@@ -431,9 +424,12 @@ def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
 
 
 def is_left(folder: RunFolder, spec: RunSpec) -> bool:
-    """Whether `--resume` makes a run, for the first time or again."""
+    """Whether `--resume` makes a run, for the first time or again: what says nothing of the program
+    is asked again."""
     outcome = folder.finished(spec.key)
-    if outcome is None or says_nothing(outcome):
+    if outcome is None or outcome.undecided or outcome.what in TO_REPEAT:
+        return True
+    if outcome.what == "killed" and outcome.from_outside:
         return True
     return bool(outcome.what and machine_failure(folder.load_run(spec)))
 

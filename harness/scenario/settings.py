@@ -252,14 +252,12 @@ def _fault(node: Node, full: str) -> PlantSpec:
     return PlantSpec(**values)
 
 
-def _rank(node: Node, full: str) -> int:
-    return LAST_RANK if node.value in ("last", -1) else take.take_int(node, full, least=0)
-
-
 FAULT: Mapping[str, Taker] = {
     "fault": one_of(*CATALOGUE),
     "step": partial(take.take_int, least=0),  # in which it is planted
-    "rank": _rank,  # `last`, or a number
+    "rank": lambda node, full: (
+        LAST_RANK if node.value in ("last", -1) else take.take_int(node, full, least=0)
+    ),
     "tensor": take.take_str,  # a parameter's name; by default the fault's own choice
     "legs": partial(take.take_words, what="legs", legal=LEGS, once="leg"),  # candidate
     "chance": partial(take.take_float, above=0, most=1),  # that it fires; 1
@@ -431,13 +429,10 @@ def _text_only(node: Node, full: str, *, what: str, fits: Callable[[str], bool])
     return None if node.value is None else text
 
 
-def _is_own(variable: str) -> bool:
-    return variable not in ("", *OF_RANKS) and "=" not in variable
-
-
 OPEN: Mapping[str, tuple[Callable[[str], object], str, Taker]] = {
     "args": (bool, "a name", _argument),
-    "env": (_is_own, f"a variable, none of {', '.join(OF_RANKS)}",
+    "env": (lambda name: name not in ("", *OF_RANKS) and "=" not in name,
+            f"a variable, none of {', '.join(OF_RANKS)}",
             partial(_text_only, what="a text or a number", fits=lambda _: True)),
     "packages": (NAME.fullmatch, "the name of a package",
                  partial(_text_only, what=A_VERSION, fits=is_version)),

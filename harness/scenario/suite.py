@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from harness.errors import HarnessError, NothingSelected, ScenarioError, UsageError, shown
 from harness.records import CaseSpec, ExitCode, Json
@@ -357,24 +356,7 @@ def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
 # --- pairwise ---------------------------------------------------------------------------------
 
 
-class Labelled(Protocol):
-    """What is asked of a case: its name, and its value on each axis."""
-
-    @property
-    def id(self) -> str:
-        """Of its own."""
-        ...
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """Values by axis."""
-        ...
-
-
-Case = TypeVar("Case", bound=Labelled)
-
-
-def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case, ...]:
+def pairwise(cases: Sequence[CaseSpec], *, keep: Collection[str] = ()) -> tuple[CaseSpec, ...]:
     """Cases that cover every pair of values that any of `cases` has, in their order.
 
     Cases whose ids are in `keep` are chosen in any case.
@@ -395,12 +377,12 @@ def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case
     return tuple(cases[place] for place in sorted(chosen))
 
 
-def num_pairs(cases: Sequence[Labelled]) -> int:
+def num_pairs(cases: Sequence[CaseSpec]) -> int:
     """How many pairs of values the cases have; of one axis, values."""
     return len(set(itertools.chain(*_elements(cases))))
 
 
-def _elements(cases: Sequence[Labelled]) -> list[list[tuple[int, ...]]]:
+def _elements(cases: Sequence[CaseSpec]) -> list[list[tuple[int, ...]]]:
     """What each case covers, by numbers: its pairs of values, or its values where it has but one.
 
     Values may read alike. Cases that do are told apart by their ids, and so all stay.

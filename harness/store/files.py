@@ -26,18 +26,13 @@ MAX_FILE_BYTES = 1 << 30
 CHANGED, GONE = "changed since it was written: its checksum does not fit", "its checksum is gone"
 
 
-def refused(verb: str, path: Path, error: OSError) -> Infrastructure:
-    """The error to raise when the disk said no."""
-    return Infrastructure(f"cannot {verb} {path}: {error.strerror or error}")
-
-
 @contextmanager
 def refusals(verb: str, path: Path) -> Iterator[None]:
     """What the disk refuses inside is an `Infrastructure` error."""
     try:
         yield
     except OSError as error:
-        raise refused(verb, path, error) from error
+        raise Infrastructure(f"cannot {verb} {path}: {error.strerror or error}") from error
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:

@@ -62,7 +62,7 @@ __all__ = [
     "CASES_FILE", "CASE_FILE", "LEGS", "MANIFEST_FILE", "OUTCOME_FILE", "OWN_FOLDERS",
     "SEARCH_FILE", "SHARDS_FILE", "SPEC_FILE", "VERDICT_FILE", "CaseRuns", "RunFolder", "begin_run",
     "find_verdict", "kept_folder", "kept_folders", "load_case", "load_run_folder", "read_outcome",
-    "read_verdict", "save_outcome", "sealed_outcome", "set_aside",
+    "save_outcome", "sealed_outcome", "set_aside",
 ]  # fmt: skip
 """Of `harness.store`."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
@@ -250,8 +250,8 @@ class RunFolder:
         write_object(folder / VERDICT_FILE, verdict, sums)
 
     def load_verdict(self, case_id: str) -> Verdict | None:
-        """As `read_verdict`, of a case of this folder."""
-        return read_verdict(self.case_folder(case_id), case_id)
+        """The answer for a case; None if there is none to trust."""
+        return find_verdict(self.case_folder(case_id), case_id)[0]
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Stored answers in the order of `cases`; cases without one are left out."""
@@ -278,11 +278,6 @@ def kept_folders(folder: Path) -> list[Path]:
     """Earlier attempts of a run's or a case's folder that are kept, oldest first."""
     names = (kept_folder(folder, number) for number in itertools.count())
     return list(itertools.takewhile(Path.exists, names))
-
-
-def read_verdict(folder: Path, case_id: str) -> Verdict | None:
-    """The answer in a case's folder; None if there is none that decodes for this case."""
-    return find_verdict(folder, case_id)[0]
 
 
 def find_verdict(folder: Path, case_id: str) -> tuple[Verdict | None, str]:

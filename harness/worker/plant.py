@@ -363,6 +363,14 @@ _VALUES: Mapping[str, Callable[..., Any]] = {
     "first_swapped": lambda was: torch.cat((was[:2].flip(0), was[2:])),
     "zero_at": lambda was, index: was.index_fill(0, torch.tensor([index], device=was.device), 0),
 }
+
+
+def _noise(row: torch.Tensor) -> None:
+    """Low bits by what the operating system has gathered: no two runs are alike."""
+    bits = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+    row[:8].view(torch.int32).bitwise_xor_(bits.to(row.device, torch.int32))
+
+
 TENSORS: Mapping[str, Callable[..., Any]] = {
     "add": torch.Tensor.add_,
     "times": torch.Tensor.mul_,
@@ -374,16 +382,7 @@ TENSORS: Mapping[str, Callable[..., Any]] = {
     "shift": lambda tensor: tensor.copy_(tensor.roll(-1, 0)),
     "swap": lambda rows: rows[:2].copy_(rows[:2].flip(0)),
     "round": lambda tensor: tensor.copy_(tensor.bfloat16()),
-    # Low bits by what the operating system has gathered: no two runs are alike.
-    "noise": lambda row: (
-        row[:8]
-        .view(torch.int32)
-        .bitwise_xor_(
-            torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).to(
-                row.device, torch.int32
-            )
-        )
-    ),
+    "noise": _noise,
 }
 
 

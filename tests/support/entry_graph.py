@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.records import Verdict
-from harness.store import read_verdict
+from harness.store import find_verdict
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = "scenarios/programs/entry_graph.yaml::program_entry_graph"
@@ -24,5 +24,5 @@ def verdicts_of_modes(out: Path, *, ranks: int, **environ: str) -> dict[str, Ver
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     ids = [json.loads(path.read_text())["case_id"] for path in out.glob("cases/*/verdict.json")]
-    found = [read_verdict(out / "cases" / each, each) for each in ids]
+    found = [find_verdict(out / "cases" / each, each)[0] for each in ids]
     return {each.case_id.removeprefix("mode_"): each for each in found if each is not None}

@@ -13,7 +13,7 @@ from harness.cli import main
 from harness.records import ExitCode, Verdict
 from harness.runner import recorded
 from harness.runner.recorded import compare
-from harness.store import read_verdict
+from harness.store import find_verdict
 from tests.support.fake_engine import Capsys, Patch, run_json
 
 TRAIN = """
@@ -90,7 +90,7 @@ def compared(folder: Path, *words: str) -> tuple[int, Verdict]:
     out = folder / "compared"
     shutil.rmtree(out, ignore_errors=True)
     code = main(["compare-runs", "--out", str(out), *words])
-    verdict = read_verdict(out / "cases" / "candidate", "candidate")
+    verdict = find_verdict(out / "cases" / "candidate", "candidate")[0]
     assert verdict is not None
     return code, verdict
 

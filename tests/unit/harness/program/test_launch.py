@@ -18,7 +18,7 @@ from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.program.spec import SITE, ProgramSpec, command, environment, run_program
 from harness.records import RankRecords, RunOutcome, RunSpec, Verdict
-from harness.store import read_verdict
+from harness.store import find_verdict
 from harness.store.streams import rank_path, read_rank
 from tests.support.entry_graph import verdicts_of_modes
 from tests.unit.harness.recorder.recorded import record_folder
@@ -184,7 +184,7 @@ def run(folder: Path, **keys: Any) -> tuple[int, dict[str, Verdict], Path]:
     )  # fmt: skip
     verdicts = {}
     for path in out.glob("**/verdict.json"):
-        verdict = read_verdict(path.parent, json.loads(path.read_text())["case_id"])
+        verdict = find_verdict(path.parent, json.loads(path.read_text())["case_id"])[0]
         assert verdict is not None
         verdicts[verdict.case_id] = verdict
     assert verdicts, done.stdout + done.stderr
