@@ -264,7 +264,6 @@ def facts(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _named(manifest: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
-    """The codes of programs, and the facts of some kinds, by name."""
     named, found = dict(manifest.get(PROGRAMS_KEY) or {}), facts(manifest)
     for kind in kinds:
         named |= {f"{_NOUNS[kind]}{name}": v for name, v in found.get(kind, {}).items()}

@@ -117,7 +117,6 @@ class PlantSpec(Json):
 
     @property
     def each(self) -> "tuple[PlantSpec, ...]":
-        """Every fault by itself."""
         return (dataclasses.replace(self, beside=()), *self.beside)
 
 
@@ -207,7 +206,6 @@ class RunSpec(Json):
         return f"w{self.world_size}-{self._short_name}-r{self.replica}-{digest}"
 
     def _hashed(self, said: dict[str, Any]) -> bytes:
-        """JSON with sorted keys."""
         with suppress(UnicodeEncodeError):  # msgspec encodes no lone surrogate; `dumps` does
             if self.is_builtin:
                 # In a quarter of the time; NaN would be null: no rule of a configuration allows it.
@@ -217,7 +215,6 @@ class RunSpec(Json):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the built-in trainer runs."""
         return self.config.get("program") is None
 
     @property
@@ -412,12 +409,10 @@ class GraphUse(Json):
 
     @property
     def place(self) -> str:
-        """`layers.3 attn`; `full_iteration`."""
         return f"layers.{self.layer} {self.scope}" if self.layer >= 0 else self.scope
 
     @property
     def name(self) -> str:
-        """`layers.3 attn, backward`."""
         return f"{self.place}, {self.direction}"
 
 

@@ -302,22 +302,18 @@ class PlainView(View):
         self.total = self.done = 0
 
     def planned(self, plan: Plan) -> None:
-        """Print the plan."""
         self.total = len(plan.runs)
         print_line(self.console, plan_line(plan))
 
     def run_started(self, spec: RunSpec) -> None:
-        """Print the run's key."""
         print_line(self.console, f"start        {spec.key}")
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """Print how the run ended."""
         self.done += 1
         number = f" [{self.done}/{max(self.total, self.done)}]"
         print_line(self.console, run_line(outcome, number))
 
     def judged(self, verdict: Verdict) -> None:
-        """Print the verdict."""
         print_line(self.console, verdict_text(verdict))
 
 
@@ -350,7 +346,6 @@ class LiveView(PlainView):
         self.live.stop()
 
     def render(self) -> RenderableType:
-        """The bar and the active runs."""
         now = self.clock()
         bar = Table.grid(padding=(0, 1))
         bar.add_row(self.spinner, *self.how_far(now))
@@ -361,7 +356,6 @@ class LiveView(PlainView):
         return Group(bar, *lines)
 
     def how_far(self, now_s: float) -> list[RenderableType]:
-        """What is shown next to the spinner."""
         total = max(self.total, self.done)
         return [
             ProgressBar(total=max(1, total), completed=self.done, width=30),
@@ -378,13 +372,11 @@ class LiveView(PlainView):
         return max(elapsed_s, elapsed_s * self.work_s / (self.done_s + sum(under_way)))
 
     def planned(self, plan: Plan) -> None:
-        """Print the plan, and set the scale of the bar."""
         super().planned(plan)
         self.left_s = {run.key: run.estimate_s for run in plan.runs}
         self.estimate_s, self.work_s = plan.estimate_s, sum(self.left_s.values())
 
     def run_started(self, spec: RunSpec) -> None:
-        """Show the run as active."""
         self.active[spec.key] = self.clock()
 
     def run_finished(self, outcome: RunOutcome) -> None:

@@ -132,12 +132,10 @@ class FloatBits(Json):
 
     @property
     def finite(self) -> bool:
-        """Whether it is neither NaN nor infinite."""
         return self.value is not None
 
     @property
     def is_double(self) -> bool:
-        """Whether it is a float64."""
         return len(self.bits) == 16
 
 
@@ -210,7 +208,6 @@ class SoakSpec(Json):
 
     @property
     def asked(self) -> str:
-        """The amount in words: `20000 replays`."""
         return f"{self.amount:g} s of training" if self.by == "duration" \
             else f"{self.amount:.0f} {self.by}"  # fmt: skip
 

@@ -194,7 +194,6 @@ class _Search:
         return None
 
     def _ways(self) -> Sequence[Changes]:
-        """One change of each cause, in every way; none has another inside."""
         causes = self._found.causes
         if not all(cause.changes for cause in causes):
             self._note("it fails without any of the changes, so none of them is the cause")
@@ -276,7 +275,6 @@ class LeastCase:
 
     @property
     def _leaves(self) -> dict[str, Any]:
-        """Settings of the candidate; the ranks of a program are no part of its configuration."""
         spec = self.candidate
         ranks = {} if spec.is_builtin else {RANKS: spec.world_size}
         return leaves_of(spec.config) | ranks
@@ -373,7 +371,6 @@ def _with(spec: RunSpec, leaves: Mapping[str, Any]) -> RunSpec:
 
 
 def _halves(degree: int) -> list[int]:
-    """A degree and its halves: 8, 4, 2, 1."""
     return [degree, *_halves(degree // 2)] if degree > 1 else [degree]
 
 

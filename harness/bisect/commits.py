@@ -93,7 +93,6 @@ class Commit(Json):
     subject: str = ""
 
     def __str__(self) -> str:
-        """Short hash and subject."""
         return f"{self.hash[:HASH_CHARS]} {self.subject}" if self.subject else self.hash
 
 
@@ -179,7 +178,6 @@ class CommitSearch(Json):
         return f"first {self.becomes} {self.kind}"
 
     def __str__(self) -> str:
-        """One line."""
         cost = f"asked {count(self.num_runs, 'time')}, of {self.num_commits}"
         if self.first is not None:
             return f"{self.sought}: {self.first} ({cost})"
@@ -260,7 +258,6 @@ class _Search:
         return self._answers.setdefault(self._history.key(name), [])
 
     def _ask(self, name: str, attempt: int) -> Answer:
-        """One run, which may be known already."""
         key, answers = self._history.key(name), self._known(name)
         if attempt == len(answers):
             again = f" (run {attempt + 1})" if attempt else ""

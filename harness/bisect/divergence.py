@@ -65,7 +65,6 @@ class Tensor(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether its bits differ."""
         return self.reference != self.candidate
 
 
@@ -100,7 +99,6 @@ class RunPair:
         self._rows: dict[int, list[Row]] = {}
 
     def ranks(self, step: int) -> list[int]:
-        """Ranks of which both runs have the step."""
         return [rank for at, rank in self.pairs if at == step]
 
     def first_step(self) -> int | None:
@@ -148,15 +146,12 @@ class RunPair:
         return sorted(found, key=lambda tensor: (order[tensor.name], tensor.rank))
 
     def different(self, step: int, group: str) -> list[Tensor]:
-        """Those of a group that differ."""
         return [tensor for tensor in self.tensors(step, group) if tensor.differs]
 
     def names(self, group: str) -> set[str]:
-        """Of all tensors of a group, on any rank."""
         return {name for start in self.starts.values() for name in start.tensors.get(group, ())}
 
     def has_weights(self, module: str) -> bool:
-        """Whether it has any of its own."""
         return any(name.rpartition(".")[0] == module for name in self.names("weights"))
 
 

@@ -67,7 +67,6 @@ class RepeatPolicy(Json):
         return self.failures == self.trials
 
     def __str__(self) -> str:
-        """For people."""
         once = f"1 pass counts, {self.confirmations} where the conclusion rests on it"
         every = f"{self.passes} consecutive passes count as passed ({CONFIDENCE:.0%})"
         seen = f"the full case failed in {self.failures} of {self.trials} runs"
@@ -147,7 +146,6 @@ class Questions:
 
     @property
     def asked(self) -> tuple[AskedQuestion, ...]:
-        """Each once."""
         return tuple(self._asked.values())
 
     def note(self, key: str, words: str, answer: str, runs: int, began_s: float) -> None:
@@ -182,7 +180,6 @@ class Failure(Json):
     what: What
 
     def answer(self, verdict: Verdict) -> Answer:
-        """What a verdict says of a search for this failure."""
         if failure_of(verdict) == self:
             return "fails"
         return "passes" if verdict.outcome == "passed" else "unresolved"
@@ -366,8 +363,6 @@ class Judged:
             self.seen[case.candidate.key] = self._known[runs_key(case)] = verdict
 
     def learn(self, num_questions: int) -> RepeatPolicy:
-        """As `learn`, of the case itself."""
-
         def run(number: int) -> Answer:
             ahead = max(ALWAYS_AFTER - number, self.asker.room(self.case))
             return self._once(

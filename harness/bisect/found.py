@@ -105,7 +105,6 @@ class Operator(Json):
 
     @property
     def told(self) -> str:
-        """The evidence in a sentence."""
         if self.candidate is None:
             return f"the candidate has nothing that gives what {self.reference} gives"
         what, ours, theirs = "", self.reference, self.candidate

@@ -64,7 +64,6 @@ class Suspect(Json):
     probability: float = 0.0
 
     def may_fail(self, placed: Sequence[str], world_size: int) -> frozenset[int]:
-        """Ranks that it makes fail where the ranks are placed so."""
         everyone = frozenset(range(world_size))
         if self.kind == "device" and placed:
             return frozenset(rank for rank in everyone if placed[rank] == self.device)
@@ -73,7 +72,6 @@ class Suspect(Json):
         return frozenset() if self.kind == "nothing" else everyone
 
     def __str__(self) -> str:
-        """For people."""
         return {
             "device": named(self.device), "rank": f"rank {self.rank}",
             "program": "the program", "nothing": "nothing: it does not repeat",
@@ -97,7 +95,6 @@ class Traced(Json):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """For people: the answer, how sure it is, and the counts that it comes from."""
         if not self.suspects:
             return "undecided: no trial gave an answer"
         if self.follows == "undecided":
@@ -185,7 +182,6 @@ def weigh(
 
 
 def _is_single(trial: Trial, world_size: int) -> bool:
-    """Whether a failure singles ranks out."""
     return 0 < len(trial.ranks) < world_size
 
 

@@ -111,7 +111,6 @@ class Whole:
     disagreeing: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def ranks_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks that have an element."""
         return tuple(dict.fromkeys(
             rank for rank, box in self.boxes
             if all(a <= at < a + n for at, a, n in zip(index, box.offsets, box.sizes, strict=True))
@@ -163,7 +162,6 @@ class Apart(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether rounding does not explain it."""
         return not self.units <= 1
 
 
@@ -186,7 +184,6 @@ class LayoutAnswer(NamedTuple):
 
     @property
     def wrong(self) -> tuple[Apart, ...]:
-        """Those of the tensors that are."""
         return tuple(each for each in self.tensors if each.is_wrong)
 
 
@@ -240,7 +237,6 @@ class _Comparison:
         yield from map(self._apart, (*reversed(grads), *weights))
 
     def calls(self) -> Iterator[Apart]:
-        """What branches of layers returned, in the order of forward."""
         yield from map(self._apart, (name for name in self._names() if _group(name) not in STATE))
 
     def _apart(self, name: str) -> Apart:

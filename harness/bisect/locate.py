@@ -403,7 +403,6 @@ class _Look:
     def _ask(
         self, question: CaseSpec, words: str, number: int = 0, read: _Read | None = None
     ) -> CaseRuns:
-        """The runs of a question, of its candidate's repeat of that number."""
         if number:
             pair = question.reference, again(question.candidate, number)
             question = question_of(question, question.labels["question"], *pair)
@@ -462,7 +461,6 @@ class _Look:
         return MOST_LOOKS if self._is_flaky else otherwise
 
     def _look_at_operators(self) -> None:
-        """Both runs again, with the operators of the first wrong call."""
         before, spec = self._found, operators_for(self._found, self._pair[0])
         if spec is None:
             return
@@ -480,7 +478,6 @@ class _Look:
             self._repeated(question, words, lambda _, *pair: with_values(found, spec, pair, folder))
 
     def _look_at_elements(self) -> None:
-        """Both runs again, with the bytes of the first wrong tensor."""
         before = self._found
         if not kept_name(before):
             return

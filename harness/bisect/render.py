@@ -308,7 +308,6 @@ class PlainSearch(View):
         self._console = console
 
     def answered(self, number: int, question: AskedQuestion) -> None:
-        """Print a question that has its answer; its number is that on the page."""
         line = Text(f"{number:3}. ").append_text(question_line(question))
         self._console.print(line, highlight=False, soft_wrap=True)
 
@@ -317,7 +316,6 @@ class LiveSearch(LiveView):
     """Answers scroll by; below them the runs under way."""
 
     def answered(self, number: int, question: AskedQuestion) -> None:
-        """Print it above the runs."""
         self.console.print(Text(f"{number:3}. ").append_text(question_line(question)))
 
     def how_far(self, now_s: float) -> list[RenderableType]:
@@ -328,7 +326,6 @@ class LiveSearch(LiveView):
         """Nothing: one of many questions."""
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """One more."""
         self.active.pop(outcome.key, None)
         self.done += 1
 

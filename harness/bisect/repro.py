@@ -216,7 +216,6 @@ def _part(leaf: str) -> str:
 
 
 def _value(axis: str, leaves: list[str], values: dict[str, Any]) -> Any:
-    """A value of an axis: of a leaf by itself, or of the leaves of a part."""
     if "." not in leaves[0]:
         return values[axis] or _NONE.get(axis, values[axis])
     return {leaf.partition(".")[2]: values[leaf] for leaf in leaves}

@@ -80,7 +80,6 @@ class Search:
     hardware: bool = False
 
     def history(self) -> halving.History:
-        """The commits of the code that the program is made of."""
         if self.case.candidate.is_builtin:
             return halving.commits_of(Path.cwd(), self.commits, provenance.PACKAGES)
         (program,) = filter(None, [program_of(self.case.candidate.config)])
@@ -143,7 +142,6 @@ def _refuse_elsewhere(search: Search) -> None:
 
 
 def _run_of(place: Path | None) -> RunFolder | None:
-    """The run folder that a case's folder is in, if it is in one."""
     found = place is not None and (place.parent.parent / MANIFEST_FILE).is_file()
     return RunFolder.open(place.parent.parent) if place is not None and found else None
 
@@ -172,7 +170,6 @@ class _Stages:
         )  # fmt: skip
 
     def carry_out(self) -> Findings:
-        """All stages (`Interrupted`: somebody stopped it)."""
         if self._before is None:
             self._keep()  # says that the folder is of a search
         try:

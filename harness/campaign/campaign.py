@@ -89,7 +89,6 @@ def localised(
 
 
 def _names(found: Location) -> list[str]:
-    """The ways in which a tensor may be written."""
     plain = found.tensor.partition("[")[0]
     group, colon, rest = plain.partition(":")
     names = [found.tensor, plain]
@@ -156,7 +155,6 @@ class Judged(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """Of the first difference, or in which the run ended."""
         at, ranks = self.verdict.difference, self.runs.candidate.ranks if self.runs else ()
         if at is not None and at.step is not None:
             return at.step
@@ -298,12 +296,10 @@ class Matrix(Json):
 
     @property
     def ran(self) -> tuple[Row, ...]:
-        """Rows of the faults that can be planted here."""
         return tuple(row for row in self.rows if row.counts)
 
     @property
     def missed(self) -> tuple[Row, ...]:
-        """Those that were not detected."""
         return tuple(row for row in self.ran if row.status != "detected")
 
     def rates(self) -> dict[str, Bounds]:

@@ -97,7 +97,6 @@ def settings_of(fault: Fault, variant: Variant, *, taps: bool) -> dict[str, Any]
 
 
 def _plant_of(fault: Fault) -> dict[str, Any]:
-    """The `plant` entry of a fault's setup."""
     setup = fault.setup
     given = {"step": setup.step, "rank": "last" if setup.rank < 0 else setup.rank,
              "tensor": setup.tensor}  # fmt: skip
@@ -124,7 +123,6 @@ def _written(
 
 
 def _plain(value: Any) -> Any:
-    """Without mapping proxies and tuples, which YAML has no form for."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -205,7 +203,6 @@ def clean_cases(faults: Iterable[Fault], number: int, device: Device) -> tuple[C
 def _clean(
     faults: Iterable[Fault], device: Device
 ) -> Iterator[tuple[str, list[str], list[str], dict[str, Any]]]:
-    """Name, graph scopes, stressors and settings of each."""
     for fault in faults:
         graph, stress = list(fault.setup.graph), list(stress_of(fault.setup, device))
         yield f"of_{fault.name}", graph, stress, settings_of(fault, Variant(), taps=True)

@@ -210,7 +210,6 @@ def _of_loss(ours: StepTable, theirs: StepTable) -> str:
 
 
 def _num_digests(record: StepRecord | InitialRecord) -> int:
-    """How many tensors a record holds digests of."""
     texts = record.digests.values()
     return sum(len(text) // DIGEST_HEX_CHARS - text.count(ABSENT) for text in texts)
 
@@ -367,7 +366,6 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
 
 
 def _may_repeat(config: TrainConfig, tokens: tuple[str, ...]) -> bool:
-    """Whether another rank might read the same by chance."""
     if config.data.path is not None:
         return len(tokens) < LEAST_STEPS or len(set(tokens)) < len(tokens)
     sequences = len(tokens) * config.microbatches * config.micro_batch_size

@@ -219,7 +219,6 @@ def _rank(run: RunResult, records: RankRecords, steps: int) -> None:
 def _facts(
     rank: int, of: str, facts: Mapping[str, tuple[object, object]], step: int | None = None
 ) -> None:
-    """What a record says, and what it must say."""
     for name, (got, due) in facts.items():
         if got != due:
             message = f"rank {rank}, {of}, {name}: expected {due}, got {got}"
@@ -344,7 +343,6 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
 
 
 def _layers_of(run: TrainConfig, rank: int) -> set[int]:
-    """Layers of a rank's pipeline stages."""
     layout = run.parallel
     stages = split_layers(run.model.layers, layout.pp, layout.pp_chunks)
     return {layer for stage in stages[rank // layout.stage_size % layout.pp] for layer in stage}

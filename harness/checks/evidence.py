@@ -49,7 +49,6 @@ class Runs:
 
     @property
     def legs(self) -> dict[str, RunResult]:
-        """Reference, control and candidate by name."""
         return {name: getattr(self, name) for name in LEGS}
 
 
@@ -230,7 +229,6 @@ def with_same_groups(*runs: RunResult) -> tuple[RunResult, ...]:
 
 
 def _groups_held(run: RunResult) -> set[tuple[int, str]]:
-    """Rank and group of all tensors that a run digests."""
     return {(each.rank, group) for each in run.ranks if each.start for group in each.start.tensors}
 
 

@@ -296,7 +296,6 @@ def missed_turns(run: RunResult) -> CheckResult | None:
 
 
 def _memory(candidate: RunResult, limit: float) -> CheckResult:
-    """No rank's memory grows; the worst is named if one does."""
     is_shared, found, growing = shares_gpus(candidate), list[_Found](), list[_Found]()
     for records in rank_table(candidate).values():
         for kind, values, apart in _series(records, is_shared=is_shared):
@@ -356,7 +355,6 @@ class Slope:
     stands_out: bool  # whether it ends higher than ever, by more than noise
 
     def grows(self, limit: float = 0.0) -> bool:
-        """Whether it grows by more than `limit` bytes a step."""
         is_trend = self.trend >= TREND and 2 * self.rising > WINDOWS - 1
         return is_trend and self.goes_on and self.stands_out and self.bytes_per_step > limit
 

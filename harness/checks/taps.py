@@ -70,7 +70,6 @@ class Tapped:
 
     @property
     def kind(self) -> str:
-        """`output`."""
         return self.tap.partition(":")[2]
 
     @property
@@ -118,7 +117,6 @@ class Row(Tapped):
 
     @property
     def is_whole(self) -> bool:
-        """Whether both runs made it."""
         return bool(self.reference and self.candidate)
 
 

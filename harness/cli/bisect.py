@@ -119,7 +119,6 @@ def bisect_command(
 def _one_of(
     path: Path, option: str, expression: str | None, device: str | None, sets: tuple[str, ...]
 ) -> CaseSpec:
-    """The case of a scenario that an option selects (`UsageError`: it selects several)."""
     scenario = load_scenario(path, overrides=Overrides(sets, ()))
     wanted = scenario.launch.device if device in (None, "auto") else device
     cases = select(

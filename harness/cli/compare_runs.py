@@ -102,7 +102,6 @@ def _runs(places: dict[str, Path]) -> dict[str, RunResult]:
 
 
 def _words(run: RunResult, place: Path) -> str:
-    """What a run is called: its command, or where it lies."""
     program = program_of(run.spec.config)
     if program is None or program.kind != "command":
         return str(place)
@@ -112,7 +111,6 @@ def _words(run: RunResult, place: Path) -> str:
 def _make_folder(
     out: Path | None, case: CaseSpec, places: dict[str, Path], runs: dict[str, RunResult]
 ) -> RunFolder:
-    """A run folder with copies of the runs under their keys."""
     why = f"{places['candidate']} against {places['reference']}, both recorded before."
     said = {
         "scenario": SCENARIO, "why": why, "device": case.candidate.device,
@@ -194,7 +192,6 @@ def print_diff(console: Console, done: Comparison) -> None:
 
 
 def _side_words(side: Mapping[str, Any]) -> str:
-    """`ranks 0 and 1 of 2; steps 0 to 99, 10 of them with digests; ended`."""
     steps = f"{count(side['steps'], 'step')} ({side['first_step']} to {side['last_step']}), "
     return (f"{show_ranks(set(side['ranks']))} of {side['world_size']}; {steps}"
             f"{side['steps_with_digests']} with digests; {count(side['parts'], 'part')}; "

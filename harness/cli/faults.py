@@ -135,7 +135,6 @@ def exit_code(matrix: Matrix) -> ExitCode:
 
 
 def _line(what: Row | Verdict | Plan) -> Text | None:
-    """Of a plan, of a row, or of a clean case that is not clean."""
     if isinstance(what, Plan):
         return Text(plan_line(what))
     if isinstance(what, Verdict):

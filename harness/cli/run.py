@@ -385,7 +385,6 @@ def _show_outcome(console: Console, done: launch.Carried) -> None:
 def _show_cut_short(
     console: Console, cut: launch.CutShort, database: Path | None, *, as_json: bool
 ) -> None:
-    """What was done until somebody stopped it; one more Ctrl-C, and the rest is left out."""
     done, reports = cut.done, Reports()
     _show_outcome(console, done)
     try:

@@ -108,7 +108,6 @@ def wrap_command(
 
 
 def _name(command: tuple[str, ...]) -> str:
-    """The script's name among a command's words, else its first word's."""
     scripts = [word for word in command if word.endswith(".py") and not word.startswith("-")]
     stem = PurePath(scripts[0] if scripts else command[0]).stem
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in stem).lstrip(".") or "run"
@@ -146,7 +145,6 @@ def _words(run: RunResult | None, folder: Path) -> tuple[str, ExitCode]:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], folder: Path, mark: str) -> Wrapped:
-    """Run the command to its end, and say how it and the ranks on this machine ended."""
     started_unix_s, started_s, sent = time.time(), time.monotonic(), list[int]()
     with _signals_passed_on(sent) as to:
         try:

@@ -49,7 +49,6 @@ class Engine(ABC):
         """Kill every run. What they recorded stays; they get no outcome. The next start works."""
 
     def close(self) -> None:
-        """Kill every run and give back what the engine holds."""
         self.cancel()
 
     def __enter__(self) -> Self:

@@ -136,7 +136,6 @@ class Place(Json):
 
     @property
     def wait(self) -> str:
-        """What it waits in, in words."""
         here, step = self.waits_in, f" in step {self.step}" if self.step >= 0 else ""
         ranks, at = group_key(self.group), here.called_at and f"called at {here.called_at}"
         of = "" if self.message else f"collective {self.last.number} of ranks {ranks}"
@@ -144,7 +143,6 @@ class Place(Json):
         return f"{here}{step}" + (f" ({told})" if told else "")
 
     def lacks(self, call: Recorded) -> bool:
-        """Whether the rank has not entered `call`."""
         return self.entered.get(call.key, 0) < call.number
 
 

@@ -136,8 +136,6 @@ class ServerProcess:
 
 @dataclass(kw_only=True)
 class _Active(ActiveRun):
-    """With its leader and its devices."""
-
     after: str = ""  # whose slots it waits for
     again: bool = False  # it was started before, so that nothing starts early beside it
     memory_kills: int | None = field(default_factory=num_memory_kills)
@@ -188,7 +186,6 @@ class LocalEngine(Engine):
         return self._slots.fits(spec) or self._to_follow(spec) != ""
 
     def _to_follow(self, spec: RunSpec) -> str:
-        """The run under way whose devices `spec` may wait for; "" if it may not be early."""
         if spec.key in self._begun or not self._may_be_early(spec):
             return ""
         awaited = {run.after for run in self._active.values()}

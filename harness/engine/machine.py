@@ -110,7 +110,6 @@ class Machine(Json):
 
     @property
     def torch_sees_gpus(self) -> bool:
-        """Whether there are GPUs and the installed torch is built for them."""
         return bool(self.gpus) and not self.versions.get("torch", "+cpu").endswith("+cpu")
 
 

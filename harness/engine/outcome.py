@@ -122,12 +122,10 @@ class RankEvidence:
 
     @property
     def silent(self) -> bool:
-        """Whether it failed by itself and left no error record."""
         return self.exit.code != 0 and not self.still_running and self.records.error is None
 
     @property
     def left_early(self) -> bool:
-        """Whether it exited with 0 without an end record."""
         return self.exit.code == 0 and self.records.end is None and self.records.error is None
 
     @property
@@ -163,7 +161,6 @@ class RankEvidence:
 
     @property
     def where(self) -> str:
-        """How far it came, by its records."""
         if self.last_step >= 0:
             return f"after step {self.last_step}"
         return f"before its first {'record' if self.records.start is None else 'step'}"
@@ -420,7 +417,6 @@ def _names(ranks: Ranks) -> str:
 
 
 def _line(text: str, index: int) -> str:
-    """One of the lines that are not empty, "" if there is none."""
     lines = [cut(line.strip(), MESSAGE_CHARS) for line in text.splitlines() if line.strip()]
     return lines[index] if lines else ""
 

@@ -131,8 +131,6 @@ def job_word(job_id: str, patience: Patience) -> Word:
 
 @dataclass(kw_only=True)
 class _Active(ActiveRun):
-    """With the process of its srun."""
-
     step: Step
     srun: "subprocess.Popen[bytes]"
 
@@ -195,7 +193,6 @@ class SlurmEngine(Engine):
         self._active = _Active(spec=spec, folder=folder, attempt=attempt, step=step, srun=srun)
 
     def _begin(self, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
-        """Start one agent a node, on the first nodes; a failing one ends the others."""
         command = [
             "srun", f"--jobid={self._job_id}", f"--nodes={step.num_nodes}", "--relative=0",
             f"--ntasks={step.num_nodes}", "--ntasks-per-node=1", "--overlap", "--whole",

@@ -70,12 +70,10 @@ class CaseEntry(Json):
 
     @property
     def name(self) -> tuple[str, int]:
-        """In its folder."""
         return self.case_id, self.attempt
 
     @property
     def verdict(self) -> str:
-        """'failed diverged'."""
         return f"{self.outcome} {self.what}".strip()
 
 
@@ -103,7 +101,6 @@ class RunEntry(Json):
 
     @property
     def name(self) -> tuple[str, int]:
-        """In its folder."""
         return self.key, self.attempt
 
 
@@ -230,7 +227,6 @@ def _added(held: Sequence[Row], given: Sequence[Row]) -> tuple[tuple[Row, ...], 
 
 
 def _plain(text: str) -> str:
-    """A text as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9.+-]", "-", text)[:80]
 
 
@@ -357,7 +353,6 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
 
 
 def _bits(result: RunResult) -> dict[str, str]:
-    """Digests of the bits of every step of every rank."""
     loss, state = hashlib.sha256(), hashlib.sha256()
     for rank in result.ranks:
         for record in rank.steps:

@@ -86,7 +86,6 @@ class CaseTrend(Json):
 
     @property
     def num_runs(self) -> int:
-        """Run folders that answered for the case."""
         return len({answer.folder for answer in self.answers})
 
 

@@ -199,7 +199,6 @@ def _resolve(
 
 
 def _is_torch(name: str) -> bool:
-    """Whether a package is torch or one of the libraries that torch was built for."""
     libraries = name.startswith("nvidia-") and name not in BINDINGS
     return libraries or name in ("torch", "triton", "pytorch-triton")
 
@@ -234,7 +233,6 @@ def _pip(python: Path, verb: str, *arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Run to the end; output and errors together."""
     # The user's defaults for installations elsewhere would refuse or redirect ours.
     extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
     try:

@@ -100,11 +100,9 @@ class ScenarioFile(ScenarioNode, pytest.File):
 
     @property
     def address(self) -> Path:
-        """The file, which is its scenario's."""
         return self.path
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
-        """The cases, or the scenarios."""
         *several, last = (str(each).partition("::")[2] for each in find_scenarios([self.path]))
         if not several:
             yield from super().collect()
@@ -156,7 +154,6 @@ class CaseItem(pytest.Item):
         return shown
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """File, line from 0, name."""
         return self.path, 0, self.name
 
 
@@ -188,7 +185,6 @@ class HarnessSession(View):
         self._said: list[str] = []
 
     def judged(self, verdict: Verdict) -> None:
-        """A case has its verdict."""
         self._verdicts[verdict.case_id] = verdict
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> ScenarioFile | None:
@@ -204,7 +200,6 @@ class HarnessSession(View):
         return ScenarioFile.from_parent(parent, path=file_path, **named)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """What is selected is known."""
         for item in (item for item in session.items if isinstance(item, CaseItem)):
             self._picked.setdefault(item.parent.address, {})[item.name] = None
 
@@ -244,7 +239,6 @@ class HarnessSession(View):
                 self._said.append(f"harness: {warning}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say where the run folder is."""
         if self._said:
             terminalreporter.section("harness")
         for line in self._said:

@@ -90,7 +90,6 @@ class RecordFile:
             raise RecordsUnwritable(error.errno, why) from error
 
     def close(self) -> None:
-        """Close the file; a rank leaves that to its end."""
         os.close(self._fd)
 
 

@@ -85,7 +85,6 @@ class Notes:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
 
     def install(self) -> Callable[..., None]:
-        """Wrap the collectives of all groups; what is to be called as the process leaves."""
         for method, name in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
                 patch(method, functools.partial(self._enter, name), dist.ProcessGroup)
@@ -234,7 +233,6 @@ class Notes:
         half.replace(self._answer)
 
     def _at_work(self) -> dict[str, str]:
-        """Module, phase and line of the main thread."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = list(_owners(main))
         parts = (owner for owner, _ in frames if isinstance(owner, nn.Module | Optimizer))
@@ -370,5 +368,4 @@ def _owners(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:
 
 
 def _line(path: str, line: int, name: str) -> str:
-    """A line of the program's own as text; "" for torch's and the recorder's."""
     return "" if path.startswith(OUTSIDE) else f"{Path(path).name}:{line} in {name}"

@@ -407,7 +407,6 @@ def _of_callables(graph: Any, frame: FrameType, place: str) -> _Maker | None:
 
 
 def _gradient_address(parameter: torch.Tensor) -> int:
-    """Where the gradient's storage lies; 0 without one."""
     found = next(tensors_in(parameter.grad), None)
     return 0 if found is None else found.untyped_storage().data_ptr()
 
@@ -643,7 +642,6 @@ def _memory_of(pool: Any = None) -> tuple[list[Range], list[Range]]:
 
 
 def _in_private_memory(address: int) -> bool:
-    """Whether an address lies in a pool that graphs still hold."""
     return torch.cuda.is_initialized() and within(address, _memory_of()[0])
 
 

@@ -421,7 +421,6 @@ class Taps:
         self._kinds.clear()
 
     def show(self, operators: "Operators") -> None:
-        """Show it the calls of its module in its step, and the backward passes of that step."""
         observer = self._observer
 
         def before(module: nn.Module, args: Any) -> None:

@@ -165,7 +165,6 @@ class Observer(Recorder):
 
     @guarded
     def given(self, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
-        """What a script's own line says that there is."""
         params: list[Tensor] = [p for each in models for p in each.parameters()]
         self._by_hand = [ByHand(models)] if models else self._by_hand
         for each in optimizers:

@@ -58,7 +58,6 @@ class Operators(ObservingMode):
         self._unwritten: set[int] = set()  # addresses of memory
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """A call of the module begins in the step."""
         wanted = self._call in (None, self.calls) and not any(self._inside)
         self.calls += 1
         self._inside.append(module if wanted else None)
@@ -73,14 +72,11 @@ class Operators(ObservingMode):
             self.__enter__()
 
     def leave(self) -> None:
-        """The call that began last has ended, or raised."""
         if self._inside and self._inside.pop() is not None:
             self.__exit__(None, None, None)
             self._nodes.append(range(self._first_node, torch.autograd._get_sequence_nr()))
 
     def around(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, of the module, watched."""
-
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.enter(module, (args, kwargs))
             try:

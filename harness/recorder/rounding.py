@@ -97,7 +97,6 @@ class RandomRounding(TorchDispatchMode):
         return out
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An operator that changes what it is given."""
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         named |= kwargs
         wide = {
@@ -191,7 +190,6 @@ def _flat(x: Any) -> list[Any]:
 
 
 def _is_left(func: Any, name: str) -> bool:
-    """Whether an operator runs as it is."""
     returns = [each.alias_info for each in func._schema.returns]
     as_it_is = "c10d" in func.namespace or func.namespace == "fsdp" or not returns
     draws = _draws(func) and "attention" not in name
@@ -200,7 +198,6 @@ def _is_left(func: Any, name: str) -> bool:
 
 
 def _draws(func: Any) -> bool:
-    """Whether it draws random numbers, or may."""
     name = func.overloadpacket.__name__
     return torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_for_cpu")
 

@@ -375,8 +375,6 @@ def begin_in_interpreter() -> None:
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and starts the session once it is imported."""
-
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != "torch":
             return None

@@ -112,7 +112,6 @@ class Plan(Json):
 
     @property
     def skipped(self) -> tuple[CaseSpec, ...]:
-        """The cases that cannot run on this machine."""
         return tuple(case for case in self.cases if case.skip_reason)
 
 
@@ -426,7 +425,6 @@ def cut(
 
 
 def _groups(cases: Sequence[CaseSpec]) -> list[list[int]]:
-    """Places of cases that share runs, in their order."""
     owner = list(range(len(cases)))
 
     def find(place: int) -> int:
@@ -540,14 +538,12 @@ class Timeline:
 
     @property
     def wall_s(self) -> float:
-        """Seconds with runs under way."""
         # Nothing is under way where as many have ended as have begun.
         gaps = zip(self._begun[1:], self._ended, strict=False)
         whole = self._ended[-1] - self._begun[0] if self._begun else 0.0
         return whole - sum(max(0.0, begun - ended) for begun, ended in gaps)
 
     def concurrent(self, run: RunResult) -> int:
-        """How many other runs were under way at some time of this one."""
         begun, ended = _span(run)
         return max(0, bisect_left(self._begun, ended) - bisect_right(self._ended, begun) - 1)
 

@@ -279,7 +279,6 @@ class Recording:
         self.world_size = next((s.world_size for s in reversed(starts) if s), len(self.ranks))
 
     def parts(self, rank: int) -> list[Part]:
-        """The parts of a rank that can be compared; takes note of all that it has."""
         if rank not in self.ranks:
             return []
         used, read = [], self.read(rank)
@@ -325,7 +324,6 @@ class _Pair:
         self._records: dict[Kind, set[tuple[int, int]]] = {}
 
     def rank(self, rank: int, ours: Iterable[Part], theirs: Iterable[Part]) -> None:
-        """Compare what both have of one rank."""
         before = _initial(ours), _initial(theirs)
         for first in sorted(before[0].keys() & before[1].keys()):
             self.tensors("before", first, rank, *(_held(*side[first]) for side in before))
@@ -346,7 +344,6 @@ class _Pair:
     def values(
         self, step: int, rank: int, left: Mapping[str, FloatBits], right: Mapping[str, FloatBits]
     ) -> None:
-        """Compare numbers of a step, by their bits."""
         self.steps.add(step)
         for order, name in enumerate(dict.fromkeys((*left, *right))):
             if name not in left or name not in right:
@@ -361,7 +358,6 @@ class _Pair:
                 self._differ(kind, (step, order, rank), (name, ""), a, b)
 
     def tensors(self, kind: Kind, step: int, rank: int, left: Held, right: Held) -> None:
-        """Compare digests of a step, or of the state before it."""
         noun, digest = ("call", "call") if kind == "modules" else ("tensor", "digest")
         for index, group in enumerate(groups_of(left, right)):
             ours, theirs = left.get(group, {}), right.get(group, {})
@@ -420,7 +416,6 @@ def used(parts: Iterable[Part]) -> dict[int, tuple[StepRecord, Part]]:
 
 
 def _initial(parts: Iterable[Part]) -> dict[int, tuple[InitialRecord, Part]]:
-    """States before a first step, by that step."""
     return {int(part.job.get("first_step", 0)): (part.records.initial, part)
             for part in parts if part.records.initial is not None}  # fmt: skip
 
@@ -449,7 +444,6 @@ def _held(record: StepRecord | InitialRecord, part: Part) -> Held:
 
 
 def _tapped(record: StepRecord, part: Part) -> Held:
-    """The calls of tapped modules in a step."""
     taps = part.records.start.taps if part.records.start is not None else ()
     rows = zip(taps, _chunks(record.taps, TAP_HEX_CHARS), strict=False)
     return {"taps": {name: ("", row[:DIGEST_HEX_CHARS], row[DIGEST_HEX_CHARS:])
@@ -533,7 +527,6 @@ class _Layout:
         self._alike: dict[tuple[int, str, str], list[tuple[str, str, str]]] = {}
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Take in a rank."""
         for step, (each, _) in used(parts).items():
             for name, value in (("loss", each.loss), ("grad_norm", each.grad_norm)):
                 if value is not None:
@@ -546,7 +539,6 @@ class _Layout:
                     self._alike.setdefault((first, group, name), []).append(digest)
 
     def means(self) -> dict[int, dict[str, FloatBits]]:
-        """By step and name, over all ranks."""
         found: dict[int, dict[str, FloatBits]] = {}
         for (step, name), (count, total) in self._sums.items():
             if count == self.size:

@@ -336,7 +336,6 @@ class _Matrix:
             return replace(unconfirmed(case), what="unsupported")
 
     def _is_made(self, spec: RunSpec) -> bool:
-        """Whether a repeat has ended; queues it if nobody has."""
         if not is_left(self.folder, spec):
             self.ended.add(spec.key)
         elif spec.key not in self.waiting:

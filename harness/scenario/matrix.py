@@ -90,7 +90,6 @@ def _check_size(scenario: Scenario) -> None:
 
 
 def _columns(scenario: Scenario) -> dict[str, list[Choice]]:
-    """The values of each axis in a candidate."""
     reference = scenario.compare.reference
     return {axis.name: [c for c in axis.choices if c is not reference] for axis in scenario.axes}
 

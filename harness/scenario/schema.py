@@ -210,7 +210,6 @@ def read_tier(path: Path) -> str:
 def _claim(
     owners: dict[str, str], owner: str, leaves: Iterable[str], key: str, origin: Origin
 ) -> None:
-    """Note who sets some leaves: each is set in one place."""
     for leaf in leaves:
         if (other := owners.setdefault(leaf, owner)) != owner:
             raise origin.error(key, "each setting once", f"{leaf}, which {other} sets too")
@@ -315,7 +314,6 @@ def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
 def _decode_axes(
     node: Node, overrides: Iterable[str], base: tuple[Setting, ...], decode: Decode
 ) -> tuple[tuple[Axis, ...], dict[str, str]]:
-    """The axes, and the name of that which sets a leaf, by leaf."""
     entries, origins = dict(take.take_mapping(node, "axes")), dict(node.keys)
     for option in overrides:
         name, value, origin = _split_option("--axis", option)

@@ -63,7 +63,6 @@ class Choice:
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
-        """Leaf to value."""
         return {setting.leaf: setting.value for setting in self.settings}
 
     @functools.cached_property
@@ -495,7 +494,6 @@ class ProgramVocabulary:
         self.base = tuple(itertools.chain(*decoded))
 
     def decode(self, key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
-        """As `decode_settings`."""
         full = dotted(where, key)
         head, dot, name = key.partition(".")
         if key in OPEN:

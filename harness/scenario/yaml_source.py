@@ -49,7 +49,6 @@ class Origin:
     def error(
         self, key: str, expected: str, got: str, *, legal: Iterable[object] = (), rule: str = ""
     ) -> ScenarioError:
-        """The error to raise for `key` at this place."""
         return ScenarioError(file=self.file, line=self.line, key=key, expected=expected, got=got,
                              legal=legal, rule=rule)  # fmt: skip
 
@@ -72,7 +71,6 @@ class Node:
     keys: dict[str, Origin] = field(default_factory=dict)
 
     def plain(self) -> Any:
-        """The value without its origins."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [n.plain() for n in self.value] if isinstance(self.value, tuple) else self.value
@@ -90,7 +88,6 @@ class Node:
     def refused(
         self, key: str, expected: str, *, got: str = "", legal: Iterable[object] = ()
     ) -> ScenarioError:
-        """The error for a value that is not as expected."""
         return self.origin.error(key, expected, got or self.shown(), legal=legal)
 
 

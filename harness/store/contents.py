@@ -84,7 +84,6 @@ class Contents:
         return tuple(dict.fromkeys(each.about.name for rank in self.ranks for each in rank))
 
     def held(self, name: str) -> list[tuple[int, Loaded]]:
-        """Every rank that has some of a tensor, with its parts."""
         return [(n, e) for n, rank in enumerate(self.ranks) for e in rank if e.about.name == name]
 
 

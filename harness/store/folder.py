@@ -181,7 +181,6 @@ class RunFolder:
             self._lock = lock(self.path / LOCK_FILE)
 
     def release(self) -> None:
-        """Give the lock back."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -194,11 +193,9 @@ class RunFolder:
         self.release()
 
     def run_folder(self, key: str) -> Path:
-        """Folder of the current attempt of a run."""
         return self.path / "runs" / _safe(key)
 
     def case_folder(self, case_id: str) -> Path:
-        """Folder of a case."""
         return self.path / "cases" / _safe(case_id)
 
     def set_aside(self, key: str) -> Path | None:
@@ -214,7 +211,6 @@ class RunFolder:
         return read_outcome(self.run_folder(key), key)[0]
 
     def load_run(self, spec: RunSpec) -> RunResult:
-        """A run as the checks see it, in whatever state its files are."""
         return load_run_folder(self.run_folder(spec.key), spec)
 
     def leg_folder(self, case: CaseSpec, leg: str) -> Path:

@@ -128,8 +128,6 @@ def open_store(listener: socket.socket) -> object:
 
 
 class _Server:
-    """The loop: commands in, exits out."""
-
     def __init__(self, control: socket.socket, rank_main: RankMain, limits: Limits) -> None:
         self._control, self._rank_main, self._limits = control, rank_main, limits
         self._leaders: dict[int, str] = {}
@@ -139,7 +137,6 @@ class _Server:
         self._wakeup = ChildWakeup()
 
     def run(self) -> None:
-        """Serve until the harness goes away; then nothing of ours is left."""
         poll = select.poll()
         for fd in (self._control.fileno(), self._wakeup.fd):
             poll.register(fd, select.POLLIN)
@@ -161,7 +158,6 @@ class _Server:
             kill_children()
 
     def _receive(self) -> bool:
-        """Obey what has arrived; False when the harness is gone."""
         data = self._control.recv(1 << 16)
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
@@ -255,7 +251,6 @@ def run_node(folder: Path, name: str, entry: str, limits: Limits) -> int:
 
 
 def _host(folder: Path, step: Step) -> socket.socket:
-    """Take a port, and tell the other nodes."""
     address = "127.0.0.1" if step.num_nodes == 1 else _address()
     here = "127.0.0.1" if address.startswith("127.") else ""
     listener = socket.create_server((here, 0), backlog=1024)

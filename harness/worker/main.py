@@ -179,7 +179,6 @@ class _Session:
         self.part_started_s = time.monotonic() if part.start else self.started_s
 
     def run(self, store_port: int) -> None:
-        """Train every step and write every record."""
         prepare_environment()
         torch.set_num_threads(1)
         if self.spec.device == "cpu" and hasattr(os, "SCHED_BATCH"):
@@ -280,7 +279,6 @@ class _Session:
         self.plant.after_end()
 
     def _train_elsewhere(self, trainer: Trainer) -> None:
-        """The first steps in another layout, whose ranks have other tensors to record."""
         rounding = rounded(self.spec, self.rank)
         for step in range(int(self.part.stop)):
             self.step = step

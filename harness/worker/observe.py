@@ -109,7 +109,6 @@ class Observer:
 
     @property
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        """Names per digest group, in digest order."""
         names = {group: tuple(named) for group, (named, _) in self._trainer.digested.items()}
         return names | {"rng": tuple(self._trainer.rng_states())}
 
@@ -384,7 +383,6 @@ class Watched:
         return operators if operators and is_backward else contextlib.nullcontext()
 
     def write(self, rank: int, file: RecordFile) -> None:
-        """Write what was seen, once."""
         if self._operators is not None:
             step, detail = self._operators.step, self._operators.detail()
             file.write(EventRecord(name=OPERATORS, rank=rank, step=step, detail=detail))

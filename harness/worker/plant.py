@@ -235,8 +235,6 @@ class Site:
 
     @property
     def called(self) -> Callable[..., Any]:
-        """A function, so that a class may have it."""
-
         def called(*args: Any, **how: Any) -> Any:
             self.number += 1
             return self.function(self, *args, **how)
@@ -527,7 +525,6 @@ class Plant:
         return config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Act before `step` runs."""
         for name, fires in self._drawn.items():
             self._write("chance", step, fault=name, fires=fires)
         self._drawn = {}
@@ -550,7 +547,6 @@ class Plant:
                 trainer.redigest_state()
 
     def after_end(self) -> None:
-        """Act once the end record is written."""
         for _, acts in self._faults:
             for act in acts.get("end", ()):
                 act(None)

@@ -127,7 +127,6 @@ class Kept(ParamGroup):
     is_current = True
 
     def reshard(self, stream: Any) -> None:
-        """Only registers what is sharded."""
         if self.is_registered:
             self._register(self.sharded)
             self.is_registered = False
@@ -252,7 +251,6 @@ def _release_early(site: Site) -> None:
 
 
 def _reshard_released(site: Site, stream: Any) -> None:
-    """The real release does nothing."""
     pool, is_out = site.owner.pool, vars(site.owner).pop("_is_out", False)
     release = pool.release
     pool.release = (lambda *args: None) if is_out else release

@@ -108,7 +108,9 @@ class Writer:
                     folder.seal_case(case)
                     specs = (case.reference, case.control, case.candidate)
                     legs = [folder.load_run(spec) for spec in specs]
-                    folder.save_verdict(dataclasses.replace(judge(case, *legs), wall_s=self.wall_s), case)
+                    folder.save_verdict(
+                        dataclasses.replace(judge(case, *legs), wall_s=self.wall_s), case
+                    )
         return self.path
 
     def _run(
