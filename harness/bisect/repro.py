@@ -243,11 +243,12 @@ def _plants(reference: RunSpec, candidate: RunSpec) -> Any:
     ours = list(each_of(candidate.plant))
     twins = {CATALOGUE[plant.fault].counterpart for plant in ours} - {""}
     ours += [p for p in each_of(reference.plant) if p not in ours and p.fault not in twins]
-    plain = [_plant(plant) for plant in ours]
+    plain = [written_plant(plant) for plant in ours]
     return plain[0] if len(plain) == 1 else plain
 
 
-def _plant(plant: PlantSpec) -> dict[str, Any]:
+def written_plant(plant: PlantSpec) -> dict[str, Any]:
+    """What a scenario says of one fault."""
     takes = CATALOGUE[plant.fault].takes
     has_no_rank = "rank" not in takes or plant.device
     plain = {

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from fsdp_core.config import STRESSORS
+from harness.bisect.repro import written_plant
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE, Fault, Setup
-from harness.records import CaseSpec
+from harness.records import CaseSpec, PlantSpec
 from harness.scenario.matrix import Device, expand
 from harness.scenario.schema import decode_scenario
 
@@ -74,7 +75,9 @@ def scenario_text(fault: Fault, variant: Variant | None = None, *, taps: bool = 
     """A scenario that shows the fault, in the catalogue's setup if no variant is named."""
     setup = fault.setup
     variant = variant or Variant(stress=setup.stress)
-    base, plant = settings_of(fault, variant, taps=taps), _plant_of(fault)
+    base, plant = settings_of(fault, variant, taps=taps), written_plant(PlantSpec(
+        fault=fault.name, step=setup.step, rank=setup.rank, tensor=setup.tensor, legs=setup.legs
+    ))  # fmt: skip
     axis, values = "plant", ["none", plant]
     if setup.graph:
         if variant.stress:
@@ -94,16 +97,6 @@ def settings_of(fault: Fault, variant: Variant, *, taps: bool) -> dict[str, Any]
     if taps:
         base.setdefault("taps", list(WIDE_TAPS))
     return base if variant.ledger else base | {"ledger": False}
-
-
-def _plant_of(fault: Fault) -> dict[str, Any]:
-    setup = fault.setup
-    given = {"step": setup.step, "rank": "last" if setup.rank < 0 else setup.rank,
-             "tensor": setup.tensor}  # fmt: skip
-    takes: tuple[str, ...] = fault.takes
-    plant = {key: value for key, value in given.items() if key in takes and value != ""}
-    legs = {} if setup.legs == ("candidate",) else {"legs": setup.legs}
-    return {"fault": fault.name, **plant, **legs}
 
 
 def _written(

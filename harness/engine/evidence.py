@@ -1,7 +1,6 @@
 """Where ranks were when a run died or hung, and whom they waited for.
 
-    rank<R>.place    one JSON object in a file that the rank maps into its memory: a write is a copy
-                     of some hundred bytes, and what was written is there whatever ends the rank
+    rank<R>.place    what a rank notes as it goes (`harness.recorder.PlaceFile`)
     rank<R>.answer   the same of a rank of a program that is asked by the pipe rank<R>.ask
                      (`harness.recorder.collectives`): with what C++ called, and from where
     nccl_rank<R>     NCCL's flight recorder, of soaks and programs on GPUs, written by the watchdog
@@ -20,7 +19,6 @@ import ast
 import errno
 import io
 import json
-import mmap
 import os
 import pickle
 import re
@@ -30,11 +28,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from harness.recorder import PLACE_BYTES
 from harness.records import CollectiveFault, Entered, RunSpec
 from harness.store.files import read_plain, read_tail
-from harness.values import Json, RecordError, dumps
+from harness.values import Json, RecordError
 
-SIZE_BYTES = 1 << 14
 MAX_DUMP_BYTES = 256 << 20
 TAIL_BYTES = 64 << 10
 DUMP_S = 5.0
@@ -162,31 +160,10 @@ def place_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.place"
 
 
-class PlaceFile:
-    """Writes one rank's place."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.write_bytes(bytes(SIZE_BYTES))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
-
-    def write(self, place: Place) -> None:
-        """Replace what is there; what does not fit is left out."""
-        text = dumps(place).encode() + b"\n"
-        if len(text) <= SIZE_BYTES:
-            self._map[: len(text)] = text
-
-    def remove(self) -> None:
-        """Take the file away: a run that ended well has no need of it."""
-        self._map.close()
-        self._path.unlink(missing_ok=True)
-
-
 def read_place(path: Path) -> Place | None:
     """Where a rank was last; None if it did not say, or nothing that decodes."""
     try:
-        return Place.from_json(json.loads(read_plain(path, SIZE_BYTES).partition(b"\n")[0]))
+        return Place.from_json(json.loads(read_plain(path, PLACE_BYTES).partition(b"\n")[0]))
     except (OSError, ValueError, RecordError, RecursionError):
         return None
 

@@ -31,6 +31,7 @@ import atexit
 import contextlib
 import errno
 import json
+import mmap
 import os
 import queue
 import string
@@ -48,6 +49,7 @@ RUN_VARIABLE = "DELTAZERO_RUN"
 """The key of the run, for the start record."""
 UNRECORDED = 74
 """Exit code of a rank whose records found no space: that of sysexits.h for input and output."""
+PLACE_BYTES = 1 << 14
 
 
 class RecordsUnwritable(OSError):
@@ -73,8 +75,7 @@ class RecordFile:
             RecordsUnwritable: the disk has no room for the whole line.
             OSError: it could not be written for another reason.
         """
-        plain = record if isinstance(record, Mapping) else record.to_json()
-        for line in self.alter(_text(plain)):
+        for line in self.alter(_text(record)):
             self.write_raw(line + "\n")
 
     def write_raw(self, text: str) -> None:
@@ -91,6 +92,33 @@ class RecordFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _text(record: Any) -> str:
+    plain = record if isinstance(record, Mapping) else record.to_json()
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+class PlaceFile:
+    """Where a rank is, as one object in a file that is mapped into its memory: a write is a copy of
+    some hundred bytes, and what was written is there whatever ends the rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_bytes(bytes(PLACE_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), PLACE_BYTES)
+
+    def write(self, place: Any) -> None:
+        """Replace what is there; what does not fit is left out."""
+        text = _text(place).encode() + b"\n"
+        if len(text) <= PLACE_BYTES:
+            self._map[: len(text)] = text
+
+    def remove(self) -> None:
+        """Take the file away: a run that ended well has no need of it."""
+        self._map.close()
+        self._path.unlink(missing_ok=True)
 
 
 class Recorder:
@@ -350,10 +378,6 @@ class Ring:
         if self._is_open:
             self._is_open = False
             self._stopped(why)
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def say_once(why: str) -> None:

@@ -13,7 +13,6 @@ and a group counts its collectives whoever calls them. Nothing is paid for that 
 
 import functools
 import json
-import mmap
 import os
 import pickle
 import sys
@@ -31,11 +30,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from harness.recorder import PLACE_BYTES, PlaceFile
 from harness.recorder.observer import Observer
 from harness.recorder.session import patch
 from harness.recorder.state import OUTSIDE, tracked
 
-SIZE_BYTES = 1 << 14
 COLLECTIVES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "reduce": "reduce",
     "broadcast": "broadcast", "allgather": "all_gather", "gather": "gather", "scatter": "scatter",
@@ -53,7 +52,7 @@ BETWEEN_TWO = ("send", "recv", "recv_anysource")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
 MOST_MARKS = 4096
 MOST_RECENT = 32
-"""Collectives that a rank names when it is asked, where `SIZE_BYTES` has room for them."""
+"""Collectives that a rank names when it is asked, where `PLACE_BYTES` has room for them."""
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
 REDUCER = "DistributedDataParallel's reducer"
@@ -80,9 +79,7 @@ class Notes:
         self._last: dict[str, Any] = {"operator": "", "label": "", "group": [], "name": ""}
         self._is_inside = False
         self._kept: set[Any] = set()
-        place.write_bytes(bytes(SIZE_BYTES))
-        with place.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
+        self._file = PlaceFile(place)
 
     def install(self) -> Callable[..., None]:
         for method, name in COLLECTIVES.items():
@@ -195,9 +192,8 @@ class Notes:
 
     def _write(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside
-        text = json.dumps(self._last | self._facts()).encode() + b"\n"
-        if self._observer.session.is_mine and len(text) <= SIZE_BYTES:
-            self._map[: len(text)] = text
+        if self._observer.session.is_mine:
+            self._file.write(self._last | self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -297,9 +293,9 @@ class Notes:
 
 
 def fitting(place: dict[str, Any]) -> str:
-    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit."""
+    """A place as a line of at most `PLACE_BYTES`, with as many of its latest collectives as fit."""
     text = json.dumps(place) + "\n"
-    while len(text) > SIZE_BYTES and place.get("recent"):
+    while len(text) > PLACE_BYTES and place.get("recent"):
         place = place | {"recent": place["recent"][len(place["recent"]) // 2 + 1 :]}
         text = json.dumps(place) + "\n"
     return text

@@ -31,8 +31,8 @@ from fsdp_core.graph.digest import NUM_COLUMNS, NUM_LANES, Digester, digest_hex,
 from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.graphs import Graphs
 from fsdp_core.train.taps import PLACE_COLUMN, Snapshot, matches
-from harness.engine.evidence import IN_CAPTURE, Place, PlaceFile, group_key
-from harness.recorder import RecordFile
+from harness.engine.evidence import IN_CAPTURE, Place, group_key
+from harness.recorder import PlaceFile, RecordFile
 from harness.recorder.operators import Operators
 from harness.recorder.state import hashed, seconds_between, write_kept
 from harness.records import (
@@ -390,7 +390,7 @@ class Watched:
 
 # --- notes of each collective that a rank enters, on the CPU --------------------------------------
 
-# counter of live storage -> Notes.entering / waiting / left -> `engine.evidence.PlaceFile`
+# counter of live storage -> Notes.entering / waiting / left -> `PlaceFile`
 #
 # A replayed graph calls no code of the model, so whose a collective is can be asked only in eager
 # steps. The order of the last step before graphs are captured is learned; in a replay a collective

@@ -25,6 +25,7 @@ from harness.engine.evidence import (
     read_place,
 )
 from harness.provenance import variables
+from harness.recorder import PLACE_BYTES, PlaceFile
 from harness.recorder.collectives import fitting
 from harness.records import RunSpec
 from harness.values import SoakSpec, dumps
@@ -207,12 +208,12 @@ def test_a_place_is_there_whatever_becomes_of_the_writer(tmp_path: Path) -> None
     """The last one is read while the file is open, a shorter one whole; a damaged one is none."""
     path = place_path(tmp_path, 3)
     assert read_place(path) is None
-    file, shorter = evidence.PlaceFile(path), replace(WAITING, label="", entered={})
+    file, shorter = PlaceFile(path), replace(WAITING, label="", entered={})
     assert read_place(path) is None
     for written in (WAITING, shorter):
         file.write(written)
         assert read_place(path) == written
-    file.write(replace(WAITING, label="x" * evidence.SIZE_BYTES))
+    file.write(replace(WAITING, label="x" * PLACE_BYTES))
     assert read_place(path) == shorter
     file.remove()
     assert not path.exists()
