@@ -45,6 +45,7 @@ SCHEMA_VERSION = 1
 FOLDER_VERSION = 2
 """Of run folders, whose runs are found by their keys."""
 
+Device = Literal["cpu", "cuda"]
 Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")
 
@@ -168,7 +169,7 @@ class RunSpec(Json):
     """One unique training run."""
 
     config: dict[str, Any]  # `TrainConfig.to_dict()`, or a program (`harness.program.spec`)
-    device: Literal["cpu", "cuda"]
+    device: Device
     world_size: int
     timeout_s: float
     replica: int = 0  # 1 is the control, higher ones are repeats for times
@@ -436,9 +437,8 @@ Record = (
     | EndRecord
 )  # fmt: skip
 RECORD_KINDS: dict[str, type[Record]] = {
-    "start": StartRecord, "names": NamesRecord, "initial": InitialRecord, "step": StepRecord,
-    "final": FinalRecord, "event": EventRecord, "error": ErrorRecord, "end": EndRecord,
-}  # fmt: skip
+    each.__dataclass_fields__["kind"].default: each for each in typing.get_args(Record)
+}
 
 
 def parse_record(line: bytes | str) -> Record:

@@ -21,17 +21,16 @@ from harness.checks.evidence import count, different_leaves
 from harness.checks.judge import confirmation_words
 from harness.checks.memory import peak_bytes
 from harness.errors import HarnessError
-from harness.history import (
-    HISTORY_FOLDER,
-    NOT_WRITTEN_FILE,
+from harness.history.ledger import HISTORY_FOLDER, NOT_WRITTEN_FILE, History, machine_kind
+from harness.history.trend import (
     CaseTrend,
     Flaky,
-    History,
     flaky_cases,
-    machine_kind,
+    letter_of,
+    shift_text,
     trends,
+    turning_point,
 )
-from harness.history.trend import letter_of, shift_text, turning_point
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, CheckResult, Json, Outcome, RunResult, Verdict
 from harness.runner.plan import MIB, Cost, Timeline, cost

@@ -26,8 +26,8 @@ from fsdp_core.config import STRESSORS
 from harness.bisect.repro import written_plant
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE, Fault, Setup
-from harness.records import CaseSpec, PlantSpec
-from harness.scenario.matrix import Device, expand
+from harness.records import CaseSpec, Device, PlantSpec
+from harness.scenario.matrix import expand
 from harness.scenario.schema import decode_scenario
 
 SCENARIO = "faults"

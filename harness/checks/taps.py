@@ -52,11 +52,19 @@ UNCLIPPED = "unclipped"
 MISSING = "never ran"
 
 
+@dataclass(frozen=True)
 class Tapped:
-    """What went through a module: the `number`-th of a tap, as `layers.0.attn:output`."""
+    """What went through a module: the `number`-th of a tap, as `layers.0.attn:output`.
+
+    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
+    `microbatch` is None of a row that stands for several calls.
+    """
 
     tap: str
     number: int
+    stage: int
+    place: str
+    microbatch: int | None
 
     @property
     def name(self) -> str:
@@ -80,18 +88,9 @@ class Tapped:
 
 @dataclass(frozen=True)
 class Call(Tapped):
-    """One row of one rank.
+    """One row of one rank."""
 
-    `stage` is of the pipeline. `place` is that of its first call in the step, "" if it never ran;
-    `microbatch` is None of a row that stands for several calls.
-    """
-
-    tap: str
-    number: int
-    stage: int
     digest: str
-    place: str
-    microbatch: int | None
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,6 @@ class Row(Tapped):
     """
 
     rank: int
-    tap: str
-    number: int
-    stage: int
-    place: str
-    microbatch: int | None
     reference: str
     candidate: str
 
@@ -246,8 +240,8 @@ def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Itera
         number = int(text) if text.isdigit() else 0
         place = row[DIGEST_HEX_CHARS:]
         call = Call(
-            tap, number, stage, row[:DIGEST_HEX_CHARS], "" if place == NEVER_RAN else place,
-            number if number < most else None,
+            tap, number, stage, "" if place == NEVER_RAN else place,
+            number if number < most else None, row[:DIGEST_HEX_CHARS],
         )  # fmt: skip
         yield replace(call, microbatch=None) if call.is_unclipped else call
 
@@ -261,7 +255,7 @@ def _rows_of(
         at = pair[0] if pair[0].place else pair[1]
         digests = (call.digest if call.place else "" for call in pair)
         about = at.tap, at.number, at.stage, at.place, at.microbatch
-        found.append(Row(ours.rank, *about, *digests))
+        found.append(Row(*about, ours.rank, *digests))
     return found
 
 

@@ -9,20 +9,25 @@ from typing import get_args
 import click
 from rich.console import Console
 
-from harness import history as of
 from harness.checks.evidence import count
 from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.history.ledger import FolderEntry
+from harness.history.ledger import HISTORY_FOLDER, FolderEntry, History, gather, record_folder
 from harness.history.trend import (
     METRIC_NAMES,
     CaseChange,
+    CaseTrend,
+    Comparison,
     Delta,
+    Flaky,
     State,
+    compare,
+    flaky_cases,
     open_cases,
     shift_text,
     short,
+    trends,
     turning_point,
     value,
     when,
@@ -36,7 +41,7 @@ MOST_ANSWERS = 60
 """Of one case: what a table shows of them."""
 _database = click.option(
     "--history", "database", type=PATH, metavar="FOLDER",
-    default=DEFAULT_OUT / of.HISTORY_FOLDER, show_default=True, help="Folder of the history.",
+    default=DEFAULT_OUT / HISTORY_FOLDER, show_default=True, help="Folder of the history.",
 )  # fmt: skip
 
 
@@ -63,19 +68,19 @@ def history_command(
     if folders:
         _take_in(database, folders, as_json=as_json)
         return ExitCode.PASSED
-    found = _chosen(of.History.open(database), name, days)
-    trends = [trend for cases in found.values() for trend in cases]
+    found = _chosen(History.open(database), name, days)
+    chosen = [trend for cases in found.values() for trend in cases]
     console = make_console()
     if as_json:
-        print_json([entry.to_json() for entry in (of.flaky_cases(trends) if flaky else trends)])
+        print_json([entry.to_json() for entry in (flaky_cases(chosen) if flaky else chosen)])
     elif flaky:
-        print_flaky(console, of.flaky_cases(trends))
+        print_flaky(console, flaky_cases(chosen))
     elif name is None:
         print_scenarios(console, found)
     elif name in found:
-        print_cases_of(console, name, trends)
+        print_cases_of(console, name, chosen)
     else:
-        for trend in trends:
+        for trend in chosen:
             print_case_trend(console, trend)
     return ExitCode.PASSED
 
@@ -83,7 +88,7 @@ def history_command(
 def _take_in(database: Path, folders: Sequence[Path], *, as_json: bool) -> None:
     added = Counter(folders=0, cases=0, runs=0, differing=0)
     for folder in folders:
-        added.update(of.record_folder(folder, database))
+        added.update(record_folder(folder, database))
     if as_json:
         print_json(added)
         return
@@ -95,19 +100,19 @@ def _take_in(database: Path, folders: Sequence[Path], *, as_json: bool) -> None:
     )
 
 
-def _chosen(history: of.History, name: str | None, days: int) -> dict[str, list[of.CaseTrend]]:
+def _chosen(history: History, name: str | None, days: int) -> dict[str, list[CaseTrend]]:
     """Trends by scenario: of all, of one, or of the cases that have this id."""
-    trends = of.trends(history, days=days)
-    if not trends:
+    held = trends(history, days=days)
+    if not held:
         raise NothingSelected(f"{history.path} holds no run yet")
-    found: dict[str, list[of.CaseTrend]] = {}
-    for trend in trends:
+    found: dict[str, list[CaseTrend]] = {}
+    for trend in held:
         names = (trend.scenario, trend.case_id, f"{trend.scenario}/{trend.case_id}")
         if name is None or name in names:
             found.setdefault(trend.scenario, []).append(trend)
     found = {name: found[name]} if name is not None and name in found else found
     if not found:
-        known = [n for trend in trends for n in (trend.scenario, trend.case_id)]
+        known = [n for trend in held for n in (trend.scenario, trend.case_id)]
         raise UsageError(
             f"{shown(str(name))}: expected a case or a scenario that ran in the last {days} days, "
             f"by {history.path}{did_you_mean(str(name), dict.fromkeys(known))}"
@@ -126,7 +131,7 @@ def compare_command(*, before: str, after: str, database: Path, as_json: bool) -
     RUN is a run folder, or the beginning of its id in the history. Exit codes: 0 nothing is worse,
     1 something is, 6 something could not be compared or has no answer.
     """
-    done = of.compare(_entry(before, database), _entry(after, database))
+    done = compare(_entry(before, database), _entry(after, database))
     if as_json:
         plain = done.to_json() | {"exit_code": int(done.exit_code)}
         for side in ("before", "after"):
@@ -139,10 +144,10 @@ def compare_command(*, before: str, after: str, database: Path, as_json: bool) -
 
 def _entry(name: str, database: Path) -> FolderEntry:
     if Path(name).exists():
-        return of.gather(RunFolder.open(Path(name)))
+        return gather(RunFolder.open(Path(name)))
     found: list[FolderEntry] = []
     if name and database.exists():
-        found = list(itertools.islice(of.History.open(database).entries(name), 2))
+        found = list(itertools.islice(History.open(database).entries(name), 2))
     if len(found) != 1:
         several = "several runs of" if found else "nothing, also in"
         raise UsageError(f"{shown(name)}: expected a run folder or an id, got {several} {database}")
@@ -152,7 +157,7 @@ def _entry(name: str, database: Path) -> FolderEntry:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def print_scenarios(console: Console, scenarios: dict[str, list[of.CaseTrend]]) -> None:
+def print_scenarios(console: Console, scenarios: dict[str, list[CaseTrend]]) -> None:
     """A line a scenario: runs, the last answers, failing cases, changed values."""
     rows = []
     for name, found in scenarios.items():
@@ -165,7 +170,7 @@ def print_scenarios(console: Console, scenarios: dict[str, list[of.CaseTrend]]) 
     print_table(console, ("scenario", "runs", "last run", "cases now", "shifts"), rows)
 
 
-def print_cases_of(console: Console, scenario: str, found: Sequence[of.CaseTrend]) -> None:
+def print_cases_of(console: Console, scenario: str, found: Sequence[CaseTrend]) -> None:
     """A line a case, those that fail first: since when, the last good commit, current values."""
     console.print(cell(f"{scenario}: {count(len(found), 'case')}", "bold"))
     rows = []
@@ -181,7 +186,7 @@ def print_cases_of(console: Console, scenario: str, found: Sequence[of.CaseTrend
     print_table(console, columns, rows)
 
 
-def print_case_trend(console: Console, trend: of.CaseTrend) -> None:
+def print_case_trend(console: Console, trend: CaseTrend) -> None:
     """One case answer by answer, the newest last; then changes, series and the turning point."""
     head = f"{trend.case_id}  ({trend.scenario}): {count(trend.num_runs, 'run')}"
     console.print(cell(head, "bold"))
@@ -205,7 +210,7 @@ def print_case_trend(console: Console, trend: of.CaseTrend) -> None:
     console.print(cell(words, COLOURS[outcome]))
 
 
-def print_flaky(console: Console, found: Sequence[of.Flaky]) -> None:
+def print_flaky(console: Console, found: Sequence[Flaky]) -> None:
     """Cases whose verdict changed by itself, or that the machine failed first, worst first."""
     if not found:
         print_line(console, "no verdict changed without a change of commit or environment, and "
@@ -220,7 +225,7 @@ def print_flaky(console: Console, found: Sequence[of.Flaky]) -> None:
     print_table(console, columns, rows)
 
 
-def print_comparison(console: Console, done: of.Comparison) -> None:
+def print_comparison(console: Console, done: Comparison) -> None:
     """Environment first, then cases that differ, then counts."""
     for name, folder in (("before", done.before), ("after", done.after)):
         shard = f"  shard {folder.shard}" * bool(folder.shard)

@@ -14,7 +14,7 @@ from harness.checks.evidence import count
 from harness.cli import options
 from harness.cli.options import PATH, print_json
 from harness.errors import HarnessError, UsageError, one_line
-from harness.history import HISTORY_FOLDER, remember
+from harness.history.ledger import HISTORY_FOLDER, remember
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.repeats import past_legs, runs_of

@@ -23,14 +23,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 import harness
 from harness.errors import Infrastructure
 from harness.provenance import HOST_KEY, SHARED_HOST, package_version
-from harness.records import Json
+from harness.records import Device, Json
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
+def resolve_device(wanted: str, machine: Machine) -> Device:
     """The device that `auto`, `cpu` or `cuda` means here.
 
     `Infrastructure`: cuda was asked for and cannot be had, or there are GPUs that `auto` cannot

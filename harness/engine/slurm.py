@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harness.engine import ENTRY, ActiveRun, Engine
 from harness.engine.machine import die_with_parent, server_environment
@@ -36,7 +36,7 @@ from harness.engine.outcome import (
 from harness.engine.ranks import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.provenance import code_variables
-from harness.records import CaseSpec, RecordError, RunOutcome, RunSpec
+from harness.records import CaseSpec, Device, RecordError, RunOutcome, RunSpec
 from harness.repeats import unique_runs
 from harness.store import begin_run, save_outcome
 from harness.store.files import write_atomic
@@ -269,7 +269,7 @@ class SlurmEngine(Engine):
 # --- what differs before a run is started: this machine is only where the harness waits ----------
 
 
-def device_on_slurm(wanted: str, options: SlurmOptions) -> Literal["cpu", "cuda"]:
+def device_on_slurm(wanted: str, options: SlurmOptions) -> Device:
     """The device that `auto`, `cpu` or `cuda` means (`UsageError`: GPUs that nobody asked for)."""
     if options.gpus_per_node is None and wanted == "cuda":
         raise UsageError(

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from msgspec import Meta
 
@@ -31,6 +31,7 @@ from harness.errors import HarnessError, Infrastructure, UsageError, one_line
 from harness.provenance import facts, fingerprint
 from harness.records import (
     CaseSpec,
+    Device,
     Difference,
     Json,
     Outcome,
@@ -85,7 +86,7 @@ class RunEntry(Json):
     attempt: Attempt
     work: str  # see `work_of`
     what: What
-    device: Literal["cpu", "cuda"]
+    device: Device
     world_size: int
     preset: str
     steps: int

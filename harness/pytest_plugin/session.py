@@ -29,7 +29,7 @@ import pytest
 
 from harness.checks.judge import confirmation_words
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
-from harness.history import remember
+from harness.history.ledger import remember
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import View, advance

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.engine import Engine, machine
@@ -35,7 +35,7 @@ from harness.errors import (
 from harness.masking import Masker
 from harness.program.spec import codes_of, commit_of_configs, make_environments, program_of
 from harness.provenance import changes, deciding, record
-from harness.records import CaseSpec, Verdict, dumps, each_of
+from harness.records import CaseSpec, Device, Verdict, dumps, each_of
 from harness.repeats import unique_runs
 from harness.runner.plan import Plan, expected_here, make_plan, take_shard
 from harness.runner.run import (
@@ -56,7 +56,6 @@ from harness.store.folder import DEFAULT_OUT, unused
 from harness.store.merge import Whole, keep_whole
 
 DEFAULT_SCENARIOS = Path("scenarios")
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from harness.checks.complete import shares_gpus
 from harness.checks.memory import peak_bytes
@@ -46,14 +46,12 @@ from harness.checks.speed import matrix_weights, typical_step_s
 from harness.engine.machine import Machine, num_cores
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.faults.catalogue import CATALOGUE
-from harness.history import History, machine_kind
-from harness.history.ledger import work_of
+from harness.history.ledger import History, machine_kind, work_of
 from harness.provenance import package_version
-from harness.records import CaseSpec, Json, RunResult, RunSpec, dumps, each_of
+from harness.records import CaseSpec, Device, Json, RunResult, RunSpec, dumps, each_of
 from harness.repeats import SLOWDOWN, in_turn, runs_of, unique_runs, untimed_runs
 from harness.store.merge import Shard, Whole
 
-Device = Literal["cpu", "cuda"]
 Seconds = Callable[[RunSpec], float]
 """What a run is expected to take."""
 MIB = 1 << 20

@@ -30,7 +30,7 @@ from fsdp_core.config import SAME_LAYOUT
 from harness.checks.speed import TIMED_STEPS
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
-from harness.records import CaseSpec, PlantSpec, RunSpec, each_of, joined
+from harness.records import CaseSpec, Device, PlantSpec, RunSpec, each_of, joined
 from harness.repeats import refusal
 from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Choice, Leg, check_has_part, overlay
@@ -38,7 +38,6 @@ from harness.scenario.yaml_source import Origin, dotted
 from harness.values import LEAST_QUARTERED, LEAST_STEPS, ROUNDING, Close, LossGap, tolerance_of
 
 MAX_COMBINATIONS, MAX_ID_CHARS, _HASH_CHARS = 50_000, 120, 8
-Device = Literal["cpu", "cuda"]
 Assignment = dict[str, Choice]
 """What a case says beyond the scenario's base: key to choice."""
 _Index = dict[tuple[str, int], set[int]]

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import HarnessError, NothingSelected, ScenarioError, UsageError, shown
-from harness.records import CaseSpec, ExitCode, Json
-from harness.scenario.matrix import Device, expand, expand_marked, shortened
+from harness.records import CaseSpec, Device, ExitCode, Json
+from harness.scenario.matrix import expand, expand_marked, shortened
 from harness.scenario.schema import Launch, Overrides, Scenario, load_scenario, read_tier
 from harness.scenario.yaml_source import documents
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.history import History
+from harness.history.ledger import History
 from harness.records import ExitCode
 from harness.store.files import MAX_FILE_BYTES, checksum_of
 from tests.chaos import good

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from harness.engine.outcome import num_memory_kills
-from harness.history import History
+from harness.history.ledger import History
 from reports import build
 from tests.chaos import harness
 from tests.chaos.ranks import STARTS_FILE

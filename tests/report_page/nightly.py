@@ -8,8 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from harness.history import HISTORY_FOLDER, History, gather
-from harness.history.ledger import CaseEntry, FolderEntry, RunEntry
+from harness.history.ledger import HISTORY_FOLDER, CaseEntry, FolderEntry, History, RunEntry, gather
 from harness.store import RunFolder
 from tests.unit.reports.folders import Edit, Writer, drift, nan_at_12
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness.checks.evidence import BEFORE
 from harness.errors import UsageError
-from harness.history import History
+from harness.history.ledger import History
 from harness.records import (
     DIGEST_HEX_CHARS,
     FOLDER_VERSION,

@@ -16,8 +16,7 @@ from harness import provenance
 from harness.cli import main, suite
 from harness.cli.suite import conclude, look
 from harness.engine.machine import Gpu, Machine
-from harness.history import History
-from harness.history.ledger import RunEntry
+from harness.history.ledger import History, RunEntry
 from harness.records import CheckResult, Difference, RankExit, RunOutcome, RunResult, RunSpec
 from harness.runner.plan import Plan, PlannedRun
 from harness.terminal import (

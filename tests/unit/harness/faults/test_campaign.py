@@ -23,6 +23,7 @@ from harness.campaign.cases import (
 from harness.faults.catalogue import CATALOGUE, Pointer, read_table
 from harness.records import (
     WHATS,
+    Device,
     Difference,
     Outcome,
     RunResult,
@@ -31,7 +32,6 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.scenario.matrix import Device
 from harness.scenario.schema import decode_scenario
 from harness.store import LEGS, CaseRuns
 from tests.support import records, run_records

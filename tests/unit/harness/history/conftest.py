@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.history import History
+from harness.history.ledger import History
 
 
 @pytest.fixture

@@ -16,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError, UsageError
-from harness.history import NOT_WRITTEN_FILE, History, gather, machine_kind, remember
-from harness.history.ledger import Damaged, FolderEntry, work_of
+from harness.history.ledger import (
+    NOT_WRITTEN_FILE,
+    Damaged,
+    FolderEntry,
+    History,
+    gather,
+    machine_kind,
+    remember,
+    work_of,
+)
 from harness.program.spec import ProgramSpec
 from harness.records import Difference, RunSpec, StepRecord, dumps
 from harness.store import RunFolder
@@ -132,7 +140,7 @@ def test_what_is_damaged_or_no_history_stays_as_it_is(path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from harness.history import History
+from harness.history.ledger import History
 from tests.unit.harness.history.nights import night
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     History.open(Path(sys.argv[1]), create=True).record(night(number, cases=2))
@@ -140,7 +148,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[3])):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from harness.history import History
+from harness.history.ledger import History
 from tests.unit.harness.history.nights import night
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
 History.open(Path(sys.argv[1])).record(night(9, cases=200))

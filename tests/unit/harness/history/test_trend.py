@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from harness.history import CaseTrend, Comparison, History, compare, flaky_cases, trends
-from harness.history.ledger import FolderEntry, name_of
-from harness.history.trend import MIN_HISTORY, find_change
+from harness.history.ledger import FolderEntry, History, name_of
+from harness.history.trend import (
+    MIN_HISTORY,
+    CaseTrend,
+    Comparison,
+    compare,
+    find_change,
+    flaky_cases,
+    trends,
+)
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, Values, case, night, only, run
 
 ANSWERS: dict[str, dict[str, Any]] = {

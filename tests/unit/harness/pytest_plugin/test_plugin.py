@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.engine.machine import default_slots, describe_machine
-from harness.history import History
+from harness.history.ledger import History
 from harness.pytest_plugin import session
 from harness.records import RunOutcome
 from harness.repeats import in_turn

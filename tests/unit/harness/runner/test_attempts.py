@@ -12,8 +12,7 @@ import pytest
 from harness import provenance
 from harness.checks.complete import SIGNATURES, machine_failure, signature_of
 from harness.cli import main
-from harness.history import History
-from harness.history.ledger import FolderEntry
+from harness.history.ledger import FolderEntry, History
 from harness.program.spec import codes_of
 from harness.records import (
     Ending,

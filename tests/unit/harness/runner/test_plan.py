@@ -16,8 +16,7 @@ from fsdp_core.config import (
 )
 from harness.engine.machine import Machine
 from harness.errors import NothingSelected, UsageError
-from harness.history import History
-from harness.history.ledger import work_of
+from harness.history.ledger import History, work_of
 from harness.records import CaseSpec, PlantSpec, RunResult, RunSpec
 from harness.repeats import NUM_SAMPLES, SLOWDOWN, runs_of
 from harness.runner import plan as planning
