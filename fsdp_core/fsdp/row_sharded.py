@@ -45,6 +45,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -250,6 +251,15 @@ torch.serialization.add_safe_globals([_rebuild, RowSpec, RowShard, Inner])
 for _types in (_optim_foreach_types, _clip_foreach_types):
     if RowSharded not in _types:
         _types.append(RowSharded)  # type: ignore[arg-type]
+
+
+class _OursToo(type(DTensor)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, (DTensor, RowSharded))
+
+
+if not IS_2_13:  # torch's full state dicts gather what is one to `isinstance`
+    _state_dict_utils.DTensor = _OursToo("DTensor", (DTensor,), {})  # type: ignore[misc]
 
 
 # ---- operators

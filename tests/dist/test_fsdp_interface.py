@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
+from fsdp_core.dispatch import IS_2_13
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from tests.dist.fsdp_sides import WIDTH, Api, api_of, loss_of, net, rows, shard
 from tests.dist.rank_pool import RankPool
@@ -75,7 +76,7 @@ def numbers_of_ranks() -> None:
     for given, kept in ((1, True), (2, False)):
         model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)), reshard_after_forward=given)
         model(torch.ones(1, 4))
-        assert isinstance(model[0].weight, dist.tensor.DTensor) != kept
+        assert hasattr(model[0].weight, "full_tensor") != kept
     with pytest.raises(ValueError, match="a divisor of 2 ranks, got 3"):
         fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
 
@@ -352,7 +353,12 @@ def as_torch(program: Callable[[Api], list[Any]]) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        clips_rows,
+        pytest.param(
+            clips_rows,
+            marks=pytest.mark.skipif(
+                not IS_2_13, reason="a DTensor comes before ours in an operator"
+            ),
+        ),
         converts,
         converts_by_swaps,
         cuts_other_dims,

@@ -295,9 +295,6 @@ def test_loaded_while_gathered(warm_ranks: RankPool, assign: bool) -> None:
     check(warm_ranks, "loaded_while_gathered", sides=LIBRARIES, assign=assign)
 
 
-@pytest.mark.skipif(
-    not IS_2_13, reason="before torch 2.13 its shards are no DTensors: none gathered"
-)
 @pytest.mark.parametrize("flat", [False, True])
 def test_optimizer_states(warm_ranks: RankPool, flat: bool) -> None:
     """A full state has all parameters, and a state can be set into a running optimizer."""
