@@ -240,15 +240,25 @@ def classify(ranks: Ranks, *, waited: str = "", steps: int | None = None) -> Ans
     running = [r for r in ordered if r.still_running]
     victims = [r for r in ordered if r.records.error is not None]
     if running and all(r.records.end and r.records.error is None for r in ranks):
-        waited = "every rank has recorded its end, and not every process exits"
+        waited += "; " if waited else ""
+        waited += "every rank has recorded its end, and not every process exits"
     if not running and not victims:
-        return Answer("", "", None)
+        return _late(ordered, waited) if waited else Answer("", "", None)
     if (gone := next((r for r in ordered if _left_too_early(r, steps)), None)) is not None:
         return _gone(gone, running, victims, waited)
     if running and (waited or victims):
         return _hang(running, victims, waited)
     for_nothing = f"{_names(running)} ended by the harness for no reason on record"
     return _blame(victims[0], ordered) if victims else Answer("interrupted", for_nothing, None)
+
+
+def _late(ranks: Ranks, waited: str) -> Answer:
+    """Time was up, and every rank came to its end before it was killed: a request for stacks is a
+    signal, which ends a wait in C."""
+    places = ", ".join(f"rank {r.rank}{r.inside}" for r in ranks)
+    hung = _hung(ranks)
+    culprit = None if hung is None else hung.rank
+    return Answer("hang", f"{waited}: {places}; then every rank came to its end", culprit)
 
 
 def _left_too_early(rank: RankEvidence, steps: int | None) -> bool:

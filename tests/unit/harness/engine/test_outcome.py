@@ -74,6 +74,27 @@ def failed(ranks: list[RankEvidence], order: Sequence[int]) -> list[RankEvidence
     return [replace(r, exit=replace(r.exit, failed_at=at.get(r.rank))) for r in ranks]
 
 
+def stack(*frames: tuple[str, int, str], more: str = "") -> str:
+    """What faulthandler prints, after other output."""
+    lines = [f'  File "{path}", line {line} in {name}' for path, line, name in frames]
+    text = "\n".join(["noise", "Current thread 0x00007f (most recent call first):", *lines])
+    return f"{text}\n{more}"
+
+
+WAITING = stack(
+    ("/site/torch/distributed/distributed_c10d.py", 44, "all_gather"), ("/a/train.py", 9, "step")
+)
+WAITING_IN_A_LAYER = stack(
+    ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/mesh.py", 101, "f")
+)
+IN_MAIN = ("/a/harness/worker/main.py", 236, "_train")
+AGREEING = stack(("/a/harness/worker/main.py", 455, "_agree"), IN_MAIN)
+SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
+OTHER_THREAD = (
+    'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/y.py", line 1 in f'
+)
+
+
 WAITED = "time was up after 5 s"
 ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
     "all well": ([good(0), good(1)], [], "", None),
@@ -126,6 +147,8 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], What, int | None]] = {
     "time up: one is stopped": ([ended(0), held(1)], [], "hang", 1),
     "time up: one behind hangs": ([ended(0), ended(1, steps=1)], [], "hang", 1),
     "time up: one hangs, others done": ([good(0), ended(1)], [], "hang", 1),
+    "time up: all end when asked for stacks": (
+        [rank(0, end=True, tail=WAITING), rank(1, end=True, tail=SLEEPING)], [], "hang", 1),
     "time up: but one had failed": ([died(0, -11), ended(1)], [0], "crashed", 0),
 }  # fmt: skip
 
@@ -140,27 +163,6 @@ def test_what_happened_and_whose_fault(row: str) -> None:
     assert classify(ranks[::-1], waited=waited) == got
     assert bool(got.message) == bool(what)
     assert "\n" not in got.message
-
-
-def stack(*frames: tuple[str, int, str], more: str = "") -> str:
-    """What faulthandler prints, after other output."""
-    lines = [f'  File "{path}", line {line} in {name}' for path, line, name in frames]
-    text = "\n".join(["noise", "Current thread 0x00007f (most recent call first):", *lines])
-    return f"{text}\n{more}"
-
-
-WAITING = stack(
-    ("/site/torch/distributed/distributed_c10d.py", 44, "all_gather"), ("/a/train.py", 9, "step")
-)
-WAITING_IN_A_LAYER = stack(
-    ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/mesh.py", 101, "f")
-)
-IN_MAIN = ("/a/harness/worker/main.py", 236, "_train")
-AGREEING = stack(("/a/harness/worker/main.py", 455, "_agree"), IN_MAIN)
-SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
-OTHER_THREAD = (
-    'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/y.py", line 1 in f'
-)
 
 
 @pytest.mark.parametrize(
