@@ -48,7 +48,7 @@ from harness.records import (
     StepRecord,
     given_in,
 )
-from harness.store.streams import aligned
+from harness.store.streams import aligned, with_shared_taps
 
 RNG, LOSS, NORM, EVALUATION = "rng", "loss", "grad_norm", "evaluation"
 STEP_COUNT = "step_count"
@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 
 
 class RunPair:
-    """What both runs hold, on ranks where both name the same tensors and taps.
+    """What both runs hold, on ranks where both name the same tensors; of taps those of both.
 
     Without `has_layouts` nobody knows how the program distributes its work; without `shares_state`
     ranks hold other parts of tensors, and of the state random states alone are compared."""
@@ -82,7 +82,7 @@ class RunPair:
         self.shares_state = not cut_otherwise(reference, candidate)
         if not self.shares_state:
             reference, candidate = _random_states_of(reference), _random_states_of(candidate)
-        reference, candidate = with_same_groups(reference, candidate)
+        reference, candidate = with_shared_taps(*with_same_groups(reference, candidate))
         self._states = state_table(reference), state_table(candidate)
         self.ours, self.theirs = step_table(reference), step_table(candidate)
         others = rank_table(candidate)
@@ -90,7 +90,7 @@ class RunPair:
             rank: ours
             for rank, records in rank_table(reference).items()
             if rank in others and (ours := records.start) and (theirs := others[rank].start)
-            if (ours.tensors, ours.taps) == (theirs.tensors, theirs.taps)
+            if ours.tensors == theirs.tensors
         }
         self.pairs = [key for key in shared_pairs(self.ours, self.theirs) if key[1] in self.starts]
         self.has_taps = any(start.taps for start in self.starts.values())

@@ -49,6 +49,7 @@ END_BYTES, STEP_BYTES = 4096, 4 << 20
 """More than an end record has, and a step record of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
+_NEVER = "f" * TAP_HEX_CHARS  # no digest, `NEVER_RAN`
 AFTER_END = " after end"
 
 Names = tuple[Mapping[str, Sequence[str]], Sequence[str]]
@@ -345,6 +346,27 @@ def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
     return tuple(replace(run, ranks=tuple(map(laid, run.ranks))) for run in runs)
 
 
+def with_shared_taps(*runs: RunResult) -> tuple[RunResult, ...]:
+    """Runs with the taps alone that all have, on each rank, in the order of the first run."""
+    held = [
+        {each.rank: dict.fromkeys(each.start.taps) for each in run.ranks if each.start}
+        for run in runs
+    ]
+
+    def laid(records: RankRecords) -> RankRecords:
+        start, taps = records.start, [of_run.get(records.rank, {}) for of_run in held]
+        shared = tuple(tap for tap in taps[0] if all(tap in own for own in taps))
+        if start is None or start.taps == shared:
+            return records
+        at = dict(zip(start.taps, start.tap_stages, strict=False))
+        own = replace(start, taps=shared, tap_stages=tuple(at.get(tap, 0) for tap in shared))
+        rows = (_laid(step.taps, start.taps, shared, _NEVER) for step in records.steps)
+        steps = (replace(step, taps=row) for step, row in zip(records.steps, rows, strict=True))
+        return replace(records, start=own, steps=tuple(steps))
+
+    return tuple(replace(run, ranks=tuple(map(laid, run.ranks))) for run in runs)
+
+
 def _union(names: Iterable[Names]) -> Names:
     """All names, each once, in the order in which they first appear."""
     tensors: dict[str, dict[str, None]] = {}
@@ -375,12 +397,11 @@ def _spread(records: RankRecords, names_at: Callable[[int], Names], whole: Names
             laid[group] = _laid(text, own, names, ABSENT)
         return laid
 
-    initial, never = records.initial, "f" * TAP_HEX_CHARS
-    if initial is not None:
+    if (initial := records.initial) is not None:
         initial = replace(initial, digests=digests(initial.digests, -1))
     steps = tuple(
         replace(step, digests=digests(step.digests, step.step),
-                taps=_laid(step.taps, names_at(step.step)[1], whole[1], never))
+                taps=_laid(step.taps, names_at(step.step)[1], whole[1], _NEVER))
         for step in records.steps
     )  # fmt: skip
     named, taps = {group: tuple(names) for group, names in whole[0].items()}, tuple(whole[1])

@@ -175,7 +175,8 @@ def both(*edits: Edit) -> Edit:
 
 def of_rank(run: RunResult, rank: int, **fields: Any) -> RunResult:
     """The run with fields of a rank's records replaced; of its start record by name of those."""
-    start = {name: fields.pop(name) for name in ("tensors", "environment") if name in fields}
+    named = [name for name in ("tensors", "taps", "environment") if name in fields]
+    start = {name: fields.pop(name) for name in named}
     own = run.ranks[rank].start
     assert own is not None
     fields |= {"start": dataclasses.replace(own, **start)} if start else {}

@@ -20,6 +20,7 @@ from harness.records import (
     ABSENT,
     DIGEST_HEX_CHARS,
     NEVER_RAN,
+    TAP_HEX_CHARS,
     PlantSpec,
     RunResult,
     RunSpec,
@@ -29,8 +30,10 @@ from harness.records import (
 from tests.support.run_records import edit
 from tests.unit.harness.bisect.made_up_asker import program_run, run
 from tests.unit.harness.bisect.small_model import (
+    ROWS,
     WEIGHTS,
     both,
+    calls_from,
     digests,
     edited,
     floats,
@@ -275,3 +278,21 @@ def test_the_outermost_module_works_between_its_parts(first: str, phase: str, mo
 
     found = between(leg(len(names)), leg(names.index(first)))
     assert (found.phase, found.module) == (phase, module)
+
+
+def test_taps_of_one_run_alone_are_left_out() -> None:
+    """A run that fuses modules calls none of them; what both runs call tells the place."""
+    tap, candidate = "layers.0.attn.attention:output", run_of(graph=("attn",))
+    candidate = edited(candidate, dict.fromkeys((0, 1), calls_from(tap)))
+    kept = [index for index, (name, _) in enumerate(ROWS) if ".wq:" not in name]
+
+    def fused(record: StepRecord) -> StepRecord:
+        rows = (record.taps[i * TAP_HEX_CHARS : (i + 1) * TAP_HEX_CHARS] for i in kept)
+        return dataclasses.replace(record, taps="".join(rows))
+
+    for rank, own in enumerate(candidate.ranks):
+        assert own.start is not None
+        names, steps = tuple(own.start.taps[i] for i in kept), tuple(map(fused, own.steps))
+        candidate = of_rank(candidate, rank, taps=names, steps=steps)
+    found = between(run_of(), candidate)
+    assert (found.step, found.phase, found.tensor) == (2, "forward", tap)
