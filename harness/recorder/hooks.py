@@ -119,6 +119,7 @@ def _round_at_random(observer: Observer) -> Any:
 
     rounding = Rounding(observer.session.rounding, observer.session.rank)
     observer.aside = rounding.aside
+    observer.most_passes = 1  # a compiler that the mode keeps out would look at what finds more
     for kind in (torch.cuda.CUDAGraph, HostGraph):
         patch("capture_begin", refuse, kind)
     for name in ("begin", "enter"):
@@ -271,7 +272,7 @@ def _hook_forward(observer: Observer) -> None:
         if _is_quiet(observer) or not module.training or not torch.is_grad_enabled():
             return
         if observer.optimizers and observer.names.of_module(module) is not None:
-            observer.begin()
+            observer.forward(module)
         if observer.has_stepped:
             handle.remove()
 
@@ -287,11 +288,12 @@ def _hook_losses(observer: Observer) -> None:
         graph = observer.capturing()
         if depth[0] or (graph is None and _is_quiet(observer)):
             return original(tensors, *args, **kwargs)
+        given = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        roots = [root for root in given if isinstance(root, Tensor)]
         if graph is None:
-            observer.backward()
-        for root in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
-            if isinstance(root, Tensor):
-                observer.loss(root, graph)
+            observer.backward(roots)
+        for root in roots:
+            observer.loss(root, graph)
         depth[0] += 1
         observer.is_in_backward = True
         try:

@@ -11,12 +11,10 @@ on the stream that is current there.
 
 import contextlib
 import functools
-import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from harness.recorder.session import Session
 from harness.recorder.state import (
     OTHERS,
     ByHand,
+    Keeper,
     Named,
     Names,
     Rows,
@@ -39,10 +38,13 @@ from harness.recorder.state import (
     found_in,
     gradient,
     has_gradient,
+    is_there,
     kind_of,
+    least_number,
     mean,
     memory,
     names_of_twins,
+    next_number,
     optimizer_state,
     parameters,
     plain,
@@ -50,7 +52,7 @@ from harness.recorder.state import (
     row_of,
     seconds_between,
     sketch,
-    write_kept,
+    to_host,
 )
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", OTHERS, "losses")
@@ -61,7 +63,6 @@ UNSCALED = "_harness_unscaled"
 WAIT_S = 1e-3
 FINAL = -2
 """In place of a step's number: the state after the last one."""
-_NUMBER = re.compile(r"#\d+")
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Observer(Recorder):
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = self.is_in_trial = False
         self.has_gradients = False  # of `torch.autograd.grad`, which `torch.func` calls, too
-        self.num_taken = self._num_states = 0
+        self.num_taken, self._num_states, self.most_passes = 0, 0, 64
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.clipping: Callable[[], None] = lambda: None
@@ -145,6 +146,8 @@ class Observer(Recorder):
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
+        # Forward passes before the first backward pass: number of its first node, state before it.
+        self._passes: list[tuple[int, Step]] = []
         self._written: dict[str, tuple[list[str], list[str]]] = {}  # names and shapes
         self._written_taps: list[str] = []
         self._last_mark: Any = None
@@ -186,9 +189,30 @@ class Observer(Recorder):
             is_deterministic = torch.are_deterministic_algorithms_enabled()
             gpu = of_gpu(torch) if cuda_is_used() else {}
             self.event("environment", {"deterministic": is_deterministic, **gpu})
+        self._queue.append(self._before_training())
+
+    def _before_training(self) -> Step:
         first = Step(-1)
         self._observe_state(first, self.optimizers)
-        self._queue.append(first)
+        return first
+
+    @guarded
+    def forward(self, module: nn.Module) -> None:
+        """A forward pass with gradients is about to start, which may be that of the first step.
+
+        One that warms something up, and that no loss comes from, is not: each pass of a whole model
+        before the first backward pass finds the state anew, `most_passes` of them.
+        """
+        if not self.has_begun:
+            self._passes = []
+            self.begin()
+            self._passes.append((next_number(), self._queue[0]))
+        elif self._may_be_first(module):
+            self._passes.append((next_number(), self._before_training()))
+
+    def _may_be_first(self, module: nn.Module) -> bool:
+        is_room = len(self._passes) < self.most_passes
+        return is_room and not self.has_trained and self.names.is_root(module)
 
     def _forget(self) -> None:
         """What was recorded as the state before the first step was not that."""
@@ -197,8 +221,13 @@ class Observer(Recorder):
         self._queue.clear()
 
     @guarded
-    def backward(self) -> None:
+    def backward(self, roots: Iterable[Any] = ()) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
+        if not self.has_trained and len(self._passes) > 1:
+            begun = least_number(roots)
+            held = [first for number, first in self._passes if number <= begun]
+            self._queue[0] = (held or [self._queue[0]])[-1]
+        self._passes = []
         self._train()
         self._stepping, self._inner = [], []  # of a step that an error has ended
         self._step_in_backward = self._here()
@@ -219,12 +248,12 @@ class Observer(Recorder):
         if loss.numel() == 1 and loss.is_floating_point():
             loss, step = loss.detach().reshape(()), self._here(graph)
             held = step.told if is_told else step.losses
-            held.append(_to_host(loss) if graph is None else loss)
+            held.append(to_host(loss) if graph is None else loss)
 
     @guarded
     def grad_norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         norm = as_tensor(norm).detach().reshape(-1)[:1].reshape(())
-        self._here(graph).norm = _to_host(norm) if graph is None else norm
+        self._here(graph).norm = to_host(norm) if graph is None else norm
 
     @guarded
     def before(self, optimizer: Any) -> None:
@@ -239,7 +268,7 @@ class Observer(Recorder):
         self._stepping.append(optimizer)
         if isinstance(found := getattr(optimizer, "found_inf", None), Tensor):
             # A fused optimizer itself leaves its step out, and the host does not know yet.
-            step.overflows.append(_to_host(found))
+            step.overflows.append(to_host(found))
         self._observe_gradients(step, [optimizer])
 
     @guarded
@@ -278,8 +307,8 @@ class Observer(Recorder):
         step = self._open()
         step.stepped.add(-1)
         if (static := self._static.get(graph)) is not None:
-            step.losses += map(_to_host, static.losses)
-            step.norm = None if static.norm is None else _to_host(static.norm)
+            step.losses += map(to_host, static.losses)
+            step.norm = None if static.norm is None else to_host(static.norm)
         self._observe_gradients(step, self.optimizers)
         self._step_is_over(step, self.optimizers)
 
@@ -345,7 +374,7 @@ class Observer(Recorder):
             self._queue.append(final)
 
     def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
-        self.step_of_calls().taps.append((name, _to_host(row)))
+        self.step_of_calls().taps.append((name, to_host(row)))
         self.keep(name, tensors)
 
     def keep(self, name: str, values: Sequence[Any], step: int | None = None) -> None:
@@ -457,7 +486,7 @@ class Observer(Recorder):
             self._digest(step, "grads", f"grads{step.place_of(optimizer)}", named)
             if self._is_sketched(step, optimizer):
                 scale = getattr(optimizer, "grad_scale", None)  # of fused ones
-                step.sketches |= {name: _to_host(sketch(held, scale)) for name, held in named}
+                step.sketches |= {name: to_host(sketch(held, scale)) for name, held in named}
 
     def _is_sketched(self, step: Step, optimizer: Any) -> bool:
         """`first` is the first step that is taken: until then weights are those of step 0."""
@@ -510,7 +539,7 @@ class Observer(Recorder):
         """Add digests of tensors, and of what is none, in place of what the section had."""
         by_device: dict[torch.device, Named] = {}
         for name, tensor in named:
-            if step.index == FINAL and not _is_there(tensor):
+            if step.index == FINAL and not is_there(tensor):
                 continue
             by_device.setdefault(tensor.device, []).append((name, tensor))
             if self._keeper is not None:
@@ -536,7 +565,7 @@ class Observer(Recorder):
             digester = Digester(tensors, names)
             self._plans[section, device] = (names, digester)
             digester(tensors, out)
-        return names, _to_host(out), shapes
+        return names, to_host(out), shapes
 
     def _mark(self, step: Step) -> None:
         if cuda_is_used():
@@ -639,58 +668,6 @@ class Observer(Recorder):
             self._written_taps = taps
 
 
-class Keeper:
-    """Copies the tensors that a run is asked to keep, as `KeepSpec` says, and writes them."""
-
-    def __init__(self, session: Session, keep: Mapping[str, Any]) -> None:
-        self._session, self._step = session, keep["step"]
-        self._left, self._held = int(keep["max_bytes"]), list[Any]()
-        self._names = _any_of(keep["names"])
-        # Which of the twins has which number is known once their digests are.
-        self._unnumbered = _any_of(_NUMBER.sub("", name) for name in keep["names"])
-
-    def take(self, step: int, name: str, values: Sequence[Any]) -> None:
-        """Copy what is of that name, if asked for in this step (`ValueError`: too many bytes)."""
-        if step != self._step or not self._unnumbered.fullmatch(_NUMBER.sub("", name)):
-            return
-        for part, each in enumerate(values):
-            tensor = each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64)
-            self._left -= tensor.nbytes
-            if self._left < 0:
-                raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")
-            copy = tensor.detach().to("cpu", copy=True)
-            self._held.append(SimpleNamespace(
-                name=name, part=part, tensor=copy, places=(), as_digested=True
-            ))  # fmt: skip
-
-    def write(self, step: int, twins: Mapping[str, str]) -> None:
-        if step == self._step:
-            session = self._session
-            for kept in self._held:
-                group, _, name = kept.name.partition(":")
-                kept.name = f"{group}:{twins.get(name, name)}" if group == OTHERS else kept.name
-            kept = [each for each in self._held if self._names.fullmatch(each.name)]
-            write_kept(session.folder, session.key, session.rank, step, kept)
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    texts = (".*".join(map(re.escape, name.split("*"))) for name in names)
-    return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
-
-
 def _has_room() -> bool:
     """Whether the device has memory for another program's state while this one's is kept."""
     return not cuda_is_used() or torch.cuda.mem_get_info()[0] > torch.cuda.memory_allocated()
-
-
-def _is_there(tensor: Tensor) -> bool:
-    """Whether its memory was not freed below it, as sharding engines do."""
-    return tensor.untyped_storage().nbytes() >= tensor.nbytes
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host; of a tensor on a device, one that is under way."""
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

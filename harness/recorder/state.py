@@ -13,6 +13,7 @@ import itertools
 import numbers
 import os
 import random
+import re
 import resource
 import struct
 import sys
@@ -20,12 +21,14 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fsdp_core.graph.digest import digest_hex
+from harness.recorder.session import Session
 
 Named = list[tuple[str, Tensor]]
 OUTSIDE = (
@@ -45,6 +48,7 @@ ORIGINAL, MAIN = "orig_param", "main_param"
 """Attributes: of a parameter trained in another's place, that one (megatron-fsdp), and of one in
 whose place another is trained, the other (megatron-core)."""
 
+_NUMBER = re.compile(r"#\d+")
 
 _frozen: list[weakref.ref[Any]] = []
 
@@ -172,6 +176,10 @@ class Names:
     def of_module(self, module: nn.Module) -> str | None:
         """The module's path, "" for a root; None if it is not known."""
         return self._name(module) if self.knows(module) else None
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether it is an outermost module, or wraps one."""
+        return self.knows(module) and not self._known[id(module)][2]
 
     def _name(self, held: Any) -> str:
         _, root, path = self._known[id(held)]
@@ -352,6 +360,27 @@ class ByHand:
         live = [model for ref in self._models if (model := ref()) is not None]
         trained = (p for each in live for p in each.parameters() if p.requires_grad)
         return [{"params": list(dict.fromkeys(trained))}]
+
+
+def next_number() -> int:
+    """The sequence number of the node that autograd makes next in this thread."""
+    with torch.enable_grad():
+        node = torch.ones((), requires_grad=True, device="cpu").clone().grad_fn
+    assert node is not None
+    return node._sequence_nr() + 1
+
+
+def least_number(roots: Iterable[Tensor]) -> int:
+    """The least sequence number of the nodes of a graph: that of the first one made."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, least = set(nodes), sys.maxsize
+    while nodes:
+        node = nodes.pop()
+        least = min(least, node._sequence_nr())
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        nodes += new
+    return least
 
 
 def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, dict[str, Any]]:
@@ -589,3 +618,55 @@ def sketch(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     if scale is not None:
         numbers /= scale.to(numbers)
     return torch.cat([elements, numbers])
+
+
+class Keeper:
+    """Copies the tensors that a run is asked to keep, as `KeepSpec` says, and writes them."""
+
+    def __init__(self, session: Session, keep: Mapping[str, Any]) -> None:
+        self._session, self._step = session, keep["step"]
+        self._left, self._held = int(keep["max_bytes"]), list[Any]()
+        self._names = _any_of(keep["names"])
+        # Which of the twins has which number is known once their digests are.
+        self._unnumbered = _any_of(_NUMBER.sub("", name) for name in keep["names"])
+
+    def take(self, step: int, name: str, values: Sequence[Any]) -> None:
+        """Copy what is of that name, if asked for in this step (`ValueError`: too many bytes)."""
+        if step != self._step or not self._unnumbered.fullmatch(_NUMBER.sub("", name)):
+            return
+        for part, each in enumerate(values):
+            tensor = each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64)
+            self._left -= tensor.nbytes
+            if self._left < 0:
+                raise ValueError(f"Expected fewer bytes to keep at step {step}; at {name}.")
+            copy = tensor.detach().to("cpu", copy=True)
+            self._held.append(SimpleNamespace(
+                name=name, part=part, tensor=copy, places=(), as_digested=True
+            ))  # fmt: skip
+
+    def write(self, step: int, twins: Mapping[str, str]) -> None:
+        if step == self._step:
+            session = self._session
+            for kept in self._held:
+                group, _, name = kept.name.partition(":")
+                kept.name = f"{group}:{twins.get(name, name)}" if group == OTHERS else kept.name
+            kept = [each for each in self._held if self._names.fullmatch(each.name)]
+            write_kept(session.folder, session.key, session.rank, step, kept)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    texts = (".*".join(map(re.escape, name.split("*"))) for name in names)
+    return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether its memory was not freed below it, as sharding engines do."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host; of a tensor on a device, one that is under way."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

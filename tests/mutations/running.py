@@ -35,8 +35,7 @@ RUNNING = [
          ".items()}\n", ""),
         ("told_losses_ignored", "return self.told or self.losses",
          "return self.losses or self.told", "recorder/test_steps"),
-        ("copy_is_the_tensor", "return tensor.clone()", "return tensor",
-         "recorder/test_steps"),
+        ("warm_up_is_before_step_0", "len(self._passes) > 1:", "False:", "recorder/test_steps"),
         ("hook_failure_swallowed", "            self.session.broken(error)\n",
          "            del error\n", "recorder/test_session"),
         ("nonfinite_not_written",
@@ -59,6 +58,7 @@ RUNNING = [
     *slips_of(
         "recorder/state.py",
         "recorder/test_steps",
+        ("copy_is_the_tensor", "return tensor.clone()", "return tensor"),
         ("zeros_train", "bool(each.any()) for each", "True for _"),
         ("by_hand_trains_all", "each.parameters() if p.requires_grad)", "each.parameters())"),
     ),
@@ -145,7 +145,7 @@ RUNNING = [
     *slips_of(
         "recorder/hooks.py",
         "recorder/test_steps recorder/test_rounding",
-        ("first_root_only", "else tuple(tensors):", "else tuple(tensors)[:1]:",
+        ("first_root_only", "else tuple(tensors)", "else tuple(tensors)[:1]",
          "recorder/test_steps"),
         ("seed_is_not_seen", "observer.seeded.add(kind)", "observer.seeded.discard(kind)"),
         ("checkpoint_counts_as_microbatch", "depth[0] += 1", "depth[0] += 0"),

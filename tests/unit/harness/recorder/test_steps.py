@@ -455,3 +455,27 @@ def test_a_resume_by_torchs_checkpoints_is_no_step(tmp_path: Path) -> None:
     for group in ("grads", "weights", "optim"):
         for step in (0, 1):
             assert digests(straight, group, step) == digests(resumed, group, step) != {}
+
+
+def test_the_state_before_step_0_is_that_of_the_pass_that_is_trained(tmp_path: Path) -> None:
+    """Passes that warm a model up, kept or not, change nothing; the loss may be of several."""
+
+    def program(warm_up: int, is_kept: bool = False, value: float = 1.0) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        optimizer, state = SGD(model.parameters(), 0.1), copy.deepcopy(model.state_dict())
+        kept = [model(torch.ones(2, 3)) for _ in range(warm_up)]
+        if not is_kept:
+            kept.clear()
+        model.load_state_dict(state)
+        torch.manual_seed(1)
+        first, second = value * torch.rand(2, 3), torch.rand(2, 3)
+        (model(first).sum() + model(second).sum()).backward()
+        optimizer.step()
+
+    cold, *others = pair(lambda given: program(*given), tmp_path, (0,), (1,), (3, True))
+    for warm in others:
+        assert warm.initial == cold.initial
+        assert warm.steps[0].digests == cold.steps[0].digests
+    other = recorded(lambda: program(1, value=2.0), tmp_path / "other")
+    assert other.initial == cold.initial
+    assert digests(other, "buffers", 0) != digests(cold, "buffers", 0)
