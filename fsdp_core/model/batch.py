@@ -74,11 +74,11 @@ class Capacity:
         return -(-length // self.multiple) * self.multiple
 
 
-def padding_multiple(cp: int, tp: int, *, sequence_parallel: bool) -> int:
+def padding_multiple(cp: int, tp: Axis) -> int:
     """What sequences are padded to a multiple of: 2 * cp, times tp under sequence parallel. Either
     half of a sequence on a context rank can then be cut over tp.
     """
-    return 2 * cp * (tp if sequence_parallel else 1)
+    return 2 * cp * (tp.size if tp.cuts_sequence else 1)
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,12 @@ class Part:
             return torch.full((), number, dtype=torch.float64, device=device)
         return self.counted.sum(dtype=torch.float64)
 
-    def valid(self, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor | None:
+    def valid(self, tp: Axis) -> torch.Tensor | None:
         """bool, tokens that are no padding, laid out as activations are; None where all are."""
         if self.plan.valid is None:
             return None
         valid = self.plan.valid.expand(self.targets.shape)
-        return valid.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if sequence_parallel else valid
+        return valid.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if tp.cuts_sequence else valid
 
 
 @dataclass(frozen=True)
@@ -232,12 +232,7 @@ def loss_weight(num_counted: torch.Tensor, num_microbatches: int, axes: Axes) ->
     `num_counted`: float64 scalar, tokens of this rank that count in all its microbatches.
     """
     total = num_counted
-    for axis in (axes.dp_outer, axes.dp, axes.cp):
+    for axis in axes.averaged:
         total = all_reduce(total, axis)
     # A step in which nothing counts has a loss of zero.
-    return num_averaged(axes) * num_microbatches / total.clamp(min=1.0)
-
-
-def num_averaged(axes: Axes) -> int:
-    """R: ranks that hold different tokens, and over which gradients are averaged."""
-    return axes.dp_outer.size * axes.dp.size * axes.cp.size
+    return axes.num_averaged * num_microbatches / total.clamp(min=1.0)

@@ -357,24 +357,16 @@ def ring_attention(
 
 
 def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    *, plan: ContextPlan, axis: Axis, scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: ContextPlan, axis: Axis
+) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks of a context axis.
 
     q, k, v: this rank's part, [B, T, N, D], [B, T, K, D], [B, T, K, E]; N a multiple of K.
     plan: which tokens these are.
-    scale: of the products of queries and keys, 1 / sqrt(D) unless given.
     Returns [B, T, N, E]; rows of padding are zero, and so are their gradients.
     """
-    batch, time, heads, width = q.shape
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    assert k.shape == (batch, time, k.shape[2], width), shapes
-    assert v.shape[:3] == k.shape[:3], shapes
-    assert heads % k.shape[2] == 0, shapes
-    assert q.dtype == k.dtype == v.dtype, f"{q.dtype}, {k.dtype}, {v.dtype}"
     assert (plan.size, plan.rank) == (axis.size, axis.rank), f"a plan for {plan.rank} on {axis}"
-    assert time == plan.rows.shape[0], f"{time} local tokens of {plan.rows.shape[0]}"
-    assert plan.spans.offsets is None or batch == 1, shapes
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    assert q.shape[1] == plan.rows.shape[0], f"{q.shape[1]} local tokens of {plan.rows.shape[0]}"
+    assert plan.spans.offsets is None or q.shape[0] == 1, q.shape
+    scale = 1.0 / math.sqrt(q.shape[-1])
     return ring_attention((q, k, v), plan=plan, axis=axis, kernel=kernel_for(q, v), scale=scale)

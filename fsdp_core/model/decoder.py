@@ -33,9 +33,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.batch import Part
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.moe.dispatcher import Combine, Delivery, Dispatch, MoeAxes, Plan, Preprocess
+from fsdp_core.model.moe.dispatcher import Combine, Delivery, Dispatch, Plan, Preprocess
 from fsdp_core.model.moe.router import Router, RouterRule
-from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.pipeline_schedule import split_layers
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
 from fsdp_core.parallel.tensor_parallel import ColumnLinear, VocabEmbedding, vocab_cross_entropy
@@ -63,7 +63,7 @@ class MoeLayer(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, rule: RouterRule, axes: MoeAxes,
+        self, hidden: int, rule: RouterRule, axes: Axes,
         *, delivery: Delivery, experts: nn.Module, shared: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -118,7 +118,12 @@ class Residual:
 
 Run = Callable[[torch.Tensor, Part], torch.Tensor]
 Recompute = Callable[[Run, torch.Tensor, Part], torch.Tensor]
-"""Runs a part of a layer, and once more in its backward pass."""
+"""Runs a part of a layer, and perhaps once more in its backward pass."""
+
+
+def run_once(run: Run, x: torch.Tensor, part: Part) -> torch.Tensor:
+    """A `Recompute` that keeps everything for the backward pass."""
+    return run(x, part)
 
 
 def recompute_with(streams: RandomStreams | None, *, reentrant: bool) -> Recompute:
@@ -149,29 +154,19 @@ def recompute_with(streams: RandomStreams | None, *, reentrant: bool) -> Recompu
     return recompute_reentrant if reentrant else recompute
 
 
-def stream_of(streams: RandomStreams, *, sequence_parallel: bool) -> RandomStream:
-    """What a branch's dropout draws from. Ranks of tp draw the same where they hold the same
-    activations, and their own under sequence parallel, where each holds other tokens.
-    """
-    return streams.equal_over(*(() if sequence_parallel else ("tp",)))
-
-
 class AttentionBranch(nn.Module):
     """x + dropout(attention(norm(x))): graph scope `attn`. `recompute`: see `Layer`."""
 
     def __init__(
         self, norm: nn.Module, attention: nn.Module, residual: Residual,
-        recompute: Recompute | None = None,
+        recompute: Recompute = run_once,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm, self.attention, self.residual = norm, attention, residual
         self._recompute = recompute
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        return (
-            self._recompute(self._run, x_BTH, part) if self._recompute else self._run(x_BTH, part)
-        )
+        return self._recompute(self._run, x_BTH, part)
 
     def _run(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         out = self.attention(self.norm(x_BTH), part)
@@ -186,8 +181,7 @@ class MlpBranch(nn.Module):
         self.norm, self.mlp, self.residual = norm, mlp, residual
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]; `part` is for branches of experts."""
-        del part
+        del part  # for branches of experts
         out = self.mlp(self.norm(x_BTH))
         return self.residual.add(x_BTH, out, training=self.training)
 
@@ -216,19 +210,18 @@ class MoeBranch(nn.Module):
     rest(crossing)          dispatch, experts, combine, residual
     """
 
-    def __init__(self, norm: nn.Module, moe: MoeLayer, residual: Residual, axes: MoeAxes) -> None:
+    def __init__(self, norm: nn.Module, moe: MoeLayer, residual: Residual, tp: Axis) -> None:
         super().__init__()
-        self.norm, self.moe, self.residual, self._axes = norm, moe, residual, axes
+        self.norm, self.moe, self.residual, self._tp = norm, moe, residual, tp
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        out = self.moe(self.norm(x_BTH), self._valid(part))
+        out = self.moe(self.norm(x_BTH), part.valid(self._tp))
         return self.residual.add(x_BTH, out, training=self.training)
 
     def front(self, x_BTH: torch.Tensor, part: Part, *, plans: bool) -> Crossing:
         """[B, T, H] to what experts need of it; with `plans` where rows go, too."""
         normed_BTH = self.norm(x_BTH)
-        routed = self.moe.router_stage(normed_BTH, self._valid(part))
+        routed = self.moe.router_stage(normed_BTH, part.valid(self._tp))
         plan = self.moe.preprocess(routed.experts, routed.probs) if plans else None
         # Last, so that its gradient comes first.
         return Crossing(normed_BTH, routed, plan, x_BTH.view_as(x_BTH))
@@ -241,10 +234,6 @@ class MoeBranch(nn.Module):
         out = self.moe.experts_stage(normed_BTH, routed, plan)
         return self.residual.add(x_BTH, out, training=self.training)
 
-    def _valid(self, part: Part) -> torch.Tensor | None:
-        axes = self._axes
-        return part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
-
 
 class Layer(nn.Module):
     """Attention branch, then a dense or an expert branch. The FSDP unit. What is computed again
@@ -253,16 +242,13 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self, attn: AttentionBranch, mlp: MlpBranch | MoeBranch, recompute: Recompute | None = None
+        self, attn: AttentionBranch, mlp: MlpBranch | MoeBranch, recompute: Recompute = run_once
     ) -> None:
         super().__init__()
         self.attn, self.mlp, self._recompute = attn, mlp, recompute
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        return (
-            self._recompute(self._run, x_BTH, part) if self._recompute else self._run(x_BTH, part)
-        )
+        return self._recompute(self._run, x_BTH, part)
 
     def _run(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         result: torch.Tensor = self.mlp(self.attn(x_BTH, part), part)
@@ -279,8 +265,9 @@ class LayerMaker:
         self._config, self._axes, self._factory = config, axes, factory
         what, _, reentrant = recompute.partition("_")
         again = recompute_with(streams if config.dropout else None, reentrant=bool(reentrant))
-        self._again = {name: again if what == name else None for name in ("full", "attn")}
-        stream = stream_of(streams, sequence_parallel=axes.sequence_parallel)
+        self._again = {name: again if what == name else run_once for name in ("full", "attn")}
+        # Ranks of tp draw the same where they hold the same activations.
+        stream = streams.equal_over(*(() if axes.tp.cuts_sequence else ("tp",)))
         self._residual = Residual(config.dropout, stream)
         self.rope = factory.rope(config)
 
@@ -295,7 +282,7 @@ class LayerMaker:
         return Layer(attn, branch, self._again["full"])
 
     def _moe_branch(self) -> MoeBranch:
-        config, axes, factory = self._config, MoeAxes.of(self._axes), self._factory
+        config, axes, factory = self._config, self._axes, self._factory
         rule = RouterRule(
             num_experts=config.experts, top_k=config.top_k, scores=config.score,
             normalised=config.normalise_top_k, scale=config.route_scale,
@@ -304,17 +291,15 @@ class LayerMaker:
         delivery = Delivery(
             dispatcher=config.dispatcher, capacity_factor=config.capacity_factor, drop=config.drop
         )
-        shared = factory.shared_experts(config, self._axes)
-        experts = factory.experts(config, self._axes)
+        shared, experts = factory.shared_experts(config, axes), factory.experts(config, axes)
         moe = MoeLayer(config.hidden, rule, axes, delivery=delivery, shared=shared, experts=experts)
-        return MoeBranch(factory.norm(config, self._axes), moe, self._residual, axes)
+        return MoeBranch(factory.norm(config, axes), moe, self._residual, axes.tp)
 
 
 class DecoderStage(nn.Module):
     """Some layers of the decoder, the embedding if it is first, the head and loss if it is last.
 
-    Weights are NaN, or whatever torch left there, until `weights.init_weights` or
-    `weights.load_global` gives them values.
+    Weights are NaN, or whatever torch left there, until `sharding.init_weights` gives them values.
 
     layers: global numbers of its layers; None: all.
     streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
@@ -341,24 +326,18 @@ class DecoderStage(nn.Module):
         self.on_microbatch: Callable[[Part, int], None] | None = None
         make = LayerMaker(config, axes, factory, streams, recompute)
         numbers = range(config.layers) if layers is None else layers
-        cut = {"sequence_parallel": axes.sequence_parallel}
         self.rope = make.rope
         self.around = factory.precision(axes)
-        self.embedding = (
-            VocabEmbedding(config.vocab_size, config.hidden, axes.tp, **cut) if is_first else None
-        )
+        vocab, hidden = config.vocab_size, config.hidden
+        self.embedding = VocabEmbedding(vocab, hidden, axes.tp) if is_first else None
         self.layers = nn.ModuleDict({str(number): make.layer(number) for number in numbers})
         self.norm = factory.norm(config, axes) if is_last else None
-        self.head = (
-            ColumnLinear(config.hidden, config.vocab_size, axes.tp, **cut) if is_last else None
-        )
+        self.head = ColumnLinear(hidden, vocab, axes.tp) if is_last else None
 
     def forward(self, x: torch.Tensor, part: Part, *, microbatch: int = 0) -> torch.Tensor:
         """Tokens int64 [B, T], or x, to x, or to this rank's loss: float32 (float64) scalar.
-        `microbatch`: slot of the microbatch, for graphs, which are kept by slot (`ValueError`: rows
-        of more tokens than there are positions).
+        `microbatch`: slot of the microbatch, for graphs, which are kept by slot.
         """
-        self._check_length(part)
         if self.on_microbatch is not None:
             self.on_microbatch(part, microbatch)
         if self.embedding is not None:
@@ -375,23 +354,11 @@ class DecoderStage(nn.Module):
             weight = weight.to(losses.dtype)
         return losses.sum() * weight
 
-    def _check_length(self, part: Part) -> None:
-        """Before a GPU looks past the end of a table, which it does not survive."""
-        plan, most = part.plan, self.config.seq
-        length = plan.rows.shape[0] * plan.size
-        # Of packed rows the sequences are checked where they are packed: `Capacity.longest`.
-        if plan.spans.offsets is None and length > most:
-            raise ValueError(
-                f"Expected sequences of at most {most} tokens, as many as the model has positions "
-                f"for (seq), got {length}."
-            )
-
     def _without_padding(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         """Zeros in rows of padding, which then stay zero through every layer. Whatever they held
         would be multiplied by gradients of zero, and NaN times zero is NaN.
         """
-        axes = self.axes
-        valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
+        valid = part.valid(self.axes.tp)
         return x if valid is None else x.masked_fill(~valid[..., None], 0.0)
 
     @property
@@ -424,19 +391,12 @@ def make_layers(
     fused_rope: RoPE by a kernel that walks the sequences of a pack.
     dtype: compute dtype.
     Raises BackendMissing: `te` where TransformerEngine or CUDA is absent.
-    Raises ValueError: fp8 of another backend than `te`, or an unknown one; fused experts in blocks.
     """
     if backend == "te":
         from fsdp_core.model.te.layers import TeLayers
 
-        if fp8 == "block" and fused_experts:
-            raise ValueError(
-                "Expected fused_experts False for fp8 block, got True: TransformerEngine's grouped "
-                "operators find no kernel for it (2.20.2 on Hopper, at any width)."
-            )
         return TeLayers(recipe=fp8, fused_experts=fused_experts, fused_rope=fused_rope, dtype=dtype)
-    if fp8 != "none":
-        raise ValueError(f"Expected backend te for fp8, got backend {backend} and fp8 {fp8}.")
+    assert fp8 == "none", fp8
     return LayerFactory(fused_experts=fused_experts is True, fused_rope=fused_rope)
 
 

@@ -52,7 +52,6 @@ from torch import nn
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
-from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.experts import Experts, make_fused_experts
 from fsdp_core.parallel.context import positions_of
 from fsdp_core.parallel.mesh import Axes, Axis
@@ -105,7 +104,6 @@ class RopeTable(nn.Module):
 
     num_positions: positions 0 to num_positions - 1 may be looked up.
     width: of the part of a head that is turned, even.
-    Raises ValueError: no position, or an odd width.
     """
 
     cos: torch.Tensor
@@ -115,10 +113,7 @@ class RopeTable(nn.Module):
         self, num_positions: int, width: int, theta: float, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        if num_positions < 1 or width < 2 or width % 2:
-            raise ValueError(
-                f"Expected a position or more and an even width, got {num_positions} and {width}."
-            )
+        assert not width % 2, width
         self._formula = num_positions, width, theta
         cos, sin = rope_tables(*self._formula, device or torch.device("cpu"))
         self.register_buffer("cos", cos, persistent=False)
@@ -233,8 +228,7 @@ class GroupedQueryAttention(_Attention):
 
     def __init__(self, config: ModelConfig, axes: Axes, rope: RopeTable, norm: MakeNorm) -> None:
         super().__init__()
-        tp = axes.tp
-        self.tp, self.sequence_parallel, self.rope = tp, axes.sequence_parallel, rope
+        tp, self.tp, self.rope = axes.tp, axes.tp, rope
         self.head_dim = config.head_dim
         self.heads = chunk_of(config.heads, "heads", tp.name, tp.size)
         self.kv_heads = chunk_of(config.kv_heads, "kv_heads", tp.name, tp.size)
@@ -249,14 +243,12 @@ class GroupedQueryAttention(_Attention):
     def _make_projections(self, config: ModelConfig, axes: Axes) -> None:
         hidden, width, kv_width = config.hidden, config.heads, config.kv_heads
         width, kv_width = width * self.head_dim, kv_width * self.head_dim
-        cut: dict[str, Any] = {"sequence_parallel": axes.sequence_parallel}
-        self.wq = ColumnLinear(hidden, width, axes.tp, **cut)
-        self.wk = ColumnLinear(hidden, kv_width, axes.tp, **cut)
-        self.wv = ColumnLinear(hidden, kv_width, axes.tp, **cut)
-        self.wo = RowLinear(width, hidden, axes.tp, **cut)
+        self.wq = ColumnLinear(hidden, width, axes.tp)
+        self.wk = ColumnLinear(hidden, kv_width, axes.tp)
+        self.wv = ColumnLinear(hidden, kv_width, axes.tp)
+        self.wo = RowLinear(width, hidden, axes.tp)
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
         q, k, v = self._project(x_BTH)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -264,7 +256,7 @@ class GroupedQueryAttention(_Attention):
 
     def _project(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [B, T, heads, D]."""
-        whole = enter(x_BTH, self.tp, sequence_parallel=self.sequence_parallel)
+        whole = enter(x_BTH, self.tp)
         q, k, v = (
             layer(whole, entered=True).unflatten(-1, (-1, self.head_dim))
             for layer in (self.wq, self.wk, self.wv)
@@ -283,8 +275,7 @@ class LatentAttention(_Attention):
         self, config: ModelConfig, axes: Axes, rope: RopeTable, norm: MakeNorm, linear: MakeLinear
     ) -> None:
         super().__init__()
-        tp = axes.tp
-        self.tp, self.sequence_parallel, self.rope = tp, axes.sequence_parallel, rope
+        tp, self.tp, self.rope = axes.tp, axes.tp, rope
         self.heads = chunk_of(config.heads, "heads", tp.name, tp.size)
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.v_dim = config.v_head_dim
@@ -296,24 +287,21 @@ class LatentAttention(_Attention):
         hidden, heads, latent, q_rank = (
             config.hidden, config.heads, config.kv_lora_rank, config.q_lora_rank,
         )  # fmt: skip
-        cut: dict[str, Any] = {"sequence_parallel": axes.sequence_parallel}
-        part: dict[str, Any] = {"sees_part": axes.sequence_parallel}
+        tp, sees_part = axes.tp, axes.tp.cuts_sequence
         self.wq_down = None if q_rank is None else linear(hidden, q_rank)
-        self.q_norm = None if q_rank is None else norm(q_rank, **part)
-        q_width = heads * (self.nope_dim + self.rope_dim)
-        self.wq = ColumnLinear(q_rank or hidden, q_width, axes.tp, **cut)
-        self.wkv_down, self.kv_norm = linear(hidden, latent), norm(latent, **part)
+        self.q_norm = None if q_rank is None else norm(q_rank, sees_part=sees_part)
+        self.wq = ColumnLinear(q_rank or hidden, heads * (self.nope_dim + self.rope_dim), tp)
+        self.wkv_down, self.kv_norm = linear(hidden, latent), norm(latent, sees_part=sees_part)
         self.wk_rope = linear(hidden, self.rope_dim)
-        self.wk = ColumnLinear(latent, heads * self.nope_dim, axes.tp, **cut)
-        self.wv = ColumnLinear(latent, heads * self.v_dim, axes.tp, **cut)
-        self.wo = RowLinear(heads * self.v_dim, hidden, axes.tp, **cut)
+        self.wk = ColumnLinear(latent, heads * self.nope_dim, tp)
+        self.wv = ColumnLinear(latent, heads * self.v_dim, tp)
+        self.wo = RowLinear(heads * self.v_dim, hidden, tp)
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
         q_nope, q_rope = self._queries(x_BTH).split((self.nope_dim, self.rope_dim), dim=-1)
         q = torch.cat((q_nope, self.rope.turn(q_rope, part)), dim=-1)
         k_nope, v = self._keys_and_values(x_BTH)
-        k_rope = enter(self.wk_rope(x_BTH), self.tp, sequence_parallel=self.sequence_parallel)
+        k_rope = enter(self.wk_rope(x_BTH), self.tp)
         k_rope = self.rope.turn(k_rope.unsqueeze(2), part).expand(-1, -1, k_nope.shape[2], -1)
         return self._attend(q, torch.cat((k_nope, k_rope), dim=-1), v, part)
 
@@ -323,8 +311,7 @@ class LatentAttention(_Attention):
         return self._by_head(self.wq(x_BTH))
 
     def _keys_and_values(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        latent = self.kv_norm(self.wkv_down(x_BTH))
-        latent = enter(latent, self.tp, sequence_parallel=self.sequence_parallel)
+        latent = enter(self.kv_norm(self.wkv_down(x_BTH)), self.tp)
         k_nope = self._by_head(self.wk(latent, entered=True))
         return k_nope, self._by_head(self.wv(latent, entered=True))
 
@@ -397,15 +384,13 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, axes: Axes) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = axes.tp, axes.sequence_parallel
-        cut: dict[str, Any] = {"sequence_parallel": axes.sequence_parallel}
-        self.gate = ColumnLinear(hidden, ffn, axes.tp, **cut)
-        self.up = ColumnLinear(hidden, ffn, axes.tp, **cut)
-        self.down = RowLinear(ffn, hidden, axes.tp, **cut)
+        self.tp = axes.tp
+        self.gate = ColumnLinear(hidden, ffn, axes.tp)
+        self.up = ColumnLinear(hidden, ffn, axes.tp)
+        self.down = RowLinear(ffn, hidden, axes.tp)
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        whole = enter(x_BTH, self.tp, sequence_parallel=self.sequence_parallel)
+        whole = enter(x_BTH, self.tp)
         inner = F.silu(self.gate(whole, entered=True)) * self.up(whole, entered=True)
         result: torch.Tensor = self.down(inner)
         return result
@@ -443,14 +428,14 @@ class LayerFactory:
 
     def norm(self, config: ModelConfig, axes: Axes) -> nn.Module:
         """A norm of the residual stream."""
-        return self._norm(config, axes, config.hidden, sees_part=axes.sequence_parallel)
+        return self._norm(config, axes, config.hidden, sees_part=axes.tp.cuts_sequence)
 
     def _norm(self, config: ModelConfig, axes: Axes, width: int, *, sees_part: bool) -> nn.Module:
         return _summed(self.rms_norm(width, config.norm_eps), axes, sees_part=sees_part)
 
     def _replicated(self, axes: Axes, in_features: int, out_features: int) -> nn.Module:
         layer = self.linear(in_features, out_features)
-        return _summed(layer, axes, sees_part=axes.sequence_parallel)
+        return _summed(layer, axes, sees_part=axes.tp.cuts_sequence)
 
     def attention(
         self, config: ModelConfig, axes: Axes, rope: RopeTable
@@ -475,7 +460,7 @@ class LayerFactory:
     def experts(self, config: ModelConfig, axes: Axes) -> nn.Module:
         """Routed experts of this rank: rows and groups as `moe.dispatcher` has them."""
         make = make_fused_experts if self.fused_experts else Experts
-        return make(config.experts, config.hidden, config.expert_ffn, MoeAxes.of(axes))
+        return make(config.experts, config.hidden, config.expert_ffn, axes)
 
 
 def _summed(module: nn.Module, axes: Axes, *, sees_part: bool) -> nn.Module:

@@ -22,8 +22,8 @@ depends on nothing but the seed and the name. A model here is the list of a rank
 """
 
 import functools
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -32,20 +32,13 @@ from fsdp_core.config import FsdpConfig
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.norms import scale_to, total_norm
 from fsdp_core.fsdp.pool import Pool
-from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.parallel.mesh import Axes, all_reduce
-from fsdp_core.parallel.tensor_parallel import (
-    Cut,
-    named_cuts,
-    named_stretches,
-    take,
-)
+from fsdp_core.parallel.rng import seed_of
+from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, named_stretches, take
 
 _WRITES_RESIDUAL = ("wo", "down")
 """Modules that write to the residual stream, by the last part of their names."""
-EXPERT_AXIS = "ep"
 
 
 def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_std: float) -> None:
@@ -57,13 +50,10 @@ def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_st
     sqrt(2 * layers) (Radford et al., 2019); norm weights are one.
 
     layers: of the whole model.
-    Raises ValueError: a stage that is sharded already.
     """
     for stage in stages:
         stretches = named_stretches(stage)
         for name, parameter in stage.named_parameters():
-            if isinstance(parameter, RowSharded):
-                raise ValueError(f"Expected stages to initialise before FSDP, got {name} sharded.")
             with torch.no_grad():
                 if parameter.dim() < 2:
                     parameter.fill_(1.0)
@@ -81,25 +71,16 @@ def _draw(
     """This rank's part, float32 on the CPU."""
     if parameter.dim() < 3:
         return take(_normal(name, global_shape(parameter.shape, cuts), seed, std), cuts)
-    first, inner = _expert_cut(cuts), tuple(cut for cut in cuts if cut.dim > 0)
-    inner = tuple(Cut(c.axis, c.dim - 1, c.axis_size, c.index) for c in inner)
+    local = parameter.shape[0]
+    first = next(cut.index * local for cut in cuts if cut.dim == 0)
+    inner = tuple(replace(cut, dim=cut.dim - 1) for cut in cuts if cut.dim)
     shape = global_shape(parameter.shape[1:], inner)
-    number = first.index * parameter.shape[0]
-    return torch.stack(
-        [
-            take(_normal(f"{name}[{number + i}]", shape, seed, std), inner)
-            for i in range(parameter.shape[0])
-        ]
-    )
-
-
-def _expert_cut(cuts: tuple[Cut, ...]) -> Cut:
-    return next((cut for cut in cuts if cut.dim == 0), Cut(EXPERT_AXIS, 0, 1, 0))
+    names = (f"{name}[{number}]" for number in range(first, first + local))
+    return torch.stack([take(_normal(each, shape, seed, std), inner) for each in names])
 
 
 def _normal(name: str, shape: Sequence[int], seed: int, std: float) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{seed}: {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     return torch.empty(tuple(shape)).normal_(0.0, std, generator=generator)
 
 
@@ -143,7 +124,7 @@ def shard_stage(
     shard(stage, mesh=dense, strategy=strategy, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(num_averaged(axes)))
+            module.set_gradient_divide_factor(float(axes.num_averaged))
 
 
 # ---- the norm of all gradients

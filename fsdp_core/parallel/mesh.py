@@ -20,10 +20,11 @@ they are, without host sync; not their differentiable variants, which accept a s
 here it is refused, as it would leave out what other ranks contribute.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,15 +43,17 @@ _SHARDED_OVER = ("dp", "dp_outer", "edp")
 @dataclass(frozen=True)
 class Axis:
     """One parallel axis as this rank sees it: its name in `AXES`, and this rank's coordinate. The
-    group has the ranks along the axis in the order of their coordinates.
+    group has the ranks along the axis in the order of their coordinates. `cuts_sequence`: under
+    sequence parallel tp cuts activations [B, T, H] between its regions along T.
     """
 
     name: str
     size: int
     rank: int
     group: dist.ProcessGroup
+    cuts_sequence: bool = False
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         """Itself: a copy of a module talks to the same ranks over the same group."""
         return self
 
@@ -59,7 +62,6 @@ class Axis:
 class Axes:
     """All axes of a layout. `dense_mesh`: what FSDP shards dense parameters over: dp and cp as one
     axis, and dp_outer as an outer one where it is larger than 1. `expert_mesh`, for experts: edp.
-    `sequence_parallel`: activations between tensor-parallel regions are cut along the sequence.
     """
 
     tp: Axis
@@ -72,7 +74,28 @@ class Axes:
     edp: Axis
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
-    sequence_parallel: bool
+
+    __deepcopy__ = Axis.__deepcopy__
+
+    @property
+    def averaged(self) -> tuple[Axis, ...]:
+        """Ranks along these have different samples or chunks of them; R is their product."""
+        return self.dp_outer, self.dp, self.cp
+
+    @property
+    def num_averaged(self) -> int:
+        """R: ranks over which the loss, and gradients of dense parameters, are averaged."""
+        return math.prod(axis.size for axis in self.averaged)
+
+    @property
+    def tokens(self) -> tuple[Axis, ...]:
+        """Ranks along these have different tokens between tensor-parallel regions."""
+        return (*self.averaged, self.tp) if self.tp.cuts_sequence else self.averaged
+
+    @property
+    def etp_shares_tokens(self) -> bool:
+        """Whether ranks of an etp group, which then are those of tp, have the same tokens."""
+        return self.tp.size > 1 and not self.tp.cuts_sequence
 
 
 def init_ranks(
@@ -120,11 +143,11 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
     dense = _whole_mesh(device, shape, {name: made.group(each) for name, each in flat.items()})
     named = {axis: made.group(axis) for axis in of_experts._fields}
     expert = _whole_mesh(device, of_experts, named)
+    axes["tp"] = replace(axes["tp"], cuts_sequence=parallel.sequence_parallel)
     return Axes(
         **axes,
         dense_mesh=dense["dp_cp"] if parallel.dp_outer == 1 else dense["dp_outer", "dp_cp"],
         expert_mesh=expert["edp"],
-        sequence_parallel=parallel.sequence_parallel,
     )
 
 

@@ -120,7 +120,7 @@ class RandomStreams:
         places = [f"{a.name}={a.rank}" for a in self._axes.values() if a.name not in names]
         name = f"equal over {shared} at {' '.join(sorted(places)) or 'every rank'}"
         if name not in self._streams:
-            self._streams[name] = RandomStream(name, _seed(self._seed, name), self._device, self)
+            self._streams[name] = RandomStream(name, seed_of(self._seed, name), self._device, self)
         return self._streams[name]
 
     @property
@@ -189,8 +189,8 @@ class RandomStreams:
         self.drawing = stream
 
 
-def _seed(seed: int, name: str) -> int:
-    """63 bits out of the run's seed and the stream's name (BLAKE2b, RFC 7693)."""
+def seed_of(seed: int, name: str) -> int:
+    """63 bits out of the run's seed and a name (BLAKE2b, RFC 7693)."""
     digest = hashlib.blake2b(f"{seed}: {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

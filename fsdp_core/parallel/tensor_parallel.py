@@ -13,7 +13,7 @@ et al., 2022.)
 
 Column layers of one input (q, k and v; gate and up) share one gather, and one sum of gradients:
 
-    whole = enter(x, axis, sequence_parallel=...)
+    whole = enter(x, axis)
     gate, up = layer_gate(whole, entered=True), layer_up(whole, entered=True)
 
 Weights are NaN until they are initialised or loaded: a layer that was forgotten shows.
@@ -207,14 +207,14 @@ BLOCK_NUMEL = 2**22
 """Elements of logits that are widened to float32 at a time: 16 MiB, enough to keep a GPU busy."""
 
 
-def enter(x: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torch.Tensor:
+def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """What a column layer multiplies: [B, T, H] whole, out of [B, T / tp, H] or [B, T, H]."""
-    return gather_from(x, axis, SEQUENCE_DIM) if sequence_parallel else copy_to(x, axis)
+    return gather_from(x, axis, SEQUENCE_DIM) if axis.cuts_sequence else copy_to(x, axis)
 
 
-def leave(partial: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torch.Tensor:
+def leave(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's `partial` [B, T, H]: [B, T / tp, H] or [B, T, H]."""
-    if sequence_parallel:
+    if axis.cuts_sequence:
         return reduce_scatter_to(partial, axis, SEQUENCE_DIM)
     return reduce_from(partial, axis)
 
@@ -226,18 +226,17 @@ class _CutLayer(CutModule):
     what: str
     weight: nn.Parameter
 
-    def __init__(self, columns: int, rows: int, axis: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(self, columns: int, rows: int, axis: Axis) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.axis = axis
         local = [rows, columns]
         local[self.dim] = chunk_of(local[self.dim], self.what, axis.name, axis.size)
         weight = nn.Parameter(torch.full(local, torch.nan))
         self.register_cut("weight", weight, Cut(axis.name, self.dim, axis.size, axis.rank))
 
     def extra_repr(self) -> str:
-        name, size = self.axis.name, self.axis.size
-        shape, cut = list(self.weight.shape), self.sequence_parallel
-        return f"weight={shape}, {name}={size}, sequence_parallel={cut}"
+        axis, shape = self.axis, list(self.weight.shape)
+        return f"weight={shape}, {axis.name}={axis.size}, sequence_parallel={axis.cuts_sequence}"
 
 
 class ColumnLinear(_CutLayer):
@@ -247,9 +246,7 @@ class ColumnLinear(_CutLayer):
 
     def forward(self, x: torch.Tensor, *, entered: bool = False) -> torch.Tensor:
         """[..., in] -> [..., out / tp]; with `entered`, of what `enter` returned."""
-        if not entered:
-            x = enter(x, self.axis, sequence_parallel=self.sequence_parallel)
-        return F.linear(x, self.weight)
+        return F.linear(x if entered else enter(x, self.axis), self.weight)
 
 
 class RowLinear(_CutLayer):
@@ -259,8 +256,7 @@ class RowLinear(_CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in / tp] -> [..., out]."""
-        partial = F.linear(x, self.weight)
-        return leave(partial, self.axis, sequence_parallel=self.sequence_parallel)
+        return leave(F.linear(x, self.weight), self.axis)
 
 
 class VocabEmbedding(_CutLayer):
@@ -271,8 +267,8 @@ class VocabEmbedding(_CutLayer):
 
     dim, what = 0, "the vocabulary"
 
-    def __init__(self, vocab: int, hidden: int, axis: Axis, *, sequence_parallel: bool) -> None:
-        super().__init__(hidden, vocab, axis, sequence_parallel=sequence_parallel)
+    def __init__(self, vocab: int, hidden: int, axis: Axis) -> None:
+        super().__init__(hidden, vocab, axis)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [B, T] -> [B, T, H], or [B, T / tp, H] under sequence parallel."""
@@ -280,7 +276,7 @@ class VocabEmbedding(_CutLayer):
             return F.embedding(tokens, self.weight)
         row, is_here = _local(tokens, self.weight.shape[0], self.axis)
         partial = F.embedding(row, self.weight).masked_fill(~is_here[..., None], -0.0)
-        return leave(partial, self.axis, sequence_parallel=self.sequence_parallel)
+        return leave(partial, self.axis)
 
 
 def _local(index: torch.Tensor, rows: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,9 +127,7 @@ class PackInputs(Inputs):
             size: Capacity(
                 tokens=local * size,
                 slots=MAX_DOCUMENTS + 1,
-                multiple=padding_multiple(
-                    size, axes.tp.size, sequence_parallel=axes.sequence_parallel
-                ),
+                multiple=padding_multiple(size, axes.tp),
                 longest=config.model.seq,
                 hides_tail=config.data.tail == "hidden",
             )

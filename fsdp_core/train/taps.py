@@ -521,7 +521,7 @@ def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
         return lambda name, tensor: ()
     seq = config.model.seq
     mine = split(torch.arange(seq), 0, axes.cp.size, axes.cp.rank)
-    if axes.sequence_parallel:
+    if axes.tp.cuts_sequence:
         mine = mine.chunk(axes.tp.size)[axes.tp.rank]
     positions = mine.tolist()
     starts = [i for i, at in enumerate(positions) if not i or at != positions[i - 1] + 1]

@@ -40,7 +40,6 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.recorder import AddressBook
-from fsdp_core.model.batch import num_averaged
 from fsdp_core.model.decoder import DecoderStage, make_layers
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.router import Router
@@ -114,9 +113,9 @@ def mean_loss(losses: torch.Tensor, axes: Axes) -> torch.Tensor:
     that the order in which ranks are summed leaves float32 alone.
     """
     total = losses.double().mean()
-    for axis in (axes.dp_outer, axes.dp, axes.cp):
+    for axis in axes.averaged:
         total = all_reduce(total, axis)
-    return (total / num_averaged(axes)).float()
+    return (total / axes.num_averaged).float()
 
 
 def groups_of(optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Named]:
@@ -485,7 +484,7 @@ class Trainer:
     def _activation(self) -> TensorSpec:
         """What goes from layer to layer."""
         rows, tokens = self._inputs.shape
-        tokens //= self.axes.tp.size if self.axes.sequence_parallel else 1
+        tokens //= self.axes.tp.size if self.axes.tp.cuts_sequence else 1
         shape = (rows, tokens, self.config.model.hidden)
         return TensorSpec(shape, TORCH_DTYPES[self.config.dtype])
 

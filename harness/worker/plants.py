@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -468,7 +469,7 @@ def _lose_first(site: Site, *args: Any) -> None:
 def _update_alone(site: Site, rate: float) -> None:
     router = site.owner
     axes = router._axes
-    router._axes = replace(axes, tokens=())
+    router._axes = SimpleNamespace(tokens=())
     site.call(rate)
     router._axes = axes
 

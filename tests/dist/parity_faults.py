@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.model import batch as microbatch
 from fsdp_core.model import batch as packing
 from fsdp_core.model import cp_attention as sdpa
-from fsdp_core.model import decoder, layers, sharding
+from fsdp_core.model import layers
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel import context
 from fsdp_core.parallel.context import ContextPlan, Spans
 from fsdp_core.parallel.mesh import Axes
+from fsdp_core.parallel.rng import RandomStreams
 from tests.support import dense_parts
 
 
@@ -63,17 +63,17 @@ def _plain_split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.T
     return whole.chunk(size, dim)[rank]
 
 
-def _same_stream(streams: Any, *, sequence_parallel: bool) -> Any:
-    del sequence_parallel
-    return streams.equal_over("tp")
+def _same_stream(streams: Any, *names: str) -> Any:
+    del names
+    return _equal_over(streams, "tp")
 
 
 def _keep(module: Any, names: Any, axis: Any) -> None:
     del module, names, axis
 
 
-def _half(axes: Axes) -> int:
-    return 2 * microbatch.num_averaged(axes)
+def _half(module: FSDPModule, factor: float) -> None:
+    _divide(module, 2 * factor)
 
 
 def _late_first(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
@@ -112,12 +112,13 @@ def _one_boundary_less(batch: packing.PackedBatch, *at: Any, **how: Any) -> Cont
 
 _split, _pack, _turn = context.split, packing.pack, RopeTable.forward
 _attention, _plan = sdpa.causal_attention, packing.PackedBatch.plan
+_equal_over, _divide = RandomStreams.equal_over, FSDPModule.set_gradient_divide_factor
 
 _PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "norm not summed": ((layers, "reduce_replicated_of", _keep),),
     "plain chunks": ((dense_parts, "split", _plain_split),),
-    "one stream for tp": ((decoder, "stream_of", _same_stream),),
-    "half the gradients": ((sharding, "num_averaged", _half),),
+    "one stream for tp": ((RandomStreams, "equal_over", _same_stream),),
+    "half the gradients": ((FSDPModule, "set_gradient_divide_factor", _half),),
     "swapped halves": ((dense_parts, "split", _late_first),),
     "swapped heads": ((layers, "causal_attention", _other_values),),
     "one prediction": ((packing, "pack", _one_left_out),),

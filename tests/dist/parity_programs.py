@@ -32,7 +32,6 @@ from fsdp_core.model.batch import (
     Document,
     LocalTokens,
     PackedBatch,
-    num_averaged,
     packed_part,
     padding_multiple,
 )
@@ -148,12 +147,12 @@ def whole_share(batch: Batch, microbatch: int, cp: Axis, weight: float) -> Share
 
 def rank_share(
     batch: Batch, microbatch: int, place: tuple[int, int], cp: Axis, weight: float,
-    multiple: tuple[int, bool] = (1, False), *, device: torch.device = CPU,
+    tp: Axis, *, device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     """The part of the data-parallel rank `place` = (rank, ranks), and of the rank of `cp`.
 
     Args:
-        multiple: tp, and whether the sequence is cut over it: what documents are padded for.
+        tp: what documents are padded for, if it cuts sequences.
         device: of the tokens.
     """
     packs, numbers = batch.packs(microbatch), numbered(batch.packs(microbatch))
@@ -161,12 +160,11 @@ def rank_share(
     mine = slice(rank * len(packs) // ranks, (rank + 1) * len(packs) // ranks)
     if not batch.is_packed:
         return _dense(packs, cp, numbers, mine, device)
-    tp, sequence_parallel = multiple
     merged = [[d for each in part[mine] for d in each] for part in (packs, numbers)]
     capacity = Capacity(
         tokens=PACKS * batch.tokens // ranks,
         slots=len(merged[0]) + 2,
-        multiple=padding_multiple(cp.size, tp, sequence_parallel=sequence_parallel),
+        multiple=padding_multiple(cp.size, tp),
     )
     return _packed([merged[0]], [merged[1]], capacity, cp, weight, device)
 
@@ -348,7 +346,7 @@ def single_axes() -> Axes:
     """Axes of one process: no axis has a group that anybody would ask."""
     nobody = cast("Any", None)
     one = {name: Axis(name, 1, 0, nobody) for name in AXES}
-    return Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
+    return Axes(**one, dense_mesh=nobody, expert_mesh=nobody)
 
 
 def streams_of(axes: Axes, device: torch.device = CPU) -> RandomStreams:
@@ -515,7 +513,7 @@ def take_step(
         parity_faults.after_sharding(stage, axes, layout.fault)
         stage.set_loss_scale(parity_faults.loss_scale(1 / batch.number, layout.fault))
     shares = make_shares(problem, layout, place)
-    tp = axes.tp if axes.sequence_parallel else None
+    tp = axes.tp if axes.tp.cuts_sequence else None
     watch = Watch(stages, shares, tp, masks=masks)
     put_tapes(stages, routes, shares, tp, config.experts)
     rows, time = shares[0].numbers.shape
@@ -539,9 +537,8 @@ def sharding_of(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
 
 def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:
     batch, axes, device = problem.batch, place.axes, place.device.torch_device
-    ranks = num_averaged(axes)
+    ranks = axes.num_averaged
     weight = problem.weight * ranks
-    multiple = (axes.tp.size, axes.sequence_parallel)
     shares = []
     for number in range(batch.number):
         if place.context is None:
@@ -550,7 +547,7 @@ def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:
         else:
             at = place.context.layout(batch.sizes[number])
             where, cp = (at.pack, at.num_packs), place.context.axis(at.size)
-        shares.append(rank_share(batch, number, where, cp, weight, multiple, device=device))
+        shares.append(rank_share(batch, number, where, cp, weight, axes.tp, device=device))
     return shares
 
 

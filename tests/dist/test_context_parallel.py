@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_core.data import PackedDocuments
 from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.recorder import StaleAddress
-from fsdp_core.model.batch import Capacity, Document, PackedBatch, Part, pack, padding_multiple
+from fsdp_core.model.batch import Capacity, Document, PackedBatch, Part, pack
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.parallel.context import ContextPlan, dense_plan
 from fsdp_core.parallel.mesh import Axis, build_axes
@@ -157,12 +157,10 @@ def zigzag(length: int, axis: Axis) -> list[int]:
     return [*range(early, early + chunk), *range(late, late + chunk)]
 
 
-def run_attention(
-    inputs: Inputs, plan: ContextPlan, axis: Axis, scale: float | None = None
-) -> dict[str, torch.Tensor]:
+def run_attention(inputs: Inputs, plan: ContextPlan, axis: Axis) -> dict[str, torch.Tensor]:
     """Attention and its gradients, of this rank's inputs."""
     q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
-    out = causal_attention(q, k, v, plan=plan, axis=axis, scale=scale)
+    out = causal_attention(q, k, v, plan=plan, axis=axis)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs[3])
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
@@ -223,7 +221,7 @@ SLOTS = 8
 
 def packed_batch(lengths: tuple[int, ...], tokens: int, size: int) -> PackedBatch:
     """Documents of these lengths; what their tokens are does not matter here."""
-    multiple = padding_multiple(size, 1, sequence_parallel=False)
+    multiple = 2 * size
     documents = [Document(torch.arange(n) + 1, torch.arange(n) + 2) for n in lengths]
     return pack(documents, Capacity(tokens=tokens, slots=SLOTS, multiple=multiple))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest import mock
 
@@ -18,11 +18,12 @@ from fsdp_core.fsdp import fully_shard
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
 from fsdp_core.model.moe import experts as moe_experts
-from fsdp_core.model.moe.dispatcher import Delivery, Groups, MoeAxes
+from fsdp_core.model.moe.dispatcher import Delivery, Groups
 from fsdp_core.model.moe.experts import Experts, FusedExperts, make_fused_experts
 from fsdp_core.model.moe.router import RouterRule
-from fsdp_core.parallel.mesh import Axis
+from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
+from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool
 from tests.support.global_weights import place
 
@@ -153,7 +154,7 @@ class Seen:
 
 def run_specs(specs: list[Spec]) -> list[Seen]:
     """Every spec on this rank; specs of one layout share its groups."""
-    known: dict[str, MoeAxes] = {}
+    known: dict[str, Axes] = {}
     found = []
     for spec in specs:
         if spec.name not in known:
@@ -166,23 +167,18 @@ def _axis(mesh: DeviceMesh, name: str) -> Axis:
     return Axis(name, mesh[name].size(), mesh[name].get_local_rank(), mesh[name].get_group())
 
 
-def make_axes(spec: Spec) -> MoeAxes:
+def make_axes(spec: Spec) -> Axes:
     """The axes on the ranks of the default group."""
     dense = init_device_mesh("cpu", (spec.dp, spec.cp, spec.tp), mesh_dim_names=("dp", "cp", "tp"))
     edp = spec.world_size // spec.ep // spec.etp
     expert = init_device_mesh("cpu", (edp, spec.ep, spec.etp), mesh_dim_names=("edp", "ep", "etp"))
-    tokens = (_axis(dense, "dp"), _axis(dense, "cp"))
-    tp = _axis(dense, "tp")
-    return MoeAxes(
-        ep=_axis(expert, "ep"), etp=_axis(expert, "etp"), tp=tp,
-        tokens=(*tokens, tp) if spec.sp else tokens, num_averaged=spec.num_averaged,
-        sequence_parallel=spec.sp,
-    )  # fmt: skip
+    found: dict[str, Any] = {name: _axis(dense, name) for name in ("dp", "cp")}
+    found |= {name: _axis(expert, name) for name in ("edp", "ep", "etp")}
+    return replace(single_axes(), **found, tp=replace(_axis(dense, "tp"), cuts_sequence=spec.sp))
 
 
-def _layer(spec: Spec, axes: MoeAxes, data: Data) -> MoeLayer:
-    # An `Mlp` asks the same of them as of `Axes`.
-    shared = Mlp(HIDDEN, SHARED_FFN, cast("Any", axes)) if spec.shared else None
+def _layer(spec: Spec, axes: Axes, data: Data) -> MoeLayer:
+    shared = Mlp(HIDDEN, SHARED_FFN, axes) if spec.shared else None
     experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes)
     layer = MoeLayer(
         HIDDEN, spec.rule, axes, delivery=spec.delivery, experts=experts, shared=shared
@@ -196,7 +192,7 @@ def _layer(spec: Spec, axes: MoeAxes, data: Data) -> MoeLayer:
     return layer
 
 
-def _run(spec: Spec, axes: MoeAxes) -> Seen:
+def _run(spec: Spec, axes: Axes) -> Seen:
     data, mine = data_of(spec), spec.tokens(dist.get_rank())
     layer = _layer(spec, axes, data)
     router, cuts = layer.router, named_cuts(layer)
@@ -436,9 +432,7 @@ class Net(nn.Module):
     def __init__(self, mode: str) -> None:
         super().__init__()
         torch.manual_seed(3)
-        nobody = cast("Any", None)
-        one = {name: Axis(name, 1, 0, nobody) for name in ("ep", "etp", "tp")}
-        axes = MoeAxes(**one, tokens=(), num_averaged=1, sequence_parallel=False)
+        axes = single_axes()
         self.mode = mode
         self.layers = nn.ModuleList(
             make_fused_experts(EXPERTS, WIDTH, INNER, axes) for _ in range(LAYERS)

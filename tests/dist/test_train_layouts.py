@@ -204,7 +204,7 @@ def describe(parallel: ParallelConfig) -> dict[str, Any]:
             tuple(mesh.mesh.flatten().tolist()),
             [seen(mesh.get_group(axis)) for axis in range(mesh.ndim)],
         )
-    found["sequence_parallel"] = axes.sequence_parallel
+    found["sequence_parallel"] = axes.tp.cuts_sequence
     return found
 
 

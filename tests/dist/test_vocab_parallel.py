@@ -1,6 +1,7 @@
 """The vocabulary over ranks: embedding bit for bit, cross entropy within bound and memory."""
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -47,7 +48,7 @@ def embedding_weight(dtype: torch.dtype) -> torch.Tensor:
 def run_embedding(dtype: torch.dtype, sequence_parallel: bool) -> Parts:
     """Forward and backward of the embedding on a rank."""
     axis = whole_axis()
-    layer = VocabEmbedding(VOCAB, HIDDEN, axis, sequence_parallel=sequence_parallel).to(dtype)
+    layer = VocabEmbedding(VOCAB, HIDDEN, replace(axis, cuts_sequence=sequence_parallel)).to(dtype)
     load(layer, {"weight": embedding_weight(dtype)})
     cuts = (Cut("tp", 1, axis.size, axis.rank),) if sequence_parallel else ()
     out = layer(tokens_of())
@@ -57,7 +58,7 @@ def run_embedding(dtype: torch.dtype, sequence_parallel: bool) -> Parts:
 
 def embed_outside(token: int) -> str:
     """The error of a token that is not in the vocabulary."""
-    layer = VocabEmbedding(VOCAB, HIDDEN, whole_axis(), sequence_parallel=False)
+    layer = VocabEmbedding(VOCAB, HIDDEN, whole_axis())
     try:
         layer(torch.tensor([[1, token]]))
     except IndexError as error:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import GraphMaker
-from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack, padding_multiple
+from fsdp_core.model.batch import Capacity, Document, PackedBatch, pack
 from fsdp_core.model.cp_attention import FlashKernel, TorchKernel, kernel_for
 from fsdp_core.parallel.context import ContextPlan, DynamicContext, dense_plan
 from fsdp_core.parallel.mesh import Axis
@@ -65,7 +65,7 @@ def dense_errors(shape: Shape, dtype: torch.dtype, axis: Axis) -> Errors:
 
 def packed(size: int) -> PackedBatch:
     """Documents whose tokens do not matter here."""
-    multiple = padding_multiple(size, 1, sequence_parallel=False)
+    multiple = 2 * size
     documents = [Document(torch.arange(n), torch.arange(n)) for n in DOCUMENTS]
     return pack(documents, Capacity(tokens=LENGTH, slots=SLOTS, multiple=multiple))
 

@@ -11,34 +11,25 @@ from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
-from fsdp_core.model.moe.dispatcher import Delivery, MoeAxes
+from fsdp_core.model.moe.dispatcher import Delivery
 from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.router import RouterRule
-from fsdp_core.parallel.mesh import Axis
+from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
-
-
-def one_rank() -> MoeAxes:
-    """Axes of one rank, which no group stands behind."""
-    axes = {name: Axis(name, 1, 0, cast("Any", None)) for name in ("ep", "etp", "tp", "dp")}
-    return MoeAxes(
-        ep=axes["ep"], etp=axes["etp"], tp=axes["tp"], tokens=(axes["dp"],), num_averaged=1,
-        sequence_parallel=False,
-    )  # fmt: skip
 
 
 class Held:
     """A layer in bfloat16, its inputs at fixed addresses, and a step of it."""
 
     def __init__(self, device: Device, delivery: Delivery, *, used: int = EXPERTS) -> None:
-        axes = one_rank()
+        axes = single_axes()
         rule = RouterRule(
             num_experts=EXPERTS, top_k=4, scores="sigmoid", aux_coeff=0.1, z_coeff=0.1,
             expert_bias=True,
         )  # fmt: skip
-        shared = Mlp(HIDDEN, FFN, cast("Any", axes))
+        shared = Mlp(HIDDEN, FFN, axes)
         experts = Experts(rule.num_experts, HIDDEN, FFN, axes)
         layer = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=shared)
         generator = torch.Generator().manual_seed(1)

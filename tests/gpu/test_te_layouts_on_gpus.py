@@ -19,7 +19,6 @@ from fsdp_core.model.batch import (
     LocalTokens,
     pack,
     packed_part,
-    padding_multiple,
 )
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.decoder import DecoderStage, make_layers, make_stages
@@ -223,7 +222,7 @@ def _tokens(axes: Axes, packed: bool) -> LocalTokens:
     if not packed:
         tokens = torch.zeros(BATCH, 4 * SEQ, dtype=torch.int64, device=device)
         return dense_part(tokens, tokens, axes.cp)
-    multiple = padding_multiple(axes.cp.size, 1, sequence_parallel=False)
+    multiple = 2 * axes.cp.size
     lengths = (100, 3, 211, 64, 1)
     documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
     capacity = Capacity(tokens=512, slots=8, multiple=multiple)
@@ -327,7 +326,7 @@ def _gradients(
         shard_stage(stage.to(device), axes, **how)
         stage.set_loss_scale(1 / problem.batch.number)
     shares = parity_programs.make_shares(problem, layout, place)
-    tp = axes.tp if axes.sequence_parallel else None
+    tp = axes.tp if axes.tp.cuts_sequence else None
     rows, time = shares[0].numbers.shape
     shape = (rows, time // (tp.size if tp else 1), config.hidden)
     spec = TensorSpec(shape, torch.bfloat16)

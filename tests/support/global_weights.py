@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.model.sharding import EXPERT_AXIS, global_shape
+from fsdp_core.model.sharding import global_shape
 from fsdp_core.parallel.mesh import Axes, Axis, all_gather
 from fsdp_core.parallel.tensor_parallel import (
     Cut,
@@ -112,7 +112,7 @@ def _whole(stretch: Stretch, part: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def _is_of_experts(cuts: tuple[Cut, ...]) -> bool:
-    return any(cut.axis == EXPERT_AXIS for cut in cuts)
+    return any(cut.axis == "ep" for cut in cuts)
 
 
 def _all_rows(name: str, parameter: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:

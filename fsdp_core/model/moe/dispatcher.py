@@ -63,7 +63,6 @@ from torch import nn
 
 from fsdp_core.parallel.mesh import (
     Axes,
-    Axis,
     all_gather,
     all_to_all,
     copy_to,
@@ -234,62 +233,6 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-# ---- how rows travel
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeAxes:
-    """Axes of one mixture of experts.
-
-    ep, etp: axes of the expert mesh, etp fastest.
-    tp: cuts the shared experts, and with `sequence_parallel` the sequence.
-    tokens: axes along which ranks hold different tokens of the dense mesh.
-    num_averaged: ranks over which gradients of dense parameters are averaged.
-    sequence_parallel: dim 1 of activations [B, T, H] is cut along tp.
-    Raises ValueError: tensor parallel without sequence parallel and etp different from tp.
-    """
-
-    ep: Axis
-    etp: Axis
-    tp: Axis
-    tokens: tuple[Axis, ...]
-    num_averaged: int
-    sequence_parallel: bool
-
-    def __post_init__(self) -> None:
-        if self.tp.size > 1 and not self.sequence_parallel and self.etp.size != self.tp.size:
-            raise ValueError(
-                f"Expected sequence_parallel, or etp equal to tp={self.tp.size}, for experts under "
-                f"tensor parallel, got sequence_parallel=False and etp={self.etp.size}: every tp "
-                "rank would send its copy of a token to the experts."
-            )
-
-    @classmethod
-    def of(cls, axes: Axes) -> "MoeAxes":
-        """Those of a layout."""
-        across = (axes.dp_outer, axes.dp, axes.cp)
-        return cls(
-            ep=axes.ep,
-            etp=axes.etp,
-            tp=axes.tp,
-            tokens=(*across, axes.tp) if axes.sequence_parallel else across,
-            num_averaged=axes.dp_outer.size * axes.dp.size * axes.cp.size,
-            sequence_parallel=axes.sequence_parallel,
-        )
-
-    @property
-    def etp_shares_tokens(self) -> bool:
-        return self.tp.size > 1 and not self.sequence_parallel
-
-    def local_experts(self, num_experts: int) -> int:
-        """Experts of one rank, L (`ValueError`: ep does not divide the number of experts)."""
-        if num_experts % self.ep.size:
-            raise ValueError(
-                f"Expected a number of experts divisible by ep={self.ep.size}, got {num_experts}."
-            )
-        return num_experts // self.ep.size
-
-
 # ---- the plan
 
 
@@ -353,10 +296,10 @@ class Preprocess(nn.Module):
 
     dropped: torch.Tensor
 
-    def __init__(self, num_experts: int, delivery: Delivery, axes: MoeAxes) -> None:
+    def __init__(self, num_experts: int, delivery: Delivery, axes: Axes) -> None:
         super().__init__()
         self.num_experts, self.delivery, self._axes = num_experts, delivery, axes
-        self.num_local = axes.local_experts(num_experts)
+        self.num_local = num_experts // axes.ep.size
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
@@ -437,7 +380,7 @@ class Groups:
 class Dispatch(nn.Module):
     """Tokens [S, H] and their plan -> rows at their experts."""
 
-    def __init__(self, delivery: Delivery, axes: MoeAxes) -> None:
+    def __init__(self, delivery: Delivery, axes: Axes) -> None:
         super().__init__()
         self.delivery, self._axes = delivery, axes
 
@@ -474,7 +417,7 @@ class Dispatch(nn.Module):
         return rows.transpose(0, 1).reshape(num_local, -1, hidden)
 
 
-def enter_etp(x_SH: torch.Tensor, axes: MoeAxes) -> torch.Tensor:
+def enter_etp(x_SH: torch.Tensor, axes: Axes) -> torch.Tensor:
     """Rows [S, ...] of all tokens of an etp group, [D, ...], for ranks that each have a slice."""
     if axes.etp_shares_tokens:
         return copy_to(x_SH, axes.etp)
@@ -511,7 +454,7 @@ def read_groups(plan: Plan) -> Groups:
 class Combine(nn.Module):
     """Rows at their experts and the tokens' weights -> tokens [S, H] in the order they came in."""
 
-    def __init__(self, delivery: Delivery, axes: MoeAxes) -> None:
+    def __init__(self, delivery: Delivery, axes: Axes) -> None:
         super().__init__()
         self.delivery, self._axes = delivery, axes
 

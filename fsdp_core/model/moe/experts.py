@@ -27,7 +27,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
-from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
+from fsdp_core.model.moe.dispatcher import Groups
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.tensor_parallel import Cut, CutModule, chunk_of, consecutive, set_stretches
 
 _GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of this
@@ -41,11 +42,12 @@ class GroupedLinear(CutModule):
     weight: nn.Parameter
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, axes: MoeAxes, *, cut_dim: int
+        self, num_experts: int, in_features: int, out_features: int, axes: Axes, *, cut_dim: int
     ) -> None:  # fmt: skip
         super().__init__()
-        shape = [axes.local_experts(num_experts), out_features, in_features]
         ep, etp = axes.ep, axes.etp
+        local = chunk_of(num_experts, "experts", ep.name, ep.size)
+        shape = [local, out_features, in_features]
         shape[cut_dim] = chunk_of(shape[cut_dim], "features of an expert", etp.name, etp.size)
         weight = nn.Parameter(torch.full(shape, torch.nan))
         cuts = Cut(ep.name, 0, ep.size, ep.rank), Cut(etp.name, cut_dim, etp.size, etp.rank)
@@ -101,7 +103,7 @@ class Experts(nn.Module):
     that hooks on them (FSDP's gathers) run on every path.
     """
 
-    def __init__(self, num_experts: int, hidden: int, ffn: int, axes: MoeAxes) -> None:
+    def __init__(self, num_experts: int, hidden: int, ffn: int, axes: Axes) -> None:
         super().__init__()
         self.gate = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1)
         self.up = GroupedLinear(num_experts, hidden, ffn, axes, cut_dim=1)
@@ -265,7 +267,7 @@ def name_gate_up(experts: nn.Module, gate_up: GroupedLinear) -> None:
     set_stretches(experts, {"gate_up.weight": consecutive(halves, cuts, dim=1)})
 
 
-def make_fused_experts(num_experts: int, hidden: int, ffn: int, axes: MoeAxes) -> FusedExperts:
+def make_fused_experts(num_experts: int, hidden: int, ffn: int, axes: Axes) -> FusedExperts:
     """Experts of torch, fused: their bits are those of the layers, called."""
     gate_up = GroupedLinear(num_experts, hidden, 2 * ffn, axes, cut_dim=1)
     down = GroupedLinear(num_experts, ffn, hidden, axes, cut_dim=2)

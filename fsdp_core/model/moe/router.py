@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.model.moe.dispatcher import MoeAxes, count_slots
-from fsdp_core.parallel.mesh import Axis, all_reduce
+from fsdp_core.model.moe.dispatcher import count_slots
+from fsdp_core.parallel.mesh import Axes, all_reduce
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -83,15 +83,14 @@ class RouterRule:
 
 def router_losses(
     rule: RouterRule, logits_SE: torch.Tensor, scores_SE: torch.Tensor, counts_E: torch.Tensor,
-    valid_S: torch.Tensor | None, axes: tuple[Axis, ...], num_averaged: int,
+    valid_S: torch.Tensor | None, axes: Axes,
 ) -> Three:  # fmt: skip
-    """The losses of the tokens of all ranks along `axes`: this rank's part, scaled for the average
-    over ranks, which carries the gradient; and the values of the balance loss and the z-loss over
-    the global batch times their coefficients, no gradient.
+    """The losses of the tokens of all ranks: this rank's part, scaled for the average over ranks,
+    which carries the gradient; and the values of the balance loss and the z-loss over the global
+    batch times their coefficients, no gradient.
 
     counts_E: int64, slots of this rank that chose each expert.
     valid_S: bool, tokens that count; None means all do.
-    num_averaged: ranks over which gradients of dense parameters are averaged.
     """
     shares_SE = scores_SE
     if rule.scores == "sigmoid":
@@ -113,7 +112,7 @@ def router_losses(
             squares_S.detach().sum(0, dtype=wide).view(1),
         ]
     )
-    for axis in axes:
+    for axis in axes.tokens:
         sums = all_reduce(sums, axis)
     num_experts = rule.num_experts
     # A batch without any valid token has losses of zero.
@@ -122,8 +121,8 @@ def router_losses(
     slope_E = rule.aux_coeff * num_experts / rule.top_k * counts / tokens**2
     z_slope = rule.z_coeff / tokens
     dtype = logits_SE.dtype
-    part = (shares_SE * (slope_E * num_averaged).to(dtype)).sum() + (
-        squares_S.sum() * (z_slope * num_averaged).to(dtype)
+    part = (shares_SE * (slope_E * axes.num_averaged).to(dtype)).sum() + (
+        squares_S.sum() * (z_slope * axes.num_averaged).to(dtype)
     )
     return part, (slope_E * share_sums).sum(), z_slope * square_sum
 
@@ -181,7 +180,7 @@ class Router(nn.Module):
     balance_loss: torch.Tensor
     z_loss: torch.Tensor
 
-    def __init__(self, hidden: int, rule: RouterRule, axes: MoeAxes) -> None:
+    def __init__(self, hidden: int, rule: RouterRule, axes: Axes) -> None:
         super().__init__()
         self.rule, self._axes = rule, axes
         self.weight = nn.Parameter(torch.full((rule.num_experts, hidden), torch.nan))
@@ -219,7 +218,7 @@ class Router(nn.Module):
             # A gradient of zero times NaN is NaN, so masking what comes out is not enough.
             x_SH = x_SH.masked_fill(~valid_S[:, None], 0.0)
         weight = self.weight.to(dtype)
-        if self._axes.sequence_parallel:
+        if self._axes.tp.cuts_sequence:
             weight = reduce_replicated(weight, self._axes.tp)
         logits_SE = F.linear(x_SH.to(dtype), weight)
         scores_SE = rule.score(logits_SE)
@@ -245,9 +244,7 @@ class Router(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         rule, axes = self.rule, self._axes
         counts_E = count_slots(experts_SK, rule.num_experts)
-        part, balance, z = router_losses(
-            rule, logits_SE, scores_SE, counts_E, valid_S, axes.tokens, axes.num_averaged
-        )
+        part, balance, z = router_losses(rule, logits_SE, scores_SE, counts_E, valid_S, axes)
         self.balance_loss.copy_(balance)
         self.z_loss.copy_(z)
         count = functools.partial(self.slots_per_expert.add_, counts_E)
@@ -257,11 +254,9 @@ class Router(nn.Module):
     def update_bias(self, rate: float) -> None:
         """Move the bias of experts with too few slots up by `rate`, of others down; then recount.
         Slots are those of all ranks since the last call. The rule is that of Wang et al. (2024),
-        "Auxiliary-loss-free load balancing", algorithm 1. Call it once a step, on every rank
-        (`RuntimeError`: the rule has no expert bias).
+        "Auxiliary-loss-free load balancing", algorithm 1. Call it once a step, on every rank.
         """
-        if self.expert_bias is None:
-            raise RuntimeError("Expected a router with expert_bias, got one without.")
+        assert self.expert_bias is not None
         counts_E = self.slots_per_expert.to(torch.float64)
         for axis in self._axes.tokens:
             counts_E = all_reduce(counts_E, axis)

@@ -53,27 +53,27 @@ _BROKEN_UP_TO, _LENGTHS = 91500, 128
 # ---- the order of tokens, and options
 
 
-def by_sequence(x: torch.Tensor, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor:
+def by_sequence(x: torch.Tensor, tp: Axis) -> torch.Tensor:
     """[tp * B, T / tp, ...] as a column layer returns it -> [B, T, ...]."""
-    if not sequence_parallel or tp.size == 1:
+    if not tp.cuts_sequence:
         return x
     return x.unflatten(0, (tp.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def by_rank(x: torch.Tensor, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor:
+def by_rank(x: torch.Tensor, tp: Axis) -> torch.Tensor:
     """[B, T, ...] -> [tp * B, T / tp, ...] as a row layer wants it: the inverse."""
-    if not sequence_parallel or tp.size == 1:
+    if not tp.cuts_sequence:
         return x
     return x.unflatten(1, (tp.size, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def layer_options(tp: Axis, *, sequence_parallel: bool) -> dict[str, Any]:
+def layer_options(tp: Axis) -> dict[str, Any]:
     """Keywords of all of TransformerEngine's linear layers: no bias, float32 main weights."""
     return {
         "bias": False,
         "params_dtype": torch.float32,
         "tp_group": tp.group if tp.size > 1 else None,
-        "sequence_parallel": sequence_parallel and tp.size > 1,
+        "sequence_parallel": tp.cuts_sequence,
     }
 
 
@@ -92,8 +92,7 @@ def rows(tp: Axis) -> tuple[Cut, ...]:
 
 def _require_capturable(length: int) -> None:
     """Refuse a capture that this cuDNN cannot hold, of the kernel that is chosen eagerly.
-    TransformerEngine knows of it in graphs of its own only (`nvte_get_fused_attn_backend`)
-    (`RuntimeError`: see above).
+    TransformerEngine knows of it in graphs of its own only (`nvte_get_fused_attn_backend`).
     """
     version = torch.backends.cudnn.version()
     if not length % _LENGTHS or version is None or version > _BROKEN_UP_TO:
@@ -249,15 +248,15 @@ class FusedRope(layers.FusedRope):
 
 
 def projection(
-    te: Any, kind: str, in_features: int, out_features: int, axes: Axes, **options: Any
+    te: Any, kind: str, in_features: int, out_features: int, tp: Axis, **options: Any
 ) -> nn.Module:
     """A te.Linear whose outputs (`kind` column) or inputs (`row`) are cut over tp."""
-    options |= layer_options(axes.tp, sequence_parallel=axes.sequence_parallel)
+    options |= layer_options(tp)
     layer: nn.Module = te.Linear(in_features, out_features, parallel_mode=kind, **options)
     return layer
 
 
-def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: float) -> nn.Module:
+def _normed(te: Any, in_features: int, widths: dict[str, int], tp: Axis, eps: float) -> nn.Module:
     """An RMSNorm and the layers `widths` behind it, whose outputs are cut over tp."""
     layer: nn.Module = te.LayerNormLinear(
         in_features,
@@ -267,14 +266,28 @@ def _normed(te: Any, in_features: int, widths: dict[str, int], axes: Axes, eps: 
         zero_centered_gamma=False,
         parallel_mode="column",
         parameters_split=widths,
-        **layer_options(axes.tp, sequence_parallel=axes.sequence_parallel),
+        **layer_options(tp),
     )
-    if axes.sequence_parallel and axes.tp.size > 1:
-        reduce_replicated_of(layer, "layer_norm_weight", axes.tp)
+    if tp.cuts_sequence:
+        reduce_replicated_of(layer, "layer_norm_weight", tp)
     return layer
 
 
-class GroupedQueryAttention(layers.GroupedQueryAttention):
+class _Attention(nn.Module):
+    """Queries, keys and values through `Core` and wo."""
+
+    tp: Axis
+    core: Core
+    wo: nn.Module
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
+    ) -> torch.Tensor:
+        result: torch.Tensor = self.wo(by_rank(self.core(q, k, v, part), self.tp))
+        return result
+
+
+class GroupedQueryAttention(_Attention, layers.GroupedQueryAttention):
     """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
     `transformer_engine.pytorch`.
     """
@@ -290,8 +303,8 @@ class GroupedQueryAttention(layers.GroupedQueryAttention):
         self._widths = (self.heads * width, self.kv_heads * width, self.kv_heads * width)
         q_width, kv_width = config.heads * width, config.kv_heads * width
         names = {"wq": q_width, "wk": kv_width, "wv": kv_width}
-        self.qkv = _normed(te, config.hidden, names, axes, config.norm_eps)
-        self.wo = projection(te, "row", q_width, config.hidden, axes)
+        self.qkv = _normed(te, config.hidden, names, tp, config.norm_eps)
+        self.wo = projection(te, "row", q_width, config.hidden, tp)
         self.core = Core(te, self.heads, self.kv_heads, (width, width), axes.cp)
         table = {f"qkv.{n}_weight": Stretch(f"{n}.weight", columns(tp)) for n in names}
         set_stretches(self, table | {
@@ -300,23 +313,14 @@ class GroupedQueryAttention(layers.GroupedQueryAttention):
         })  # fmt: skip
 
     def _project(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        projected = by_sequence(self.qkv(x_BTH), self.tp, sequence_parallel=self.sequence_parallel)
+        projected = by_sequence(self.qkv(x_BTH), self.tp)
         q, k, v = (
             t.unflatten(-1, (-1, self.head_dim)) for t in projected.split(self._widths, dim=-1)
         )
         return (q, k, v) if self.q_norm is None else (q.contiguous(), k.contiguous(), v)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
-    ) -> torch.Tensor:
-        out = self.core(q, k, v, part)
-        result: torch.Tensor = self.wo(
-            by_rank(out, self.tp, sequence_parallel=self.sequence_parallel)
-        )
-        return result
 
-
-class LatentAttention(layers.LatentAttention):
+class LatentAttention(_Attention, layers.LatentAttention):
     """[B, T, H] -> [B, T, H], norm included, residual not. `te`: the module
     `transformer_engine.pytorch`.
     """
@@ -332,29 +336,29 @@ class LatentAttention(layers.LatentAttention):
         self, config: ModelConfig, axes: Axes, norm: MakeNorm, linear: MakeLinear
     ) -> None:
         te, tp, heads, hidden = self._te, axes.tp, config.heads, config.hidden
-        sees_part, q_rank = axes.sequence_parallel, config.q_lora_rank
+        q_rank = config.q_lora_rank
         q_width = heads * (self.nope_dim + self.rope_dim)
-        self.norm = norm(hidden, sees_part=sees_part)
+        self.norm = norm(hidden, sees_part=tp.cuts_sequence)
         self.wq_down = None
         names: dict[str, Stretch] = {"norm.weight": Stretch("../norm.weight")}
         wq: nn.Module
         if q_rank is None:
-            wq = projection(te, "column", hidden, q_width, axes)
+            wq = projection(te, "column", hidden, q_width, tp)
             names["wq.weight"] = Stretch("wq.weight", columns(tp))
         else:
             self.wq_down = linear(hidden, q_rank)
-            wq = _normed(te, q_rank, {"wq": q_width}, axes, config.norm_eps)
+            wq = _normed(te, q_rank, {"wq": q_width}, tp, config.norm_eps)
             names["wq.layer_norm_weight"] = Stretch("q_norm.weight")
             names["wq.wq_weight"] = Stretch("wq.weight", columns(tp))
         self.wq = wq  # type: ignore[assignment]
         self.wkv_down = linear(hidden, config.kv_lora_rank)
         self.wk_rope = nn.Linear(hidden, self.rope_dim, bias=False)
-        if sees_part and tp.size > 1:
+        if tp.cuts_sequence:
             reduce_replicated_of(self.wk_rope, "weight", tp)
         self._widths = (self.heads * self.nope_dim, self.heads * self.v_dim)
         both = {"wk": heads * self.nope_dim, "wv": heads * self.v_dim}
-        self.wkv = _normed(te, config.kv_lora_rank, both, axes, config.norm_eps)
-        self.wo = projection(te, "row", heads * self.v_dim, hidden, axes)
+        self.wkv = _normed(te, config.kv_lora_rank, both, tp, config.norm_eps)
+        self.wo = projection(te, "row", heads * self.v_dim, hidden, tp)
         widths = (self.nope_dim + self.rope_dim, self.v_dim)
         self.core = Core(te, self.heads, self.heads, widths, axes.cp)
         set_stretches(self, names | {
@@ -365,24 +369,13 @@ class LatentAttention(layers.LatentAttention):
         })  # fmt: skip
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
         return super().forward(self.norm(x_BTH), part)
 
     def _queries(self, x_BTH: torch.Tensor) -> torch.Tensor:
         q = self.wq(x_BTH if self.wq_down is None else self.wq_down(x_BTH))
-        return self._by_head(by_sequence(q, self.tp, sequence_parallel=self.sequence_parallel))
+        return self._by_head(by_sequence(q, self.tp))
 
     def _keys_and_values(self, x_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both = self.wkv(self.wkv_down(x_BTH))
-        both = by_sequence(both, self.tp, sequence_parallel=self.sequence_parallel)
+        both = by_sequence(self.wkv(self.wkv_down(x_BTH)), self.tp)
         k_nope, v = (self._by_head(t) for t in both.split(self._widths, dim=-1))
         return k_nope, v
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
-    ) -> torch.Tensor:
-        out = self.core(q, k, v, part)
-        result: torch.Tensor = self.wo(
-            by_rank(out, self.tp, sequence_parallel=self.sequence_parallel)
-        )
-        return result

@@ -78,7 +78,7 @@ from fsdp_core.model.layers import (
     Precision,
     RopeTable,
 )
-from fsdp_core.model.moe.dispatcher import Groups, MoeAxes
+from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import FusedExperts, GroupedLinear, name_gate_up
 from fsdp_core.model.te import attention
 from fsdp_core.model.te.attention import columns, layer_options, projection, rows
@@ -188,7 +188,7 @@ ROW_MULTIPLE = 16
 
 
 def recipe_of(fp8: str) -> Any:
-    """TransformerEngine's recipe of a name (`ValueError`: there is none of that name)."""
+    """TransformerEngine's recipe of a name."""
     from transformer_engine.common import recipe
 
     recipes = {
@@ -196,8 +196,6 @@ def recipe_of(fp8: str) -> Any:
         "current": recipe.Float8CurrentScaling,
         "block": recipe.Float8BlockScaling,
     }
-    if fp8 not in recipes:
-        raise ValueError(f"Expected fp8 to be none, {', '.join(recipes)}, got {fp8!r}.")
     return recipes[fp8]()
 
 
@@ -252,7 +250,6 @@ class TeLayers(LayerFactory):
     fused_rope: RoPE by its kernel.
     dtype: compute dtype.
     Raises BackendMissing: TransformerEngine or CUDA is absent.
-    Raises ValueError: an unknown recipe.
     """
 
     def __init__(
@@ -288,7 +285,6 @@ class TeLayers(LayerFactory):
         return cast("nn.Module", layer)
 
     def rope(self, config: ModelConfig) -> RopeTable:
-        """Its own kernel, or torch's operators."""
         if not self.fused_rope:
             return super().rope(config)
         return attention.FusedRope(self.te, config.seq, config.rope_dim, config.rope_theta)
@@ -299,7 +295,7 @@ class TeLayers(LayerFactory):
     def attention(
         self, config: ModelConfig, axes: Axes, rope: RopeTable
     ) -> tuple[nn.Module, nn.Module]:
-        """The norm is inside of what comes second."""
+        # The norm is inside of what comes second.
         norm = functools.partial(self._norm, config, axes)
         if config.attention == "mla":
             linear = functools.partial(self._replicated, axes)
@@ -311,18 +307,20 @@ class TeLayers(LayerFactory):
         return nn.Identity(), Mlp(self.te, config, axes)
 
     def shared_experts(self, config: ModelConfig, axes: Axes) -> nn.Module | None:
-        """Shared experts, if the model has some."""
         if not config.shared_expert_ffn:
             return None
         return SharedExperts(self.te, config.hidden, config.shared_expert_ffn, axes)
 
     def experts(self, config: ModelConfig, axes: Axes) -> nn.Module:
-        """Routed experts."""
+        te, num, hidden, ffn = self.te, config.experts, config.hidden, config.expert_ffn
         multiple = 1 if self.recipe == "none" else ROW_MULTIPLE
-        return make_experts(
-            self.te, config.experts, (config.hidden, config.expert_ffn), MoeAxes.of(axes),
-            multiple=multiple, fused=self.fused_experts,
-        )  # fmt: skip
+        gate_up = GroupedTeLinear(te, num, hidden, 2 * ffn, axes, cut_dim=1, multiple=multiple)
+        down = GroupedTeLinear(te, num, ffn, hidden, axes, cut_dim=2, multiple=multiple)
+        local, _, width = down.weight.shape
+        kernel = OpsKernel(te, (local, hidden, width), multiple) if self.fused_experts else None
+        experts = FusedExperts(gate_up, down, kernel)
+        name_gate_up(experts, gate_up)
+        return experts
 
 
 def prefer_cudnn_of_torch() -> None:
@@ -375,9 +373,9 @@ class Mlp(nn.Module):
             zero_centered_gamma=False,
             activation="swiglu",
             set_parallel_mode=True,
-            **layer_options(tp, sequence_parallel=axes.sequence_parallel),
+            **layer_options(tp),
         )
-        if axes.sequence_parallel and tp.size > 1:
+        if tp.cuts_sequence:
             reduce_replicated_of(self.fused, "layer_norm_weight", tp)
         halves = {"gate.weight": width, "up.weight": width}
         set_stretches(self, {
@@ -387,7 +385,6 @@ class Mlp(nn.Module):
         })  # fmt: skip
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
         result: torch.Tensor = self.fused(x_BTH)
         return result
 
@@ -400,8 +397,8 @@ class SharedExperts(nn.Module):
         tp = axes.tp
         chunk_of(ffn, "shared_expert_ffn", tp.name, tp.size)
         halves = {"gate": ffn, "up": ffn}
-        self.gate_up = projection(te, "column", hidden, 2 * ffn, axes, parameters_split=halves)
-        self.down = projection(te, "row", ffn, hidden, axes)
+        self.gate_up = projection(te, "column", hidden, 2 * ffn, tp, parameters_split=halves)
+        self.down = projection(te, "row", ffn, hidden, tp)
         set_stretches(self, {
             "gate_up.gate_weight": Stretch("gate.weight", columns(tp)),
             "gate_up.up_weight": Stretch("up.weight", columns(tp)),
@@ -409,7 +406,6 @@ class SharedExperts(nn.Module):
         })  # fmt: skip
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
         gate, up = self.gate_up(x_BTH).chunk(2, -1)
         result: torch.Tensor = self.down(F.silu(gate) * up)
         return result
@@ -484,9 +480,8 @@ class _Flat:
 
     def __init__(self, rows: torch.Tensor, groups: Groups | None, multiple: int) -> None:
         self._leading = rows.shape[:-1]
-        counts = (rows.shape[1],) * rows.shape[0] if groups is None else groups.counts
-        self._counts = counts
-        self.rows, self.sizes = pad_groups(rows.flatten(0, -2), counts, multiple)
+        self._counts = (rows.shape[1],) * rows.shape[0] if groups is None else groups.counts
+        self.rows, self.sizes = pad_groups(rows.flatten(0, -2), self._counts, multiple)
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         return unpad_groups(rows, self._counts, self.sizes).unflatten(0, self._leading)
@@ -503,7 +498,7 @@ class GroupedTeLinear(GroupedLinear):
         num_experts: int,
         in_features: int,
         out_features: int,
-        axes: MoeAxes,
+        axes: Axes,
         *,
         cut_dim: int,
         multiple: int,
@@ -519,7 +514,6 @@ class GroupedTeLinear(GroupedLinear):
         )
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        """[n, in] or [L, n, in] -> the same with `out`."""
         flat = _Flat(rows, groups, self._multiple)
         with lend(self.engine, matrices(self.weight)):
             out = self.engine(flat.rows, list(flat.sizes))
@@ -604,35 +598,13 @@ def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def fuses(te: Any, recipe: Any, dtype: torch.dtype) -> bool:
-    """Whether TransformerEngine has grouped kernels here that take sizes on the device.
+    """Whether TransformerEngine has grouped kernels here that take sizes on the device, by a
+    `recipe` of fp8 or None, in a compute `dtype`.
 
     Else its operators read sizes back to the host in each call, forward and backward: slower than
     `GroupedLinear`, which takes them from there, and nothing that a capture can hold (2.20.2:
     `is_op_fuser_grouped_tensor_path_supported`; cuBLASLt 13.4 at least on Hopper in 16 bits, 13.5
     for current scaling, 13.6 for blocks; delayed scaling nowhere).
-
-    te: the module `transformer_engine.pytorch`.
-    recipe: of fp8, or None.
-    dtype: compute dtype.
     """
-    supported: bool = te.ops.basic.grouped_linear.is_op_fuser_grouped_tensor_path_supported(
-        recipe, dtype
-    )
-    return supported
-
-
-def make_experts(
-    te: Any, num_experts: int, sizes: tuple[int, int], axes: MoeAxes, *, multiple: int, fused: bool
-) -> FusedExperts:
-    """Experts of TransformerEngine: hidden and feed-forward widths `sizes`. `te`: the module
-    `transformer_engine.pytorch`. `fused`: by its operators over both layers, else layer by layer.
-    """
-    hidden, ffn = sizes
-    options: dict[str, Any] = {"multiple": multiple}
-    gate_up = GroupedTeLinear(te, num_experts, hidden, 2 * ffn, axes, cut_dim=1, **options)
-    down = GroupedTeLinear(te, num_experts, ffn, hidden, axes, cut_dim=2, **options)
-    local, _, width = down.weight.shape
-    kernel = OpsKernel(te, (local, hidden, width), multiple) if fused else None
-    experts = FusedExperts(gate_up, down, kernel)
-    name_gate_up(experts, gate_up)
-    return experts
+    grouped = te.ops.basic.grouped_linear
+    return bool(grouped.is_op_fuser_grouped_tensor_path_supported(recipe, dtype))

@@ -1,11 +1,14 @@
 """Packed sequences: where tokens and padding lie, what is refused, what stays the same."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.model.batch import Capacity, Document, pack, padding_multiple
+from fsdp_core.parallel.mesh import Axis
 
 QUICK = settings(deadline=None, max_examples=60)
 
@@ -110,7 +113,8 @@ def test_predictions_that_do_not_count() -> None:
 )
 def test_padding_multiple(cp: int, tp: int, sequence_parallel: bool, multiple: int) -> None:
     """2 * cp, times tp where the sequence is cut over tp too."""
-    assert padding_multiple(cp, tp, sequence_parallel=sequence_parallel) == multiple
+    axis = Axis("tp", tp, 0, cast("Any", None), sequence_parallel)
+    assert padding_multiple(cp, axis) == multiple
 
 
 def test_a_slot_is_kept_for_the_tail() -> None:

@@ -128,13 +128,6 @@ def test_looks_positions_up() -> None:
     assert torch.equal(table()(x, positions), apply_rope(x, cos[positions], sin[positions]))
 
 
-@pytest.mark.parametrize("bad", [(0, 8), (4, 7), (4, 0)])
-def test_refuses_what_is_no_table(bad: tuple[int, int]) -> None:
-    """No position, an odd width."""
-    with pytest.raises(ValueError, match="Expected a position or more and an even width"):
-        RopeTable(*bad, THETA)
-
-
 def test_casts_leave_it_in_float32() -> None:
     """A model in a narrower type still turns by angles of float32, from the same memory."""
     model = torch.nn.Sequential(table(), torch.nn.Linear(2, 2)).bfloat16().double().half()

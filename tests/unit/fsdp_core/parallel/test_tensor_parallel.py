@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -50,7 +51,7 @@ def test_one_rank_has_torchs_bits(
     """On an axis of one rank a layer is `nn.Linear`: output and gradients, every bit."""
     torch.manual_seed(0)
     due = nn.Linear(12, 20, bias=False, dtype=dtype)
-    layer = kind(12, 20, ONE, sequence_parallel=sequence_parallel).to(dtype)
+    layer = kind(12, 20, replace(ONE, cuts_sequence=sequence_parallel)).to(dtype)
     layer.load_state_dict(due.state_dict())
     x = torch.randn(2, 6, 12, dtype=dtype)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -64,8 +65,8 @@ def test_one_rank_has_torchs_bits(
 
 def test_layers_hold_their_part() -> None:
     """A column layer has rows of the weight, a row layer columns, and each knows which."""
-    column = ColumnLinear(12, 20, FOUR, sequence_parallel=True)
-    row = RowLinear(12, 20, FOUR, sequence_parallel=False)
+    column = ColumnLinear(12, 20, replace(FOUR, cuts_sequence=True))
+    row = RowLinear(12, 20, FOUR)
     assert column.weight.shape == (5, 12)
     assert row.weight.shape == (20, 3)
     assert named_cuts(column) == {"weight": (Cut("tp", 0, 4, 2),)}
@@ -76,17 +77,17 @@ def test_layers_hold_their_part() -> None:
 def test_a_forgotten_layer_shows() -> None:
     """Weights that nobody initialised are NaN, so that no loss comes of them."""
     for kind in (ColumnLinear, RowLinear):
-        assert kind(4, 4, ONE, sequence_parallel=False).weight.isnan().all()
+        assert kind(4, 4, ONE).weight.isnan().all()
 
 
 def test_features_that_have_no_equal_parts_are_refused() -> None:
     """What is cut is a multiple of the ranks; what is not cut may be anything."""
     with pytest.raises(ValueError, match="Expected out_features to be a multiple of the 4 ranks"):
-        ColumnLinear(4, 6, FOUR, sequence_parallel=False)
+        ColumnLinear(4, 6, FOUR)
     with pytest.raises(ValueError, match="Expected in_features to be a multiple of the 4 ranks"):
-        RowLinear(6, 4, FOUR, sequence_parallel=False)
-    ColumnLinear(5, 8, FOUR, sequence_parallel=False)
-    RowLinear(8, 5, FOUR, sequence_parallel=False)
+        RowLinear(6, 4, FOUR)
+    ColumnLinear(5, 8, FOUR)
+    RowLinear(8, 5, FOUR)
 
 
 def test_one_rank_gets_the_parameters_themselves() -> None:
@@ -95,8 +96,8 @@ def test_one_rank_gets_the_parameters_themselves() -> None:
     assert reduce_replicated(weight, ONE) is weight
     x = torch.ones(2, 4, 3)
     for cut in (False, True):
-        assert enter(x, ONE, sequence_parallel=cut) is x
-        assert leave(x, ONE, sequence_parallel=cut) is x
+        assert enter(x, replace(ONE, cuts_sequence=cut)) is x
+        assert leave(x, replace(ONE, cuts_sequence=cut)) is x
 
 
 class Foreign(nn.LayerNorm):
@@ -139,7 +140,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 def test_one_rank_has_torchs_embedding(dtype: torch.dtype) -> None:
     """On an axis of one rank it is `nn.Embedding`: output and gradient, every bit."""
     due = nn.Embedding(10, 6, dtype=dtype)
-    layer = VocabEmbedding(10, 6, ONE, sequence_parallel=True).to(dtype)
+    layer = VocabEmbedding(10, 6, replace(ONE, cuts_sequence=True)).to(dtype)
     assert layer.weight.isnan().all()
     layer.load_state_dict(due.state_dict())
     tokens = torch.tensor([[0, 9, 3], [3, 3, 1]])
@@ -152,11 +153,11 @@ def test_one_rank_has_torchs_embedding(dtype: torch.dtype) -> None:
 
 def test_the_embedding_holds_its_rows() -> None:
     """Rows are cut in rank order, and a vocabulary that cannot be cut evenly is refused."""
-    layer = VocabEmbedding(12, 5, SECOND_OF_FOUR, sequence_parallel=False)
+    layer = VocabEmbedding(12, 5, SECOND_OF_FOUR)
     assert layer.weight.shape == (3, 5)
     assert named_cuts(layer) == {"weight": (Cut("tp", 0, 4, 1),)}
     with pytest.raises(ValueError, match="Expected the vocabulary to be a multiple of the 4 ranks"):
-        VocabEmbedding(10, 5, SECOND_OF_FOUR, sequence_parallel=False)
+        VocabEmbedding(10, 5, SECOND_OF_FOUR)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,12 +1,12 @@
 """Axes of one rank, which no process group stands behind."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from fsdp_core.model.moe.dispatcher import MoeAxes
-from fsdp_core.parallel.mesh import Axis
+from fsdp_core.config.parallel import AXES
+from fsdp_core.parallel.mesh import Axes, Axis
 
 NO_GROUP = cast("dist.ProcessGroup", None)
 
@@ -17,13 +17,7 @@ def axis(name: str, size: int = 1) -> Axis:
 
 
 @pytest.fixture
-def alone() -> MoeAxes:
+def alone() -> Axes:
     """A single rank."""
-    return MoeAxes(
-        ep=axis("ep"),
-        etp=axis("etp"),
-        tp=axis("tp"),
-        tokens=(axis("dp"),),
-        num_averaged=1,
-        sequence_parallel=False,
-    )
+    nobody = cast("Any", None)
+    return Axes(**{name: axis(name) for name in AXES}, dense_mesh=nobody, expert_mesh=nobody)

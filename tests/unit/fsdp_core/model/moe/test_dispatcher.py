@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.model.moe.dispatcher import (
     Delivery,
-    MoeAxes,
     Places,
     Preprocess,
     assign_places,
@@ -30,17 +29,14 @@ SIZES = {"tp": 2, "cp": 3, "pp": 5, "dp": 7, "dp_outer": 11, "ep": 4, "etp": 2, 
 def axes(*, sequence_parallel: bool) -> Axes:
     group = cast("dist.ProcessGroup", None)
     mesh = cast("DeviceMesh", None)
-    return Axes(
-        **{name: Axis(name, size, 0, group) for name, size in SIZES.items()},
-        dense_mesh=mesh,
-        expert_mesh=mesh,
-        sequence_parallel=sequence_parallel,
-    )
+    made = {name: Axis(name, size, 0, group) for name, size in SIZES.items()}
+    made["tp"] = replace(made["tp"], cuts_sequence=sequence_parallel)
+    return Axes(**made, dense_mesh=mesh, expert_mesh=mesh)
 
 
 def test_tokens_differ_over_tp_under_sequence_parallel_alone() -> None:
     """Counts are summed over dp_outer, dp and cp, and over tp where it cuts the sequence."""
-    cut, whole = (MoeAxes.of(axes(sequence_parallel=sp)) for sp in (True, False))
+    cut, whole = (axes(sequence_parallel=sp) for sp in (True, False))
     assert [axis.name for axis in cut.tokens] == ["dp_outer", "dp", "cp", "tp"]
     assert [axis.name for axis in whole.tokens] == ["dp_outer", "dp", "cp"]
     assert not cut.etp_shares_tokens
@@ -50,26 +46,7 @@ def test_tokens_differ_over_tp_under_sequence_parallel_alone() -> None:
 def test_dense_gradients_are_averaged_over_dp_and_cp() -> None:
     """The losses' factor is the number of ranks of dp_outer, dp and cp, with or without tp."""
     for sequence_parallel in (True, False):
-        found = MoeAxes.of(axes(sequence_parallel=sequence_parallel))
-        assert found.num_averaged == 11 * 7 * 3
-        assert (found.ep.size, found.etp.size, found.tp.size) == (4, 2, 2)
-
-
-def test_copies_of_a_token_are_refused() -> None:
-    """Tensor parallel without sequence parallel needs an etp group of the ranks of tp."""
-    layout = MoeAxes.of(axes(sequence_parallel=False))
-    for size in (1, 4):
-        with pytest.raises(ValueError, match=rf"Expected sequence_parallel, or etp .*etp={size}"):
-            replace(layout, etp=replace(layout.etp, size=size))
-    replace(layout, etp=replace(layout.etp, size=1), sequence_parallel=True)
-
-
-def test_ep_divides_the_experts() -> None:
-    """Every rank has as many experts."""
-    layout = MoeAxes.of(axes(sequence_parallel=True))
-    assert layout.local_experts(12) == 3
-    with pytest.raises(ValueError, match="divisible by ep=4, got 6"):
-        layout.local_experts(6)
+        assert axes(sequence_parallel=sequence_parallel).num_averaged == 11 * 7 * 3
 
 
 EXPERTS, NUM_TOKENS, TOP_K = 4, 5, 2
@@ -97,7 +74,7 @@ def test_capacity_is_rounded_up(
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_shapes_do_not_depend_on_the_routing(
-    alone: MoeAxes, dispatcher: str, factor: float | None
+    alone: Axes, dispatcher: str, factor: float | None
 ) -> None:
     """A plan is int64 of the documented shapes, whatever was chosen."""
     delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
-from fsdp_core.model.moe.dispatcher import Delivery, Groups, MoeAxes
+from fsdp_core.model.moe.dispatcher import Delivery, Groups
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
 from fsdp_core.model.moe.router import RouterRule
+from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
 from tests.support.operators import Seeing
 
@@ -36,10 +37,9 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(axes: MoeAxes, delivery: Delivery, **changes: Any) -> MoeLayer:
+def layer(axes: Axes, delivery: Delivery, **changes: Any) -> MoeLayer:
     rule = RouterRule(**{"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.1, **changes})
-    # An `Mlp` asks the same of them as of `Axes`.
-    always = Mlp(HIDDEN, FFN, cast("Any", axes))
+    always = Mlp(HIDDEN, FFN, axes)
     experts = Experts(EXPERTS, HIDDEN, FFN, axes)
     made = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=always).double()
     generator = torch.Generator().manual_seed(8)
@@ -54,7 +54,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
-def test_dropless_reads_the_host_once(alone: MoeAxes, dispatcher: str) -> None:
+def test_dropless_reads_the_host_once(alone: Axes, dispatcher: str) -> None:
     """Forward and backward of a dropless layer wait for the device at one place."""
     made, x = layer(alone, Delivery(dispatcher=dispatcher)), tokens()
     with HostReads() as reads:
@@ -63,7 +63,7 @@ def test_dropless_reads_the_host_once(alone: MoeAxes, dispatcher: str) -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
-def test_drop_and_pad_never_reads_the_host(alone: MoeAxes, dispatcher: str) -> None:
+def test_drop_and_pad_never_reads_the_host(alone: Axes, dispatcher: str) -> None:
     """With a capacity nothing waits for the device."""
     made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=1.0), expert_bias=True)
     valid = torch.tensor([[True, True, False], [True, True, True]])
@@ -76,7 +76,7 @@ def test_drop_and_pad_never_reads_the_host(alone: MoeAxes, dispatcher: str) -> N
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_operators_do_not_count_experts(
-    alone: MoeAxes, monkeypatch: pytest.MonkeyPatch, dispatcher: str, factor: float | None
+    alone: Axes, monkeypatch: pytest.MonkeyPatch, dispatcher: str, factor: float | None
 ) -> None:
     """With 64 experts, most of them empty, a step is as many operators as with 8."""
     monkeypatch.setattr(GroupedLinear, "_is_grouped", lambda layer, rows: True)
@@ -95,7 +95,7 @@ def test_operators_do_not_count_experts(
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("factor", [None, 0.5])
-def test_no_tokens_at_all(alone: MoeAxes, dispatcher: str, factor: float | None) -> None:
+def test_no_tokens_at_all(alone: Axes, dispatcher: str, factor: float | None) -> None:
     """Nothing goes in, nothing comes out, and every gradient is zero."""
     made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor))
     y = made(tokens()[:, :0])
@@ -106,13 +106,11 @@ def test_no_tokens_at_all(alone: MoeAxes, dispatcher: str, factor: float | None)
         assert not parameter.grad.any()
 
 
-def test_a_copy_is_a_layer_of_its_own(alone: MoeAxes) -> None:
+def test_a_copy_is_a_layer_of_its_own(alone: Axes) -> None:
     """Process groups, which nothing can copy, are shared; weights, cuts and buffers are not."""
     group: Any = threading.Lock()
-    axes = replace(
-        alone, ep=replace(alone.ep, group=group), etp=replace(alone.etp, group=group),
-        tp=replace(alone.tp, group=group), tokens=(replace(alone.tokens[0], group=group),),
-    )  # fmt: skip
+    cut = {name: replace(getattr(alone, name), group=group) for name in ("ep", "etp", "tp", "dp")}
+    axes = replace(alone, **cut, dense_mesh=group, expert_mesh=group)
     made = layer(axes, Delivery(), expert_bias=True)
     copied, x = copy.deepcopy(made), tokens()
     assert torch.equal(made(x), copied(x))
@@ -133,7 +131,7 @@ def groups(*counts: int) -> Groups:
     return Groups(counts, ends, (), (), None, None)
 
 
-def linear(axes: MoeAxes, dtype: torch.dtype, *, grouped: bool = False) -> GroupedLinear:
+def linear(axes: Axes, dtype: torch.dtype, *, grouped: bool = False) -> GroupedLinear:
     layer: Any = GroupedLinear(NUM, IN, OUT, axes, cut_dim=1)
     layer._is_grouped = lambda rows: grouped
     generator = torch.Generator().manual_seed(1)
@@ -149,7 +147,7 @@ def rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (0, 0, 6, 0), (6, 0, 0, 0), (0, 0, 0, 0)])
 def test_each_row_meets_its_experts_matrix(
-    alone: MoeAxes, grouped: bool, counts: tuple[int, ...]
+    alone: Axes, grouped: bool, counts: tuple[int, ...]
 ) -> None:
     """Ragged groups, empty ones too: output and gradients; an unused expert's gradient is zero."""
     dtype = torch.float32
@@ -172,7 +170,7 @@ def test_each_row_meets_its_experts_matrix(
 
 
 def test_a_kernel_that_leaves_empty_groups_alone(
-    alone: MoeAxes, monkeypatch: pytest.MonkeyPatch
+    alone: Axes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unused expert's gradient is zero also where the grouped kernel does not write it."""
     kernel = F.grouped_mm
@@ -192,7 +190,7 @@ def test_a_kernel_that_leaves_empty_groups_alone(
     assert not layer.weight.grad.isnan().any()
 
 
-def test_static_rows_are_the_same_product(alone: MoeAxes) -> None:
+def test_static_rows_are_the_same_product(alone: Axes) -> None:
     """[L, n, in] is one batched product."""
     layer, x = linear(alone, torch.float32), rows(torch.float32, NUM, 5)
     out = layer(x, None)
@@ -205,7 +203,7 @@ def test_static_rows_are_the_same_product(alone: MoeAxes) -> None:
     torch.testing.assert_close(layer.weight.grad, column_sums, rtol=1e-5, atol=1e-5)
 
 
-def test_odd_widths_are_not_grouped(alone: MoeAxes) -> None:
+def test_odd_widths_are_not_grouped(alone: Axes) -> None:
     """Rows of the kernel begin at multiples of 16 bytes; it has no float64."""
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, element_size=lambda: 2)
     wide = GroupedLinear(NUM, IN, OUT, alone, cut_dim=1)
@@ -215,7 +213,7 @@ def test_odd_widths_are_not_grouped(alone: MoeAxes) -> None:
     assert not wide._is_grouped(on_gpu)
 
 
-def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
+def test_parameters_know_their_cuts(alone: Axes) -> None:
     """Experts are cut over ep, their width over etp: dim 1 of gate and up, dim 2 of down."""
     axes = replace(
         alone, ep=replace(alone.ep, size=2, rank=1), etp=replace(alone.etp, size=4, rank=3)
@@ -235,7 +233,7 @@ def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
         Experts(NUM, IN, 6, axes)
 
 
-def test_hooks_of_the_layers_run(alone: MoeAxes) -> None:
+def test_hooks_of_the_layers_run(alone: Axes) -> None:
     """It calls the three layers as modules: a gather in a hook is never bypassed."""
     experts = Experts(NUM, IN, OUT, alone)
     for parameter in experts.parameters():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.model.moe.dispatcher import MoeAxes
 from fsdp_core.model.moe.router import Router, RouterRule
+from fsdp_core.parallel.mesh import Axes
 
 RULE_EXPERTS = 5
 
@@ -48,7 +48,7 @@ HIDDEN, EXPERTS, TOKENS = 6, 4, 10
 VALID = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
 
 
-def make(axes: MoeAxes, **changes: Any) -> Router:
+def make(axes: Axes, **changes: Any) -> Router:
     settings = {"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.3, "z_coeff": 0.2, **changes}
     router = Router(HIDDEN, RouterRule(**settings), axes).double()
     generator = torch.Generator().manual_seed(5)
@@ -77,7 +77,7 @@ def losses(router: Router, x: torch.Tensor, valid: torch.Tensor | None) -> torch
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("valid", [None, VALID], ids=["all", "some"])
 def test_the_gradient_of_the_losses_joins_once(
-    alone: MoeAxes, scores: str, valid: torch.Tensor | None
+    alone: Axes, scores: str, valid: torch.Tensor | None
 ) -> None:
     """Backward adds scale times the losses' gradient to that of what follows, and no value."""
     router, x = make(alone, scores=scores), tokens()
@@ -97,7 +97,7 @@ def test_the_gradient_of_the_losses_joins_once(
     assert (router.balance_loss + router.z_loss).item() == pytest.approx(total.item(), rel=1e-12)
 
 
-def test_the_scale_is_that_of_the_backward_pass(alone: MoeAxes) -> None:
+def test_the_scale_is_that_of_the_backward_pass(alone: Axes) -> None:
     """A loss scale that is set after the forward pass counts, as a loss scaler's does."""
     grads = []
     for scale in (1.0, 8.0):
@@ -111,7 +111,7 @@ def test_the_scale_is_that_of_the_backward_pass(alone: MoeAxes) -> None:
     assert grads[0].abs().max() > 0
 
 
-def test_tokens_that_are_not_valid_go_nowhere(alone: MoeAxes) -> None:
+def test_tokens_that_are_not_valid_go_nowhere(alone: Axes) -> None:
     """Their experts are the number of experts, their weights and gradients zero."""
     router, x = make(alone, expert_bias=True), tokens()
     probs, experts = router(x, VALID)
@@ -126,7 +126,7 @@ def test_tokens_that_are_not_valid_go_nowhere(alone: MoeAxes) -> None:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("size", [-1e3, 1e3])
-def test_huge_logits_have_finite_losses(alone: MoeAxes, scores: str, size: float) -> None:
+def test_huge_logits_have_finite_losses(alone: Axes, scores: str, size: float) -> None:
     """Logits past the range of exp, and sigmoids that all underflow to zero, give no NaN."""
     router, x = make(alone, scores=scores), torch.full((TOKENS, HIDDEN), size).requires_grad_()
     router.float().weight.data.copy_(torch.linspace(0.5, 1, EXPERTS)[:, None])
@@ -139,7 +139,7 @@ def test_huge_logits_have_finite_losses(alone: MoeAxes, scores: str, size: float
         assert (experts[:, 0] == (EXPERTS - 1 if size > 0 else 0)).all()
 
 
-def test_casts_leave_the_bias_alone(alone: MoeAxes) -> None:
+def test_casts_leave_the_bias_alone(alone: Axes) -> None:
     """In a bfloat16 model the bias is float32, bit for bit, and still moves by small steps."""
     router = make(alone, expert_bias=True).float()
     router.loss_scale = router.loss_scale.double()
@@ -157,7 +157,7 @@ def test_casts_leave_the_bias_alone(alone: MoeAxes) -> None:
     assert router.double().loss_scale.dtype == torch.float64
 
 
-def test_a_router_from_the_meta_device_starts_anew(alone: MoeAxes) -> None:
+def test_a_router_from_the_meta_device_starts_anew(alone: Axes) -> None:
     """What torch leaves in memory is no bias, no load and no scale."""
     with torch.device("meta"):
         router = make_on_meta(alone)
@@ -168,11 +168,11 @@ def test_a_router_from_the_meta_device_starts_anew(alone: MoeAxes) -> None:
     assert router.loss_scale.item() == 1.0
 
 
-def make_on_meta(axes: MoeAxes) -> Router:
+def make_on_meta(axes: Axes) -> Router:
     return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
 
 
-def test_without_any_valid_token_losses_are_zero(alone: MoeAxes) -> None:
+def test_without_any_valid_token_losses_are_zero(alone: Axes) -> None:
     """No division by zero."""
     router, x = make(alone), tokens()
     probs, _ = router(x, torch.zeros(TOKENS, dtype=torch.bool))
@@ -182,7 +182,7 @@ def test_without_any_valid_token_losses_are_zero(alone: MoeAxes) -> None:
     assert not router.weight.grad.any()
 
 
-def test_slots_are_counted_once_a_backward_pass(alone: MoeAxes) -> None:
+def test_slots_are_counted_once_a_backward_pass(alone: Axes) -> None:
     """Evaluation counts nothing, recomputation counts once, and microbatches add up."""
     router, x = make(alone, expert_bias=True), tokens()
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_slots_are_counted_once_a_backward_pass(alone: MoeAxes) -> None:
     assert torch.equal(router.slots_per_expert, 3 * due)
 
 
-def test_the_bias_moves_towards_the_mean_load(alone: MoeAxes) -> None:
+def test_the_bias_moves_towards_the_mean_load(alone: Axes) -> None:
     """Experts above the mean go down by the rate, those below up, those at the mean stay."""
     router = make(alone, expert_bias=True)
     assert router.expert_bias is not None
@@ -209,13 +209,7 @@ def test_the_bias_moves_towards_the_mean_load(alone: MoeAxes) -> None:
     assert router.expert_bias.grad_fn is None
 
 
-def test_only_a_router_with_a_bias_moves_one(alone: MoeAxes) -> None:
-    """Asking for it is a mistake otherwise."""
-    with pytest.raises(RuntimeError, match="Expected a router with expert_bias"):
-        make(alone).update_bias(0.1)
-
-
-def test_bfloat16_is_routed_in_float32(alone: MoeAxes) -> None:
+def test_bfloat16_is_routed_in_float32(alone: Axes) -> None:
     """Logits, weights and losses are float32; bfloat16 logits would tie."""
     router, x = make(alone), tokens().detach().bfloat16()
     router.weight.data = router.weight.data.bfloat16()
