@@ -15,17 +15,16 @@ gathers and reduces there: without the hooks the kernel reads what is left of th
 gradients go nowhere. So the hooks run around it:
 
     called     pre-hooks A, A(x), hooks A      pre-hooks B, B(y), hooks B
-    fused      pre-hooks A, pre-hooks B        kernel(x)        hooks A, hooks B
+    fused      pre-hooks A, pre-hooks B        kernel(x)        hooks B, hooks A
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_flatten
 
 from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.parallel.mesh import Axes
@@ -116,119 +115,22 @@ class Experts(nn.Module):
         return result
 
 
-# ---- hooks of modules that a kernel computes for
-
-_PHASES = ("forward_pre", "forward", "backward_pre", "backward")
-
-
-def call_with_module_hooks(
-    modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """`kernel(*args, **kwargs)` between the forward pre-hooks and the forward hooks of `modules`.
-
-    Hooks run module after module, each module's in torch's order: those registered for all modules
-    first, then its own as they lie in its dicts now. In place of the module's own input and output
-    they are told the kernel's.
-
-    modules: what `kernel` takes the place of, in the order in which they would run.
-    kernel: reads the modules' parameters when it is called, not before.
-    Returns what the kernel returned, or what hooks made of it: those of the last module may return
-        anything, those of the others the same memory as a new tensor, as whoever marks where
-        backward begins does.
-    Raises ValueError: hooks that a kernel cannot serve: a backward hook on a module, any hook on a
-        module inside of it, a pre-hook that returns other inputs, a hook that returns another
-        output of a module whose output there is none of.
-    """
-    _refuse_other_hooks(modules)
-    for module in modules:
-        _run_pre_hooks(module, args, kwargs)
-    output = kernel(*args, **kwargs)
-    for module in modules:
-        output = _run_post_hooks(module, (args, kwargs), output, is_last=module is modules[-1])
-    return output
-
-
-def _run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for number, hook in (
-        *torch_module._global_forward_pre_hooks.items(),
-        *module._forward_pre_hooks.items(),
-    ):
-        given: Any = args
-        if number in module._forward_pre_hooks_with_kwargs:
-            given, returned = (args, kwargs), hook(module, args, kwargs)
-        else:
-            returned = hook(module, args)
-            if returned is not None and not isinstance(returned, tuple):
-                returned = (returned,)
-        if returned is not None and not _same(returned, given):
-            raise ValueError(
-                f"Expected forward pre-hooks of {_name(module)} to leave its inputs as they are, "
-                "as a fused kernel computes for it, got others. If it is FSDP that casts them, "
-                "give the kernel inputs in the compute dtype, or MixedPrecisionPolicy("
-                "cast_forward_inputs=False); else run the modules unfused."
-            )
-
-
-def _run_post_hooks(
-    module: nn.Module, inputs: tuple[Any, Any], output: Any, *, is_last: bool
-) -> Any:
-    args, kwargs = inputs
-    told = {
-        *torch_module._global_forward_hooks_with_kwargs, *module._forward_hooks_with_kwargs
-    }  # fmt: skip
-    for number, hook in (
-        *torch_module._global_forward_hooks.items(),
-        *module._forward_hooks.items(),
-    ):
-        call: Callable[..., Any] = hook
-        returned = call(module, args, *((kwargs,) if number in told else ()), output)
-        if returned is None or returned is output:
-            continue
-        if not is_last and not _same(returned, output, views=True):
-            raise ValueError(
-                f"Expected forward hooks of {_name(module)} to return None or the same memory, as "
-                "a fused kernel computes its output and the next module's in one, got another "
-                "output. Run the modules unfused."
-            )
-        output = returned
-    return output
-
-
-def _refuse_other_hooks(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        if module._backward_pre_hooks or module._backward_hooks:
-            raise ValueError(
-                f"Expected no backward hooks on {_name(module)}, whose own inputs and outputs a "
-                "fused kernel does not have, got some. Run the modules unfused, or hook the module "
-                "around them."
-            )
-        for inner in (each for each in module.modules() if each is not module):
-            if any(getattr(inner, f"_{phase}_hooks") for phase in _PHASES):
-                raise ValueError(
-                    f"Expected no hooks inside of {_name(module)}, which a fused kernel computes "
-                    f"for, got some on {_name(inner)}. Hook the module itself."
-                )
-
-
-def _same(one: Any, other: Any, *, views: bool = False) -> bool:
-    """Whether two trees have the same shape, tensors and values; or `views` of the tensors."""
-    (leaves, spec), (expected, expected_spec) = tree_flatten(one), tree_flatten(other)
-    pairs = zip(leaves, expected, strict=False)
-    return spec == expected_spec and all(a is b or _alike(a, b, views=views) for a, b in pairs)
-
-
-def _alike(one: Any, other: Any, *, views: bool) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other)
-    kinds = [(t.shape, t.dtype, t.stride(), t.data_ptr()) for t in (one, other)]
-    return views and kinds[0] == kinds[1]
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 # ---- fused
+
+
+def call_as_forward_of(modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any) -> Any:
+    """`kernel(*args)` as the forward of `modules`, each inside of the one before, so that torch
+    runs the hooks of all. They are told the kernel's inputs and output in place of the module's own.
+    """
+    if not modules:
+        return kernel(*args)
+    first, *others = modules
+    first.forward = functools.partial(call_as_forward_of, others, kernel)
+    try:
+        # Not the instance's, by which taps see calls: the module itself is not called.
+        return nn.Module._call_impl(first, *args)
+    finally:
+        del first.forward
 
 
 Kernel = Callable[[nn.Module, nn.Module, torch.Tensor, Groups | None], torch.Tensor]
@@ -252,7 +154,7 @@ class FusedExperts(nn.Module):
             gate, up = self.gate_up(rows, groups).chunk(2, -1)
             result: torch.Tensor = self.down(F.silu(gate) * up, groups)
             return result
-        result = call_with_module_hooks((self.gate_up, self.down), self._run, rows, groups)
+        result = call_as_forward_of((self.gate_up, self.down), self._run, rows, groups)
         return result
 
     def _run(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
