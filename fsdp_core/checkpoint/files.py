@@ -144,7 +144,6 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        """See `FileSystem`; for writing only."""
         if mode != "wb":
             raise ValueError(f"Expected mode 'wb', got {mode!r}.")
         with _SummedFile(Path(path)) as stream:

@@ -469,7 +469,6 @@ class FSDPModule:
         self.fsdp_schedule.abandon_backward()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """See `torch.nn.Module._apply`: `to`, `to_empty` and the like."""
         self.reshard()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         with torch.no_grad():

@@ -129,7 +129,6 @@ class ExtendedGroup(ParamGroup):
         watch(self)
 
     def reshard(self, stream: Any) -> None:
-        """See `ParamGroup`."""
         if not self.is_unsharded:
             return
         for tensor, _ in self._inner if self.is_registered else ():

@@ -183,7 +183,6 @@ class DynamicPool(Pool):
         self._buffers: dict[Key, _Buffer] = {}
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """See `Pool`."""
         buffer = self._buffers.get(key)
         current = self._device.current_stream()
         if buffer is None:
@@ -200,7 +199,6 @@ class DynamicPool(Pool):
         return buffer.tensor
 
     def release(self, key: Key, stream: Any) -> None:
-        """See `Pool`."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.home is None:
             raise RuntimeError(f"Expected {key} to be held, got a release without an acquire.")
@@ -273,7 +271,6 @@ class SlotPool(Pool):
         self._is_training = False
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """See `Pool`."""
         home = self._homes.get(key)
         if home is None:
             home = self._find_home(key, numel, dtype)
@@ -297,7 +294,6 @@ class SlotPool(Pool):
         return home.tensor
 
     def release(self, key: Key, stream: Any) -> None:
-        """See `Pool`."""
         home = self._homes.get(key)
         if home is None or home.slot.holder is not home:
             return self._overflow.release(key, stream)
@@ -308,14 +304,12 @@ class SlotPool(Pool):
             home.grad_pass = self._pass
 
     def can_acquire(self, key: Key) -> bool:
-        """See `Pool`."""
         home = self._homes.get(key)
         if home is None or home.slot.holder is None or home.slot.holder is home:
             return True
         return not (self._frozen or home.grad_pass == self._pass)
 
     def end_of_pass(self) -> None:
-        """See `Pool`."""
         stays = self._is_training and self._persistent_on_miss
         for key in [key for key in self._displaced if not self._holds(key)]:
             home = self._displaced.pop(key)

@@ -252,7 +252,6 @@ class Unit:
             self.gathered_event = None
 
     def reshard(self) -> None:
-        """Release the gathered parameters."""
         self.is_prefetched = False
         if not any(group.is_unsharded for group in self.groups):
             return

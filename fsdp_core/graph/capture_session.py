@@ -44,7 +44,6 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_module
 
 from fsdp_core.device import Device, RngStates
-from fsdp_core.dispatch import ALL_GATHER
 from fsdp_core.graph.recorder import OverCompiled, collector_off
 
 CaptureHook = Callable[[nn.Module], None]
@@ -209,9 +208,6 @@ def _is_capturable(hook: Any) -> bool:
 
 # ---- one capture on all ranks
 
-_all_gather: Any = getattr(dist, ALL_GATHER)
-_MESSAGE_BYTES = 512
-_NAME_BYTES = 96
 _NOTE_CHARS = 1000
 _MOST_NAMED = 8
 _POLL_S = 0.02
@@ -282,7 +278,7 @@ class CaptureSession:
                 self._at_end.insert(0, undo.put_back)
             except Exception as error:  # noqa: BLE001  (the others must hear of any)
                 refusal, cause = _in_words(error), error
-        refusals = exchange_refusals(self._device, self._what, refusal)
+        refusals = exchange_refusals(self._what, refusal)
         if refusals:
             raise CaptureAborted(self._what, refusals) from cause
         self._notes = _Notes()
@@ -344,7 +340,7 @@ class CaptureSession:
             if missing or notes.someone_left():
                 notes.leave()
                 raise self._lost(missing, "")
-            refusals = exchange_refusals(self._device, self._what, refusal)
+            refusals = exchange_refusals(self._what, refusal)
         except CaptureLost as lost:
             _call(self._on_abort)
             raise lost from failure
@@ -390,26 +386,17 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[int, str]:
+def exchange_refusals(what: str, refusal: str | None) -> dict[int, str]:
     """Every rank's refusal by its rank in the default process group; empty if none refuses. A
-    collective of 512 bytes a rank, which the host waits for. Ranks that name another `what` than
-    rank 0 refuse. Long reasons are cut.
+    collective, which the host waits for. Ranks that name another `what` than rank 0 refuse.
     """
     if not dist.is_initialized():
         return {} if refusal is None else {0: refusal}
-    # A refusal without words is one still.
-    text = b"" if refusal is None else (refusal or "no reason given").encode()
-    message = what.encode()[:_NAME_BYTES] + b"\n" + text
-    padded = bytearray(message[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"))
-    mine = torch.frombuffer(padded, dtype=torch.uint8).to(device.torch_device)
-    world = torch.empty(dist.get_world_size() * _MESSAGE_BYTES, dtype=torch.uint8).to(mine.device)
-    _all_gather(world, mine)
-    found, first = {}, ""
-    for rank, row in enumerate(world.cpu().view(-1, _MESSAGE_BYTES)):
-        got = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        captured, _, reason = got.partition("\n")
-        first = captured if rank == 0 else first
-        if reason:
+    world: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(world, (what, refusal))
+    found, first = {}, world[0][0]
+    for rank, (captured, reason) in enumerate(world):
+        if reason is not None:
             found[rank] = reason
         elif captured != first:
             found[rank] = f"captures {captured}, where rank 0 captures {first}"
@@ -473,7 +460,6 @@ class _Writes(OverCompiled):
     is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operator, unless paused."""
         if self.is_paused:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)

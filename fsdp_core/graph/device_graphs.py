@@ -122,7 +122,6 @@ class CudaGraph:
         return result
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
         if not self.is_captured:
             raise RuntimeError("Expected a captured graph, got an empty one.")
         self._graph.replay()

@@ -178,7 +178,6 @@ class TorchPlan:
         self._sums = torch.empty(NUM_COLUMNS, most // ROW_WORDS, dtype=torch.int32, device=device)
 
     def update(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Write the rows of `tensors` to `out`."""
         out.copy_(self._start)
         columns = out.t()
         for page in self._pages:

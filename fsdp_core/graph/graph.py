@@ -92,7 +92,6 @@ class GraphMaker:
         return None if self._memory_pool is None else self._memory_pool.id
 
     def new(self) -> CudaGraph | HostGraph:
-        """An empty graph."""
         if self._memory_pool is not None:
             return CudaGraph(self.device, self._memory_pool, self.generators)
         return HostGraph(self.device, holds_compiled=self._holds_compiled)
@@ -124,7 +123,6 @@ class CapturedFunction:
         return self.result
 
     def reset(self) -> None:
-        """Drop the graph."""
         self.graph.reset()
         self._function = self.result = None
 
@@ -240,7 +238,6 @@ class Replayed:
         self.segment.on_replay()
 
     def _end_backward(self, pending: Pending) -> None:
-        """The backward has been replayed."""
         self._count(1)
         pending.is_done = True
         if pending.after is not None:

@@ -63,7 +63,6 @@ class LibraryGraph(Replayed):
         self._replay, self._reset, self.captures = replay, reset, [1, 1]
 
     def __call__(self, *tensors: torch.Tensor, after: Callable[[], None] | None = None) -> Any:
-        """See `GraphedCallable`."""
         self._check(tensors)
         self._check_addresses()
         results = self._replay(*map(_with_cloned_grad, tensors))

@@ -111,7 +111,6 @@ class HostReadGuard(TorchFunctionMode):
     """Refuses reads of tensor data by Python that no operator shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` unless it copies tensor data to Python."""
         name = getattr(func, "__name__", "")
         if name in _READS_ON_HOST:
             reason = "it reads tensor data in Python, and a replay runs no Python"
@@ -145,7 +144,6 @@ class Recorder(TorchDispatchMode):
         self._names: dict[int, tuple[nn.Module, dict[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the operator around its execution."""
         if any(map(opens_itself, types)):
             return NotImplemented  # the wrapper (a pending collective's, say) opens itself up first
         kwargs = kwargs or {}

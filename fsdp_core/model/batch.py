@@ -118,7 +118,6 @@ class PackedBatch:
     multiple: int
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The batch on a device."""
         tokens, targets, mask = (t.to(device) for t in (self.tokens, self.targets, self.loss_mask))
         offsets, padded = self.offsets.to(device), self.padded_offsets.to(device)
         return PackedBatch(tokens, targets, mask, offsets, padded, self.multiple)

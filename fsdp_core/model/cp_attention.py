@@ -144,7 +144,6 @@ class FlashKernel:
     def forward(
         self, qkv: Three, spans: tuple[Spans, Spans], *, causal: bool, scale: float
     ) -> Pair:
-        """See `TorchKernel.forward`."""
         width, packed = _flash_width(qkv), spans[0].offsets is not None
         q, k, v = (_flash_layout(t, width, packed=packed) for t in qkv)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -158,7 +157,6 @@ class FlashKernel:
         self, grad_out: torch.Tensor, qkv: Three, out_lse: Pair, spans: tuple[Spans, Spans],
         *, causal: bool, scale: float,
     ) -> Three:  # fmt: skip
-        """See `TorchKernel.backward`."""
         width, packed = _flash_width(qkv), spans[0].offsets is not None
         grad, q, k, v, out = (
             _flash_layout(t, width, packed=packed) for t in (grad_out, *qkv, out_lse[0])

@@ -84,7 +84,6 @@ class MoeLayer(nn.Module):
         return self.experts_stage(x_BTH, routed, plan)
 
     def router_stage(self, x_BTH: torch.Tensor, valid_BT: torch.Tensor | None = None) -> Routed:
-        """Router and shared experts."""
         valid_S = None if valid_BT is None else valid_BT.flatten()
         probs, experts = self.router(x_BTH.flatten(0, 1), valid_S)
         shared_BTH = None
@@ -272,7 +271,6 @@ class LayerMaker:
         self.rope = factory.rope(config)
 
     def layer(self, number: int) -> Layer:
-        """The layer of that global number."""
         config, axes, factory = self._config, self._axes, self._factory
         attention = factory.attention(config, axes, self.rope)
         attn = AttentionBranch(*attention, self._residual, self._again["attn"])

@@ -148,7 +148,6 @@ class FusedRope(RopeTable):
     """
 
     def turn(self, x_BTND: torch.Tensor, part: Part) -> torch.Tensor:
-        """Rotate the tokens of a microbatch."""
         offsets = None
         if part.packed is not None:
             offsets = with_tail(part.packed[1], part.plan.rows.shape[0] * part.plan.size)

@@ -111,7 +111,6 @@ class Transfers:
         return posted.tensor
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
         assert not self._incoming, f"received and not used: {list(self._incoming)}"
         while self._sent:
             self._wait(self._sent.pop())

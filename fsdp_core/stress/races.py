@@ -54,7 +54,6 @@ class ClockEvent:
         self._clocks, self.clock = clocks, clock
 
     def synchronize(self) -> None:
-        """The host waits."""
         self._clocks.host_waits(self.clock)
 
 
@@ -83,7 +82,6 @@ class ClockStream:
         return ClockEvent(self._clocks, dict(self.clock))
 
     def synchronize(self) -> None:
-        """The host waits."""
         self._clocks.host_waits(self.clock)
 
     def comes_after(self, stream: "ClockStream", time: int) -> bool:
@@ -108,12 +106,10 @@ class Clocks(HostStreams):
         return stream
 
     def current_stream(self) -> ClockStream:
-        """The stream that work is issued on now."""
         return self._active[-1]
 
     @contextlib.contextmanager
     def on(self, stream: ClockStream) -> Iterator[None]:
-        """Issue work on `stream` inside the context."""
         self._active.append(stream)
         try:
             yield
@@ -121,7 +117,6 @@ class Clocks(HostStreams):
             self._active.pop()
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
         for stream in self.streams:
             self.host_waits(stream.clock)
 
@@ -162,7 +157,6 @@ class Access:
     place: str
 
     def told(self) -> str:
-        """Who did what, where."""
         verb = "writes" if self.writes else "reads"
         return f"{self.operator} {verb} on stream {self.stream.name} at {self.place}"
 
@@ -261,7 +255,6 @@ class Races(ObservingMode):
         self._memory_of(buffer.untyped_storage(), "the pool").label = key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then note what it read and wrote."""
         if types and any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first
         kwargs = kwargs or {}

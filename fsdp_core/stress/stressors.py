@@ -59,7 +59,6 @@ class Jitter(ObservingMode):
         self._left = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, perhaps late."""
         if types and any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first
         self._left -= 1

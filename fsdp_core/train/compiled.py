@@ -175,7 +175,6 @@ class CompiledPart:
         self._compiled = torch.compile(function, backend=compiler.make, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile if need be, and run."""
         compiler, values = self._compiler, self._values(args, kwargs)
         outer, compiler.part = compiler.part, self.name
         try:

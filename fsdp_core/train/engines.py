@@ -98,7 +98,6 @@ class _Cast(nn.Module):
         self.stage, self._dtype = stage, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stage returns."""
         cast_ = {name: p.to(self._dtype) for name, p in self.stage.named_parameters()}
         return torch.func.functional_call(self.stage, cast_, args, kwargs)
 
@@ -213,7 +212,6 @@ class EngineAdamW(AdamW):
         self._torchs.zero_grad(set_to_none=False)
 
     def step(self, skipped: torch.Tensor | None = None) -> None:
-        """The engine's own step."""
         assert skipped is None  # a rule refuses `skip_nonfinite`
         self._torchs.step()
 
@@ -231,7 +229,6 @@ class EngineDigests(Digests):
         self._optimizer, self._others = optimizer, others
 
     def update(self, group: str, outputs: StepOutputs) -> None:
-        """See `Digests`."""
         self._optimizer.refresh()
         if (found := groups_of(self._optimizer, self._others).get(group)) is not None:
             self.digested[group][1][:] = found[1]

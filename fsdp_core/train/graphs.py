@@ -20,7 +20,6 @@ it. Evaluation, passes without gradients and other shapes run eagerly.
 
 import contextlib
 import functools
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -41,7 +40,7 @@ from fsdp_core.graph.capture_session import (
 )
 from fsdp_core.graph.graph import CapturedFunction, GraphedCallable, GraphMaker, Segment
 from fsdp_core.graph.library_graphs import LibraryGraph, capture_by_te, capture_by_torch
-from fsdp_core.graph.recorder import Resolver
+from fsdp_core.graph.recorder import AddressBook, Resolver
 from fsdp_core.model.batch import Part
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.layers import Begin
@@ -78,7 +77,7 @@ class Graphs:
         device: Device,
         stages: Sequence[DecoderStage],
         streams: RandomStreams,
-        resolve: Callable[[], Resolver],
+        resolve: Callable[[], AddressBook],
         compiler: Compiler,
     ) -> None:
         self.config, self._device, self._streams = config, device, streams
@@ -98,8 +97,9 @@ class Graphs:
 
         def capture() -> None:
             # At its replays parameters are at rest: guards, which look at them, cannot be checked.
+            book = self.book
             with self.compiler.captured():
-                self.iteration = CapturedFunction(self.new_maker(), function, self.resolver)
+                self.iteration = CapturedFunction(self.new_maker(), function, book and book.now)
             entries = self.iteration.graph.recording.external()
             written = {entry.address for entry in entries if entry.written}
             self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
@@ -168,7 +168,8 @@ class Graphs:
         )
 
     @property
-    def resolver(self) -> Resolver | None:
+    def book(self) -> AddressBook | None:
+        """A new one each time."""
         # Other engines free what they gather and make it anew, so it has no address to hold to.
         is_checked = self.config.ledger and self.config.engine == "ours"
         return self._resolve() if is_checked else None
@@ -247,7 +248,6 @@ class CapturedRegion:
 
     @property
     def uses(self) -> Iterator[GraphUse]:
-        """What the graphs did, scope by scope."""
         counts = tuple(zip(self.graph.captures, self.graph.replays, strict=True))
         for scope in self.region.scopes:
             for way, (captures, replays) in zip(("forward", "backward"), counts, strict=True):
@@ -472,13 +472,11 @@ class StageGraphs:
     @property
     def _resolver(self) -> Resolver | None:
         """Names of what graphs of a stage read of microbatches, beside the trainer's."""
-        resolve = self._owner.resolver
-        if resolve is None or self._context is None:
-            return resolve
-        parts = self._static.values()
-        static = {name: tensor for part in parts for name, tensor in part.named_tensors()}
-        # Looked up one by one, where the trainer can do that.
-        return lambda: ChainMap(static, cast("dict[str, torch.Tensor]", resolve()))
+        book = self._owner.book
+        for part in self._static.values() if book else ():
+            for name, tensor in part.named_tensors():
+                book.hold(name, tensor)
+        return book.now if book else None
 
     @property
     def captured(self) -> Iterator[CapturedRegion]:
@@ -510,7 +508,6 @@ class StageGraphs:
 
     def choose(self, part: Part, slot: int) -> SlotGraphs | None:
         """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
-        `ValueError` for more than there is room for, or a context size without graphs;
         `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
         its backward.
         """
@@ -519,14 +516,6 @@ class StageGraphs:
             (mine,) = self._samples.values()
             if part.plan is not mine.plan or part.targets.shape != mine.targets.shape:
                 return None
-        if slot >= self._num_slots:
-            raise ValueError(
-                f"Expected at most {self._num_slots} microbatches between forward and backward, "
-                f"the slots of graphs, got one in slot {slot}."
-            )
-        if size not in self._samples:
-            captured = sorted(self._samples)
-            raise ValueError(f"Expected a captured context size, one of {captured}, got {size}.")
         if self._context is not None:
             self._require_free(slot)
             self._context.check(part.cp)

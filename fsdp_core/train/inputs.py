@@ -59,7 +59,6 @@ class Inputs:
         self.targets = torch.zeros_like(self.tokens)
 
     def named_tensors(self) -> NamedTensors:
-        """Long-lived tensors, by name."""
         yield "tokens", self.tokens
         yield "targets", self.targets
 
@@ -95,7 +94,6 @@ class RowInputs(Inputs):
             static.copy_(mine, non_blocking=True)
 
     def microbatches(self) -> list[Microbatch]:
-        """Those of the step that was filled in."""
         return self._microbatches
 
     def samples(self) -> dict[int, Part]:
@@ -103,7 +101,6 @@ class RowInputs(Inputs):
         return {self._cp.size: self._microbatches[0].keywords["part"]}
 
     def named_tensors(self) -> NamedTensors:
-        """Tokens, targets, and which tokens these are."""
         yield from super().named_tensors()
         yield from tensors_in(self._plan, "context plan")
 

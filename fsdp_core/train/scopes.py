@@ -69,7 +69,6 @@ class GraphCounts:
     unnamed_externals: int = 0
 
     def enter(self, ledgers: Sequence[Ledger]) -> None:
-        """Count what graphs use and do not own."""
         for ledger in ledgers:
             self.external_names.extend(ledger.names)
             self.external_places.extend(ledger.places)

@@ -101,7 +101,6 @@ class StepOutputs:
     digests: dict[str, torch.Tensor]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them by name."""
         for name in ("losses", "loss", "grad_norm", "evaluation", "skipped"):
             yield name, getattr(self, name)
         for group, rows in self.digests.items():
@@ -164,7 +163,6 @@ class Digests:
         return {g: empty_rows(len(names), device) for g, (names, _) in self.digested.items()}
 
     def update(self, group: str, outputs: StepOutputs) -> None:
-        """Digest a group into its rows."""
         names, tensors = self.digested[group]
         self._digesters[group](tensors, outputs.digests[group])
         if group in self.kept:
@@ -234,8 +232,7 @@ class Trainer:
             self._is_closed = False
         seed_all(mix(config.seed, dist.get_rank()))
         self._graphs = Graphs(
-            config, device, self.stages, self.streams, lambda: self.named_tensors().now,
-            self._compiler,
+            config, device, self.stages, self.streams, self.named_tensors, self._compiler
         )  # fmt: skip
 
     def _watch(self, stressors: Stressors) -> None:
@@ -537,12 +534,6 @@ class Trainer:
         return self._captured_at == index
 
     def _capture(self, index: int) -> None:
-        due = self.config.graph_warmup_steps
-        if self._whole_steps < due:
-            raise RuntimeError(
-                f"Expected the warm-up of {due} whole steps to be over before graphs are captured, "
-                f"got {self._whole_steps} of them: run step {index} without graphs."
-            )
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._gradients

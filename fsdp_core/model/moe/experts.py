@@ -120,7 +120,7 @@ class Experts(nn.Module):
 
 def call_as_forward_of(modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)` as the forward of `modules`, each inside of the one before, so that torch
-    runs the hooks of all. They are told the kernel's inputs and output in place of the module's own.
+    runs the hooks of all. These are told the kernel's inputs and output, as their module's.
     """
     if not modules:
         return kernel(*args)

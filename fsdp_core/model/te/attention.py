@@ -236,7 +236,6 @@ class FusedRope(layers.FusedRope):
     def forward(  # type: ignore[override]
         self, x_BTND: torch.Tensor, offsets: torch.Tensor | None, cp: Axis
     ) -> torch.Tensor:
-        """See `layers.FusedRope`."""
         options = {"fused": True, "cp_size": cp.size, "cp_rank": cp.rank}
         if offsets is None:
             return cast("torch.Tensor", self._turned(x_BTND, self.angles, "bshd", **options))

@@ -43,7 +43,7 @@ def test_hooks_may_change_inputs_and_output(pair: list[nn.Module]) -> None:
 
 def test_backward_hooks_see_the_kernels_gradients(pair: list[nn.Module]) -> None:
     """Those of torch's own kind, too."""
-    seen = []
+    seen: list[Any] = []
     pair[0].register_full_backward_hook(lambda m, ins, outs: seen.append((ins, outs)))
     x = X.clone().requires_grad_()
     call_as_forward_of(pair, double, x).sum().backward()

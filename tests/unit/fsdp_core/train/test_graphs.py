@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_core.graph.recorder import AddressBook
 from fsdp_core.model.batch import Capacity, Document, Part, pack, packed_part
 from fsdp_core.model.layers import RopeTable
 from fsdp_core.parallel.context import DynamicContext
@@ -95,9 +96,18 @@ def part_of(lengths: tuple[int, ...], size: int) -> Part:
     return packed_part(pack(documents, capacity), Axis("cp", size, 0, group), 1.0).part
 
 
+class Owner(SimpleNamespace):
+    """In place of all graphs of a rank."""
+
+    @property
+    def book(self) -> AddressBook:
+        book = AddressBook()
+        book.hold("weight", self.weight)
+        return book
+
+
 def graphs_of(log: Log, stage: Stage) -> StageGraphs:
-    weight = torch.zeros(3)
-    owner = SimpleNamespace(new_maker=Maker, resolver=lambda: {"weight": weight}, meet=log.meet)
+    owner = Owner(new_maker=Maker, weight=torch.zeros(3), meet=log.meet)
     return StageGraphs(
         cast("Any", owner), cast("Any", stage), (), {s: part_of((5, 6), s) for s in SIZES},
         attempt=lambda capture: capture(), num_slots=NUM_SLOTS,

@@ -202,19 +202,6 @@ def test_every_long_lived_tensor_has_a_name(axes: Axes, pool: str) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("graph", [("attn",), ("full_iteration",)])
-def test_no_graph_is_captured_before_the_warm_up_is_over(
-    axes: Axes, graph: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever asks for it: a capture needs what whole steps make first."""
-    trainer = Trainer(config(graph=graph), axes, Device("cpu"))
-    monkeypatch.setattr(trainer, "_is_capture_due", lambda index: True)
-    with pytest.raises(RuntimeError, match=r"warm-up of 2 whole steps .* got 0"):
-        trainer.step(0)
-    assert trainer.counts.captured == 0
-    trainer.close()
-
-
 @pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
 def test_a_dropped_model_is_gone(axes: Axes, graph: tuple[str, ...]) -> None:
     """Nothing holds a closed trainer's model but its owner: no hook, no graph, no cycle."""
