@@ -44,6 +44,12 @@ def is_fake(kinds: Iterable[type]) -> bool:
     return any(issubclass(kind, FakeTensor) for kind in kinds)
 
 
+ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+"""Operators that run no kernel: memory without values."""
+
 _HERE, _STDLIB = Path(__file__).parent, sysconfig.get_path("stdlib")
 _OF_NO_PROGRAM = (
     str(Path(torch.__file__).parent), str(_HERE / "graph"), str(_HERE / "stress"),

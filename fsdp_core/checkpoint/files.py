@@ -144,8 +144,7 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            raise ValueError(f"Expected mode 'wb', got {mode!r}.")
+        assert mode == "wb", mode
         with _SummedFile(Path(path)) as stream:
             self.written[Path(path).name] = stream
             yield stream

@@ -72,7 +72,7 @@ from fsdp_core.checkpoint.state import (
     saved_state,
     stretches_of,
 )
-from fsdp_core.fsdp.api import FSDPModule
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.parallel.mesh import world_timeout
 
 _HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -408,9 +408,8 @@ def load(
         ranks.doing = f"Loading {path}"
         wrapper.all_gather("check", check)
         fit = Fit(checked[0], wrapper.get_rank(), wrapper.get_world_size())
-        for module in (m for stage in modules for m in stage.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in units_in(*modules):
+            unit.reshard()
         reader = dcp.FileSystemReader(path)
         are_stages = not isinstance(model, nn.Module)
         found = wrapper.all_gather(

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from fsdp_core.fsdp.api import FSDPModule
+from fsdp_core.fsdp.api import units_in
 from fsdp_core.fsdp.row_sharded import RowSharded, write_items
 from fsdp_core.parallel.tensor_parallel import Stretch, Stretches, named_stretches
 
@@ -214,9 +214,7 @@ def decode(tree: Any, make: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
 
 def fsdp_groups(modules: Modules) -> list[Any]:
     """Parameter groups of all units in a model, each once."""
-    found = (m for module in modules for m in module.modules())
-    units = {m._fsdp_unit: None for m in found if isinstance(m, FSDPModule)}
-    return [group for unit in units for group in unit.groups]
+    return [group for unit in units_in(*modules) for group in unit.groups]
 
 
 def model_state(modules: Modules) -> dict[str, Any]:

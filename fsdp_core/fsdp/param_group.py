@@ -313,8 +313,6 @@ class ParamGroup:
 
     def unshard(self, stream: Any) -> None:
         """Gather the full parameters on `stream`; the caller orders compute after it."""
-        if self.is_unsharded:
-            return
         if self.main_weight.is_meta or self.has_moved:
             with torch.no_grad():
                 self.readopt()  # the user may have set parameters in place of those

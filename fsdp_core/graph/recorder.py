@@ -28,10 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
-from fsdp_core.dispatch import TensorError, calling_line, opens_itself
+from fsdp_core.dispatch import ALLOCATIONS, TensorError, calling_line, opens_itself
 
-_ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
-                          "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
 _BAKES_A_VALUE = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 _UPDATES_STATISTICS = frozenset(
     f"aten::{name}"
@@ -164,7 +162,7 @@ class Recorder(TorchDispatchMode):
         fresh = self._fresh_outputs(out, name)
         if not self.keeps_operations:
             self._num_operations += 1
-        elif (fresh or written) and func._schema.name not in _ALLOCATIONS:
+        elif (fresh or written) and func._schema.name not in ALLOCATIONS:
             self._keep(Operation(func, arg_refs, kwarg_refs, fresh))
         return out
 

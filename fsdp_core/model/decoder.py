@@ -407,9 +407,7 @@ def make_stages(
     chunks: int = 1,
     recompute: str = "none",
 ) -> list[DecoderStage]:
-    """This pipeline rank's stages in order: stages rank, rank + pp, ... (`ValueError`: fewer layers
-    than stages, or sizes that the axes do not divide).
-    """
+    """This pipeline rank's stages in order: stages rank, rank + pp, ..."""
     pp = axes.pp
     ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]
     return [

@@ -35,16 +35,12 @@ from fsdp_core.parallel.mesh import Axis, world_timeout
 
 
 def _chunk_length(length: int, size: int) -> int:
-    if length < 1 or length % (2 * size):
-        raise ValueError(
-            f"Expected a sequence length that is a multiple of {2 * size} (2 * cp {size}), "
-            f"got {length}."
-        )
+    assert not length % (2 * size), f"{length} tokens in chunks of 2 * cp {size}"
     return length // (2 * size)
 
 
 def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """The part of a sequence along `dim` that `rank` has (`ValueError`: no even cut)."""
+    """The part of a sequence along `dim` that `rank` has."""
     if size == 1:
         return whole
     chunk = _chunk_length(whole.shape[dim], size)

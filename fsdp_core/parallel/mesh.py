@@ -130,7 +130,7 @@ def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
     if parallel.world_size != dist.get_world_size():
         expected, got = parallel.world_size, dist.get_world_size()
         raise ValueError(f"Expected {expected} ranks for {parallel}, got {got}.")
-    made = _Groups(parallel, device)
+    made = _Groups(parallel)
     me = dist.get_rank()
     axes = {
         name: Axis(name, getattr(parallel, name), axis_rank(parallel, name, me), made.group(name))
@@ -158,8 +158,8 @@ class _Groups:
     know nothing of each other.
     """
 
-    def __init__(self, parallel: ParallelConfig, device: Device) -> None:
-        self.parallel, self.device = parallel, device
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self.parallel = parallel
         self.made: dict[tuple[bool, Partition], dist.ProcessGroup] = {}
 
     def group(self, axes: str | tuple[str, ...]) -> dist.ProcessGroup:
@@ -172,7 +172,7 @@ class _Groups:
         key = (for_fsdp, partition)
         if key not in self.made:
             name = axes if isinstance(axes, str) else "_".join(axes)
-            self.made[key] = _make_group(partition, self.device, name)
+            self.made[key] = _make_group(partition, name)
         return self.made[key]
 
 
@@ -182,7 +182,7 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-def _make_group(partition: Partition, device: Device, name: str) -> dist.ProcessGroup:
+def _make_group(partition: Partition, name: str) -> dist.ProcessGroup:
     """This rank's group of a partition of all ranks; every rank makes all groups in one order."""
     world = _default_group()
     # Made without it, a group has torch's own timeout, of many minutes.

@@ -90,11 +90,8 @@ class Schedule:
 def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool = True) -> Schedule:
     """1F1B for one chunk a rank, interleaved 1F1B for more; forwards only where nothing trains.
     1F1B (PipeDream-flush) warms rank r up with pp - 1 - r forwards; interleaved, groups of pp
-    microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp
-    (`ValueError`: no microbatches, or training with chunks > 1 and microbatches no multiple of pp).
+    microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp.
     """
-    if microbatches < 1:
-        raise ValueError(f"Expected microbatches >= 1, got {microbatches}.")
     # (chunk, microbatch): pp microbatches through the first chunk, through the second, and so on.
     group = pp if chunks > 1 else 1
     order = [
@@ -106,11 +103,7 @@ def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool 
     forwards = [Action(True, chunk, i) for chunk, i in order]
     if not is_training:
         return Schedule(pp, chunks, microbatches, (tuple(forwards),) * pp, is_training=False)
-    if microbatches % group:
-        raise ValueError(
-            f"Expected a multiple of pp={pp} microbatches, as interleaved chunks ({chunks} a rank) "
-            f"take them in groups of pp, got {microbatches}."
-        )
+    assert not microbatches % group, (microbatches, group)
     backwards = [Action(False, chunks - 1 - chunk, i) for chunk, i in order]
     actions = []
     for rank in range(pp):
@@ -138,15 +131,9 @@ def slots_needed(schedule: Schedule) -> int:
 def split_layers(num_layers: int, pp: int, chunks: int = 1) -> tuple[tuple[range, ...], ...]:
     """Numbers of the layers of every (rank, chunk), in the order of the model, as even as can be.
     What does not divide goes to the later stages, which keep fewer microbatches, but to the last
-    one, which has the head, only at the end: 10 layers over pp 4 are 2 | 3 | 3 | 2 (`ValueError`:
-    fewer layers than stages).
+    one, which has the head, only at the end: 10 layers over pp 4 are 2 | 3 | 3 | 2.
     """
     stages = pp * chunks
-    if not 1 <= stages <= num_layers:
-        raise ValueError(
-            f"Expected at least one layer for each of {stages} stages, got {num_layers}; lower pp "
-            "or chunks."
-        )
     base, left = divmod(num_layers, stages)
     sizes = [base + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
     ends = list(itertools.accumulate(sizes))

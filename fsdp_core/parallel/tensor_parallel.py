@@ -94,24 +94,12 @@ class CutModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cuts: dict[str, Cuts] = {}
+        self._stretches: dict[str, Stretches] = {}
 
     def register_cut(self, name: str, parameter: nn.Parameter, *cuts: Cut) -> None:
         """Register `parameter` as attribute `name`, with its cuts."""
         self.register_parameter(name, parameter)
-        self._cuts[name] = cuts
-
-
-def named_cuts(model: nn.Module) -> dict[str, Cuts]:
-    """The cuts of every parameter by each of its names; () for one that is replicated."""
-    found: dict[str, Cuts] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        # Modules of other libraries have the attribute from `set_stretches`.
-        cuts: dict[str, Cuts] = getattr(module, "_cuts", {})
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[_join(prefix, name)] = cuts.get(name, ())
-    return found
+        self._stretches[name] = (Stretch(name, cuts),)
 
 
 @dataclass(frozen=True)
@@ -168,24 +156,24 @@ def set_stretches(module: nn.Module, table: Mapping[str, Stretch | Stretches]) -
                 f"Expected {type(module).__name__} to have a parameter {name} that consists of "
                 f"{made_of}, got shape {got}."
             )
-        path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
-        owner.__dict__.setdefault("_cuts", {})[attribute] = made_of[0].cuts  # for `named_cuts`
     module._stretches = checked  # type: ignore[assignment]
 
 
 def named_stretches(stage: nn.Module) -> dict[str, Stretches]:
-    """The stretches of every parameter, by its name in `stage`; their names are global."""
+    """The stretches of every parameter, by each of its names in `stage`; theirs are global."""
     tables: dict[str, Stretches] = {}
-    for prefix, module in stage.named_modules():
+    for prefix, module in stage.named_modules(remove_duplicate=False):
         table: Mapping[str, Stretches] = getattr(module, "_stretches", {})
         for name, stretches in table.items():
-            tables[_join(prefix, name)] = tuple(
-                replace(stretch, name=_join(prefix, stretch.name)) for stretch in stretches
-            )
-    return {
-        name: tables.get(name) or (Stretch(name, cuts),) for name, cuts in named_cuts(stage).items()
-    }
+            made_of = (replace(each, name=_join(prefix, each.name)) for each in stretches)
+            tables.setdefault(_join(prefix, name), tuple(made_of))  # the outermost module's word
+    names = (name for name, _ in stage.named_parameters(remove_duplicate=False))
+    return {name: tables.get(name) or (Stretch(name),) for name in names}
+
+
+def named_cuts(model: nn.Module) -> dict[str, Cuts]:
+    """The cuts of every parameter by each of its names; () for one that is replicated."""
+    return {name: made_of[0].cuts for name, made_of in named_stretches(model).items()}
 
 
 def _join(prefix: str, name: str) -> str:

@@ -26,13 +26,9 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from fsdp_core.device import HostStreams, Lending, is_collective
-from fsdp_core.dispatch import ObservingMode, calling_line, opens_itself
+from fsdp_core.dispatch import ALLOCATIONS, ObservingMode, calling_line, opens_itself
 from fsdp_core.fsdp.pool import GRAD, Key
 
-_ALLOCATORS = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
 _SIZED_BY_DATA = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2"})
 
 # --- clocks -----------------------------------------------------------------------------------
@@ -269,7 +265,7 @@ class Races(ObservingMode):
         self._place = None
         if kind.is_view:
             return out
-        if kind.name in _ALLOCATORS:
+        if kind.name in ALLOCATIONS:
             # No kernel runs, but work that had this memory before may: whoever uses it must come
             # after what its stream has been given so far.
             self._touch_all(out, kind.name, writes=True)

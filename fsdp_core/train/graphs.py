@@ -98,8 +98,9 @@ class Graphs:
         def capture() -> None:
             # At its replays parameters are at rest: guards, which look at them, cannot be checked.
             book = self.book
+            resolve = None if book is None else book.now
             with self.compiler.captured():
-                self.iteration = CapturedFunction(self.new_maker(), function, book and book.now)
+                self.iteration = CapturedFunction(self.new_maker(), function, resolve)
             entries = self.iteration.graph.recording.external()
             written = {entry.address for entry in entries if entry.written}
             self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
@@ -473,10 +474,12 @@ class StageGraphs:
     def _resolver(self) -> Resolver | None:
         """Names of what graphs of a stage read of microbatches, beside the trainer's."""
         book = self._owner.book
-        for part in self._static.values() if book else ():
+        if book is None:
+            return None
+        for part in self._static.values():
             for name, tensor in part.named_tensors():
                 book.hold(name, tensor)
-        return book.now if book else None
+        return book.now
 
     @property
     def captured(self) -> Iterator[CapturedRegion]:

@@ -437,21 +437,3 @@ def disagree(case: str) -> str:
         return caught(lambda: pipeline.forward_only(batches(4)))
     number = 3 if is_last and case in ("microbatches", "later") else 4
     return caught(lambda: pipeline.forward_backward(batches(number)))
-
-
-def without_tokens() -> str:
-    """What a rank raises where the first has no tokens."""
-    axis = world_axis(TIMEOUT_S)
-    pipeline = Pipeline(make_stages(axis), axis, SPEC, CPU, num_slots=1)
-    return caught(lambda: pipeline.forward_backward([Microbatch()]))
-
-
-def loss_of_wrong_kind(kind: str) -> str:
-    """What a pipeline of one rank says of a last stage that returns no scalar loss."""
-
-    class Wrong(nn.Module):
-        def forward(self, x: torch.Tensor, **_: Any) -> Any:
-            return {"vector": F.one_hot(x).float(), "number": 1.0, "int": x.sum()}[kind]
-
-    pipeline = Pipeline([Wrong()], world_axis(), SPEC, CPU, num_slots=1)
-    return caught(lambda: pipeline.forward_only([Microbatch(torch.arange(3))]))

@@ -164,9 +164,9 @@ class FusedExperts(nn.Module):
 
 def name_gate_up(experts: nn.Module, gate_up: GroupedLinear) -> None:
     """Let the two halves of `experts.gate_up.weight` be known as gate.weight and up.weight."""
-    cuts, width = gate_up._cuts["weight"], gate_up.weight.shape[1] // 2
+    (whole,), width = gate_up._stretches["weight"], gate_up.weight.shape[1] // 2
     halves = {"gate.weight": width, "up.weight": width}
-    set_stretches(experts, {"gate_up.weight": consecutive(halves, cuts, dim=1)})
+    set_stretches(experts, {"gate_up.weight": consecutive(halves, whole.cuts, dim=1)})
 
 
 def make_fused_experts(num_experts: int, hidden: int, ffn: int, axes: Axes) -> FusedExperts:
