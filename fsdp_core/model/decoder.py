@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.batch import Part
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.moe.dispatcher import Combine, Delivery, Dispatch, Plan, Preprocess
-from fsdp_core.model.moe.router import Router, RouterRule
+from fsdp_core.model.moe.dispatcher import Combine, Dispatch, Plan, Preprocess
+from fsdp_core.model.moe.router import Router
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.pipeline_schedule import split_layers
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
@@ -58,20 +58,18 @@ class Routed(NamedTuple):
 
 class MoeLayer(nn.Module):
     """Routed experts plus shared ones: [B, T, H] -> [B, T, H]. `experts`: computes rows of experts
-    as `experts.Experts` does. `shared`: what every token passes, if the model has some
-    (`ValueError`: sizes that the axes do not divide).
+    as `experts.Experts` does. `shared`: what every token passes, if the model has some.
     """
 
     def __init__(
-        self, hidden: int, rule: RouterRule, axes: Axes,
-        *, delivery: Delivery, experts: nn.Module, shared: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, axes: Axes, experts: nn.Module, shared: nn.Module | None
+    ) -> None:
         super().__init__()
-        self.router = Router(hidden, rule, axes)
-        self.preprocess = Preprocess(rule.num_experts, delivery, axes)
-        self.dispatch = Dispatch(delivery, axes)
+        self.router = Router(config, axes)
+        self.preprocess = Preprocess(config, axes)
+        self.dispatch = Dispatch(config, axes)
         self.experts = experts
-        self.combine = Combine(delivery, axes)
+        self.combine = Combine(config, axes)
         self.shared = shared
 
     def forward(self, x_BTH: torch.Tensor, valid_BT: torch.Tensor | None = None) -> torch.Tensor:
@@ -281,16 +279,8 @@ class LayerMaker:
 
     def _moe_branch(self) -> MoeBranch:
         config, axes, factory = self._config, self._axes, self._factory
-        rule = RouterRule(
-            num_experts=config.experts, top_k=config.top_k, scores=config.score,
-            normalised=config.normalise_top_k, scale=config.route_scale,
-            aux_coeff=config.aux_loss, z_coeff=config.z_loss, expert_bias=config.expert_bias,
-        )  # fmt: skip
-        delivery = Delivery(
-            dispatcher=config.dispatcher, capacity_factor=config.capacity_factor, drop=config.drop
-        )
         shared, experts = factory.shared_experts(config, axes), factory.experts(config, axes)
-        moe = MoeLayer(config.hidden, rule, axes, delivery=delivery, shared=shared, experts=experts)
+        moe = MoeLayer(config, axes, experts, shared)
         return MoeBranch(factory.norm(config, axes), moe, self._residual, axes.tp)
 
 

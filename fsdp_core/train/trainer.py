@@ -42,7 +42,7 @@ from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.recorder import AddressBook
 from fsdp_core.model.decoder import DecoderStage, make_layers
 from fsdp_core.model.layers import LayerFactory
-from fsdp_core.model.moe.router import Router
+from fsdp_core.model.moe.router import Router, watches_load
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.parallel.mesh import Axes, all_reduce
 from fsdp_core.parallel.pipeline import Pipeline, TensorSpec
@@ -458,7 +458,7 @@ class Trainer:
     def _router_losses(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing is computed from their values, so that no other digest would differ."""
         for name, router in self._routers():
-            if router.rule.watches_load:
+            if watches_load(router.model):
                 yield f"{name}.balance_loss", router.balance_loss
                 yield f"{name}.z_loss", router.z_loss
 

@@ -349,6 +349,12 @@ def single_axes() -> Axes:
     return Axes(**one, dense_mesh=nobody, expert_mesh=nobody)
 
 
+def moe_model(hidden: int, experts: int, top_k: int = 2, **settings: Any) -> ModelConfig:
+    """A model of which only routers and dispatchers are of interest."""
+    shapes = {"heads": 1, "kv_heads": 1, "head_dim": 2, "expert_ffn": 4, "normalise_top_k": True}
+    return ModelConfig(hidden=hidden, experts=experts, top_k=top_k, **(shapes | settings))
+
+
 def streams_of(axes: Axes, device: torch.device = CPU) -> RandomStreams:
     return RandomStreams(11, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), device)
 

@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_core.config import ModelConfig
 from fsdp_core.dispatch import TensorError
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
-from fsdp_core.model.moe.dispatcher import Delivery, Groups
+from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import Experts, FusedExperts, make_fused_experts
-from fsdp_core.model.moe.router import RouterRule
+from fsdp_core.model.moe.router import watches_load
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
-from tests.dist.parity_programs import single_axes
+from tests.dist.parity_programs import moe_model, single_axes
 from tests.dist.rank_pool import RankPool
 from tests.support.global_weights import place
 
@@ -47,8 +48,7 @@ class Spec:
     ep: int = 1
     etp: int = 1
     sp: bool = False
-    rule: RouterRule = field(default_factory=lambda: RouterRule(num_experts=8, top_k=2))
-    delivery: Delivery = field(default_factory=Delivery)
+    rule: ModelConfig = field(default_factory=lambda: moe_model(HIDDEN, 8))
     padding: str = "none"
     microbatches: int = 1
     shared: bool = False
@@ -109,7 +109,7 @@ class Data:
 
 
 def data_of(spec: Spec) -> Data:
-    num = spec.rule.num_experts
+    num = spec.rule.experts
     shapes = {
         "router.weight": (num, HIDDEN),
         "experts.gate.weight": (num, FFN, HIDDEN),
@@ -177,10 +177,8 @@ def make_axes(spec: Spec) -> Axes:
 
 def _layer(spec: Spec, axes: Axes, data: Data) -> MoeLayer:
     shared = Mlp(HIDDEN, SHARED_FFN, axes) if spec.shared else None
-    experts = Experts(spec.rule.num_experts, HIDDEN, FFN, axes)
-    layer = MoeLayer(
-        HIDDEN, spec.rule, axes, delivery=spec.delivery, experts=experts, shared=shared
-    )
+    experts = Experts(spec.rule.experts, HIDDEN, FFN, axes)
+    layer = MoeLayer(spec.rule, axes, experts, shared)
     cuts = named_cuts(layer)
     for name, parameter in layer.named_parameters():
         parameter.data = take(data.weights[name], cuts[name]).double()
@@ -239,26 +237,26 @@ def whole(spec: Spec) -> Whole:
     weights = {name: weight.clone().requires_grad_() for name, weight in data.weights.items()}
     x = data.x.clone().requires_grad_()
     total, ys, losses = torch.zeros(()).double(), [], []
-    load = torch.zeros(rule.num_experts).double()
+    load = torch.zeros(rule.experts).double()
     for number in range(spec.microbatches):
         valid = data.valid[number].flatten()
         rows = x[number].flatten(0, 1)[:] * valid[:, None]
         logits = rows @ weights["router.weight"].t()
-        scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         chosen = _chosen(rule, scores.detach(), data.bias, valid)
         gates = scores * chosen
-        if rule.normalised:
+        if rule.normalise_top_k:
             gates = gates / (gates.sum(-1, keepdim=True) + ~valid[:, None])
-        gates = gates * rule.scale
+        gates = gates * rule.route_scale
         kept = _kept(spec, chosen, gates.detach())
         y = _experts(weights, rows, gates * kept) + _shared(spec, weights, rows)
         num = max(int(valid.sum()), 1)
         slots = chosen.sum(0).double()
         load += slots
         shares = (scores / scores.sum(-1, keepdim=True))[valid].sum(0) / num
-        balance = rule.num_experts * (slots / (rule.top_k * num) * shares).sum()
+        balance = rule.experts * (slots / (rule.top_k * num) * shares).sum()
         z = logits[valid].exp().sum(-1).log().square().sum() / num
-        balance, z = rule.aux_coeff * balance, rule.z_coeff * z
+        balance, z = rule.aux_loss * balance, rule.z_loss * z
         cotangent = data.cotangent[number].flatten(0, 1) * valid[:, None]
         total = total + ((y * cotangent).sum() + balance + z) / spec.microbatches
         ys.append(y.detach())
@@ -271,7 +269,7 @@ def whole(spec: Spec) -> Whole:
 
 
 def _chosen(
-    rule: RouterRule, scores: torch.Tensor, bias: torch.Tensor, valid: torch.Tensor
+    rule: ModelConfig, scores: torch.Tensor, bias: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
     """bool [N, E]."""
     ranked = scores + bias if rule.expert_bias else scores
@@ -282,15 +280,15 @@ def _chosen(
 
 def _kept(spec: Spec, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """bool [N, E]: what the capacity of each source and expert leaves."""
-    factor = spec.delivery.capacity_factor
+    factor = spec.rule.capacity_factor
     if factor is None:
         return chosen
     kept = torch.zeros_like(chosen)
     for source in spec.sources():
-        limit = math.ceil(len(source) * spec.rule.top_k / spec.rule.num_experts * factor)
-        for expert in range(spec.rule.num_experts):
+        limit = math.ceil(len(source) * spec.rule.top_k / spec.rule.experts * factor)
+        for expert in range(spec.rule.experts):
             waiting = [(n, float(gates[n, expert])) for n in source if chosen[n, expert]]
-            kept[kept_of_source(waiting, limit, spec.delivery.drop), expert] = True
+            kept[kept_of_source(waiting, limit, spec.rule.drop), expert] = True
     return kept
 
 
@@ -325,11 +323,11 @@ def errors(spec: Spec, ranks: list[Seen]) -> dict[str, float]:
             compare("y", seen.y[number].flatten(0, 1), due.y[number][mine])
             grad = due.x[number].flatten(0, 1)[mine]
             compare("x", seen.x_grad[number].flatten(0, 1) / spec.num_averaged, grad)
-            expected = due.losses[number] if spec.rule.watches_load else (0.0, 0.0)
+            expected = due.losses[number] if watches_load(spec.rule) else (0.0, 0.0)
             compare("losses", torch.tensor(seen.losses[number]), torch.tensor(expected))
         if seen.bias is not None:
             compare("bias", seen.bias, due.bias)
-    if spec.rule.watches_load:
+    if watches_load(spec.rule):
         copies = spec.tp if spec.tp > 1 and not spec.sp else 1
         slots = torch.stack([seen.slots for seen in ranks]).sum(0) / copies
         compare("slots", slots, due.slots.double())
@@ -354,55 +352,55 @@ ROUNDINGS = 64 * 2**-53
 analysis of these sums allows. A fault changes results by a percent."""
 EXACT = {"losses": 2.0**-23, "bias": 2.0**-23, "slots": 0.0}
 """Float32 buffers of sums in float64, and counts."""
-GATHERED = Delivery(dispatcher="all_gather")
+GATHERED: dict[str, Any] = {"dispatcher": "all_gather"}
 
 
-def rule(experts: int, top_k: int, **changes: Any) -> RouterRule:
+def rule(experts: int, top_k: int, **changes: Any) -> ModelConfig:
     """A router with both losses and a bias."""
-    settings: dict[str, Any] = {"aux_coeff": 0.7, "z_coeff": 0.3, "expert_bias": True}
-    return RouterRule(num_experts=experts, top_k=top_k, **(settings | changes))
+    settings: dict[str, Any] = {"aux_loss": 0.7, "z_loss": 0.3, "expert_bias": True}
+    return moe_model(HIDDEN, experts, top_k, **(settings | changes))
 
 
-SIGMOID: dict[str, Any] = {"scores": "sigmoid", "normalised": False, "scale": 2.5}
-LIGHTEST = Delivery(capacity_factor=0.5, drop="probs")
-LIGHTEST_GATHERED = Delivery(dispatcher="all_gather", capacity_factor=0.75, drop="probs")
-FEW = Delivery(capacity_factor=0.5)
+SIGMOID: dict[str, Any] = {"score": "sigmoid", "normalise_top_k": False, "route_scale": 2.5}
+FEW: dict[str, Any] = {"capacity_factor": 0.5}
+LIGHTEST: dict[str, Any] = FEW | {"drop": "probs"}
+LIGHTEST_GATHERED: dict[str, Any] = LIGHTEST | GATHERED | {"capacity_factor": 0.75}
 PRODUCTS = {
     "one expert a rank, all of them chosen": Spec(
         dp=2, cp=2, ep=4, rule=rule(4, 4), padding="some", microbatches=3, shared=True
     ),
     "one expert a rank, one chosen": Spec(
-        dp=2, cp=2, ep=4, rule=rule(4, 1, **SIGMOID), delivery=GATHERED, padding="rank"
+        dp=2, cp=2, ep=4, rule=rule(4, 1, **SIGMOID, **GATHERED), padding="rank"
     ),
     "context and sequence cut, lightest dropped": Spec(
-        cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3), delivery=LIGHTEST,
+        cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3, **LIGHTEST),
         padding="some", microbatches=2, shared=True,
     ),
     "the same, gathered": Spec(
-        cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3, **SIGMOID),
-        delivery=LIGHTEST_GATHERED, padding="microbatch", microbatches=3, shared=True,
+        cp=2, tp=2, sp=True, ep=2, etp=2, rule=rule(6, 3, **SIGMOID, **LIGHTEST_GATHERED),
+        padding="microbatch", microbatches=3, shared=True,
     ),
     "whole sequences, lightest dropped": Spec(
-        cp=2, tp=2, ep=2, etp=2, rule=rule(6, 3, expert_bias=False), delivery=LIGHTEST,
+        cp=2, tp=2, ep=2, etp=2, rule=rule(6, 3, expert_bias=False, **LIGHTEST),
         padding="microbatch", microbatches=2, shared=True,
     ),
     "whole sequences, gathered": Spec(
-        cp=2, tp=2, ep=2, etp=2, rule=rule(4, 2, **SIGMOID), delivery=GATHERED,
+        cp=2, tp=2, ep=2, etp=2, rule=rule(4, 2, **SIGMOID, **GATHERED),
         padding="rank", microbatches=3, shared=True,
     ),
     "more etp than tp": Spec(
-        dp=2, tp=2, sp=True, etp=4, rule=rule(6, 2), delivery=FEW, padding="rank",
+        dp=2, tp=2, sp=True, etp=4, rule=rule(6, 2, **FEW), padding="rank",
         microbatches=2,
     ),
     "tp without etp": Spec(
-        dp=2, tp=2, sp=True, ep=4, rule=rule(8, 8, aux_coeff=0.0), delivery=LIGHTEST_GATHERED,
+        dp=2, tp=2, sp=True, ep=4, rule=rule(8, 8, aux_loss=0.0, **LIGHTEST_GATHERED),
         padding="some",
     ),
     "no expert's replica, nothing watched": Spec(
-        dp=4, ep=4, rule=rule(8, 2, expert_bias=False, aux_coeff=0.0, z_coeff=0.0), shared=True
+        dp=4, ep=4, rule=rule(8, 2, expert_bias=False, aux_loss=0.0, z_loss=0.0), shared=True
     ),
     "replicas alone": Spec(
-        dp=4, rule=rule(5, 2), delivery=FEW, padding="rank", microbatches=3, shared=True
+        dp=4, rule=rule(5, 2, **FEW), padding="rank", microbatches=3, shared=True
     ),
 }  # fmt: skip
 

@@ -11,10 +11,8 @@ from fsdp_core.device import Device, make_deterministic
 from fsdp_core.graph.graph import CapturedFunction, GraphMaker
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
-from fsdp_core.model.moe.dispatcher import Delivery
 from fsdp_core.model.moe.experts import Experts
-from fsdp_core.model.moe.router import RouterRule
-from tests.dist.parity_programs import single_axes
+from tests.dist.parity_programs import moe_model, single_axes
 from tests.dist.rank_pool import RankPool
 
 HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
@@ -23,15 +21,15 @@ HIDDEN, FFN, EXPERTS, TOKENS, STEPS = 64, 32, 64, 40, 3
 class Held:
     """A layer in bfloat16, its inputs at fixed addresses, and a step of it."""
 
-    def __init__(self, device: Device, delivery: Delivery, *, used: int = EXPERTS) -> None:
+    def __init__(self, device: Device, delivery: dict[str, Any], *, used: int = EXPERTS) -> None:
         axes = single_axes()
-        rule = RouterRule(
-            num_experts=EXPERTS, top_k=4, scores="sigmoid", aux_coeff=0.1, z_coeff=0.1,
-            expert_bias=True,
+        config = moe_model(
+            HIDDEN, EXPERTS, 4, score="sigmoid", aux_loss=0.1, z_loss=0.1, expert_bias=True,
+            **delivery,
         )  # fmt: skip
         shared = Mlp(HIDDEN, FFN, axes)
-        experts = Experts(rule.num_experts, HIDDEN, FFN, axes)
-        layer = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=shared)
+        experts = Experts(EXPERTS, HIDDEN, FFN, axes)
+        layer = MoeLayer(config, axes, experts, shared)
         generator = torch.Generator().manual_seed(1)
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -66,7 +64,7 @@ class Held:
         return (y.detach(), *grads, router.expert_bias)
 
 
-def waits(device: Device, delivery: Delivery) -> int:
+def waits(device: Device, delivery: dict[str, Any]) -> int:
     """How often a step waits for the device."""
     held = Held(device, delivery)
     held.step()  # libraries load with their first kernel
@@ -84,14 +82,14 @@ def waits(device: Device, delivery: Delivery) -> int:
 def waits_on_gpu() -> dict[str, int]:
     device = Device("cuda", torch.cuda.current_device())
     return {
-        "dropless": waits(device, Delivery()),
-        "gathered": waits(device, Delivery(dispatcher="all_gather")),
-        "padded": waits(device, Delivery(capacity_factor=1.0)),
-        "padded by weight": waits(device, Delivery(capacity_factor=0.5, drop="probs")),
+        "dropless": waits(device, {}),
+        "gathered": waits(device, {"dispatcher": "all_gather"}),
+        "padded": waits(device, {"capacity_factor": 1.0}),
+        "padded by weight": waits(device, {"capacity_factor": 0.5, "drop": "probs"}),
     }
 
 
-def replays_and_eager(device: Device, delivery: Delivery) -> list[bool]:
+def replays_and_eager(device: Device, delivery: dict[str, Any]) -> list[bool]:
     """Steps eagerly and as replays of one captured step: for each, whether every bit agrees."""
     eager, graphed = Held(device, delivery), Held(device, delivery)
     if device.is_cuda:
@@ -113,7 +111,7 @@ def replays_on_gpu() -> dict[str, list[bool]]:
     make_deterministic(0)
     device = Device("cuda", torch.cuda.current_device())
     return {
-        drop: replays_and_eager(device, Delivery(capacity_factor=0.5, drop=drop))
+        drop: replays_and_eager(device, {"capacity_factor": 0.5, "drop": drop})
         for drop in ("position", "probs")
     }
 
@@ -134,7 +132,7 @@ def grouped_products(device: Device) -> dict[str, Any]:
     functions.grouped_mm = counting
     try:
         for _ in range(2):
-            held = Held(device, Delivery(), used=EXPERTS // 4)
+            held = Held(device, {}, used=EXPERTS // 4)
             experts: Any = held.layer.experts
             names = ["y", "x", *(name for name, _ in held.layer.named_parameters())]
             # What the allocator gives next was NaN: a gradient that is not written shows.

@@ -61,6 +61,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from fsdp_core.config import ModelConfig
 from fsdp_core.parallel.mesh import (
     Axes,
     all_gather,
@@ -236,33 +237,19 @@ class _Reorder(torch.autograd.Function):
 # ---- the plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """How rows travel to experts, as `ModelConfig` has it.
+def gathers(model: ModelConfig) -> bool:
+    """Whether every rank of ep gets all tokens."""
+    return model.dispatcher == "all_gather"
 
-    dispatcher: `all_to_all` sends each row to its expert's rank; `all_gather` gives every token to
-        every rank of ep, and sums what comes back.
-    capacity_factor: None is dropless: sizes depend on the data, so the host reads them, once a
-        forward pass, and no graph can hold it. A number makes every shape static.
-    drop: which rows are dropped past the capacity, see the module.
-    """
 
-    dispatcher: str = "all_to_all"
-    capacity_factor: float | None = None
-    drop: str = "position"
-
-    @property
-    def gathers(self) -> bool:
-        return self.dispatcher == "all_gather"
-
-    def capacity(self, num_slots: int, num_experts: int) -> int | None:
-        """Rows of one expert from one source of `num_slots` slots; None if there is no limit."""
-        if self.capacity_factor is None:
-            return None
-        # Exact, of the decimal number that was written: 100 slots of 10 experts at 1.1 are 11 rows,
-        # which a product of floats makes 11.000000000000002, and so 12.
-        above, below = _ratio(self.capacity_factor)
-        return max(1, -(-num_slots * above // (below * num_experts)))
+def capacity_of(factor: float | None, num_slots: int, num_experts: int) -> int | None:
+    """Rows of one expert from one source of `num_slots` slots; None if there is no limit."""
+    if factor is None:
+        return None
+    # Exact, of the decimal number that was written: 100 slots of 10 experts at 1.1 are 11 rows,
+    # which a product of floats makes 11.000000000000002, and so 12.
+    above, below = _ratio(factor)
+    return max(1, -(-num_slots * above // (below * num_experts)))
 
 
 @torch.compiler.assume_constant_result  # which the compiler could not follow
@@ -296,27 +283,26 @@ class Preprocess(nn.Module):
 
     dropped: torch.Tensor
 
-    def __init__(self, num_experts: int, delivery: Delivery, axes: Axes) -> None:
+    def __init__(self, model: ModelConfig, axes: Axes) -> None:
         super().__init__()
-        self.num_experts, self.delivery, self._axes = num_experts, delivery, axes
-        self.num_local = num_experts // axes.ep.size
+        self.model, self._axes = model, axes
+        self.num_local = model.experts // axes.ep.size
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
     def forward(self, experts_SK: torch.Tensor, probs_SK: torch.Tensor) -> Plan:
         """Plan the way of int64 [S, K]; weights are read for drop "probs" alone."""
-        axes, delivery = self._axes, self.delivery
-        by_weight = delivery.drop == "probs" and delivery.capacity_factor is not None
-        priority_DK = probs_SK.detach() if by_weight else None
+        axes, model = self._axes, self.model
+        priority_DK = probs_SK.detach() if model.drop == "probs" else None
         experts_DK = experts_SK
         if not axes.etp_shares_tokens:
             experts_DK = all_gather(experts_DK, axes.etp, 0)
             if priority_DK is not None:
                 priority_DK = all_gather(priority_DK, axes.etp, 0)
-        capacity = delivery.capacity(experts_DK.numel(), self.num_experts)
-        if delivery.gathers:
+        capacity = capacity_of(model.capacity_factor, experts_DK.numel(), model.experts)
+        if gathers(model):
             return self._plan_gathered(experts_DK, priority_DK, capacity)
-        places = self._assign(experts_DK, self.num_experts, capacity, priority_DK)
+        places = self._assign(experts_DK, model.experts, capacity, priority_DK)
         sent = places.counts.view(axes.ep.size, self.num_local)
         received = all_to_all(sent, axes.ep) if capacity is None else sent[:0]
         return Plan(places.slot_of_place, places.place_of_slot, sent, received)
@@ -380,22 +366,22 @@ class Groups:
 class Dispatch(nn.Module):
     """Tokens [S, H] and their plan -> rows at their experts."""
 
-    def __init__(self, delivery: Delivery, axes: Axes) -> None:
+    def __init__(self, model: ModelConfig, axes: Axes) -> None:
         super().__init__()
-        self.delivery, self._axes = delivery, axes
+        self.model, self._axes = model, axes
 
     def forward(self, x_SH: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Groups | None]:
         """Send [S, H] to rows by expert (`RuntimeError`: dropless while a CUDA graph is captured;
         give a capacity factor).
         """
-        axes, delivery = self._axes, self.delivery
+        axes, is_gathered = self._axes, gathers(self.model)
         x_MH = enter_etp(x_SH, axes)
-        if delivery.gathers:
+        if is_gathered:
             x_MH = gather_from(x_MH, axes.ep, 0)
-        if delivery.capacity_factor is not None:
+        if self.model.capacity_factor is not None:
             return self._static(x_MH, plan), None
         groups = read_groups(plan)
-        if delivery.gathers:
+        if is_gathered:
             slots = plan.slot_of_place[: groups.num_rows]
             return take_rows(x_MH, slots, plan.place_of_slot), groups
         slots = plan.slot_of_place[: sum(groups.sent)]
@@ -410,7 +396,7 @@ class Dispatch(nn.Module):
         axes = self._axes
         rows = take_rows(x_MH, plan.slot_of_place, plan.place_of_slot)
         hidden = rows.shape[1]
-        if self.delivery.gathers:
+        if gathers(self.model):
             return rows.view(plan.received.shape[1], -1, hidden)
         num_local = plan.sent.shape[1]
         rows = all_to_all(rows, axes.ep).view(axes.ep.size, num_local, -1, hidden)
@@ -454,22 +440,22 @@ def read_groups(plan: Plan) -> Groups:
 class Combine(nn.Module):
     """Rows at their experts and the tokens' weights -> tokens [S, H] in the order they came in."""
 
-    def __init__(self, delivery: Delivery, axes: Axes) -> None:
+    def __init__(self, model: ModelConfig, axes: Axes) -> None:
         super().__init__()
-        self.delivery, self._axes = delivery, axes
+        self.model, self._axes = model, axes
 
     def forward(
         self, rows: torch.Tensor, probs_SK: torch.Tensor, plan: Plan, groups: Groups | None
     ) -> torch.Tensor:
         """Rows as `Dispatch` laid them out -> [S, H] in the rows' dtype."""
-        axes, delivery = self._axes, self.delivery
+        axes, is_gathered = self._axes, gathers(self.model)
         weights_MK = enter_etp(probs_SK, axes)
-        if delivery.gathers:
+        if is_gathered:
             weights_MK = gather_from(weights_MK, axes.ep, 0)
         returned = self._return(rows, groups)
         slots = plan.slot_of_place[: returned.shape[0]]
         y_MH = weighted_sum(returned, weights_MK, slots, plan.place_of_slot)
-        if delivery.gathers:
+        if is_gathered:
             y_MH = reduce_scatter_to(y_MH, axes.ep, 0)
         if axes.etp_shares_tokens:
             y_SH = reduce_from(y_MH, axes.etp)
@@ -481,11 +467,11 @@ class Combine(nn.Module):
         """Rows in the order of the plan's places, at the rank that weighs them."""
         axes, hidden = self._axes, rows.shape[-1]
         if groups is None:
-            if self.delivery.gathers:
+            if gathers(self.model):
                 return rows.reshape(-1, hidden)
             by_source = rows.view(rows.shape[0], axes.ep.size, -1, hidden).transpose(0, 1)
             return all_to_all(by_source.reshape(-1, hidden), axes.ep)
-        if self.delivery.gathers:
+        if gathers(self.model):
             return rows
         assert groups.order is not None
         assert groups.inverse is not None

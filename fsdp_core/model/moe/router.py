@@ -15,13 +15,13 @@ whatever the layout. S tokens of this rank, H hidden, E experts, K choices a tok
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdp_core.config import ModelConfig
 from fsdp_core.model.moe.dispatcher import count_slots
 from fsdp_core.parallel.mesh import Axes, all_reduce
 from fsdp_core.parallel.tensor_parallel import reduce_replicated
@@ -32,57 +32,42 @@ TINY = 1e-20
 """Keeps the sum of sigmoid scores that all underflowed from dividing zero by zero."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterRule:
-    """Settings of a router, as `ModelConfig` has them.
+def watches_load(model: ModelConfig) -> bool:
+    """Whether a router has losses or a bias."""
+    return model.aux_loss > 0 or model.z_loss > 0 or model.expert_bias
 
-    scores: softmax over all experts, or a sigmoid of each logit.
-    normalised: divide the chosen scores by their sum.
-    scale: multiplies the chosen scores, after that.
-    aux_coeff, z_coeff: of the load-balancing loss and the z-loss; 0 leaves it out.
-    expert_bias: add a bias to the scores for the choice alone, see `Router.update_bias`.
+
+def score(model: ModelConfig, logits_SE: torch.Tensor) -> torch.Tensor:
+    """Scores of all experts, [S, E]."""
+    return logits_SE.softmax(-1) if model.score == "softmax" else logits_SE.sigmoid()
+
+
+def choose(
+    model: ModelConfig, scores_SE: torch.Tensor, bias_E: torch.Tensor | None
+) -> torch.Tensor:
+    """The top_k experts of each token by score plus bias, int64 [S, K]. Of equal scores the expert
+    of the lowest number wins, on every device and at every size: a stable sort says so, `topk`
+    leaves it open.
     """
+    ranked = scores_SE.detach()
+    if bias_E is not None:
+        ranked = ranked + bias_E
+    return ranked.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
-    num_experts: int
-    top_k: int
-    scores: str = "softmax"
-    normalised: bool = True
-    scale: float = 1.0
-    aux_coeff: float = 0.0
-    z_coeff: float = 0.0
-    expert_bias: bool = False
 
-    @property
-    def watches_load(self) -> bool:
-        return self.aux_coeff > 0 or self.z_coeff > 0 or self.expert_bias
-
-    def score(self, logits_SE: torch.Tensor) -> torch.Tensor:
-        """Scores of all experts, [S, E]."""
-        return logits_SE.softmax(-1) if self.scores == "softmax" else logits_SE.sigmoid()
-
-    def choose(self, scores_SE: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
-        """The top_k experts of each token by score plus bias, int64 [S, K]. Of equal scores the
-        expert of the lowest number wins, on every device and at every size: a stable sort says so,
-        `topk` leaves it open.
-        """
-        ranked = scores_SE.detach()
-        if bias_E is not None:
-            ranked = ranked + bias_E
-        return ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
-
-    def weigh(self, scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
-        """Weights of the chosen experts, [S, K]."""
-        chosen = scores_SE.gather(1, experts_SK)
-        if self.normalised:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
-        return chosen * self.scale
+def weigh(model: ModelConfig, scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
+    """Weights of the chosen experts, [S, K]."""
+    chosen = scores_SE.gather(1, experts_SK)
+    if model.normalise_top_k:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
+    return chosen * model.route_scale
 
 
 # ---- losses
 
 
 def router_losses(
-    rule: RouterRule, logits_SE: torch.Tensor, scores_SE: torch.Tensor, counts_E: torch.Tensor,
+    model: ModelConfig, logits_SE: torch.Tensor, scores_SE: torch.Tensor, counts_E: torch.Tensor,
     valid_S: torch.Tensor | None, axes: Axes,
 ) -> Three:  # fmt: skip
     """The losses of the tokens of all ranks: this rank's part, scaled for the average over ranks,
@@ -93,7 +78,7 @@ def router_losses(
     valid_S: bool, tokens that count; None means all do.
     """
     shares_SE = scores_SE
-    if rule.scores == "sigmoid":
+    if model.score == "sigmoid":
         shares_SE = scores_SE / (scores_SE.sum(-1, keepdim=True) + TINY)
     squares_S = logits_SE.logsumexp(-1).square()
     if valid_S is None:
@@ -114,12 +99,12 @@ def router_losses(
     )
     for axis in axes.tokens:
         sums = all_reduce(sums, axis)
-    num_experts = rule.num_experts
+    num_experts = model.experts
     # A batch without any valid token has losses of zero.
     tokens = sums[0].clamp(min=1.0)
     counts, share_sums, square_sum = sums[1 : 1 + num_experts], sums[1 + num_experts : -1], sums[-1]
-    slope_E = rule.aux_coeff * num_experts / rule.top_k * counts / tokens**2
-    z_slope = rule.z_coeff / tokens
+    slope_E = model.aux_loss * num_experts / model.top_k * counts / tokens**2
+    z_slope = model.z_loss / tokens
     dtype = logits_SE.dtype
     part = (shares_SE * (slope_E * axes.num_averaged).to(dtype)).sum() + (
         squares_S.sum() * (z_slope * axes.num_averaged).to(dtype)
@@ -165,7 +150,7 @@ class Router(nn.Module):
 
     Buffers keep their dtypes when the model is cast to less than float32, in which a bias would
     lose small steps, and start anew when the model leaves the meta device:
-        expert_bias: float32 [E], if the rule has one; part of the state dict.
+        expert_bias: float32 [E], if the model has one; part of the state dict.
         slots_per_expert: int64 [E], slots of this rank since the last `update_bias`, counted once a
             microbatch that went backward.
         loss_scale: float64, what the main loss is multiplied by before backward; the losses'
@@ -180,13 +165,13 @@ class Router(nn.Module):
     balance_loss: torch.Tensor
     z_loss: torch.Tensor
 
-    def __init__(self, hidden: int, rule: RouterRule, axes: Axes) -> None:
+    def __init__(self, model: ModelConfig, axes: Axes) -> None:
         super().__init__()
-        self.rule, self._axes = rule, axes
-        self.weight = nn.Parameter(torch.full((rule.num_experts, hidden), torch.nan))
-        bias = torch.zeros(rule.num_experts) if rule.expert_bias else None
+        self.model, self._axes = model, axes
+        self.weight = nn.Parameter(torch.full((model.experts, model.hidden), torch.nan))
+        bias = torch.zeros(model.experts) if model.expert_bias else None
         self.register_buffer("expert_bias", bias)
-        counts = torch.zeros(rule.num_experts, dtype=torch.int64)
+        counts = torch.zeros(model.experts, dtype=torch.int64)
         self.register_buffer("slots_per_expert", counts, persistent=False)
         # Not a scalar: the compiler would read it on the host, and guard what it read.
         self.register_buffer("loss_scale", torch.ones(1, dtype=torch.float64), persistent=False)
@@ -212,7 +197,7 @@ class Router(nn.Module):
         the router's weight by autograd, zero for tokens that are not valid; and int64 [S, K],
         distinct experts by falling score, for those tokens the number of experts, which is nowhere.
         """
-        rule = self.rule
+        model = self.model
         dtype = torch.promote_types(x_SH.dtype, torch.float32)
         if valid_S is not None:
             # A gradient of zero times NaN is NaN, so masking what comes out is not enough.
@@ -221,13 +206,13 @@ class Router(nn.Module):
         if self._axes.tp.cuts_sequence:
             weight = reduce_replicated(weight, self._axes.tp)
         logits_SE = F.linear(x_SH.to(dtype), weight)
-        scores_SE = rule.score(logits_SE)
-        experts_SK = rule.choose(scores_SE, self.expert_bias)
+        scores_SE = score(model, logits_SE)
+        experts_SK = choose(model, scores_SE, self.expert_bias)
         experts_SK = self._without_invalid(experts_SK, valid_S)
-        somewhere_SK = experts_SK < rule.num_experts
-        probs_SK = rule.weigh(scores_SE, experts_SK.clamp(max=rule.num_experts - 1))
+        somewhere_SK = experts_SK < model.experts
+        probs_SK = weigh(model, scores_SE, experts_SK.clamp(max=model.experts - 1))
         probs_SK = probs_SK.masked_fill(~somewhere_SK, 0.0)
-        if rule.watches_load:
+        if watches_load(model):
             probs_SK = self._attach(logits_SE, scores_SE, probs_SK, experts_SK, valid_S)
         return probs_SK, experts_SK
 
@@ -236,15 +221,16 @@ class Router(nn.Module):
     ) -> torch.Tensor:
         if valid_S is None:
             return experts_SK
-        return experts_SK.masked_fill(~valid_S[:, None], self.rule.num_experts)
+        return experts_SK.masked_fill(~valid_S[:, None], self.model.experts)
 
     def _attach(
         self, logits_SE: torch.Tensor, scores_SE: torch.Tensor, probs_SK: torch.Tensor,
         experts_SK: torch.Tensor, valid_S: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        rule, axes = self.rule, self._axes
-        counts_E = count_slots(experts_SK, rule.num_experts)
-        part, balance, z = router_losses(rule, logits_SE, scores_SE, counts_E, valid_S, axes)
+        counts_E = count_slots(experts_SK, self.model.experts)
+        part, balance, z = router_losses(
+            self.model, logits_SE, scores_SE, counts_E, valid_S, self._axes
+        )
         self.balance_loss.copy_(balance)
         self.z_loss.copy_(z)
         count = functools.partial(self.slots_per_expert.add_, counts_E)

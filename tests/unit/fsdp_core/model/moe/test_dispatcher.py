@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.model.moe.dispatcher import (
-    Delivery,
     Places,
     Preprocess,
     assign_places,
+    capacity_of,
     count_slots,
     take_rows,
     weighted_sum,
 )
 from fsdp_core.parallel.mesh import Axes, Axis
+from tests.dist.parity_programs import moe_model
 
 SIZES = {"tp": 2, "cp": 3, "pp": 5, "dp": 7, "dp_outer": 11, "ep": 4, "etp": 2, "edp": 13}
 
@@ -68,7 +69,7 @@ def test_capacity_is_rounded_up(
     factor: float | None, slots: int, experts: int, capacity: int | None
 ) -> None:
     """ceil(slots * factor / experts), at least one; none without a factor."""
-    assert Delivery(capacity_factor=factor).capacity(slots, experts) == capacity
+    assert capacity_of(factor, slots, experts) == capacity
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
@@ -77,9 +78,9 @@ def test_shapes_do_not_depend_on_the_routing(
     alone: Axes, dispatcher: str, factor: float | None
 ) -> None:
     """A plan is int64 of the documented shapes, whatever was chosen."""
-    delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
-    stage = Preprocess(EXPERTS, delivery, alone)
-    capacity = delivery.capacity(NUM_TOKENS * TOP_K, EXPERTS)
+    config = moe_model(6, EXPERTS, dispatcher=dispatcher, capacity_factor=factor)
+    stage = Preprocess(config, alone)
+    capacity = capacity_of(factor, NUM_TOKENS * TOP_K, EXPERTS)
     places = NUM_TOKENS * TOP_K if capacity is None else EXPERTS * capacity
     gathers, static = dispatcher == "all_gather", factor is not None
     for experts in (torch.zeros(NUM_TOKENS, TOP_K), torch.full((NUM_TOKENS, TOP_K), EXPERTS)):

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_core.model.decoder import MoeLayer
 from fsdp_core.model.layers import Mlp
-from fsdp_core.model.moe.dispatcher import Delivery, Groups
+from fsdp_core.model.moe.dispatcher import Groups
 from fsdp_core.model.moe.experts import Experts, GroupedLinear
-from fsdp_core.model.moe.router import RouterRule
 from fsdp_core.parallel.mesh import Axes
 from fsdp_core.parallel.tensor_parallel import Cut, named_cuts, take
+from tests.dist.parity_programs import moe_model
 from tests.support.operators import Seeing
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
@@ -37,11 +37,11 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(axes: Axes, delivery: Delivery, **changes: Any) -> MoeLayer:
-    rule = RouterRule(**{"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.1, **changes})
+def layer(axes: Axes, **changes: Any) -> MoeLayer:
+    config = moe_model(HIDDEN, EXPERTS, aux_loss=0.1, **changes)
     always = Mlp(HIDDEN, FFN, axes)
     experts = Experts(EXPERTS, HIDDEN, FFN, axes)
-    made = MoeLayer(HIDDEN, rule, axes, delivery=delivery, experts=experts, shared=always).double()
+    made = MoeLayer(config, axes, experts, always).double()
     generator = torch.Generator().manual_seed(8)
     for parameter in made.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -56,7 +56,7 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_dropless_reads_the_host_once(alone: Axes, dispatcher: str) -> None:
     """Forward and backward of a dropless layer wait for the device at one place."""
-    made, x = layer(alone, Delivery(dispatcher=dispatcher)), tokens()
+    made, x = layer(alone, dispatcher=dispatcher), tokens()
     with HostReads() as reads:
         made(x).sum().backward()
     assert reads.seen == {"tolist": 1}
@@ -65,7 +65,7 @@ def test_dropless_reads_the_host_once(alone: Axes, dispatcher: str) -> None:
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_drop_and_pad_never_reads_the_host(alone: Axes, dispatcher: str) -> None:
     """With a capacity nothing waits for the device."""
-    made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=1.0), expert_bias=True)
+    made = layer(alone, dispatcher=dispatcher, capacity_factor=1.0, expert_bias=True)
     valid = torch.tensor([[True, True, False], [True, True, True]])
     with HostReads() as reads:
         made(tokens(), valid).sum().backward()
@@ -82,10 +82,11 @@ def test_operators_do_not_count_experts(
     monkeypatch.setattr(GroupedLinear, "_is_grouped", lambda layer, rows: True)
     numbers = Counter[int]()
     for experts in (8, 64):
-        rule = RouterRule(num_experts=experts, top_k=2, aux_coeff=0.1)
-        delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
+        config = moe_model(
+            HIDDEN, experts, aux_loss=0.1, dispatcher=dispatcher, capacity_factor=factor
+        )
         inner = Experts(experts, HIDDEN, FFN - 4, alone)
-        made = MoeLayer(HIDDEN, rule, alone, delivery=delivery, experts=inner)
+        made = MoeLayer(config, alone, inner, None)
         for parameter in made.parameters():
             parameter.data.normal_(generator=torch.Generator().manual_seed(8))
         with Seeing(lambda *_, experts=experts: numbers.update([experts])):
@@ -97,7 +98,7 @@ def test_operators_do_not_count_experts(
 @pytest.mark.parametrize("factor", [None, 0.5])
 def test_no_tokens_at_all(alone: Axes, dispatcher: str, factor: float | None) -> None:
     """Nothing goes in, nothing comes out, and every gradient is zero."""
-    made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor))
+    made = layer(alone, dispatcher=dispatcher, capacity_factor=factor)
     y = made(tokens()[:, :0])
     assert y.shape == (2, 0, HIDDEN)
     y.sum().backward()
@@ -111,7 +112,7 @@ def test_a_copy_is_a_layer_of_its_own(alone: Axes) -> None:
     group: Any = threading.Lock()
     cut = {name: replace(getattr(alone, name), group=group) for name in ("ep", "etp", "tp", "dp")}
     axes = replace(alone, **cut, dense_mesh=group, expert_mesh=group)
-    made = layer(axes, Delivery(), expert_bias=True)
+    made = layer(axes, expert_bias=True)
     copied, x = copy.deepcopy(made), tokens()
     assert torch.equal(made(x), copied(x))
     assert named_cuts(made) == named_cuts(copied)

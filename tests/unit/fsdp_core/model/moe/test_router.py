@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.model.moe.router import Router, RouterRule
+from fsdp_core.config import ModelConfig
+from fsdp_core.model.moe.router import Router, choose, score, weigh
 from fsdp_core.parallel.mesh import Axes
+from tests.dist.parity_programs import moe_model
 
-RULE_EXPERTS = 5
+RULE_EXPERTS, HIDDEN = 5, 6
 
 
 def logits(rows: int = 7) -> torch.Tensor:
@@ -17,40 +19,40 @@ def logits(rows: int = 7) -> torch.Tensor:
     return torch.randn(rows, RULE_EXPERTS, dtype=torch.float64, generator=generator)
 
 
-def rule(**changes: Any) -> RouterRule:
-    return RouterRule(**{"num_experts": RULE_EXPERTS, "top_k": 2, **changes})
+def rule(**changes: Any) -> ModelConfig:
+    return moe_model(HIDDEN, RULE_EXPERTS, **changes)
 
 
 def test_of_equal_scores_the_first_expert_wins() -> None:
     """Ties have one outcome, for few rows and for many."""
     for rows in (1, 3000):
         scores = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.3]]).repeat(rows, 1)
-        assert rule().choose(scores, None).tolist() == [[1, 2]] * rows
+        assert choose(rule(), scores, None).tolist() == [[1, 2]] * rows
 
 
 def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
     """A biased expert is chosen, at the weight of its own score."""
-    settings = rule(normalised=False)
+    settings = rule(normalise_top_k=False)
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]])
-    experts = settings.choose(scores, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.35]))
+    experts = choose(settings, scores, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.35]))
     assert experts.tolist() == [[0, 4]]
-    torch.testing.assert_close(settings.weigh(scores, experts), torch.tensor([[0.4, 0.0]]))
+    torch.testing.assert_close(weigh(settings, scores, experts), torch.tensor([[0.4, 0.0]]))
 
 
 def test_scores_that_all_underflow_weigh_nothing() -> None:
     """Normalising zeros gives zeros, no NaN."""
-    settings = rule(scores="sigmoid")
-    scores = settings.score(torch.full((1, RULE_EXPERTS), -1000.0))
-    assert settings.weigh(scores, settings.choose(scores, None)).tolist() == [[0.0, 0.0]]
+    settings = rule(score="sigmoid")
+    scores = score(settings, torch.full((1, RULE_EXPERTS), -1000.0))
+    assert weigh(settings, scores, choose(settings, scores, None)).tolist() == [[0.0, 0.0]]
 
 
-HIDDEN, EXPERTS, TOKENS = 6, 4, 10
+EXPERTS, TOKENS = 4, 10
 VALID = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
 
 
 def make(axes: Axes, **changes: Any) -> Router:
-    settings = {"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.3, "z_coeff": 0.2, **changes}
-    router = Router(HIDDEN, RouterRule(**settings), axes).double()
+    settings = {"aux_loss": 0.3, "z_loss": 0.2, **changes}
+    router = Router(moe_model(HIDDEN, EXPERTS, **settings), axes).double()
     generator = torch.Generator().manual_seed(5)
     router.weight.data.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
     return router
@@ -62,16 +64,16 @@ def tokens() -> torch.Tensor:
 
 
 def losses(router: Router, x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    rule = router.rule
+    rule = router.model
     keep = torch.ones(TOKENS, dtype=torch.bool) if valid is None else valid
     logits = (x @ router.weight.t())[keep]
     num = len(logits)
-    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
     experts = scores.topk(rule.top_k).indices
     shares = scores / scores.sum(-1, keepdim=True)
     slots = torch.stack([(experts == e).sum() for e in range(EXPERTS)]).double()
     balance = EXPERTS * (slots / (rule.top_k * num) * shares.mean(0)).sum()
-    return rule.aux_coeff * balance + rule.z_coeff * logits.logsumexp(-1).square().mean()
+    return rule.aux_loss * balance + rule.z_loss * logits.logsumexp(-1).square().mean()
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -80,8 +82,8 @@ def test_the_gradient_of_the_losses_joins_once(
     alone: Axes, scores: str, valid: torch.Tensor | None
 ) -> None:
     """Backward adds scale times the losses' gradient to that of what follows, and no value."""
-    router, x = make(alone, scores=scores), tokens()
-    quiet = make(alone, scores=scores, aux_coeff=0.0, z_coeff=0.0)
+    router, x = make(alone, score=scores), tokens()
+    quiet = make(alone, score=scores, aux_loss=0.0, z_loss=0.0)
     router.loss_scale.fill_(0.25)
     wanted = torch.randn(TOKENS, 2, dtype=torch.float64)
     probs, experts = router(x, valid)
@@ -128,7 +130,7 @@ def test_tokens_that_are_not_valid_go_nowhere(alone: Axes) -> None:
 @pytest.mark.parametrize("size", [-1e3, 1e3])
 def test_huge_logits_have_finite_losses(alone: Axes, scores: str, size: float) -> None:
     """Logits past the range of exp, and sigmoids that all underflow to zero, give no NaN."""
-    router, x = make(alone, scores=scores), torch.full((TOKENS, HIDDEN), size).requires_grad_()
+    router, x = make(alone, score=scores), torch.full((TOKENS, HIDDEN), size).requires_grad_()
     router.float().weight.data.copy_(torch.linspace(0.5, 1, EXPERTS)[:, None])
     probs, experts = router(x)
     probs.sum().backward()
@@ -169,7 +171,7 @@ def test_a_router_from_the_meta_device_starts_anew(alone: Axes) -> None:
 
 
 def make_on_meta(axes: Axes) -> Router:
-    return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
+    return Router(moe_model(HIDDEN, EXPERTS, expert_bias=True), axes)
 
 
 def test_without_any_valid_token_losses_are_zero(alone: Axes) -> None:
