@@ -410,6 +410,8 @@ class Crew:
             code = self._rank_main(job.spec, job.folder, rank, job.port)
         except SystemExit as stop:
             code = 0 if stop.code is None else stop.code
+            if not isinstance(code, int):
+                sys.stderr.write(f"{code}\n")  # as an interpreter does
         except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
             traceback.print_exc()
         finally:

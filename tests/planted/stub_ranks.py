@@ -232,6 +232,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "segv": lambda stub: _kill(signal.SIGSEGV),
     "exit13": lambda stub: 13,
     "exit256": lambda stub: 256,
+    "exit_text": lambda stub: sys.exit("last words"),
     "leave_early": lambda stub: 0,
     "hang": hang,
     # Unless an earlier attempt was set aside.

@@ -64,6 +64,7 @@ ROWS = {
     "SIGSEGV": ({"1": "segv"}, "crashed", 1, "SIGSEGV"),
     "exit 13": ({"1": "exit13"}, "crashed", 1, "exited with code 13"),
     "exit 256": ({"0": "exit256"}, "crashed", 0, "exited with code 1"),
+    "exit text": ({"1": "exit_text"}, "crashed", 1, "exited with code 1 after step 1: last words"),
     "exception": ({"3": "raise"}, "crashed", 3, "ZeroDivisionError: planted"),
     "recorded oom": ({"3": "oom"}, "oom", 3, "CUDA out of memory"),
     "error but exit 0": ({"3": "error_exit0"}, "crashed", 3, "odd"),
