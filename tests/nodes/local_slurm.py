@@ -206,12 +206,6 @@ class LocalSlurm:
         return lines[-1]
 
     def _stop(self) -> None:
-        controller = self._daemons.get("slurmctld")
-        if controller is not None and controller.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.call("scancel", "-f", "-s", "KILL", "-u", _user_name(""), check=False)
-                self.call("scancel", "-u", _user_name(""), check=False)
-                self._wait_no_jobs()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():
@@ -225,15 +219,9 @@ class LocalSlurm:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _wait_no_jobs(self) -> None:
-        deadline = time.monotonic() + STOP_LIMIT_S
-        while self.call("squeue", "-h", "-o", "%A", check=False).strip():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
-
     def strays(self) -> Iterator[int]:
-        """Processes that Slurm started: their environment names our configuration and a job."""
+        """Processes that Slurm started and that outlive it, by our configuration and a job's number
+        in their environment."""
         ours = f"SLURM_CONF={self.variables['SLURM_CONF']}".encode()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
