@@ -18,7 +18,6 @@ gradients go nowhere. So the hooks run around it:
     fused      pre-hooks A, pre-hooks B        kernel(x)        hooks B, hooks A
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,20 +116,58 @@ class Experts(nn.Module):
 
 # ---- fused
 
+_PHASES = ("forward_pre", "forward", "backward_pre", "backward")
+
 
 def call_as_forward_of(modules: Sequence[nn.Module], kernel: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)` as the forward of `modules`, each inside of the one before, so that torch
-    runs the hooks of all. These are told the kernel's inputs and output, as their module's.
+    runs the hooks of all, which are told the kernel's inputs and output in place of the module's.
+
+    Raises ValueError: hooks that a kernel cannot serve: a backward hook on a module, any hook on a
+        module inside of it, a pre-hook that returns other inputs, a hook that returns another
+        output (the same memory as a new tensor may be) of a module but the last.
     """
-    if not modules:
-        return kernel(*args)
     first, *others = modules
-    first.forward = functools.partial(call_as_forward_of, others, kernel)
+    _refuse_other_hooks(first)
+    made: list[Any] = []
+
+    def forward(*got: Any) -> Any:
+        if list(map(_memory_of, got)) != list(map(_memory_of, args)):
+            raise _unserved(first, "pre-hooks that leave its inputs as they are (FSDP casts them, "
+                            "unless they have the compute dtype)")  # fmt: skip
+        made.append(call_as_forward_of(others, kernel, *got) if others else kernel(*got))
+        return made[0]
+
+    first.forward = forward
     try:
         # Not the instance's, by which taps see calls: the module itself is not called.
-        return nn.Module._call_impl(first, *args)
+        output = nn.Module._call_impl(first, *args)
     finally:
         del first.forward
+    if others and _memory_of(output) != _memory_of(made[0]):
+        raise _unserved(first, "hooks that return None or the same memory")
+    return output
+
+
+def _refuse_other_hooks(module: nn.Module) -> None:
+    if module._backward_pre_hooks or module._backward_hooks:
+        raise _unserved(module, "no backward hooks")
+    for inner in (each for each in module.modules() if each is not module):
+        if any(getattr(inner, f"_{phase}_hooks") for phase in _PHASES):
+            raise _unserved(module, f"no hooks on the {type(inner).__name__} inside")
+
+
+def _memory_of(value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.dtype, value.stride(), value.data_ptr()
+
+
+def _unserved(module: nn.Module, expected: str) -> ValueError:
+    return ValueError(
+        f"Expected of {type(module).__name__}, for which a fused kernel computes: {expected}. "
+        "Hook the module around it, or run the modules unfused."
+    )
 
 
 Kernel = Callable[[nn.Module, nn.Module, torch.Tensor, Groups | None], torch.Tensor]

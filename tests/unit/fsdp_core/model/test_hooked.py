@@ -34,22 +34,53 @@ def test_hooks_run_around_the_kernel(pair: list[nn.Module]) -> None:
     assert log == [*before, *((name, "post", (X,), {}, out) for name in ("second", "first"))]
 
 
-def test_hooks_may_change_inputs_and_output(pair: list[nn.Module]) -> None:
-    """What a pre-hook returns is what the kernel gets, and hooks' outputs go on."""
-    pair[1].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-    pair[0].register_forward_hook(lambda m, args, out: out * 3)
-    assert torch.equal(call_as_forward_of(pair, double, X), (X + 1) * 2 * 3)
+def pre(change: Any) -> Any:
+    return lambda pair: pair[1].register_forward_pre_hook(lambda m, args: change(*args))
 
 
-def test_backward_hooks_see_the_kernels_gradients(pair: list[nn.Module]) -> None:
-    """Those of torch's own kind, too."""
-    seen: list[Any] = []
-    pair[0].register_full_backward_hook(lambda m, ins, outs: seen.append((ins, outs)))
-    x = X.clone().requires_grad_()
-    call_as_forward_of(pair, double, x).sum().backward()
-    (((given,), (asked,)),) = seen
-    assert torch.equal(given, torch.full_like(X, 2.0))
-    assert torch.equal(asked, torch.ones_like(X))
+def post(number: int, change: Any) -> Any:
+    return lambda pair: pair[number].register_forward_hook(lambda m, args, out: change(out))
+
+
+@pytest.mark.parametrize(
+    ("hook", "factor"),
+    [(pre(lambda x: x), 2), (pre(lambda x: x.view_as(x)), 2), (post(0, lambda x: x.view_as(x)), 2),
+     (post(1, lambda out: out * 3), 6)],
+)  # fmt: skip
+def test_hooks_may_mark_tensors_and_change_the_last_output(
+    pair: list[nn.Module], hook: Any, factor: int
+) -> None:
+    hook(pair)
+    assert torch.equal(call_as_forward_of(pair, double, X), factor * X)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pre(lambda x: x + 1),
+        pre(lambda x: x.clone()),
+        pre(lambda x: x.double()),
+        pre(lambda x: ()),
+        post(0, lambda out: out * 3),
+        post(0, lambda out: out.T),
+        post(0, lambda out: [out]),
+        lambda pair: pair[0].register_full_backward_hook(lambda *told: None),
+        lambda pair: pair[1].register_full_backward_pre_hook(lambda *told: None),
+    ],
+)
+def test_hooks_that_a_kernel_cannot_serve_are_refused(pair: list[nn.Module], hook: Any) -> None:
+    """What they give would be given to another computation, or to none: a silent difference."""
+    hook(pair)
+    with pytest.raises(ValueError, match="Expected of Linear"):
+        call_as_forward_of(pair, double, X)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_inside_of_a_module_are_refused(kind: str) -> None:
+    inner = nn.Linear(3, 3)
+    getattr(inner, f"register_{kind}_hook")(lambda *told: None)
+    with pytest.raises(ValueError, match=r"Expected of Sequential.* the Linear inside"):
+        call_as_forward_of([nn.Sequential(inner)], double, X)
 
 
 def test_a_call_leaves_the_modules_as_they_were(pair: list[nn.Module]) -> None:
