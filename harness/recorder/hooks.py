@@ -102,7 +102,7 @@ def install(session: Session) -> None:
     session.left, session.finish, session.under_way = observer.left, finish, observer.under_way
     session.at_work = lambda error: _at_work(error, observer)
     taps = Taps(observer)
-    observer.add_taps, observer.clipping = taps.add, taps.clipping
+    observer.add_taps, observer.clipping, observer.calls = taps.add, taps.clipping, taps.numbers
     observer.add_taps(session.config.get("taps", ()))
     if operators is not None:
         taps.show(operators)
@@ -482,7 +482,7 @@ class Taps:
         def first(ctx: Any, *args: Any) -> Any:
             if not with_gradients[0]:  # an evaluation, or part of another's first pass
                 return forward(ctx, *args)
-            ctx._harness_calls = dict(self._numbers())
+            ctx._harness_calls = dict(self.numbers())
             with self._passing(self._calls, is_first=True):
                 return forward(ctx, *args)
 
@@ -499,7 +499,7 @@ class Taps:
     @contextlib.contextmanager
     def _passing(self, calls: dict[str, int], *, is_first: bool) -> Iterator[None]:
         """Inside, calls are numbered on from `calls`."""
-        outside, self._calls = self._numbers(), calls
+        outside, self._calls = self.numbers(), calls
         self._passes.append(is_first)
         try:
             yield
@@ -537,14 +537,15 @@ class Taps:
             if held is not None and GRADIENT in self._kinds_of(name.rpartition(".")[0] or ROOT):
                 self._digest(self._row(name, UNCLIPPED), [held])
 
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """Of each tap its last call in the step."""
         step = self._observer.step_of_calls()
         if step is not self._step:
             self._step, self._calls = step, {}
         return self._calls
 
     def _row(self, name: str, kind: str) -> str:
-        calls, tap = self._numbers(), f"{name}:{kind}"
+        calls, tap = self.numbers(), f"{name}:{kind}"
         calls[tap] = calls.get(tap, -1) + 1
         return f"{tap}[{calls[tap]}]"
 

@@ -80,6 +80,9 @@ class Step:
     norm: Tensor | None = None
     sketches: dict[str, Tensor] = field(default_factory=dict)
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
+    warm_up: Mapping[str, int] = field(
+        default_factory=dict
+    )  # last call before its first pass, by tap
     stepped: set[int] = field(default_factory=set)
     places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
@@ -90,6 +93,17 @@ class Step:
     @property
     def microbatches(self) -> list[Tensor]:
         return self.told or self.losses
+
+    def own_taps(self) -> list[tuple[str, Tensor]]:
+        """Its rows, numbered without calls that warmed something up."""
+        if not self.warm_up:
+            return self.taps
+        own = list[tuple[str, Tensor]]()
+        for name, row in self.taps:
+            tap, _, text = name.removesuffix("]").rpartition("[")
+            number = int(text) - self.warm_up.get(tap, -1) - 1
+            own += [(f"{tap}[{number}]", row)] if number >= 0 else []
+        return own
 
     def place_of(self, optimizer: Any) -> int:
         # One that is made anew has the place of the old one.
@@ -129,6 +143,7 @@ class Observer(Recorder):
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.clipping: Callable[[], None] = lambda: None
+        self.calls: Callable[[], Mapping[str, int]] = dict
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
         self.backward_pass: Callable[[], contextlib.AbstractContextManager[Any]] = self.aside
         is_seeded = session.program.get("determinism") == "enforce"
@@ -146,8 +161,9 @@ class Observer(Recorder):
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
-        # Forward passes before the first backward pass: number of its first node, state before it.
-        self._passes: list[tuple[int, Step]] = []
+        # Forward passes before the first backward pass: number of its first node, state before it,
+        # calls of modules until then.
+        self._passes: list[tuple[int, Step, Mapping[str, int]]] = []
         self._written: dict[str, tuple[list[str], list[str]]] = {}  # names and shapes
         self._written_taps: list[str] = []
         self._last_mark: Any = None
@@ -206,9 +222,9 @@ class Observer(Recorder):
         if not self.has_begun:
             self._passes = []
             self.begin()
-            self._passes.append((next_number(), self._queue[0]))
+            self._passes.append((next_number(), self._queue[0], {}))
         elif self._may_be_first(module):
-            self._passes.append((next_number(), self._before_training()))
+            self._passes.append((next_number(), self._before_training(), dict(self.calls())))
 
     def _may_be_first(self, module: nn.Module) -> bool:
         is_room = len(self._passes) < self.most_passes
@@ -225,8 +241,8 @@ class Observer(Recorder):
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         if not self.has_trained and len(self._passes) > 1:
             begun = least_number(roots)
-            held = [first for number, first in self._passes if number <= begun]
-            self._queue[0] = (held or [self._queue[0]])[-1]
+            held = [each for each in self._passes if each[0] <= begun] or self._passes[:1]
+            _, self._queue[0], self.pending.warm_up = held[-1]
         self._passes = []
         self._train()
         self._stepping, self._inner = [], []  # of a step that an error has ended
@@ -621,12 +637,13 @@ class Observer(Recorder):
             tensors = {group: held for group, (held, _) in names.items()}
             self.session.write("final", step=self._next - 1, tensors=tensors, **state)
             return
-        self._write_names(step, names)
+        taps = step.own_taps()
+        self._write_names(step, names, [name for name, _ in taps])
         if step.index < 0:
             self.session.write("initial", **state)
         else:
             skipped = step.skipped or (OVERFLOW if any(map(bool, step.overflows)) else "")
-            rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(step.taps))
+            rows = (f"{digest_hex(row[None])[0]}{i:08x}" for i, (_, row) in enumerate(taps))
             self.session.write(
                 "step", step=step.index, loss=mean(step.microbatches),
                 microbatch_losses=[float_bits(loss) for loss in step.microbatches],
@@ -651,9 +668,10 @@ class Observer(Recorder):
             if group != OTHERS or kind_of(name.partition(".")[0]) not in odd
         }
 
-    def _write_names(self, step: Step, names: Mapping[str, tuple[list[str], list[str]]]) -> None:
+    def _write_names(
+        self, step: Step, names: Mapping[str, tuple[list[str], list[str]]], taps: list[str]
+    ) -> None:
         """Names and shapes by group, and names of taps, where the last ones do not hold any more"""
-        taps = [name for name, _ in step.taps]
         if self.session.is_job and not taps:
             taps = self._written_taps  # a step that has none does not change those of the others
         changed = {group: each for group, each in names.items() if self._written.get(group) != each}

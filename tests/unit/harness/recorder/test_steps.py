@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import SGD, Adam
 
 from harness.recorder import record
+from harness.records import DIGEST_HEX_CHARS, TAP_HEX_CHARS
 from tests.unit.harness.recorder.recorded import (
     PARAMS,
     digests,
@@ -457,6 +458,13 @@ def test_a_resume_by_torchs_checkpoints_is_no_step(tmp_path: Path) -> None:
             assert digests(straight, group, step) == digests(resumed, group, step) != {}
 
 
+def digests_of_taps(records: Any) -> list[tuple[str, str]]:
+    """Of step 0 by name, without their places."""
+    text = records.steps[0].taps
+    rows = (text[at : at + DIGEST_HEX_CHARS] for at in range(0, len(text), TAP_HEX_CHARS))
+    return list(zip(records.start.taps, rows, strict=True))
+
+
 def test_the_state_before_step_0_is_that_of_the_pass_that_is_trained(tmp_path: Path) -> None:
     """Passes that warm a model up, kept or not, change nothing; the loss may be of several."""
 
@@ -472,10 +480,12 @@ def test_the_state_before_step_0_is_that_of_the_pass_that_is_trained(tmp_path: P
         (model(first).sum() + model(second).sum()).backward()
         optimizer.step()
 
-    cold, *others = pair(lambda given: program(*given), tmp_path, (0,), (1,), (3, True))
+    taps = tuple(f"**:{kind}" for kind in ("input", "output", "gradient"))
+    cold, *others = pair(lambda given: program(*given), tmp_path, (0,), (1,), (3, True), taps=taps)
     for warm in others:
         assert warm.initial == cold.initial
         assert warm.steps[0].digests == cold.steps[0].digests
+        assert digests_of_taps(warm) == digests_of_taps(cold)
     other = recorded(lambda: program(1, value=2.0), tmp_path / "other")
     assert other.initial == cold.initial
     assert digests(other, "buffers", 0) != digests(cold, "buffers", 0)
