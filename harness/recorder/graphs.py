@@ -39,6 +39,7 @@ Range = tuple[int, int]
 """First byte of some memory, and the byte past the last one."""
 
 TREES = "torch.compile's cudagraph trees"
+METHODS = ("capture_begin", "capture_end", "replay", "reset")
 _ATTRIBUTE = "_harness_graph"
 _CONTEXTS = {
     "torch/cuda/graphs.py": "torch.cuda.graph",
@@ -120,7 +121,7 @@ class _Graph:
 
 
 class GraphWatch:
-    """Watches all graphs of this process between `install` and `uninstall`.
+    """Watches all graphs of this process, once it is installed.
 
     Args:
         report: is called with each finding and fact: `graph_captured`, `stale_address`,
@@ -148,22 +149,14 @@ class GraphWatch:
         self._infos: list[GraphInfo] = []
         self._open: list[_Graph] = []
         self._captured: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._undo: list[Callable[[], None]] = []
         self._turn = 0
 
     def install(self) -> None:
-        if self._undo:
-            return
         for kind in self._graphs:
-            for name in ("capture_begin", "capture_end", "replay", "reset"):
+            for name in METHODS:
                 ours = getattr(self, f"_{name.removeprefix('capture_')}")
-                self._undo.append(patch(name, ours, kind))
-        self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
-
-    def uninstall(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
+                patch(name, ours, kind)
+        register_optimizer_step_post_hook(self._stepped)
 
     def capturing(self) -> GraphInfo | None:
         return self._open[-1].info if self._open else None

@@ -45,10 +45,10 @@ PATIENCE_S = 30.0
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 
 
-def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], None]:
+def patch(name: str, around: Callable[..., Any], *owners: Any) -> None:
     """Call `around(original, *args)` in the place of an attribute of the first owner.
 
-    Other owners that have the original under any name get it, too. The result undoes the first.
+    Other owners that have the original under any name get it, too.
     """
     first, *others = owners
     original = getattr(first, name)
@@ -60,12 +60,6 @@ def patch(name: str, around: Callable[..., Any], *owners: Any) -> Callable[[], N
     held = [(each, key) for each in others for key in vars(each) if vars(each)[key] is original]
     for owner, key in [(first, name), *held]:
         setattr(owner, key, ours)
-
-    def undo() -> None:
-        if getattr(first, name) is ours:
-            setattr(first, name, original)
-
-    return undo
 
 
 class Session:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fsdp_core.config import (
@@ -544,35 +545,14 @@ _FIELDS = {field.name: field.default for field in dataclasses.fields(ParallelCon
 
 
 def legal_layouts(
-    world_size: int,
-    model: ModelConfig,
-    *,
-    microbatches: int = 1,
-    only: Mapping[str, Collection[Any]] | None = None,
-) -> Iterator[ParallelConfig]:
+    world_size: int, model: ModelConfig, *, microbatches: int = 1,
+    only: Mapping[str, Collection[Any]] = MappingProxyType({}),
+) -> Iterator[ParallelConfig]:  # fmt: skip
     """Every layout of `world_size` ranks that breaks no rule, lazily, in a fixed order.
 
-    Args:
-        world_size: number of ranks.
-        model: what is trained.
-        microbatches: microbatches a step.
-        only: field of `ParallelConfig` to the values that it may have. A field that is left out
-            may have any value, but `pp_chunks` is 1 and `dynamic_cp` empty, which have no end.
-
-    Raises:
-        ConfigError: a world size out of range, or a field that there is none of.
+    `only` has values that a field of `ParallelConfig` may have. One that is left out may have any,
+    but `pp_chunks` is 1 and `dynamic_cp` empty, which have no end.
     """
-    if not 1 <= world_size <= MAX_RANKS:
-        expected = f"an integer from 1 to {MAX_RANKS:,}"
-        raise ConfigError("world_size", expected=expected, got=world_size)
-    for name in set(only or {}).difference(_FIELDS):
-        raise ConfigError(name, expected="a field of the layout", got=name, legal=tuple(_FIELDS))
-    return _legal(world_size, model, microbatches, dict(only or {}))
-
-
-def _legal(
-    world_size: int, model: ModelConfig, microbatches: int, only: Mapping[str, Collection[Any]]
-) -> Iterator[ParallelConfig]:
     options: dict[str, Collection[Any]] = {
         "sequence_parallel": (False, True), "pp_chunks": (1,), "dynamic_cp": ((),),
     }  # fmt: skip
@@ -638,14 +618,12 @@ def listed_layouts(
         if leaf.startswith("parallel."):
             expected = f"no degree, as {key} lists whole layouts"
             raise setting.origin.error(dotted("base", leaf), expected, shown(setting.value))
-    world_size = take.take_count(entries.pop(LISTED), dotted(key, LISTED))
+    size = partial(take.take_int, least=1, most=MAX_RANKS)
+    world_size = size(entries.pop(LISTED), dotted(key, LISTED))
     only = {name: _allowed(name, value, dotted(key, name)) for name, value in entries.items()}
     model = build_config({k: v for k, v in base.items() if k.startswith("model.")}, fallback).model
     microbatches = base["microbatches"].value if "microbatches" in base else 1
-    try:
-        legal = legal_layouts(world_size, model, microbatches=microbatches, only=only)
-    except ConfigError as error:
-        raise node.refused(dotted(key, LISTED), error.expected, got=shown(error.got)) from None
+    legal = legal_layouts(world_size, model, microbatches=microbatches, only=only)
     layouts = list(itertools.islice(legal, MAX_LAYOUTS + 1))
     if not layouts:
         expected = f"a legal layout of {world_size} ranks"
