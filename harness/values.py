@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import msgspec
 
 MAX_INT = 1 << 63
+TIERS = ("smoke", "pr", "nightly", "weekly")
+SELECTIONS = ("all", "pairwise")
+"""Of scenarios: when they run, and which of their cases do."""
 
 
 class RecordError(ValueError):

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from harness import cli
 from harness.bisect.layouts import case_of_two, is_one_layout
 from harness.bisect.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisect.repro import FOLDER
 from harness.bisect.session import STAGES, Search, bisect
-from harness.cli import options
-from harness.cli.options import PATH, print_json
+from harness.cli import PATH, print_json
 from harness.engine import machine
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
@@ -27,7 +27,7 @@ MOST_NAMED = 5
 @click.command("bisect")
 @click.argument("case")
 @click.argument("folder", type=PATH, metavar="[RUN]", required=False)
-@options.options(options.keyword, options.device, options.sets, options.room)
+@cli.options(cli.keyword, cli.device, cli.sets, cli.room)
 @click.option("--out", type=PATH, metavar="FOLDER",
               help="Folder of the search, with which the same command goes on; by default one "
               "under out/ that is named after the case.")  # fmt: skip
@@ -55,7 +55,7 @@ MOST_NAMED = 5
               help="Is it the hardware? Run the guilty steps on other GPUs, or CPU cores, and in "
               "another order of ranks: the failure follows the device, the rank, the program, or "
               "does not repeat.")  # fmt: skip
-@options.as_json
+@cli.as_json
 def bisect_command(
     *, case: str, folder: Path | None, no_element: bool, as_json: bool, against: str | None,
     **how: Any,
@@ -103,7 +103,7 @@ def bisect_command(
             "judged within a tolerance: its verdict has the place and the largest gap"
         )
     asked = Search(
-        case=dataclasses.replace(spec, skip_reason=""), place=place, argv=options.command_line(),
+        case=dataclasses.replace(spec, skip_reason=""), place=place, argv=cli.command_line(),
         element=not no_element, two_layouts=two_layouts, room=room, **how,
     )  # fmt: skip
     console = make_console(stderr=as_json)

@@ -7,11 +7,11 @@ from typing import Any
 import click
 from rich.console import Console
 
+from harness import cli
 from harness.checks import exit_code, judge
 from harness.checks.evidence import count, show_ranks
 from harness.checks.taps import NAME as TAPS
-from harness.cli import options
-from harness.cli.options import PATH
+from harness.cli import PATH
 from harness.cli.run import as_text, report_again
 from harness.engine import machine
 from harness.errors import UsageError
@@ -37,12 +37,12 @@ SCENARIO, CASE = "compare-runs", "candidate"
     "--control", type=PATH, metavar="RUN",
     help="A second recording of the reference, to tell nondeterminism from a defect.",
 )  # fmt: skip
-@options.out
+@cli.out
 @click.option(
     "--expect", default="bitwise", metavar="YAML", show_default=True,
     help="bitwise, or a tolerance as compare.expect of a scenario: '{rtol: 1e-5}'.",
 )  # fmt: skip
-@options.as_json
+@cli.as_json
 def compare_runs_command(
     *, reference: Path, candidate: Path, control: Path | None, out: Path | None, expect: str,
     as_json: bool,
@@ -79,7 +79,7 @@ def compare_runs_command(
     print_line(console, f"; run folder {folder.path}")
     reports, code = report_again(console, folder.path, code)
     if as_json:
-        options.print_json({
+        cli.print_json({
             "exit_code": int(code), "folder": str(folder.path), "verdict": verdict.to_json(),
             "reports": as_text(reports),
         })  # fmt: skip
@@ -130,7 +130,7 @@ def _make_folder(
             write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
             save_outcome(target, run.outcome)
 
-    return create_folder(out, SCENARIO, [case], said, fill, argv=options.command_line())
+    return create_folder(out, SCENARIO, [case], said, fill, argv=cli.command_line())
 
 
 MOST_SHOWN = 40
@@ -146,7 +146,7 @@ CODES = "Exit codes: 0 all that both have is equal, 1 something differs, 4 usage
 @click.command("diff", epilog=CODES)
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@options.as_json
+@cli.as_json
 def diff_command(*, a: Path, b: Path, as_json: bool) -> int:
     """Compare two recordings: environments first, then the first difference in what both have.
 
@@ -155,7 +155,7 @@ def diff_command(*, a: Path, b: Path, as_json: bool) -> int:
     """
     done = compare(a, b)
     if as_json:
-        options.print_json(done.to_json() | {"exit_code": int(done.exit_code)})
+        cli.print_json(done.to_json() | {"exit_code": int(done.exit_code)})
     else:
         print_diff(make_console(), done)
     return done.exit_code

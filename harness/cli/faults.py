@@ -8,10 +8,10 @@ from typing import Any
 import click
 from rich.text import Text
 
+from harness import cli
 from harness.campaign import campaign as made
 from harness.campaign.campaign import Matrix, Row
 from harness.campaign.cases import scenario_text
-from harness.cli import options
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE, Fault
 from harness.records import ExitCode, Verdict
@@ -36,12 +36,12 @@ def faults_command() -> None:
 
 @faults_command.command("list")
 @_keyword
-@options.as_json
+@cli.as_json
 def list_faults(*, keyword: str | None, as_json: bool) -> int:
     """Every fault of the catalogue: what it is, where it shows, what must catch it."""
     chosen = _selected((), keyword)
     if as_json:
-        options.print_json([_plain(fault) for fault in chosen])
+        cli.print_json([_plain(fault) for fault in chosen])
     else:
         print_table(make_console(), made.CATALOGUE_HEADERS, map(made.entry_of, chosen))
         click.echo(f"{len(chosen)} of {len(CATALOGUE)} faults")
@@ -50,13 +50,13 @@ def list_faults(*, keyword: str | None, as_json: bool) -> int:
 
 @faults_command.command("show")
 @click.argument("name")
-@options.as_json
+@cli.as_json
 def show_fault(*, name: str, as_json: bool) -> int:
     """All of one entry, and a scenario that shows it, to copy."""
     (fault,) = _selected((name,), None)
     plain = {**_plain(fault), "scenario": scenario_text(fault)}
     if as_json:
-        options.print_json(plain)
+        cli.print_json(plain)
         return ExitCode.PASSED
     # Comments of YAML: what is printed, written to a file, is the scenario.
     for key in ("name", "description", "kind", "source", "symptom", "expects", "points_at",
@@ -81,15 +81,13 @@ def show_fault(*, name: str, as_json: bool) -> int:
     "faults are chosen.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not look for the place of the fault.")
-@click.option(
-    "--resume", type=options.PATH, metavar="RUN", help="Continue an interrupted run folder."
-)
-@options.options(options.out, options.room)
+@click.option("--resume", type=cli.PATH, metavar="RUN", help="Continue an interrupted run folder.")
+@cli.options(cli.out, cli.room)
 @click.option(
     "--patience", type=click.FloatRange(min=1), metavar="X",
     help="Multiply time limits by X, on a machine that is slow or busy; by default 1, on GPUs 4.",
 )  # fmt: skip
-@options.as_json
+@cli.as_json
 def run_faults(
     *, names: tuple[str, ...], keyword: str | None, clean: int | None, as_json: bool, **how: Any
 ) -> int:
@@ -111,7 +109,7 @@ def run_faults(
         if (line := _line(what)) is not None:
             print_line(console, count + line)
 
-    argv = options.command_line()
+    argv = cli.command_line()
     folder, matrix = made.carry_out_campaign(faults, clean, say, argv=argv, **how)
     page, file = (folder / name for name in MATRIX_FILES)
     write_atomic(page, made.markdown(matrix))
@@ -121,7 +119,7 @@ def run_faults(
         print_line(console, text)
     code = exit_code(matrix)
     if as_json:
-        options.print_json({"exit_code": int(code), "folder": str(folder), **matrix.to_json()})
+        cli.print_json({"exit_code": int(code), "folder": str(folder), **matrix.to_json()})
     return code
 
 

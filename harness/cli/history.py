@@ -9,9 +9,9 @@ from typing import get_args
 import click
 from rich.console import Console
 
+from harness import cli
 from harness.checks.evidence import count
-from harness.cli import options
-from harness.cli.options import PATH, print_json
+from harness.cli import PATH, print_json
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.history.ledger import HISTORY_FOLDER, FolderEntry, History, gather, record_folder
 from harness.history.trend import (
@@ -56,7 +56,7 @@ _database = click.option(
 )  # fmt: skip
 @click.option("--add", "folders", type=PATH, multiple=True, metavar="RUN",
               help="Record a run folder, and show nothing.")  # fmt: skip
-@options.as_json
+@cli.as_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],
     as_json: bool,
@@ -124,7 +124,7 @@ def _chosen(history: History, name: str | None, days: int) -> dict[str, list[Cas
 @click.argument("before", metavar="RUN")
 @click.argument("after", metavar="RUN")
 @_database
-@options.as_json
+@cli.as_json
 def compare_command(*, before: str, after: str, database: Path, as_json: bool) -> int:
     """Compare two runs: environments first, then what is worse.
 

@@ -9,10 +9,10 @@ from typing import Any
 import click
 from rich.console import Console
 
+from harness import cli
 from harness.checks import exit_code, judge
 from harness.checks.evidence import count
-from harness.cli import options
-from harness.cli.options import PATH, print_json
+from harness.cli import PATH, print_json
 from harness.errors import HarnessError, UsageError, one_line
 from harness.history.ledger import HISTORY_FOLDER, remember
 from harness.masking import Masker
@@ -91,8 +91,8 @@ def open_page(reports: Reports) -> None:
 
 @click.command("report")
 @click.argument("folder", type=PATH, metavar="RUN")
-@options.opens
-@options.as_json
+@cli.opens
+@cli.as_json
 def report_command(*, folder: Path, opens: bool, as_json: bool) -> int:
     """Write the reports of a RUN folder again.
 
@@ -112,7 +112,7 @@ def report_command(*, folder: Path, opens: bool, as_json: bool) -> int:
 
 @click.command("check")
 @click.argument("folder", type=PATH, metavar="RUN")
-@options.as_json
+@cli.as_json
 def check_command(*, folder: Path, as_json: bool) -> int:
     """Check every file of a RUN folder against its checksum and judge every pass again.
 
@@ -134,15 +134,15 @@ def check_command(*, folder: Path, as_json: bool) -> int:
 
 @click.command("merge")
 @click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
-@options.out
-@options.as_json
+@cli.out
+@cli.as_json
 def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     """Put the RUN folders of shards together into one, and report.
 
     A shard that is missing shows: its cases are errors. Exit codes as those of a run.
     """
     place = out or unused(DEFAULT_OUT / "merged")
-    with merge(folders, place, options.command_line()) as merged:
+    with merge(folders, place, cli.command_line()) as merged:
         found = judged_again(place)
     console = make_console(stderr=as_json)
     for note in merged.manifest["notes"]:
@@ -160,7 +160,7 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
 @click.command("show")
 @click.argument("case")
 @click.argument("folder", type=PATH, metavar="[RUN]", required=False)
-@options.as_json
+@cli.as_json
 def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     """Show one case: verdict, first difference, exits.
 
@@ -180,7 +180,7 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
 
 @click.command("safety")
 @click.argument("folders", type=PATH, nargs=-1, required=True, metavar="RUN...")
-@options.as_json
+@cli.as_json
 def safety_command(*, folders: tuple[Path, ...], as_json: bool) -> int:
     """Show which release is safe in which combination, from RUN folders, as Markdown.
 
@@ -257,7 +257,7 @@ def code_of(found: Inspection) -> ExitCode:
     return code
 
 
-_history = options.options(
+_history = cli.options(
     click.option(
         "--history", "database", type=PATH, metavar="FOLDER",
         help=f"Record results in this folder; by default {HISTORY_FOLDER} next to the run folder.",
@@ -268,16 +268,16 @@ _history = options.options(
 
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1, metavar="[SCENARIO]...")
-@options.options(options.suite, options.keyword, options.room, options.device, options.out)
+@cli.options(cli.chosen, cli.keyword, cli.room, cli.device, cli.out)
 @click.option("-x", "exit_first", is_flag=True, help="Stop at the first failed case.")
-@options.as_json
+@cli.as_json
 @click.option(
     "--engine", type=click.Choice(ENGINES),
     help="Start runs here or on the nodes of the Slurm job around it; overrides launch.engine.",
 )  # fmt: skip
 @click.option("--slurm", multiple=True, metavar="KEY=YAML",
               help="Replace a value of launch.slurm, as nodes=2.")  # fmt: skip
-@options.options(_history, options.overrides, options.bisect_exit, options.opens)
+@cli.options(_history, cli.overrides, cli.bisect_exit, cli.opens)
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."
 )
@@ -328,7 +328,7 @@ def run(
 @click.command()
 @click.argument("case")
 @click.argument("folder", type=PATH, metavar="[RUN]", required=False)
-@options.options(options.out, options.room, options.as_json, _history, options.bisect_exit)
+@cli.options(cli.out, cli.room, cli.as_json, _history, cli.bisect_exit)
 def rerun(
     *, case: str, folder: Path | None, slots: int | None, ranks_per_gpu: int | None,
     jobs: int | None, **how: Any,
@@ -352,7 +352,7 @@ def _carry_out(
     try:
         done = launch.carry_out(
             prepared, make_view(console), out=out, exit_first=exit_first,
-            argv=options.command_line(),
+            argv=cli.command_line(),
         )  # fmt: skip
     except launch.CutShort as error:
         _show_cut_short(console, error, database, as_json=as_json)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import click
 import psutil
 
+from harness import cli
 from harness.checks import CHECKS, table
 from harness.checks.evidence import count as counted
-from harness.cli import options
-from harness.cli.options import PATH, print_json
+from harness.cli import PATH, print_json
 from harness.engine.machine import Machine, default_slots, describe_machine
 from harness.errors import NothingSelected, UsageError
 from harness.provenance import package_version
@@ -34,7 +34,7 @@ Listed = dict[str, tuple[int, Sequence[CaseSpec]]]
 
 @click.command("list")
 @click.argument("paths", type=PATH, nargs=-1)
-@options.options(options.keyword, options.as_json, options.overrides, options.suite)
+@cli.options(cli.keyword, cli.as_json, cli.overrides, cli.chosen)
 @click.option(
     "--shards", type=click.IntRange(1, 1000), metavar="N",
     help="Print what each of N shards would run; with --json, a job matrix for CI.",
@@ -246,7 +246,7 @@ def _gpus(machine: Machine) -> tuple[State, str]:
 
 
 @click.command()
-@options.as_json
+@cli.as_json
 def doctor(*, as_json: bool) -> int:
     """Say what this machine can run, and what it lacks.
 
@@ -259,7 +259,7 @@ def doctor(*, as_json: bool) -> int:
     if as_json:
         names = ("purpose", "name", "state", "detail")
         found = [dict(zip(names, finding, strict=True)) for finding in findings]
-        options.print_json({"findings": found, "can_run": can_run, "cannot_run": cannot_run,
+        cli.print_json({"findings": found, "can_run": can_run, "cannot_run": cannot_run,
                             "machine": here.to_json()})  # fmt: skip
         return code
     console = make_console()

@@ -20,9 +20,9 @@ from types import FrameType
 import click
 
 from fsdp_core.config import ConfigError, tap_pattern
+from harness import cli
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import count
-from harness.cli import options
 from harness.engine.machine import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
 from harness.masking import Masker
@@ -44,7 +44,7 @@ LOOK_SHARE, FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.05, 5.0
 
 @click.command("wrap", context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--out", type=options.PATH, metavar="RUN",
+@click.option("--out", type=cli.PATH, metavar="RUN",
               help="Folder to record in; by default a new one under out/.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), metavar="N",
               help="Steps that each rank must take; fewer are an error.")  # fmt: skip

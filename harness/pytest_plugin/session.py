@@ -34,10 +34,11 @@ from harness.records import CaseSpec, ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import View, advance
 from harness.scenario.matrix import expand_marked
-from harness.scenario.schema import TIERS, Scenario, load_scenario
+from harness.scenario.schema import Scenario, load_scenario
 from harness.scenario.suite import SUFFIXES, find_scenarios, joined, pairwise, read_expression
 from harness.store import MANIFEST_FILE
 from harness.store.folder import DEFAULT_OUT, bisect_line, unused
+from harness.values import TIERS
 
 EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
 """Of `axis=value` as typed for `harness run -k`: in pytest's expressions no word has a `=`."""

@@ -48,6 +48,8 @@ from harness.values import (
     DEFAULT_STALL_S,
     FORMS,
     ROUNDING,
+    SELECTIONS,
+    TIERS,
     Expect,
     SoakBy,
     SoakSpec,
@@ -61,8 +63,6 @@ SECTIONS = (
 )  # fmt: skip
 REQUIRED = ("name", "why", "axes", "compare", "checks")
 ENGINES = ("local", "slurm")
-TIERS = ("smoke", "pr", "nightly", "weekly")
-SELECTIONS = ("all", "pairwise")
 LENGTHS: dict[str, SoakBy] = {"steps": "steps", "replays": "replays", "duration_s": "duration"}
 MAX_WHY_CHARS = 1000
 MAX_RETRIES = 5

@@ -15,8 +15,9 @@ from fsdp_core.config import DEGREES, SCOPES, TrainConfig
 from harness.cli import commands
 from harness.records import WHATS, ExitCode
 from harness.scenario.matrix import expand
-from harness.scenario.schema import LAUNCH, SECTIONS, TIERS, load_scenario
+from harness.scenario.schema import LAUNCH, SECTIONS, load_scenario
 from harness.scenario.suite import find_scenarios
+from harness.values import TIERS
 from tests.arch.tree import ROOT
 from tests.cookbook.transcript import GAP, Step, changes, read_steps
 

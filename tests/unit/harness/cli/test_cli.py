@@ -12,9 +12,8 @@ from typing import Any
 import click
 import pytest
 
-from harness.cli import COMMANDS, main
+from harness.cli import COMMANDS, for_git, main
 from harness.cli import run as report_commands
-from harness.cli.options import for_git
 from harness.engine import machine
 from harness.engine.machine import Gpu
 from harness.errors import Infrastructure
