@@ -268,15 +268,11 @@ def _print_run(console: Console, role: str, folder: Path, run: RunResult) -> Non
             rows.append((records.rank, _exit_word(gone), len(records.steps), said))
     print_table(console, ("rank", "exit", "steps", "error"), rows)
     rank = run.outcome.culprit_rank
-    if rank is not None and (tail := stderr_tail(folder / f"rank{rank}.stderr")):
+    tail = "" if rank is None else tail_of(folder / f"rank{rank}.stderr", STDERR_TAIL_BYTES)
+    if lines := tail.splitlines()[-STDERR_TAIL_LINES:]:
         print_line(console, f"last output of rank {rank}:", "dim")
-        for line in tail:
+        for line in lines:
             print_line(console, f"  {line}")
-
-
-def stderr_tail(path: Path) -> tuple[str, ...]:
-    """The last lines that a rank printed; empty if there are none, or no plain file."""
-    return tuple(tail_of(path, STDERR_TAIL_BYTES).splitlines()[-STDERR_TAIL_LINES:])
 
 
 def _exit_word(gone: RankExit | None) -> str:

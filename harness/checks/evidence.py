@@ -25,6 +25,7 @@ from harness.records import (
     StepRecord,
     What,
 )
+from harness.store import LEGS
 
 Value = TypeVar("Value")
 Key = tuple[int, int]  # step and rank
@@ -33,7 +34,6 @@ BEFORE = -1  # in place of a step's number: the state before the first one
 StateTable = dict[Key, StepRecord | InitialRecord]
 StepTable = dict[Key, StepRecord]
 _SETTING = re.compile(r"(optimizer\d+\.)?group\d+\.")
-LEGS = ("reference", "control", "candidate")
 
 
 @dataclass(frozen=True, kw_only=True)

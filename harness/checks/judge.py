@@ -27,7 +27,6 @@ from harness.checks.evidence import (
     CHECKS,
     DETERMINISTIC,
     ENVIRONMENT,
-    LEGS,
     Options,
     Runs,
     alike,
@@ -53,6 +52,7 @@ from harness.records import (
     What,
 )
 from harness.repeats import confirming_runs
+from harness.store import LEGS
 from harness.store.streams import aligned
 from harness.values import LossGap, tolerance_of
 

@@ -6,14 +6,12 @@ so no step waits for the device. Floats travel as their bits.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -250,26 +248,14 @@ def host_bytes() -> int:
     return (int(resident) - int(shared)) * PAGE_BYTES
 
 
-@dataclass(frozen=True)
-class AtRest:
-    """Bytes that a rank keeps between steps.
+def at_rest(groups: Iterable[ParamGroup]) -> dict[str, int]:
+    """Bytes that a rank keeps between steps, of its parameter groups.
 
-    Attributes:
-        parameters: main weights, padding included, and copies in the dtype of compute.
-        gradients: kept in the dtype of the main weights.
-        optimizer: both moments, and two scalars.
-        largest_unit: full weights of the largest unit in the dtype of compute; 0 if no weight is
-            gathered.
+    parameters     main weights, padding included, and copies in the dtype of compute
+    gradients      kept in the dtype of the main weights
+    optimizer      both moments, and two scalars
+    largest_unit   full weights of the largest unit in the dtype of compute; 0 if none is gathered
     """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    largest_unit: int
-
-
-def at_rest(groups: Iterable[ParamGroup]) -> AtRest:
-    """What the parameter groups of a rank, their gradients and AdamW's moments take."""
     parameters = gradients = moments = largest = 0
     for group in groups:
         nest, dtypes, total = group.nest, group.dtypes, group.layout.total_numel
@@ -281,8 +267,10 @@ def at_rest(groups: Iterable[ParamGroup]) -> AtRest:
         moments += sum(spec.local_numel for spec in group.specs)
         if nest.weight_level:
             largest = max(largest, total * dtypes.compute.itemsize)
-    scalars = 2 * torch.float32.itemsize
-    return AtRest(parameters, gradients, 2 * moments * torch.float32.itemsize + scalars, largest)
+    return {
+        "parameters": parameters, "gradients": gradients, "largest_unit": largest,
+        "optimizer": 2 * (moments + 1) * torch.float32.itemsize,
+    }  # fmt: skip
 
 
 def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
@@ -293,7 +281,7 @@ def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
     """
     device, detail = trainer.device, dict[str, Any]()
     if trainer.config.engine == "ours":
-        detail["at_rest"] = dataclasses.asdict(at_rest(trainer.groups))
+        detail["at_rest"] = at_rest(trainer.groups)
     if device.is_cuda:
         detail["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
     return EventRecord(name="memory", rank=rank, step=step, detail=detail)
