@@ -497,6 +497,7 @@ class CollectiveFault(Json):
     group: tuple[int, ...]  # of global ranks, whose `number`th collective it is
     number: int
     step: int | None  # None if nobody counted
+    is_new: bool = False  # these, and not the others, did otherwise than in steps before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from harness.bisect.operators import (
 )
 from harness.checks.complete import find_flaw, has_lost_its_groups
 from harness.checks.evidence import quantity_of, rank_table, shared_pairs, show_ranks, step_table
-from harness.engine.evidence import rank_names
+from harness.engine.evidence import odd_one, rank_names
 from harness.errors import cut, one_line
 from harness.faults.catalogue import Phase
 from harness.records import (
@@ -151,7 +151,7 @@ def how_it_ended(run: RunResult) -> Location | None:
     elif flaw.what == "race" and error is not None and error.race is not None:
         found = _race(found, error.race)
     elif flaw.what in ("hang", "crashed") and ending.collective is not None:
-        found = _waiting(found, ending.collective)
+        found = _waiting(found, ending.collective, flaw.rank)
     elif error is None:
         found = found.saying(module=ending.module)
     elif has_lost_its_groups(error):
@@ -234,8 +234,14 @@ def _race(found: Location, race: RaceEvidence) -> Location:
     )  # fmt: skip
 
 
-def _waiting(found: Location, fault: CollectiveFault) -> Location:
+def _waiting(found: Location, fault: CollectiveFault, culprit: int | None) -> Location:
     """The collective that ranks wait in for each other, as the engine found it out."""
+    if culprit is None or (found.quantity == "crashed" and odd_one(fault) is None):
+        ranks = tuple(sorted((*fault.ranks, *fault.others)))
+        why = "rank: nothing tells which of two sides is in the wrong collective"
+        return found.saying(unknown=why, rank=None, ranks=ranks, phase=None)
+    if culprit not in fault.ranks:
+        return found  # they wait for others, and these for it
     phase, mine = found.phase, fault.entered or fault.expected
     told = "the others wait in it; the ranks that are missing wait in no collective at all"
     if fault.entered is not None:

@@ -12,6 +12,7 @@
 Of two ranks of one group the one that entered fewer collectives is the one that the other waits
 for; at fault are those that wait in no other collective themselves. Ranks that have entered equally
 many, but are in different ones, wait in vain: one has called another collective, or left one out.
+Of two sides of one size the one that did otherwise than in the steps before is at fault.
 So do ranks of several groups that wait for each other in a circle.
 """
 
@@ -80,6 +81,7 @@ class Recorded(Json):
     called_at: str = ""  # train.py:7 in main
     label: str = ""  # whose it is
     how: str = ""  # what follows the sizes: its root, where it has one
+    is_new: bool = False  # steps before had another one here, or earlier
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -116,6 +118,7 @@ class Place(Json):
     peer: int = -1  # whose, or to whom
     how: str = ""  # as in `Recorded`
     recent: tuple[Recorded, ...] = ()  # the last ones by torch's flight recorder
+    is_new: bool = False  # as in `Recorded`
 
     @property
     def last(self) -> Recorded:
@@ -123,7 +126,7 @@ class Place(Json):
         return Recorded(
             key=key, number=self.entered.get(key, 0), operator=self.operator, step=self.step,
             sizes=self.sizes, called_at=self.called_at, label=self.label,
-            how=self.how,
+            how=self.how, is_new=self.is_new,
         )  # fmt: skip
 
     @property
@@ -433,9 +436,14 @@ def _mismatch(calls: Mapping[int, Recorded]) -> CollectiveFault | None:
         sides.setdefault((call.operator, *about, call.how if rooted else ""), []).append(rank)
     if len(sides) < 2:
         return None
-    most = max(sides.values(), key=len)
-    fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
-    return _fault(fewest, most, calls[most[0]], calls[fewest[0]])
+
+    def weight(ranks: list[int]) -> tuple[int, bool]:
+        return len(ranks), not any(calls[rank].is_new for rank in ranks)
+
+    most = max(sides.values(), key=weight)
+    fewest = min((ranks for ranks in sides.values() if ranks is not most), key=weight)
+    is_new = weight(most)[1] and not weight(fewest)[1]
+    return replace(_fault(fewest, most, calls[most[0]], calls[fewest[0]]), is_new=is_new)
 
 
 def _fault(
@@ -450,7 +458,8 @@ def _fault(
 
 def odd_one(fault: CollectiveFault) -> int | None:
     """The rank at fault, None if it cannot be told which of two sides is."""
-    is_known = fault.entered is None or len(fault.ranks) < len(fault.others)
+    fewer = len(fault.ranks) < len(fault.others)
+    is_known = fault.entered is None or fewer or fault.is_new
     return fault.ranks[0] if is_known else None
 
 

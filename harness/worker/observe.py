@@ -494,6 +494,7 @@ class Notes:
                 step=self._step(), operator=operator, label=label, group=group,
                 is_inside=is_inside and operator not in _POINT_TO_POINT,
                 entered=dict(self._entered), module=self._module,
+                is_new=self._step() > self._eager_steps and not self._is_known,
             )
         )  # fmt: skip
 
@@ -508,7 +509,8 @@ class Notes:
             self._labels = [*(self._labels if number else ()), (operator, label)]
             return label
         known, learned = self._labels[number] if number < len(self._labels) else ("", "")
-        self._is_known = known == operator and (self._is_known or not number)
+        is_same = known == operator and label in ("", learned)
+        self._is_known = is_same and (self._is_known or not number)
         return label or (learned if self._is_known else "")
 
     def _group(self, args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -162,6 +162,16 @@ def test_a_hang_names_the_collective_and_who_is_missing(
     assert (found.ranks, found.step) == ((1,), 2)
 
 
+def test_a_hang_of_two_equal_sides_names_no_rank() -> None:
+    """Unless one of them did otherwise than before; a chain's end is who all others wait for."""
+    tied = silent("hang", collective=ENTERED)
+    tied = dataclasses.replace(tied, outcome=dataclasses.replace(tied.outcome, culprit_rank=None))
+    found = between(run_of(), tied)
+    assert (found.rank, found.ranks, found.phase, len(found.unknown)) == (None, (0, 1), None, 1)
+    chain = dataclasses.replace(ENTERED, ranks=(0,), others=())
+    assert between(run_of(), silent("hang", collective=chain)).ranks == (1,)
+
+
 def test_a_difference_before_the_end_comes_first() -> None:
     """What was computed otherwise in step 1 may be why the rank died in step 2."""
     found = between(run_of(), edited(ended("crashed"), {1: calls_from("norm:output")}, step=1))

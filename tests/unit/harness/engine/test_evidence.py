@@ -92,6 +92,15 @@ MISMATCH: dict[str, Row] = {
         "rank 1 entered allgather_base of layers.1 where rank 0 entered "
         f"{TWELFTH.replace('allgather_base', 'allreduce')}", None,
     ),
+    "of two the one that did so before is right": (
+        {0: replace(REDUCES, is_new=True), 1: WAITING},
+        f"rank 0 entered allreduce of layers.1 where rank 1 entered {TWELFTH}", 0,
+    ),
+    "both did otherwise": (
+        {0: replace(REDUCES, is_new=True), 1: replace(WAITING, is_new=True)},
+        "rank 1 entered allgather_base of layers.1 where rank 0 entered "
+        f"{TWELFTH.replace('allgather_base', 'allreduce')}", None,
+    ),
     "NCCL's hosts go on after they parted": (
         {0: replace(WAITING, recent=WHOLE), 1: replace(REDUCES, recent=PARTED),
          2: replace(WAITING, recent=WHOLE)},

@@ -94,6 +94,19 @@ def test_a_replay_has_the_labels_of_the_last_eager_step(rank: Rank) -> None:
     assert rank.take(5, (GATHER, ""), (GATHER, "")) == ["root", "layers.0"]
 
 
+def test_a_rank_says_where_it_does_otherwise_than_before(rank: Rank) -> None:
+    """From another operator or owner on to the end of the step; not where graphs are captured."""
+    usual = (GATHER, "root"), (GATHER, "layers.0"), (REDUCE, "layers.0")
+    steps = [usual, usual, usual[::-1], usual, (usual[0], *usual[:2]), (*usual[:1], *usual[2:])]
+    news = []
+    for step, calls in enumerate(steps):
+        first = len(rank.places)
+        rank.take(step, *calls)
+        news.append([place.is_new for place in rank.places[first::2]])
+    assert news[:4] == [[False] * 3] * 4
+    assert news[4:] == [[False, True, True], [False, True]]
+
+
 def test_what_is_entered_is_counted_and_what_came_back_is_not_inside(rank: Rank) -> None:
     """Waiting for a result is inside of the collective that gives it; messages do not count."""
     rank.take(0, (GATHER, "root"), (SEND, ""))
