@@ -12,12 +12,12 @@ backward of whoever consumed the output that it belongs to. Gradients are digest
 reduction: which rank brought it in is known from what each gave to the collective.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_core.config import BEGINS_AT
+from harness.bisect.entered import counted, entered, first_other, kind_of
 from harness.bisect.found import Location, is_in, listed, module_of, parent_of, stem_of, unit_of
 from harness.checks.bits import cut_otherwise, left_out_alone, quantities
 from harness.checks.evidence import (
@@ -43,10 +43,8 @@ from harness.records import (
     OTHERS,
     SAMPLES,
     FloatBits,
-    GivenCall,
     RunResult,
     StepRecord,
-    given_in,
 )
 from harness.store.streams import aligned, with_shared_taps
 
@@ -400,7 +398,7 @@ def _calls_part(pair: RunPair, at: Location, step: int) -> Location | None:
     else:
         found = _gradient(found, first, rows, own)
     if found.module != first.module or first.kind != GRADIENT:
-        found = _gathered(found, len(same), pair, step)
+        found = _gathered(found, {row.rank for row in same}, pair, step)
     later: dict[int, str] = {}
     for row in (row for row in differing if row.rank not in ranks):
         later.setdefault(row.rank, row.name)
@@ -486,16 +484,20 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Ro
 # --- collectives ------------------------------------------------------------------------------
 
 
-def _gathered(found: Location, num_same: int, pair: RunPair, step: int) -> Location:
+def _gathered(found: Location, holders: set[int], pair: RunPair, step: int) -> Location:
     """On which side of the gather of a module's weights a wrong output or gradient lies."""
     is_read = pair.has_layouts and pair.has_weights(found.module)
     if pair.world_size == 1 or not is_read or found.phase == "input" or found.near:
         return found
-    if len(found.ranks) == 1 and num_same > 1:
+    odd = first_other(pair.reference, pair.candidate, holders, step)
+    if odd.isdisjoint(found.ranks) and odd:
+        told = f"{show_ranks(odd)} entered another collective before, or gave something else to it"
+        return found.saying(told, near="before", rank=min(odd), ranks=tuple(sorted(odd)))
+    if len(found.ranks) == 1 and len(holders) > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
         what = f"all-gather of the weights of {unit_of(f'{found.module}.weight')}"
         return found.saying(told, near="after", collective=what)
-    if not len(found.ranks) == num_same == pair.world_size:
+    if not len(found.ranks) == len(holders) == pair.world_size:
         return found
     found = found.saying("it is wrong on every rank alike")
     return _by_givers(found, pair, step, found.module, GATHERS) or found
@@ -596,30 +598,6 @@ def _in_backward_order(bad: Sequence[Tensor], rows: Sequence[Row]) -> list[Tenso
     return sorted(bad, key=place_of)
 
 
-def _kind(call: GivenCall) -> tuple[str, tuple[int, ...]]:
-    return call.operator, call.group
-
-
-def _counted(calls: Sequence[GivenCall]) -> str:
-    kinds = Counter(map(_kind, calls)).items()
-    each = (f"{n} {kind} of ranks {','.join(map(str, group))}" for (kind, group), n in kinds)
-    return ", ".join(each) or "no reduction"
-
-
-def _entered(
-    run: RunResult, rank: int, step: int, name: str, kinds: tuple[str, ...]
-) -> list[GivenCall] | None:
-    """The collectives of the innermost unit that holds a tensor or module; None without notes."""
-    given = given_in(rank_table(run)[rank], step)
-    labels = {call.label for call in given if call.label}
-    around = [label for label in labels if f"{name}.".startswith(f"{label}.")]
-    unit = max(around, key=len, default="root")
-    if unit_of(unit) != unit_of(name):
-        return []  # a unit of one rank, as experts may be, enters none
-    calls = [c for c in given if c.label == unit and c.operator.startswith(kinds)]
-    return calls if given else None
-
-
 def _by_givers(
     found: Location, pair: RunPair, step: int, name: str, kinds: tuple[str, ...]
 ) -> Location | None:
@@ -627,15 +605,16 @@ def _by_givers(
     wrong, unit, is_sum, ranks = list[int](), "root", kinds == REDUCTIONS, pair.ranks(step)
     for rank in ranks:
         runs = pair.reference, pair.candidate
-        ours, theirs = (_entered(run, rank, step, name, kinds) for run in runs)
+        ours, theirs = (entered(run, rank, step, name, kinds) for run in runs)
         if len(ranks) < pair.world_size or not ours or theirs is None:
             return None
         unit = ours[0].label
-        if [*map(_kind, ours)] != [*map(_kind, theirs)]:
-            told = f"rank {rank} entered {_counted(theirs)} for {unit} where the reference entered "
-            return found.saying(told + _counted(ours), rank_is_hidden=True) if is_sum else None
+        if [*map(kind_of, ours)] != [*map(kind_of, theirs)]:
+            told = f"rank {rank} entered {counted(theirs)} for {unit} where the reference entered "
+            return found.saying(told + counted(ours), rank_is_hidden=True) if is_sum else None
         # Of the first collective only: what later ones are given is made of what came out.
-        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if _kind(a) == _kind(ours[0])]
+        first = kind_of(ours[0])
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if kind_of(a) == first]
         wrong += [rank] if any(a.digest != b.digest for a, b in pairs) else []
     into = f"into the {'reduce-scatter' if is_sum else 'all-gather'} of {unit}"
     if not wrong:

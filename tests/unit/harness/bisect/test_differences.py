@@ -15,7 +15,7 @@ from harness.bisect.differences import (
     why_illegal,
     with_steps,
 )
-from harness.bisect.locate import between
+from harness.bisect.locate import between, locate
 from harness.records import (
     ABSENT,
     DIGEST_HEX_CHARS,
@@ -34,8 +34,10 @@ from tests.unit.harness.bisect.small_model import (
     WEIGHTS,
     both,
     calls_from,
+    case_of,
     digests,
     edited,
+    fields_of,
     floats,
     foreign,
     of_rank,
@@ -296,3 +298,40 @@ def test_taps_of_one_run_alone_are_left_out() -> None:
         candidate = of_rank(candidate, rank, taps=names, steps=steps)
     found = between(run_of(), candidate)
     assert (found.step, found.phase, found.tensor) == (2, "forward", tap)
+
+
+def test_another_environment_comes_before_any_difference() -> None:
+    """What differs is named, on which rank, and of which run, whatever the records show."""
+
+    def moved(run: RunResult) -> RunResult:
+        return of_rank(run, 1, environment={"fingerprint": {"torch": "y", "threads": 1}})
+
+    candidate = moved(run_of(graph=("attn",)))
+    found = locate(case_of(candidate))
+    expected: dict[str, Any] = {
+        "phase": "outside", "rank": 1, "quantity": "environment.torch", "module": "",
+    }  # fmt: skip
+    assert fields_of(found, expected) == expected
+    assert "the candidate ran in another environment" in found.evidence[0]
+    assert found.evidence[1] == "torch: 2.12 became y"
+    wrong = edited(candidate, {0: calls_from("norm:output")})
+    found = locate(case_of(wrong))
+    assert fields_of(found, expected) == expected
+    assert "part (step 2, forward, microbatch 0, norm" in found.evidence[-1]
+    found = locate(case_of(wrong, moved(run_of(replica=1))))
+    assert "the control ran in another environment" in found.evidence[0]
+
+
+def test_weights_of_a_program_may_be_written_between_steps() -> None:
+    """It has them as they are, and no copy: a rollback, say, that one run alone makes."""
+    told = [
+        " ".join(
+            between(
+                leg(run_of()),
+                leg(edited(run_of(), {1: calls_from("layers.0.attn.attention.wq:output")})),
+            ).evidence
+        )
+        for leg in (lambda run: run, foreign)
+    ]
+    assert ["they were written after that step" in each for each in told] == [False, True]
+    assert ["a copy of them" in each for each in told] == [True, False]
