@@ -139,7 +139,7 @@ class Observer(Recorder):
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = self.is_in_trial = False
         self.has_gradients = False  # of `torch.autograd.grad`, which `torch.func` calls, too
-        self.num_taken, self._num_states, self.most_passes = 0, 0, 64
+        self.num_taken, self.most_passes = 0, 64
         self.aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self.clipping: Callable[[], None] = lambda: None
@@ -539,8 +539,9 @@ class Observer(Recorder):
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
-        self._num_states += 1
-        if not self._num_states & (self._num_states - 1):  # looking costs more than digests do
+        # Looking costs more than digests do: at powers of two, the same steps in every run.
+        number = (step.index - self._first) // max(self.every, 1) + 2
+        if step.index < 0 or not number & (number - 1):
             self.names.find_others()
         named[OTHERS] = self.names.others()
         named |= {group: gather() for group, gather in self.own.items()}

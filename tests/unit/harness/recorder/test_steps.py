@@ -489,3 +489,21 @@ def test_the_state_before_step_0_is_that_of_the_pass_that_is_trained(tmp_path: P
     other = recorded(lambda: program(1, value=2.0), tmp_path / "other")
     assert other.initial == cold.initial
     assert digests(other, "buffers", 0) != digests(cold, "buffers", 0)
+
+
+def test_a_warm_up_changes_nothing_about_when_modules_are_found(tmp_path: Path) -> None:
+    """An average that is made after the first step is seen from the same step on."""
+
+    def program(warm_up: int) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        for _ in range(warm_up):
+            model(torch.ones(2, 3))
+        train(model, optimizer)
+        average = copy.deepcopy(model)
+        train(model, optimizer, steps=6)
+        assert average is not None
+
+    cold, *others = pair(program, tmp_path, 0, 1, 2)
+    for warm in others:
+        assert [step.digests for step in warm.steps] == [step.digests for step in cold.steps]
