@@ -8,7 +8,7 @@
 there, whoever is killed, and with a checksum. A damaged one is never written to. Their names have
 the time, the id and the scenario, so that what is not asked for is not read:
 
-    20310203T030000+0000_3f1c0a9d..._nightly.v7.json
+    20310203T030000+0000_3f1c0a9d..._nightly.v8.json
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 from msgspec import Meta
 
 from harness import store
+from harness.checks.bits import quantities
 from harness.checks.complete import machine_failure
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import typical_step_s
@@ -43,7 +44,7 @@ from harness.records import (
 from harness.store.files import make_folder, read_object, told, write_atomic, write_object
 from harness.store.folder import verified, verified_alone
 
-SUFFIX = ".v7.json"
+SUFFIX = ".v8.json"
 """With the version of these types: entries of another one are not read."""
 ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 Attempt = Annotated[int, Meta(ge=0)]
@@ -97,8 +98,8 @@ class RunEntry(Json):
     startup_s: float | None = None  # from process start to first step
     step_s: float | None = None  # median over the later half of the steps
     peak_bytes: int | None = None
-    loss_bits: str = ""  # digest of every loss and gradient norm of every step and rank
-    state_bits: str = ""  # digest of every tensor's digest of every step and rank
+    loss_bits: str = ""  # digest of all losses and norms of every step and rank
+    state_bits: str = ""  # digest of all digests of tensors and calls, of every rank
 
     @property
     def name(self) -> tuple[str, int]:
@@ -356,11 +357,13 @@ def _run(result: RunResult, spec: RunSpec, **named: Any) -> RunEntry:
 def _bits(result: RunResult) -> dict[str, str]:
     loss, state = hashlib.sha256(), hashlib.sha256()
     for rank in result.ranks:
+        if rank.initial is not None:
+            state.update(f"{rank.rank} {sorted(rank.initial.digests.items())}\n".encode())
         for record in rank.steps:
-            values = (record.loss, record.grad_norm, *record.microbatch_losses)
-            bits = ["-" if value is None else value.bits for value in values]
-            loss.update(f"{rank.rank} {record.step} {bits}\n".encode())
-            state.update(f"{rank.rank} {record.step} {sorted(record.digests.items())}\n".encode())
+            where, held = f"{rank.rank} {record.step}", sorted(record.digests.items())
+            bits = [(name, value.bits) for name, value in quantities(record)]
+            loss.update(f"{where} {bits}\n".encode())
+            state.update(f"{where} {held} {record.taps}\n".encode())
     return {"loss_bits": loss.hexdigest()[:32], "state_bits": state.hexdigest()[:32]}
 
 

@@ -27,7 +27,7 @@ from harness.history.ledger import (
     work_of,
 )
 from harness.program.spec import ProgramSpec
-from harness.records import Difference, RunSpec, StepRecord, dumps
+from harness.records import Difference, FloatBits, RunSpec, StepRecord, dumps
 from harness.store import RunFolder
 from harness.store.files import read_object, with_checksum, write_atomic
 from reports.reading import summarise
@@ -398,3 +398,18 @@ def test_every_rank_and_bit_is_looked_at(tmp_path: Path) -> None:
     assert reference.loss_bits == control.loss_bits != candidate.loss_bits
     assert reference.state_bits == candidate.state_bits != control.state_bits
     assert candidate.step_s == pytest.approx(0.5)  # of 0.5 x 3, 0.4 x 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"evaluation": FloatBits.from_bits(1)}, {"taps": "a" * 40}, {"skipped": "inf"}]
+)
+def test_all_that_is_compared_in_a_run_is_a_bit_of_it(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """An evaluation, a call of a tapped module and a step left out, too."""
+    writer = Writer(tmp_path / "run", steps=3)
+    writer.add("a", 1, "attn", candidate={"edit": lambda r: dataclasses.replace(r, **changes)})
+    entry = gathered(writer.write())
+    runs = {run.key: run for run in entry.runs}
+    both = (runs[key] for key in (entry.cases[0].reference, entry.cases[0].candidate))
+    assert len({(run.loss_bits, run.state_bits) for run in both}) == 2
