@@ -47,8 +47,8 @@ from fsdp_core.device import Device, RngStates
 from fsdp_core.graph.recorder import OverCompiled, collector_off
 
 CaptureHook = Callable[[nn.Module], None]
-CaptureHooks = Mapping[str, Mapping[int, CaptureHook]]
-"""Phase -> hooks by number, each a function of the captured module that returns nothing."""
+CaptureHooks = Mapping[str, Sequence[CaptureHook]]
+"""Phase -> hooks, each a function of the captured module that returns nothing."""
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -60,7 +60,7 @@ _SIDES = {
 }
 """Dictionaries of hooks, and beside each those that say how its hooks are called."""
 
-_CLOSING = ("forward_hooks", "backward_hooks")
+CLOSING = ("forward_hooks", "backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PRE, _POST = "_cuda_graph_backward_pre_handler", "_cuda_graph_backward_handler"
 _OWN, _CAPTURABLE = "_cuda_graph_handler", "_cuda_graph_capturable"
@@ -68,7 +68,7 @@ _OWN, _CAPTURABLE = "_cuda_graph_handler", "_cuda_graph_capturable"
 
 def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
     """Run the hooks of a phase in their order, with the module; they must return None."""
-    for hook in hooks[phase].values():
+    for hook in hooks[phase]:
         # A hook of somebody else may return what its type says it does not.
         returned: object = hook(module)
         if returned is not None:
@@ -185,10 +185,7 @@ def _routed(module: nn.Module) -> CaptureHooks:
 def _by_phase(routes: Sequence[tuple[str, CaptureHook]]) -> CaptureHooks:
     """Outer modules open first and close last."""
     found = {phase: [handler for to, handler in routes if to == phase] for phase in PHASES}
-    return {
-        phase: dict(enumerate(handlers[::-1] if phase in _CLOSING else handlers))
-        for phase, handlers in found.items()
-    }
+    return {phase: hooks[::-1] if phase in CLOSING else hooks for phase, hooks in found.items()}
 
 
 def _routes(hook: Any, phase: str, module: nn.Module) -> Iterator[tuple[str, CaptureHook]]:

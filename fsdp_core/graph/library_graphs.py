@@ -52,7 +52,7 @@ class LibraryGraph(Replayed):
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
         self.callee = _Callee(segment)
-        self.hooks: CaptureHooks = {phase: {} for phase in PHASES}
+        self.hooks: CaptureHooks = dict.fromkeys(PHASES, ())
         self._replay: Callable[..., Any] = _nothing
         self._reset: Callable[[], None] = _nothing
 

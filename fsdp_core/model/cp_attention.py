@@ -347,13 +347,6 @@ class _RingAttention(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def ring_attention(
-    qkv: Three, *, plan: ContextPlan, axis: Axis, kernel: BlockKernel, scale: float
-) -> torch.Tensor:
-    """`causal_attention` by a kernel, of tensors that fit."""
-    return cast("torch.Tensor", _RingAttention.apply(*qkv, plan, axis, kernel, scale))
-
-
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: ContextPlan, axis: Axis
 ) -> torch.Tensor:
@@ -367,4 +360,5 @@ def causal_attention(
     assert q.shape[1] == plan.rows.shape[0], f"{q.shape[1]} local tokens of {plan.rows.shape[0]}"
     assert plan.spans.offsets is None or q.shape[0] == 1, q.shape
     scale = 1.0 / math.sqrt(q.shape[-1])
-    return ring_attention((q, k, v), plan=plan, axis=axis, kernel=kernel_for(q, v), scale=scale)
+    out = _RingAttention.apply(q, k, v, plan, axis, kernel_for(q, v), scale)
+    return cast("torch.Tensor", out)

@@ -294,7 +294,6 @@ class DecoderStage(nn.Module):
     recompute: what of each layer is computed again in backward: see `TrainConfig`.
     around: what its layers compute in (fp8), see `layers.Precision`.
     on_microbatch: told the part and the slot of each microbatch before its layers run.
-    Raises ValueError: sizes that the axes do not divide.
     """
 
     def __init__(

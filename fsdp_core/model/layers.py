@@ -221,9 +221,7 @@ class _Attention(nn.Module):
 
 
 class GroupedQueryAttention(_Attention):
-    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies
-    (`ValueError`: tp does not divide the heads).
-    """
+    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies."""
 
     def __init__(self, config: ModelConfig, axes: Axes, rope: RopeTable, norm: MakeNorm) -> None:
         super().__init__()
@@ -264,9 +262,7 @@ class GroupedQueryAttention(_Attention):
 
 
 class LatentAttention(_Attention):
-    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies
-    (`ValueError`: tp does not divide the heads).
-    """
+    """[B, T, H] -> [B, T, H], without norm and residual; a library may override what multiplies."""
 
     wq_down: nn.Module | None
 

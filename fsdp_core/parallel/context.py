@@ -261,12 +261,9 @@ class DynamicContext:
         return self._axes[size]
 
     def check(self, axis: Axis) -> None:
-        """Refuse (`RuntimeError`) another group, of the same ranks perhaps, than graphs hold."""
-        if self.axis(axis.size).group is not axis.group:
-            raise RuntimeError(
-                f"Expected the process group that is kept for context size {axis.size}, got "
-                "another one; take axes from DynamicContext.axis, and make no groups again"
-            )
+        """Graphs hold a group: another one, of the same ranks perhaps, would never meet it."""
+        same = self.axis(axis.size).group is axis.group
+        assert same, f"another group than the one that is kept for context size {axis.size}"
 
 
 def _make_groups(rows: Sequence[Sequence[int]], size: int, me: int) -> dist.ProcessGroup:

@@ -70,12 +70,8 @@ Cuts = tuple[Cut, ...]
 
 
 def chunk_of(total: int, what: str, axis_name: str, axis_size: int) -> int:
-    """Length of one rank's chunk of `total` (`ValueError`: it is no multiple of the ranks)."""
-    if total % axis_size:
-        raise ValueError(
-            f"Expected {what} to be a multiple of the {axis_size} ranks of axis {axis_name}, "
-            f"got {total}."
-        )
+    """Length of one rank's chunk of `total`; rules of layouts see that it is a whole number."""
+    assert not total % axis_size, f"{what} {total} over {axis_size} ranks of {axis_name}"
     return total // axis_size
 
 
@@ -138,24 +134,17 @@ def consecutive(named: Mapping[str, int], cuts: Cuts, dim: int = 0) -> Stretches
 
 
 def set_stretches(module: nn.Module, table: Mapping[str, Stretch | Stretches]) -> None:
-    """Say what the parameters inside `module` are made of, by their names in it (`ValueError`: a
-    name of no parameter, or stretches that are not the whole of one).
-    """
+    """Say what the parameters inside `module` are made of, by their names in it."""
     parameters = dict(module.named_parameters())
     checked: dict[str, Stretches] = {}
     for name, stretches in table.items():
         checked[name] = made_of = (stretches,) if isinstance(stretches, Stretch) else stretches
-        got = tuple(parameters[name].shape) if name in parameters else None
         lengths = {each.name: each.length for each in made_of if each.length is not None}
-        due = consecutive(lengths, made_of[0].cuts, made_of[0].dim)
+        due, shape = consecutive(lengths, made_of[0].cuts, made_of[0].dim), parameters[name].shape
         is_whole = len(made_of) == 1 and not lengths
-        if got is None or not (
-            is_whole or (due == made_of and sum(lengths.values()) == got[due[0].dim])
-        ):
-            raise ValueError(
-                f"Expected {type(module).__name__} to have a parameter {name} that consists of "
-                f"{made_of}, got shape {got}."
-            )
+        # Else weights would be lost, or there twice.
+        is_all = due == made_of and sum(lengths.values()) == shape[made_of[0].dim]
+        assert is_whole or is_all, (name, made_of, shape)
     module._stretches = checked  # type: ignore[assignment]
 
 

@@ -31,6 +31,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule
 from fsdp_core.graph.capture_session import (
+    CLOSING,
     PATIENCE,
     PHASES,
     CaptureHook,
@@ -399,17 +400,17 @@ class SlotCapture:
     def _rerouted(self, region: Region) -> Iterator[CaptureHooks]:
         """Hooks of the region are off; those of it and of its layer, an FSDP unit, by their marks
         as functions of the four phases around warm-ups and captures."""
-        outer = {} if region.owner is region.layer else own_capture_hooks(region.layer)
+        is_layer = region.owner is region.layer
+        outer: CaptureHooks = {} if is_layer else own_capture_hooks(region.layer)
         with region.without_hooks() as inner:
             found: dict[str, list[CaptureHook]] = {}
             for phase in PHASES:
-                layers = (outer.get(phase, {}), inner.get(phase, {}))
-                # Outer modules open first and close last.
-                closes = phase in ("forward_hooks", "backward_hooks")
-                found[phase] = [h for each in layers[:: -1 if closes else 1] for h in each.values()]
-                if not closes:
-                    found[phase].append(lambda _: self._quiesce())
-            yield {phase: dict(enumerate(hooks)) for phase, hooks in found.items()}
+                layers = outer.get(phase, ()), inner[phase]
+                if phase in CLOSING:  # outer modules open first and close last
+                    found[phase] = [*layers[1], *layers[0]]
+                else:
+                    found[phase] = [*layers[0], *layers[1], lambda _: self._quiesce()]
+            yield found
 
 
 class StageGraphs:
@@ -510,10 +511,7 @@ class StageGraphs:
         return forward
 
     def choose(self, part: Part, slot: int) -> SlotGraphs | None:
-        """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly.
-        `RuntimeError` for a group that was made anew, or a slot whose last microbatch still awaits
-        its backward.
-        """
+        """The graphs of a microbatch, what they read of it copied in; None if it runs eagerly."""
         size = part.cp.size
         if self._context is None:
             (mine,) = self._samples.values()
@@ -528,11 +526,8 @@ class StageGraphs:
     def _require_free(self, slot: int) -> None:
         # Of any size: they share the slot's memory, and each knows of its own replays only.
         sizes = (self.graphs[size, slot].values() for size in self._samples)
-        if any(each.graph.is_waiting for of_size in sizes for each in of_size):
-            raise RuntimeError(
-                f"Expected slot {slot} to be free, got one whose microbatch still awaits its "
-                "backward: graphs of another context size would overwrite what it saved."
-            )
+        is_free = not any(each.graph.is_waiting for of_size in sizes for each in of_size)
+        assert is_free, f"the microbatch in slot {slot} still awaits its backward"
 
     def reset(self) -> None:
         """The stage runs eagerly again, graphs are dropped, then what was kept for them."""

@@ -201,20 +201,15 @@ class StaticPart:
         self._leaves = dict(_leaves_of(self.part))
 
     def follow(self, part: Part) -> None:
-        """Take over the metadata of a microbatch: one copy, on the current stream. `ValueError` if
-        it has other room for sequences or tokens than was captured, or is for another context size
-        or rank; nothing is copied then.
+        """Take over the metadata of a microbatch: one copy, on the current stream. Its capacity,
+        context size and rank are those that were captured.
         """
         theirs, into, out_of = dict(_leaves_of(part)), [], []
-        if theirs.keys() != self._leaves.keys():
-            others = ", ".join(sorted(theirs.keys() ^ self._leaves.keys()))
-            raise ValueError(f"Expected the metadata that graphs were captured with, not {others}.")
+        assert theirs.keys() == self._leaves.keys(), theirs.keys() ^ self._leaves.keys()
         for name, mine in self._leaves.items():
             other = theirs[name]
-            if mine is not other and _fixed(mine) != _fixed(other):
-                raise ValueError(
-                    f"Expected {name} = {_shown(mine)}, as captured in graphs, got {_shown(other)}."
-                )
+            fixed, got = _fixed(mine), _fixed(other)
+            assert mine is other or fixed == got, f"{name} = {got}, captured as {fixed}"
             if isinstance(mine, torch.Tensor):
                 into.append(mine)
                 out_of.append(other)
@@ -248,9 +243,3 @@ def _leaves_of(part: Part) -> Iterator[tuple[str, Any]]:
 
 def _fixed(value: Any) -> object:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    return str(value) if isinstance(value, int | str | tuple | None) else type(value).__name__

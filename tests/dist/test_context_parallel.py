@@ -365,8 +365,8 @@ def _forward(trainer: Trainer, part: Part, slot: int) -> str:
     tokens = torch.zeros_like(part.targets)
     try:
         trainer.stages[0](tokens, part, microbatch=slot)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except AssertionError as error:
+        return str(error)
     return ""
 
 
@@ -397,10 +397,8 @@ def refused(run: Run) -> tuple[dict[str, str], Bits, Bits]:
     seen, expected, messages = [], [], {}
     for step in range(STEPS):
         if step > WARMUP:
-            part = inputs_of(trainer).samples()[1]
             messages = {
                 "capacity": _forward(trainer, _other_capacity(trainer), 0),
-                "slot": _forward(trainer, part, trainer._num_slots),
                 "group": _forward(trainer, _other_group(trainer), 0),
                 "waiting": _waiting(trainer),
             }
@@ -486,15 +484,13 @@ def test_groups_may_differ(warm_ranks: RankPool) -> None:
 
 
 def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
-    """Other capacities, slots and groups raise, and training goes on as before, with evaluations in
+    """Other capacities and groups raise, and training goes on as before, with evaluations in
     between."""
     run = Run({"dp": 2, "dynamic_cp": (1, 2)}, overrides=ONE, graph=ATTN)
     for messages, seen, expected in warm_ranks.run(refused, run, world_size=2):
-        assert "ValueError: Expected plan." in messages["capacity"]
-        assert ", as captured in graphs, got " in messages["capacity"]
-        assert "ValueError: Expected at most 1 microbatches" in messages["slot"]
-        assert "RuntimeError: Expected the process group that is kept" in messages["group"]
-        assert "RuntimeError: Expected slot 0 to be free" in messages["waiting"]
+        assert messages["capacity"].startswith("plan.")
+        assert "kept for context size 2" in messages["group"]
+        assert "slot 0 still awaits its backward" in messages["waiting"]
         assert seen == expected
 
 

@@ -34,7 +34,7 @@ _GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of th
 
 class GroupedLinear(CutModule):
     """A linear layer without bias for each local expert: rows by expert -> rows by expert.
-    `cut_dim`: dim of [L, out, in] that etp cuts (`ValueError`: etp does not divide it).
+    `cut_dim`: dim of [L, out, in] that etp cuts.
     """
 
     weight: nn.Parameter

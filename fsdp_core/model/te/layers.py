@@ -199,22 +199,6 @@ def recipe_of(fp8: str) -> Any:
     return recipes[fp8]()
 
 
-def precision(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Precision:
-    """What is around the layers' forward. A collective over all ranks, for delayed scaling. `te`:
-    the module `transformer_engine.pytorch`. `recipe`: in place of the one of that name.
-    """
-    if fp8 == "none":
-        return Precision()
-    recipe = recipe_of(fp8) if recipe is None else recipe
-    if fp8 != "delayed":
-        return Scaling(te, recipe, None)
-    group = amax_group(axes)
-    # Of no group TransformerEngine takes the whole world: stages of a pipeline, whose microbatches
-    # end at other times, would wait for one another.
-    recipe.reduce_amax = group is not None
-    return Scaling(te, recipe, group)
-
-
 def amax_group(axes: Axes) -> dist.ProcessGroup | None:
     """The ranks of this one's tp and cp; None if there is no other. All ranks call it together."""
     tp, cp = axes.tp, axes.cp
@@ -289,8 +273,20 @@ class TeLayers(LayerFactory):
             return super().rope(config)
         return attention.FusedRope(self.te, config.seq, config.rope_dim, config.rope_theta)
 
+    def made_recipe(self) -> Any:
+        return recipe_of(self.recipe)
+
     def precision(self, axes: Axes) -> Precision:
-        return precision(self.te, self.recipe, axes)
+        """What is around the layers' forward. A collective over all ranks, for delayed scaling."""
+        if self.recipe == "none":
+            return Precision()
+        recipe, group = self.made_recipe(), None
+        if self.recipe == "delayed":
+            group = amax_group(axes)
+            # Of no group TransformerEngine takes the whole world: stages of a pipeline, whose
+            # microbatches end at other times, would wait for one another.
+            recipe.reduce_amax = group is not None
+        return Scaling(self.te, recipe, group)
 
     def attention(
         self, config: ModelConfig, axes: Axes, rope: RopeTable
@@ -357,9 +353,7 @@ def _loaded_cudnn() -> list[str]:
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp
-    (`ValueError`: tp does not divide the width).
-    """
+    """down(silu(gate(norm(x))) * up(norm(x))): SwiGLU (Shazeer, 2020), its width cut over tp."""
 
     def __init__(self, te: Any, config: ModelConfig, axes: Axes) -> None:
         super().__init__()
@@ -515,27 +509,22 @@ class GroupedTeLinear(GroupedLinear):
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         flat = _Flat(rows, groups, self._multiple)
-        with lend(self.engine, matrices(self.weight)):
+        _lend(self.engine, matrices(self.weight))
+        try:
             out = self.engine(flat.rows, list(flat.sizes))
+        finally:
+            self.engine._parameters.update(dict.fromkeys(self.engine._parameters))
         return flat.restore(out)
 
 
-class lend:  # noqa: N801  (used as a function)
-    """While it lasts, tensors stand where a module's parameters weight0, weight1, ... were."""
-
-    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-        self._module = module
-        self._tensors = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
-
-    def __enter__(self) -> None:
-        self._module._parameters.update(self._tensors)  # type: ignore[arg-type]
-
-    def __exit__(self, *error: object) -> None:
-        self._module._parameters.update(dict.fromkeys(self._tensors))
+def _lend(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Put tensors where a module's parameters weight0, weight1, ... were."""
+    named: dict[str, Any] = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
+    module._parameters.update(named)
 
 
 def _without_parameters(module: nn.Module) -> nn.Module:
-    """A module that was made on the meta device, ready for `lend`."""
+    """A module that was made on the meta device, ready for `_lend`."""
     module._parameters.update(dict.fromkeys(module._parameters))
     where = "cuda" if torch.cuda.is_available() else "cpu"
     for name, value in vars(module).items():
@@ -572,9 +561,8 @@ class OpsKernel:
         """Rows by expert, [n, H] or [L, n, H], and back."""
         flat = _Flat(rows, groups, self._multiple)
         first, last = matrices(gate_up.weight), matrices(down.weight)  # type: ignore[arg-type]
-        for operator, tensors in ((self._first, first), (self._last, last)):
-            named = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
-            operator._parameters.update(named)  # type: ignore[arg-type]
+        _lend(self._first, first)
+        _lend(self._last, last)
         self._set_inputs(first, last)
         sizes = _on_device(flat.sizes, rows.device)
         scales = torch.ones(flat.rows.shape[0], dtype=rows.dtype, device=rows.device)

@@ -150,7 +150,7 @@ def test_a_slot_is_refused_while_any_size_of_it_waits(log: Log) -> None:
     log.made[0].is_waiting = True  # size 4 in slot 0
     before = [each.part.plan.positions.clone() for each in log.made]
     for size in SIZES:
-        with pytest.raises(RuntimeError, match="Expected slot 0 to be free"):
+        with pytest.raises(AssertionError, match="slot 0 still awaits its backward"):
             made.choose(part_of((3, 3, 3), size), 0)
     for each, old in zip(log.made, before, strict=True):
         assert torch.equal(each.part.plan.positions, old)
@@ -184,11 +184,11 @@ def test_a_group_made_again_is_refused(log: Log) -> None:
     again = dist.new_group([0])
     assert isinstance(again, dist.ProcessGroup)
     other = replace(part_of((3,), 1), cp=replace(axis, group=again))
-    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+    with pytest.raises(AssertionError, match="kept for context size 1"):
         made.choose(other, 0)
     made.reset()
     made._samples = {1: other}
-    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+    with pytest.raises(AssertionError, match="kept for context size 1"):
         made.capture(torch.zeros(1))
 
 
@@ -248,8 +248,8 @@ def test_keeps_nothing_of_its_sample() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"slots": 6}, r"plan.spans.offsets = \(7,\) .* got \(8,\)"),
-    ({"local": 24}, r"plan.rows = \(16,\).*got \(24,\)"),
+    ({"slots": 6}, r"plan.spans.offsets = .*\[8\]\).*captured as .*\[7\]\)"),
+    ({"local": 24}, r"plan.rows = .*\[24\]\).*captured as .*\[16\]\)"),
 ]
 
 
@@ -259,7 +259,7 @@ def test_refuses_what_graphs_cannot_hold(change: dict[str, Any], message: str) -
     axis = axis_of(4, 1)
     static = StaticPart(static_part_of((3, 8), axis), "static")
     before = {name: t.clone() for name, t in static.named_tensors()}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError, match=message):
         static.follow(static_part_of((9,), axis, **change))
     for name, tensor in static.named_tensors():
         assert torch.equal(tensor, before[name])
@@ -268,9 +268,9 @@ def test_refuses_what_graphs_cannot_hold(change: dict[str, Any], message: str) -
 def test_refuses_another_place() -> None:
     """The rank, the size and the communicator were fixed by the capture."""
     static = StaticPart(static_part_of((3, 8), axis_of(4, 1)), "static")
-    with pytest.raises(ValueError, match=r"Expected plan.rank = 1, as captured in graphs, got 2"):
+    with pytest.raises(AssertionError, match=r"plan.rank = 2, captured as 1"):
         static.follow(static_part_of((3, 8), axis_of(4, 2)))
     other = dist.new_group([0])
     assert isinstance(other, dist.ProcessGroup)
-    with pytest.raises(ValueError, match="Expected context group"):
+    with pytest.raises(AssertionError, match="context group"):
         static.follow(static_part_of((3, 8), Axis("cp", 4, 1, other)))
