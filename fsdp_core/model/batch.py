@@ -61,11 +61,6 @@ class Capacity:
     longest: int | None = None
     hides_tail: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.multiple >= 1 <= self.tokens, self
-        assert self.tokens % self.multiple == 0, self
-        assert self.slots >= 2, self
-
     def padded(self, length: int) -> int:
         return -(-length // self.multiple) * self.multiple
 

@@ -53,7 +53,7 @@ from fsdp_core.config import ModelConfig
 from fsdp_core.model.batch import Part
 from fsdp_core.model.cp_attention import causal_attention
 from fsdp_core.model.moe.experts import Experts, make_fused_experts
-from fsdp_core.parallel.context import positions_of
+from fsdp_core.parallel.context import positions_of, with_tail
 from fsdp_core.parallel.mesh import Axes, Axis
 from fsdp_core.parallel.tensor_parallel import (
     ColumnLinear,
@@ -165,11 +165,6 @@ class FusedRope(RopeTable):
         positions, written = positions_of(offsets, time, cp.size, cp.rank)
         cos, sin = (table.index_select(0, positions) for table in (self.cos, self.sin))
         return cast("torch.Tensor", _RotateWritten.apply(x_BTND, cos, sin, written))
-
-
-def with_tail(offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Offsets with one more sequence, from the last of them to `total`, the end of the row."""
-    return torch.cat((offsets, offsets.new_full((1,), total)))
 
 
 class _RotateWritten(torch.autograd.Function):

@@ -22,7 +22,7 @@ depends on nothing but the seed and the name. A model here is the list of a rank
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -138,12 +138,12 @@ def clip_grads(stages: Iterable[nn.Module], axes: Axes, max_norm: float) -> torc
     replicated over tp is not summed; then come the stages of the pipeline. A collective over all
     ranks. With 0 and inf only the norm before clipping is returned, the same on every rank.
     """
-    kinds = _by_kind(stages)
-    parameters = [parameter for kind in kinds.values() for parameter in kind]
+    by_cuts = _by_cuts(stages)
+    parameters = [parameter for alike in by_cuts.values() for parameter in alike]
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for names, across in _KINDS.items():
-        # A kind that no parameter is of has norm 0.
-        norm = total_norm(kinds[names]) if kinds[names] else total * 0
+    for across, alike in by_cuts.items():
+        # Of no parameters it is 0.
+        norm = total_norm(alike) if alike else total * 0
         power = norm.to(total.device) ** 2.0
         for name in across:
             power = all_reduce(power, getattr(axes, name))
@@ -154,18 +154,11 @@ def clip_grads(stages: Iterable[nn.Module], axes: Axes, max_norm: float) -> torc
     return norm if parameters[0].dtype == torch.float64 else norm.float()
 
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "replicated": (), "cut over tp": ("tp",), "experts": ("ep", "etp")
-}  # fmt: skip
-
-
-def _by_kind(stages: Iterable[nn.Module]) -> dict[str, list[torch.Tensor]]:
-    kinds: dict[str, list[torch.Tensor]] = {kind: [] for kind in _KINDS}
-    named = {(): "replicated", ("tp",): "cut over tp", ("ep", "etp"): "experts"}
+def _by_cuts(stages: Iterable[nn.Module]) -> dict[tuple[str, ...], list[torch.Tensor]]:
+    """Parameters by the axes that cut them: none, tp, or ep and etp; the same keys on all ranks."""
+    found: dict[tuple[str, ...], list[torch.Tensor]] = {(): [], ("tp",): [], ("ep", "etp"): []}
     for stage in stages:
         cuts = named_cuts(stage)
         for name, parameter in stage.named_parameters():
-            axes = tuple(sorted({cut.axis for cut in cuts[name]}))
-            assert axes in named, f"expected cuts over tp, or over ep and etp, got {name}: {axes}"
-            kinds[named[axes]].append(parameter)
-    return kinds
+            found[tuple(sorted({cut.axis for cut in cuts[name]}))].append(parameter)
+    return found

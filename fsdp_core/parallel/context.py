@@ -157,8 +157,7 @@ def packed_plan(
     """
     chunk = _chunk_length(total, size)
     # A sequence for what lies behind the last offset: no token is without one.
-    end = padded_offsets.new_full((1,), total)
-    starts = torch.cat((padded_offsets, end)).to(torch.int64)
+    starts = with_tail(padded_offsets, total).to(torch.int64)
     rows, sequence, halves = _zigzag(starts, total, size, rank)
     inside = rows - starts[sequence]
     num_valid = torch.cat((lengths, lengths.new_zeros(1))).to(torch.int64)
@@ -198,13 +197,18 @@ def positions_of(
     token is of any sequence, 0 where it is of none.
     """
     starts = offsets.to(torch.int64) // size
-    sequence, inside = _place(torch.cat((starts, starts.new_full((1,), num))), num)
+    sequence, inside = _place(with_tail(starts, num), num)
     lengths = torch.cat((starts[1:] - starts[:-1], starts.new_zeros(1)))
     chunk = lengths[sequence] // 2
     late = inside >= chunk
     positions = inside + torch.where(late, 2 * size - 2 - rank, rank) * chunk
     written = sequence < lengths.shape[0] - 1
     return torch.where(written, positions, 0), written
+
+
+def with_tail(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Offsets with one more sequence, from the last of them to `total`, the end of the row."""
+    return torch.cat((offsets, offsets.new_full((1,), total)))
 
 
 def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

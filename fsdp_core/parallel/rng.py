@@ -175,17 +175,10 @@ class RandomStreams:
     # The compiler would move the drawing past the change of state.
     @torch.compiler.disable
     def enter(self, stream: RandomStream) -> None:
-        if self.drawing is not None:
-            raise RuntimeError(
-                f"Expected no active random stream, got {self.drawing.name!r} while entering "
-                f"{stream.name!r}."
-            )
-        if torch._C._current_graph_task_id() != -1 and not self._recomputing:
-            raise RuntimeError(
-                "Expected no drawing of random numbers in a backward pass: activations computed "
-                "again would be dropped elsewhere than the first time. Use checkpoint(..., "
-                "use_reentrant=False, context_fn=streams.checkpoint_contexts)."
-            )
+        assert self.drawing is None, f"{stream.name} within {self.drawing}"
+        # Activations that are computed again would be dropped elsewhere than the first time.
+        is_first = torch._C._current_graph_task_id() == -1
+        assert is_first or self._recomputing, "drawing outside of checkpoint_contexts"
         self.drawing = stream
 
 

@@ -548,7 +548,7 @@ class Trainer:
     def take_turn(self, names: Sequence[str]) -> None:
         """Between steps: these stressors alone from now on; the next step captures anew. What
         others did while graphs were captured went into these. Every rank calls this, as all of them
-        capture together (`ValueError`: a stressor that the configuration does not name).
+        capture together.
         """
         assert self.stressors is not None
         self.stressors.only(names)

@@ -358,10 +358,6 @@ class Groups:
     order: torch.Tensor | None
     inverse: torch.Tensor | None
 
-    @property
-    def num_rows(self) -> int:
-        return sum(self.counts)
-
 
 class Dispatch(nn.Module):
     """Tokens [S, H] and their plan -> rows at their experts."""
@@ -382,7 +378,7 @@ class Dispatch(nn.Module):
             return self._static(x_MH, plan), None
         groups = read_groups(plan)
         if is_gathered:
-            slots = plan.slot_of_place[: groups.num_rows]
+            slots = plan.slot_of_place[: sum(groups.counts)]
             return take_rows(x_MH, slots, plan.place_of_slot), groups
         slots = plan.slot_of_place[: sum(groups.sent)]
         rows = take_rows(x_MH, slots, plan.place_of_slot)

@@ -100,7 +100,7 @@ def test_streams_do_not_nest() -> None:
     """A stream inside of another would not say whose numbers are drawn."""
     streams = streams_at({"tp": 0})
     own, shared = streams.equal_over(), streams.equal_over("tp")
-    with own.active(), pytest.raises(RuntimeError, match="Expected no active random stream"):
+    with own.active(), pytest.raises(AssertionError, match="within"):
         mask_of(shared)
     mask_of(shared)
 
@@ -194,6 +194,6 @@ def test_computing_again_with_other_numbers_is_refused() -> None:
     stream = streams_at({"tp": 0}).equal_over()
     x = torch.ones(8, requires_grad=True)
     out = cast("Any", checkpoint)(squared, stream, x, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"context_fn=streams\.checkpoint_contexts"):
+    with pytest.raises(AssertionError, match="outside of checkpoint_contexts"):
         out.sum().backward()
     squared(stream, x)
