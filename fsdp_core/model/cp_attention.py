@@ -310,7 +310,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(axis.size):
             hop = Hop(travelling, axis) if travelling is not None and step + 1 < axis.size else None
             block = plan.ring_block((axis.rank - step) % axis.size)
-            part = _block_forward(block, (q, k, v), kernel, scale)
+            part = _block_forward(block, (q, k, v), kernel, scale=scale)
             joined = part if joined is None else merge(joined, part)
             if hop is not None:
                 travelling = hop.wait()
@@ -329,7 +329,7 @@ class _RingAttention(torch.autograd.Function):
         plan, axis, kernel, scale = ctx.how
         grad_out = plan.blank(grad_out)
         block = plan.ring_block(axis.rank)
-        dq, dk, dv = _block_backward(block, grad_out, (q, k, v), (out, lse), kernel, scale)
+        dq, dk, dv = _block_backward(block, grad_out, (q, k, v), (out, lse), kernel, scale=scale)
         if axis.size > 1:
             travelling, gathering = pack_tensors((k, v)), pack_tensors((dk, dv))
             for step in range(1, axis.size):
@@ -338,7 +338,7 @@ class _RingAttention(torch.autograd.Function):
                 k, v = unpack_tensors(travelling, (k, v))
                 block = plan.ring_block((axis.rank - step) % axis.size)
                 more_dq, dk, dv = _block_backward(
-                    block, grad_out, (q, k, v), (out, lse), kernel, scale
+                    block, grad_out, (q, k, v), (out, lse), kernel, scale=scale
                 )
                 dq = dq + more_dq
                 gathering = grad_hop.wait() + pack_tensors((dk, dv))

@@ -474,6 +474,24 @@ def _update_alone(site: Site, rate: float) -> None:
     router._axes = axes
 
 
+def _count_copies(site: Site, stages: Any) -> Any:
+    found = site.call(stages)
+    return found | {(): [], ("tp",): [*found["tp",], *found[()]]}
+
+
+def _without_hooks(site: Site, modules: Any, kernel: Any, *args: Any) -> Any:
+    del site, modules
+    return kernel(*args)
+
+
+def _with_pre_hooks(site: Site, modules: Any, kernel: Any, *args: Any) -> Any:
+    del site
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, args, {})
+    return kernel(*args)
+
+
 def _skip_hop(site: Site, hop: Any) -> Any:
     """Keys and values that came round the ring are dropped; a rank uses its own once more."""
     site.call(hop)
