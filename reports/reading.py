@@ -201,23 +201,24 @@ class CaseReport:
 
         `layers.3.attn` and `layers.7.attn` that both differ are one cause until somebody looked.
         """
-        own = self.reason
-        return own if own == one_line(self.message, MAX_CAUSE_CHARS) else re.sub(r"\d+", "N", own)
+        return re.sub(r"\d+", "N", self.reason) if self._fields else self.reason
 
     @property
     def reason(self) -> str:
         """`cause` with its numbers: ranks, steps, layers and lines."""
+        return one_line(self._fields or self.message, MAX_CAUSE_CHARS)
+
+    @property
+    def _fields(self) -> str:
         place, ended = self.verdict.difference, self.verdict.ending
         if ended is not None and (ended.exception or ended.signal or ended.collective):
             due = "" if ended.collective is None else f"in {ended.collective.expected}"
             told = (ended.exception or ended.signal, due, ended.phase and f"in {ended.phase}")
             at = ended.raised_at and f"at {ended.raised_at}"
-            text = " ".join(filter(None, (*told, ended.module, at))).removeprefix("in ")
-        elif ended is None and place is not None:
-            text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
-        else:
-            text = self.message
-        return one_line(text, MAX_CAUSE_CHARS)
+            return " ".join(filter(None, (*told, ended.module, at))).removeprefix("in ")
+        if ended is not None or place is None:
+            return ""
+        return f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
 
 
 class Cause(NamedTuple):

@@ -130,7 +130,7 @@ def failing(message: str, ending: Ending | None = None, tensor: str = "") -> Any
 
 
 class Failing(SimpleNamespace):
-    cause, reason = CaseReport.cause, CaseReport.reason
+    cause, reason, _fields = CaseReport.cause, CaseReport.reason, CaseReport._fields
 
 
 def crash(module: str, at: str) -> Ending:
