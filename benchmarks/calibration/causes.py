@@ -25,7 +25,7 @@ from harness.engine import Engine
 from harness.errors import HarnessError
 from harness.records import CaseSpec, PlantSpec, RunSpec, joined
 from harness.runner import launch
-from harness.store import RunFolder
+from harness.store import RunFolder, set_aside
 
 _ROW = "{:34} {:>3} {:>8} {:>6} {:>6} {:>9} {:>6} {:>7}  {}\n"
 STEP, STEPS = 3, 5
@@ -155,7 +155,7 @@ def _bisect(fault: Fault, place: Path, slots: int) -> bool:
                 if verdict.outcome != "passed":
                     break
                 # A fault of chance: whoever comes with a failing case has seen it fail.
-                folder.set_aside(case.candidate.key)
+                set_aside(folder.run_folder(case.candidate.key))
                 verdict = asker.ask(case, "does it fail?").verdict
             before = asker.num_runs
             found = find_causes(case, verdict, asker)

@@ -235,13 +235,8 @@ def interval_of(values: Sequence[float]) -> Interval:
     """The median of `values`, each of one pair, and the k-th smallest and largest of them.
 
     The true median is below the k-th smallest where fewer than k of n are, each with chance 1/2.
-
-    Raises:
-        ValueError: fewer than `LEAST_PAIRS`, or one that is not finite.
     """
     number, ordered = len(values), sorted(values)
-    if number < LEAST_PAIRS or not all(map(math.isfinite, values)):
-        raise ValueError(f"Expected at least {LEAST_PAIRS} finite values, got {list(values)}.")
     place, below = 0, 1
     while 2 * (below + math.comb(number, place + 1)) <= (1 - CONFIDENCE) * 2**number:
         place += 1

@@ -34,9 +34,7 @@ from harness.records import Device, Json
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
-    """The GPU of each rank slot: every GPU once, then again (`ValueError`: no rank a GPU)."""
-    if ranks_per_gpu < 1:
-        raise ValueError(f"Expected at least 1 rank a GPU, got {ranks_per_gpu}.")
+    """The GPU of each rank slot: every GPU once, then again."""
     return tuple(gpus) * ranks_per_gpu
 
 

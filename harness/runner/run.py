@@ -63,7 +63,7 @@ from harness.records import (
 )
 from harness.repeats import confirming_runs, in_turn, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.plan import Plan, Queue, Seconds, arrange
-from harness.store import LEGS, RunFolder, kept_folders, load_run_folder
+from harness.store import LEGS, RunFolder, kept_folders, load_run_folder, set_aside
 from harness.store.files import write_atomic
 from harness.store.folder import verified
 from harness.store.streams import aligned
@@ -235,7 +235,7 @@ class _Matrix:
 
     def _start(self, spec: RunSpec) -> None:
         self.under_way.add(spec.key)
-        self.folder.set_aside(spec.key)
+        set_aside(self.folder.run_folder(spec.key))
         attempt = len(kept_folders(self.folder.run_folder(spec.key)))
         self.engine.start(spec, self.folder.run_folder(spec.key), attempt=attempt)
         self.progress.run_started(spec)
@@ -266,7 +266,7 @@ class _Matrix:
             return True
         if not self._is_complete(case):
             # A run of it is repeated: killed in between, this verdict must not answer for it.
-            self.folder.set_case_aside(case.id)
+            set_aside(self.folder.case_folder(case.id))
             return False
         verdict = self.folder.load_verdict(case.id)
         if verdict is None or verdict.runs != _run_keys(case) or verdict.outcome == "error":
@@ -456,7 +456,7 @@ def set_killed_aside(path: Path) -> None:
         repeats = (spec.key for case in folder.cases for spec in confirming_runs(case).values())
         for key in dict.fromkeys([*unique_runs(folder.cases), *repeats]):
             if (outcome := folder.finished(key)) and outcome.what == "killed":
-                folder.set_aside(key)
+                set_aside(folder.run_folder(key))
 
 
 def clear_leftovers(folder: RunFolder) -> None:

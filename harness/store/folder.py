@@ -198,14 +198,6 @@ class RunFolder:
     def case_folder(self, case_id: str) -> Path:
         return self.path / "cases" / _safe(case_id)
 
-    def set_aside(self, key: str) -> Path | None:
-        """Keep what there is of a run under another name; that name, None if there was nothing."""
-        return set_aside(self.run_folder(key))
-
-    def set_case_aside(self, case_id: str) -> Path | None:
-        """As `set_aside` of a case: a verdict must not outlive the runs that it speaks of."""
-        return set_aside(self.case_folder(case_id))
-
     def finished(self, key: str) -> RunOutcome | None:
         """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
         return read_outcome(self.run_folder(key), key)[0]

@@ -545,7 +545,6 @@ MUTATIONS = [
          "source = self.run_folder(case.reference.key)"),
         ("case_read_with_reference_thrice", "load_run_folder(folder / leg, getattr(case, leg))",
          'load_run_folder(folder / "reference", case.reference)'),
-        ("verdict_outlives_its_runs", "return set_aside(self.case_folder(case_id))", "return None"),
         ("other_schema_is_read", 'if repr(schema) != str(FOLDER_VERSION):',
          "if False:"),
         ("finished_run_begun_again", "if (folder / OUTCOME_FILE).exists():",

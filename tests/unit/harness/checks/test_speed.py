@@ -13,7 +13,6 @@ from fsdp_core.config import ParallelConfig, TrainConfig, model_from_preset
 from harness.checks.evidence import Runs
 from harness.checks.speed import (
     CONFIDENCE,
-    LEAST_PAIRS,
     interval_of,
     judge,
     same_bits,
@@ -153,9 +152,6 @@ def test_the_interval_is_as_sure_as_it_says() -> None:
             nearer += not values[at + 1] <= 0 <= values[-2 - at]
         assert missed <= (1 - CONFIDENCE) * 2**number < nearer
     assert interval_of([0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.0, 50.0]).estimate == 1.0
-    for wrong in ([0.0] * (LEAST_PAIRS - 1), [0.0] * 6 + [math.nan]):
-        with pytest.raises(ValueError, match="Expected"):
-            interval_of(wrong)
 
 
 # --- repeats: which runs, in which order, with which bits -------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine import Slots, machine
-from harness.engine.machine import core_set, cores_in, shared
+from harness.engine.machine import core_set, cores_in
 from harness.errors import UsageError
 from harness.records import RunSpec
 from tests.support.records import run_spec
@@ -86,8 +86,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     for counts in wrong:
         with pytest.raises(UsageError):
             Slots(*counts)
-    with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
-        shared(("0",), 0)
 
 
 def test_a_marked_process_in_the_middle_of_an_exec_is_killed(

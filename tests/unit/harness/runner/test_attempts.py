@@ -28,7 +28,7 @@ from harness.records import (
 )
 from harness.runner import launch
 from harness.runner.run import clear_leftovers, earlier_attempts, stored_limit
-from harness.store import RunFolder, kept_folder, merge
+from harness.store import RunFolder, kept_folder, merge, set_aside
 from reports.reading import summarise
 from tests.support import records
 from tests.support.fake_engine import Cli, FakeEngine, Patch, other_bits
@@ -334,7 +334,7 @@ def half_done(engine: FakeEngine, monkeypatch: Patch) -> FakeEngine:
     engine.environment |= {"commit": "a" * 40}
     assert main([*RUN]) == 0
     with RunFolder.open(Path("run")) as folder:
-        folder.set_aside(candidate(folder).key)
+        set_aside(folder.run_folder(candidate(folder).key))
     engine.made.clear()
     return engine
 
@@ -376,6 +376,18 @@ def test_another_commit_of_the_same_code_goes_on(
     before = codes_of([config, config])
     (tmp_path / "model.py").write_text("layers = 2")
     assert provenance.changes(before, codes_of([config])).startswith(f"program {script} ")
+
+
+def test_a_verdict_does_not_outlive_its_runs(half_done: FakeEngine, monkeypatch: Patch) -> None:
+    """While a run of a case is repeated, the case has no answer: killed then, it is asked again."""
+    found, ending = [], half_done.ending
+
+    def looked(*args: Any) -> RunOutcome:
+        found.append(RunFolder.open(Path("run")).load_verdict(FAILING))
+        return ending(*args)
+
+    monkeypatch.setattr(half_done, "ending", looked)
+    assert (main([*RESUME]), found) == (0, [None])
 
 
 def test_mixed_runs_are_incomparable_and_booked_under_their_own_commit(

@@ -14,7 +14,7 @@ from harness.masking import MASK
 from harness.records import RunSpec, Verdict
 from harness.runner import launch
 from harness.runner.run import View, execute
-from harness.store import RunFolder
+from harness.store import RunFolder, set_aside
 from harness.store.contents import write_contents
 from harness.store.files import read_plain
 from reports.text import tail
@@ -287,7 +287,7 @@ def test_tracebacks_are_masked(
     """Our own mistakes quote values: no secret in their files, lines and verdicts."""
     monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
     folder = RunFolder.open(made)
-    folder.set_case_aside(CASE)
+    set_aside(folder.case_folder(CASE))
     (verdict,) = execute(folder, folder.cases, engine(slots=2), View(), judge=broken)
     folder.release()
     assert verdict.outcome == "error"

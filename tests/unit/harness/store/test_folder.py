@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import Infrastructure, UsageError
 from harness.records import FOLDER_VERSION, CaseSpec, RunSpec, dumps
-from harness.store import RunFolder, begin_run, kept_folders, load_case, save_outcome
+from harness.store import RunFolder, begin_run, kept_folders, load_case, save_outcome, set_aside
 from harness.store import folder as store
 from harness.store.files import with_checksum, write_atomic
 from tests.support.fake_engine import Patch
@@ -183,11 +183,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
     """Remains of unfinished attempts are renamed one after the other, never overwritten."""
     key = spec().key
-    assert folder.set_aside(key) is None
+    assert set_aside(folder.run_folder(key)) is None
     for number in range(3):
         begin_run(folder.run_folder(key), spec())
         (folder.run_folder(key) / "rank0.jsonl").write_text(f"attempt {number}")
-        folder.set_aside(key)
+        set_aside(folder.run_folder(key))
     texts = {p.name: (p / "rank0.jsonl").read_text() for p in folder.path.glob("runs/*")}
     assert texts == {f"{key}.attempt{n}": f"attempt {n}" for n in range(3)}
     assert len(kept_folders(folder.run_folder(key))) == 3
@@ -285,7 +285,7 @@ def test_a_verdict_that_cannot_be_trusted_is_none(folder: RunFolder) -> None:
         assert folder.load_verdict("one") is None
 
     folder.save_verdict(verdict(), case())
-    kept = folder.set_case_aside("one")
+    kept = set_aside(folder.case_folder("one"))
     assert kept is not None
     assert (kept / "verdict.json").is_file()
     assert folder.load_verdict("one") is None
