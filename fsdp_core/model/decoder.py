@@ -30,7 +30,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from fsdp_core.config import ModelConfig
+from fsdp_core.config import (
+    DEGREES,
+    LAYOUT_RULES,
+    Layout,
+    ModelConfig,
+    ParallelConfig,
+    broken,
+)
 from fsdp_core.model.batch import Part
 from fsdp_core.model.layers import LayerFactory
 from fsdp_core.model.moe.dispatcher import Combine, Dispatch, Plan, Preprocess
@@ -396,8 +403,14 @@ def make_stages(
     chunks: int = 1,
     recompute: str = "none",
 ) -> list[DecoderStage]:
-    """This pipeline rank's stages in order: stages rank, rank + pp, ..."""
-    pp = axes.pp
+    """This pipeline rank's stages in order: stages rank, rank + pp, ... (`ConfigError`: a rule of
+    layouts that the model and the axes break).
+    """
+    pp, sizes = axes.pp, {name: getattr(axes, name).size for name in DEGREES}
+    is_cut = axes.tp.cuts_sequence
+    layout = ParallelConfig(**sizes, sequence_parallel=is_cut, pp_chunks=chunks)
+    if error := broken(LAYOUT_RULES, Layout(config, layout, pp.size)):
+        raise error
     ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]
     return [
         DecoderStage(

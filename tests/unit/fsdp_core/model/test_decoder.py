@@ -1,6 +1,7 @@
 """The decoder on one process: the formulas, causality, padding, recomputation, first weights."""
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.config import RECOMPUTE, ModelConfig, model_from_preset
+from fsdp_core.config import RECOMPUTE, ConfigError, ModelConfig, model_from_preset
 from fsdp_core.model.batch import Capacity, Document, pack, packed_part
-from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.layers import LayerFactory, RopeTable
 from fsdp_core.model.sharding import init_weights
 from fsdp_core.parallel.rng import RandomStreams
@@ -361,3 +362,25 @@ def test_initial_scales() -> None:
         expected = 0.5 / 4 if residual else 0.5
         # A sample deviation of n >= 65536 draws is off by 1/sqrt(2n) = 0.3 %; 2 % is seven sigma.
         assert abs(parameter.std().item() / expected - 1) < 0.02, name
+
+
+# ---- stages
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes", "rule"),
+    [
+        ("dense_tiny", {"tp": 3}, "tp_divides_heads"),
+        ("dense_tiny", {"pp": 99}, "stages_have_layers"),
+        ("moe_tiny", {"dp": 3, "ep": 3}, "ep_divides_experts"),
+        ("moe_tiny", {"tp": 2}, "experts_under_tp_need_sequence_parallel"),
+    ],
+)
+def test_axes_obey_the_rules_of_layouts(preset: str, sizes: dict[str, int], rule: str) -> None:
+    """Also of no configuration: experts would get a token from every rank of tp, silently."""
+    axes = single_axes()
+    axes = replace(axes, **{n: replace(getattr(axes, n), size=s) for n, s in sizes.items()})
+    streams = RandomStreams(0, (axes.pp,), CPU)
+    with pytest.raises(ConfigError) as error:
+        make_stages(model_from_preset(preset), axes, LayerFactory(), streams)
+    assert error.value.rule == rule
