@@ -241,8 +241,8 @@ class Pipeline:
         Backward begins with a loss over the number of microbatches. Returns float32 [microbatches],
         each one's loss as the last stage returned it; on every rank.
 
-        Raises ValueError: a stage that returned something else than agreed; ranks that differ in
-            what they run.
+        Raises ValueError: a number of microbatches that the schedule or its slots cannot take; a
+            stage that returned something else than agreed; ranks that differ in what they run.
         Raises TransferFailed: another stage failed or hangs; the group's timeout bounds the wait.
         Raises RuntimeError: an earlier pass failed, so messages of it may be under way.
         """
@@ -297,8 +297,9 @@ class Pipeline:
             if not self._plans:
                 open_links(axis, self.device)
         schedule = make_schedule(axis.size, chunks, number, is_training=is_training)
-        # Else a slot would be taken again before its backward.
-        assert self.num_slots >= slots_needed(schedule), self.num_slots
+        if self.num_slots < (needed := slots_needed(schedule)):
+            raise ValueError(f"Expected num_slots >= {needed} for {number} microbatches over "
+                             f"{axis.size} ranks, got {self.num_slots}.")  # fmt: skip
         self._plans[key] = schedule, programs(schedule)[axis.rank]
         return self._plans[key]
 
@@ -320,13 +321,16 @@ class Pipeline:
         i, is_training = action.microbatch, state.schedule.is_training
         batch = state.microbatches[i]
         if stage == 0:
-            assert batch.tokens is not None
-            x = batch.tokens
+            if (x := batch.tokens) is None:
+                raise ValueError("Expected tokens on the first rank of the pipeline, got None.")
         else:  # a leaf of a new autograd graph
             x = self._take(state, Transfer(stage - 1, stage, i)).requires_grad_(is_training)
         output = self.stages[action.chunk](x, microbatch=i % self.num_slots, **batch.keywords)
         kept: GradientEdge | torch.Tensor
         if stage == state.schedule.num_stages - 1:
+            is_tensor = isinstance(output, torch.Tensor)
+            if not is_tensor or output.dim() or not output.is_floating_point():
+                raise ValueError(f"Expected a scalar loss, got {_shown(output)}.")
             state.losses[i].copy_(output.detach())
             kept = self._loss(state, i, output) if is_training else output
         else:
@@ -366,11 +370,16 @@ class Pipeline:
     def _check_activation(self, stage: int, x: Any, *, is_training: bool) -> None:
         gradient = {True: " with gradient", False: " without gradient"}
         expected = f"{self.activation}{gradient[is_training]}"
-        got = type(x).__name__
+        got = _shown(x)
         if isinstance(x, torch.Tensor):
-            got = f"{TensorSpec(tuple(x.shape), x.dtype)}{gradient[x.requires_grad]}"
+            got += gradient[x.requires_grad]
         if got != expected:
             raise ValueError(f"Expected the output of stage {stage} to be {expected}, got {got}.")
+
+
+def _shown(x: Any) -> str:
+    is_tensor = isinstance(x, torch.Tensor)
+    return str(TensorSpec(tuple(x.shape), x.dtype)) if is_tensor else type(x).__name__
 
 
 def set_last_backward(stage: nn.Module, *, is_last: bool) -> None:

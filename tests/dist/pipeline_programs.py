@@ -437,3 +437,17 @@ def disagree(case: str) -> str:
         return caught(lambda: pipeline.forward_only(batches(4)))
     number = 3 if is_last and case in ("microbatches", "later") else 4
     return caught(lambda: pipeline.forward_backward(batches(number)))
+
+
+def misused(case: str) -> str:
+    """What a rank raises that gives a pipeline what it cannot take, or returns no loss from it."""
+    axis = world_axis(TIMEOUT_S)
+    stages: list[Any] = make_stages(axis, 2 if case == "groups" else 1)
+    if axis.rank == axis.size - 1 and case in (made := {"vector": [0.5], "number": 1.0, "int": 1}):
+        wrong = made[case] if case == "number" else torch.tensor(made[case])
+        stages[0].register_forward_hook(lambda *_: wrong)
+    pipeline = Pipeline(stages, axis, SPEC, CPU, num_slots=1 if case == "slots" else 4)
+    number = {"nothing": 0, "groups": 3}.get(case, 4)
+    given = [replace(b, tokens=None) if case == "tokens" else b for b in batches(number)]
+    run = pipeline.forward_backward if case in ("slots", "groups") else pipeline.forward_only
+    return caught(lambda: run(given))

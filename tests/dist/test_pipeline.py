@@ -14,6 +14,7 @@ from tests.dist.pipeline_programs import (
     evaluate,
     fail,
     lose,
+    misused,
     one_process,
     train,
     train_sharded,
@@ -184,3 +185,24 @@ def test_ranks_that_disagree(warm_ranks: RankPool, case: str, rule: str) -> None
     """Ranks that run different things say so on every rank, or time out, before any wrong bit."""
     for said in warm_ranks.run(disagree, case, world_size=2):
         assert re.search(rule, said)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "rule"),
+    [
+        ("nothing", (0, 1), "a multiple of 1, got 0"),
+        ("groups", (0, 1), "a multiple of 2, got 3"),
+        ("slots", (0, 1), "num_slots >= 2 for 4 microbatches over 2 ranks, got 1"),
+        ("tokens", (0,), "tokens on the first rank of the pipeline, got None"),
+        ("vector", (1,), r"a scalar loss, got float32 \[1\]"),
+        ("number", (1,), "a scalar loss, got float"),
+        ("int", (1,), r"a scalar loss, got int64 \[\]"),
+    ],
+)
+def test_what_a_pipeline_cannot_take(
+    warm_ranks: RankPool, case: str, ranks: tuple[int, ...], rule: str
+) -> None:
+    """Is refused by name, where it would be an empty step, a rounded loss or another's error."""
+    said = warm_ranks.run(misused, case, world_size=2)
+    for rank in ranks:
+        assert re.search(f"ValueError: Expected .*{rule}", said[rank])
