@@ -18,6 +18,7 @@ gradients go nowhere. So the hooks run around it:
     fused      pre-hooks A, pre-hooks B        kernel(x)        hooks B, hooks A
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,10 +132,10 @@ def call_as_forward_of(modules: Sequence[nn.Module], kernel: Callable[..., Any],
     _refuse_other_hooks(first)
     made: list[Any] = []
 
-    def forward(*got: Any) -> Any:
-        if list(map(_memory_of, got)) != list(map(_memory_of, args)):
-            raise _unserved(first, "pre-hooks that leave its inputs as they are (FSDP casts them, "
-                            "unless they have the compute dtype)")  # fmt: skip
+    def forward(*got: Any, **named: Any) -> Any:
+        if named or len(got) != len(args) or any(map(operator.is_not, got, args)):
+            raise _unserved(first, "pre-hooks that leave its inputs as they are (FSDP casts them "
+                            "without MixedPrecisionPolicy(cast_forward_inputs=False))")  # fmt: skip
         made.append(call_as_forward_of(others, kernel, *got) if others else kernel(*got))
         return made[0]
 
@@ -160,7 +161,7 @@ def _refuse_other_hooks(module: nn.Module) -> None:
 def _memory_of(value: Any) -> object:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.shape, value.dtype, value.stride(), value.data_ptr()
+    return value.shape, value.dtype, value.stride(), value.data_ptr(), value.grad_fn is None
 
 
 def _unserved(module: nn.Module, expected: str) -> ValueError:

@@ -42,10 +42,28 @@ def post(number: int, change: Any) -> Any:
     return lambda pair: pair[number].register_forward_hook(lambda m, args, out: change(out))
 
 
+def test_what_hooks_mark_is_the_output(pair: list[nn.Module]) -> None:
+    """Whoever marks where backward begins returns a view: of each module, it is in the graph."""
+    log: list[str] = []
+
+    def mark(name: str, out: torch.Tensor) -> torch.Tensor:
+        marked = out.view_as(out)
+        marked.register_hook(lambda grad: log.append(name))
+        return marked
+
+    for name, module in zip(("first", "second"), pair, strict=True):
+        module.register_forward_hook(lambda m, args, out, name=name: mark(name, out))
+    call_as_forward_of(pair, double, X.clone().requires_grad_()).sum().backward()
+    assert log == ["first", "second"]
+
+
+def with_name(pair: list[nn.Module]) -> None:
+    pair[1].register_forward_pre_hook(lambda m, a, k: (a, {"scale": 3.0}), with_kwargs=True)
+
+
 @pytest.mark.parametrize(
     ("hook", "factor"),
-    [(pre(lambda x: x), 2), (pre(lambda x: x.view_as(x)), 2), (post(0, lambda x: x.view_as(x)), 2),
-     (post(1, lambda out: out * 3), 6)],
+    [(pre(lambda x: x), 2), (post(0, lambda x: x.view_as(x)), 2), (post(1, lambda x: x * 3), 6)],
 )  # fmt: skip
 def test_hooks_may_mark_tensors_and_change_the_last_output(
     pair: list[nn.Module], hook: Any, factor: int
@@ -60,9 +78,14 @@ def test_hooks_may_mark_tensors_and_change_the_last_output(
         pre(lambda x: x + 1),
         pre(lambda x: x.clone()),
         pre(lambda x: x.double()),
+        pre(lambda x: x.detach()),
+        pre(lambda x: x.detach().requires_grad_()),
         pre(lambda x: ()),
+        with_name,
         post(0, lambda out: out * 3),
         post(0, lambda out: out.T),
+        post(0, lambda out: out.detach()),
+        post(0, lambda out: out.detach().requires_grad_()),
         post(0, lambda out: [out]),
         lambda pair: pair[0].register_full_backward_hook(lambda *told: None),
         lambda pair: pair[1].register_full_backward_pre_hook(lambda *told: None),
@@ -72,7 +95,7 @@ def test_hooks_that_a_kernel_cannot_serve_are_refused(pair: list[nn.Module], hoo
     """What they give would be given to another computation, or to none: a silent difference."""
     hook(pair)
     with pytest.raises(ValueError, match="Expected of Linear"):
-        call_as_forward_of(pair, double, X)
+        call_as_forward_of(pair, double, X.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
