@@ -385,12 +385,14 @@ def make_layers(
     fused_rope: RoPE by a kernel that walks the sequences of a pack.
     dtype: compute dtype.
     Raises BackendMissing: `te` where TransformerEngine or CUDA is absent.
+    Raises ValueError: fp8 of another backend than `te`, or fused experts in its blocks.
     """
+    if fp8 != "none" and (backend != "te" or (fp8 == "block" and fused_experts)):
+        raise ValueError(f"Expected fp8 none of backend {backend}, {fused_experts=}, got {fp8}.")
     if backend == "te":
         from fsdp_core.model.te.layers import TeLayers
 
         return TeLayers(recipe=fp8, fused_experts=fused_experts, fused_rope=fused_rope, dtype=dtype)
-    assert fp8 == "none", fp8
     return LayerFactory(fused_experts=fused_experts is True, fused_rope=fused_rope)
 
 

@@ -116,7 +116,10 @@ def test_operators_take_the_weights_of_now() -> None:
 
 
 def test_what_layers_are_made_of() -> None:
-    """Torch fuses experts if told; a rank alone has no group for largest values."""
+    """Torch has no fp8 and fuses experts if told, te not in blocks; a rank alone has no group."""
+    for backend, recipe, fused in (("torch", "current", False), ("te", "block", True)):
+        with pytest.raises(ValueError, match=f"Expected fp8 none of backend {backend}, .*{recipe}"):
+            make_layers(backend, fp8=recipe, fused_experts=fused)
     assert make_layers("torch").fused_experts is False
     assert make_layers("torch", fused_experts=True).fused_experts is True
     assert amax_group(single_axes()) is None
