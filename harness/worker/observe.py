@@ -494,9 +494,16 @@ class Notes:
                 step=self._step(), operator=operator, label=label, group=group,
                 is_inside=is_inside and operator not in _POINT_TO_POINT,
                 entered=dict(self._entered), module=self._module,
-                is_new=self._step() > self._eager_steps and not self._is_known,
+                is_new=self._does_otherwise(),
             )
         )  # fmt: skip
+
+    def _does_otherwise(self) -> bool:
+        """Than in steps before; of captures: whether one is early, or is left out where due."""
+        step = self._step()
+        if step > self._eager_steps:
+            return not self._is_known
+        return (self._last[1] == IN_CAPTURE) == (step < self._eager_steps)
 
     def _label(self, operator: str) -> str:
         label, in_capture = _unit_at_work()

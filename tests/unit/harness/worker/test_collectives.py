@@ -95,7 +95,7 @@ def test_a_replay_has_the_labels_of_the_last_eager_step(rank: Rank) -> None:
 
 
 def test_a_rank_says_where_it_does_otherwise_than_before(rank: Rank) -> None:
-    """From another operator or owner on to the end of the step; not where graphs are captured."""
+    """From another operator or owner on to the end of the step; of captures, outside of one due."""
     usual = (GATHER, "root"), (GATHER, "layers.0"), (REDUCE, "layers.0")
     steps = [usual, usual, usual[::-1], usual, (usual[0], *usual[:2]), (*usual[:1], *usual[2:])]
     news = []
@@ -103,7 +103,7 @@ def test_a_rank_says_where_it_does_otherwise_than_before(rank: Rank) -> None:
         first = len(rank.places)
         rank.take(step, *calls)
         news.append([place.is_new for place in rank.places[first::2]])
-    assert news[:4] == [[False] * 3] * 4
+    assert news[:4] == [[False] * 3, [False] * 3, [True] * 3, [False] * 3]
     assert news[4:] == [[False, True, True], [False, True]]
 
 
@@ -128,6 +128,8 @@ def test_collectives_of_a_capture_say_so_and_move_no_label(rank: Rank) -> None:
     rank.captures = True
     assert rank.take(2, (GATHER, ""), (GATHER, "layers.1")) == [IN_CAPTURE, "layers.1"]
     assert str(rank.places[-4].last.as_entered) == "allgather_base in a capture"
+    rank.take(1, (GATHER, ""))
+    assert [rank.places[at].is_new for at in (-6, -2)] == [False, True]  # due, and early
     rank.captures = False
     assert rank.take(2, (GATHER, ""), (REDUCE, "")) == ["root", "layers.0"]
 
