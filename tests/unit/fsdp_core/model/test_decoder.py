@@ -200,6 +200,15 @@ def test_rope_refuses_positions_past_its_table() -> None:
         table(torch.ones(1, 1, 1, 8), torch.tensor([4]))
 
 
+def test_sequences_without_positions_are_refused() -> None:
+    """As many tokens as `seq` are taken, two more are refused before anything is computed."""
+    model = build_double(model_from_preset("dense_tiny", {"seq": 8}))
+    ids = torch.zeros(1, 11, dtype=torch.int64)
+    loss_of(model, ids[:, :9])
+    with pytest.raises(ValueError, match=r"at most 8 tokens \(seq\), got 10"):
+        loss_of(model, ids)
+
+
 PAD = 0
 """The token that padding has; no document here has it."""
 LENGTHS = (5, 1, 8)
