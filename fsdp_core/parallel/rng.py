@@ -176,9 +176,9 @@ class RandomStreams:
     @torch.compiler.disable
     def enter(self, stream: RandomStream) -> None:
         assert self.drawing is None, f"{stream.name} within {self.drawing}"
-        # Activations that are computed again would be dropped elsewhere than the first time.
-        is_first = torch._C._current_graph_task_id() == -1
-        assert is_first or self._recomputing, "drawing outside of checkpoint_contexts"
+        if torch._C._current_graph_task_id() != -1 and not self._recomputing:
+            # Activations that are computed again would be dropped elsewhere than the first time.
+            raise RuntimeError("Expected checkpoint(..., context_fn=streams.checkpoint_contexts).")
         self.drawing = stream
 
 

@@ -205,9 +205,11 @@ class Stressors:
 
     def only(self, names: Sequence[str]) -> None:
         """From now on these alone are at work, between steps; `races` always is if it is one of us.
-        What an earlier one did inside of a capture stays in the graph: capture again.
+        What an earlier one did inside of a capture stays in the graph: capture again (`ValueError`:
+        a name that is not among `names` of this object).
         """
-        assert set(names) <= set(self.names), names
+        if unknown := set(names).difference(self.names):
+            raise ValueError(f"Expected some of {', '.join(self.names)}, got {min(unknown)}.")
         self._on = frozenset(names)
         if "scramble" not in self._on:
             self.close()

@@ -111,7 +111,7 @@ def test_stressors_of_a_turn_are_at_work_alone(monkeypatch: pytest.MonkeyPatch) 
         "poison": (False, True, []),
         "scramble": (False, False, ["scramble"]),
     }
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"Expected some of jitter, .*, got thunder\."):
         stressors.only(("thunder",))
 
 
