@@ -331,7 +331,7 @@ class DecoderStage(nn.Module):
     def forward(self, x: torch.Tensor, part: Part, *, microbatch: int = 0) -> torch.Tensor:
         """Tokens int64 [B, T], or x, to x, or to this rank's loss: float32 (float64) scalar.
         `microbatch`: slot of the microbatch, for graphs, which are kept by slot (`ValueError`: rows
-        of more tokens than there are positions, a look past a table that no GPU survives).
+        of more tokens than `seq`, out of bounds of the table of positions).
         """
         length, most = part.plan.rows.shape[0] * part.plan.size, self.config.seq
         if part.plan.spans.offsets is None and length > most:  # else see `Capacity.longest`

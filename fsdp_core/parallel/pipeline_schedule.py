@@ -91,12 +91,12 @@ def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool 
     """1F1B for one chunk a rank, interleaved 1F1B for more; forwards only where nothing trains.
     1F1B (PipeDream-flush) warms rank r up with pp - 1 - r forwards; interleaved, groups of pp
     microbatches go through the chunks, and the warm-up is 2 * (pp - 1 - r) + (chunks - 1) * pp
-    (`ValueError`: no microbatches, or training with a group that is not full).
+    (`ValueError`: no microbatches, or training with a number that is no multiple of pp).
     """
     # (chunk, microbatch): pp microbatches through the first chunk, through the second, and so on.
     group = pp if chunks > 1 else 1
     if microbatches < 1 or (is_training and microbatches % group):
-        raise ValueError(f"Expected microbatches, a multiple of {group}, got {microbatches}.")
+        raise ValueError(f"Expected microbatches >= 1, a multiple of {group}, got {microbatches}.")
     order = [
         (chunk, first + i)
         for first in range(0, microbatches, group)

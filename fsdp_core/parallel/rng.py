@@ -177,7 +177,7 @@ class RandomStreams:
     def enter(self, stream: RandomStream) -> None:
         assert self.drawing is None, f"{stream.name} within {self.drawing}"
         if torch._C._current_graph_task_id() != -1 and not self._recomputing:
-            # Activations that are computed again would be dropped elsewhere than the first time.
+            # Recomputed activations would get another dropout mask than in the first forward pass.
             raise RuntimeError("Expected checkpoint(..., context_fn=streams.checkpoint_contexts).")
         self.drawing = stream
 

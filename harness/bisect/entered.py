@@ -1,4 +1,4 @@
-"""What ranks entered in a step: their collectives, in their order, as far as they were noted."""
+"""Collectives that ranks entered in a step, in order, as far as they were noted."""
 
 import math
 from collections import Counter

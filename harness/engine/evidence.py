@@ -12,8 +12,8 @@
 Of two ranks of one group the one that entered fewer collectives is the one that the other waits
 for; at fault are those that wait in no other collective themselves. Ranks that have entered equally
 many, but are in different ones, wait in vain: one has called another collective, or left one out.
-Of two sides of one size the one that did otherwise than in the steps before is at fault.
-So do ranks of several groups that wait for each other in a circle.
+So do ranks of several groups that wait for each other in a circle. Of two sides with equally many
+ranks the one whose collectives are not those of earlier steps is at fault.
 """
 
 import ast

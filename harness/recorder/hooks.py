@@ -119,7 +119,7 @@ def _round_at_random(observer: Observer) -> Any:
 
     rounding = Rounding(observer.session.rounding, observer.session.rank)
     observer.aside = rounding.aside
-    observer.most_passes = 1  # a compiler that the mode keeps out would look at what finds more
+    observer.most_passes = 1  # else torch.compile, kept off by the mode, would compile the recorder
     for kind in (torch.cuda.CUDAGraph, HostGraph):
         patch("capture_begin", refuse, kind)
     for name in ("begin", "enter"):
@@ -538,7 +538,7 @@ class Taps:
                 self._digest(self._row(name, UNCLIPPED), [held])
 
     def numbers(self) -> dict[str, int]:
-        """Of each tap its last call in the step."""
+        """The number of the last call in this step, by tap."""
         step = self._observer.step_of_calls()
         if step is not self._step:
             self._step, self._calls = step, {}

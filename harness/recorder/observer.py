@@ -80,9 +80,8 @@ class Step:
     norm: Tensor | None = None
     sketches: dict[str, Tensor] = field(default_factory=dict)
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
-    warm_up: Mapping[str, int] = field(
-        default_factory=dict
-    )  # last call before its first pass, by tap
+    # By tap, the last call of warm-up passes.
+    warm_up: Mapping[str, int] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
@@ -95,7 +94,7 @@ class Step:
         return self.told or self.losses
 
     def own_taps(self) -> list[tuple[str, Tensor]]:
-        """Its rows, numbered without calls that warmed something up."""
+        """Its rows without those of warm-up passes, numbered anew."""
         if not self.warm_up:
             return self.taps
         own = list[tuple[str, Tensor]]()
@@ -161,8 +160,8 @@ class Observer(Recorder):
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._static: dict[int, Step] = {}
         self._queue: list[Step] = []
-        # Forward passes before the first backward pass: number of its first node, state before it,
-        # calls of modules until then.
+        # Of each forward pass before the first backward pass: sequence number of the next autograd
+        # node, the state before it, and the calls of modules until then.
         self._passes: list[tuple[int, Step, Mapping[str, int]]] = []
         self._written: dict[str, tuple[list[str], list[str]]] = {}  # names and shapes
         self._written_taps: list[str] = []
@@ -216,8 +215,8 @@ class Observer(Recorder):
     def forward(self, module: nn.Module) -> None:
         """A forward pass with gradients is about to start, which may be that of the first step.
 
-        One that warms something up, and that no loss comes from, is not: each pass of a whole model
-        before the first backward pass finds the state anew, `most_passes` of them.
+        It is not if it is a warm-up, whose output no loss uses. So up to `most_passes` calls of
+        root modules before the first backward pass record the state anew; `backward` chooses.
         """
         if not self.has_begun:
             self._passes = []

@@ -28,8 +28,8 @@ from harness.records import (
     AFTER,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
+    NEVER_RAN,
     SCHEMA_VERSION,
-    TAP_HEX_CHARS,
     FinalRecord,
     InitialRecord,
     NamesRecord,
@@ -49,7 +49,7 @@ END_BYTES, STEP_BYTES = 4096, 4 << 20
 """More than an end record has, and a step record of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
-_NEVER = "f" * TAP_HEX_CHARS  # no digest, `NEVER_RAN`
+_NEVER = ABSENT + NEVER_RAN  # the row of a call that was not made
 AFTER_END = " after end"
 
 Names = tuple[Mapping[str, Sequence[str]], Sequence[str]]
@@ -347,7 +347,7 @@ def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
 
 
 def with_shared_taps(*runs: RunResult) -> tuple[RunResult, ...]:
-    """Runs with the taps alone that all have, on each rank, in the order of the first run."""
+    """The runs with only those taps that all of them have, by rank, ordered as in the first."""
     held = [
         {each.rank: dict.fromkeys(each.start.taps) for each in run.ranks if each.start}
         for run in runs

@@ -499,7 +499,8 @@ class Notes:
         )  # fmt: skip
 
     def _does_otherwise(self) -> bool:
-        """Than in steps before; of captures: whether one is early, or is left out where due."""
+        """Whether this collective is not that of earlier steps; until graphs are captured, whether
+        a capture is early or missing."""
         step = self._step()
         if step > self._eager_steps:
             return not self._is_known
